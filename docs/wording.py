@@ -1,8 +1,9 @@
 """Check the words of screens, messages, documents and docstrings: `python docs/wording.py`.
 
 Names each turn that docs/glossary.md has a usual word for, with file and line, and exits 1 if it
-finds one. What users read (`docs/strings.py` and the documents) is checked against all of `_TURNS`;
-docstrings and comments against `_WORST`.
+finds one. What users read (`docs/strings.py` and the documents) is checked against all of `_TURNS`,
+docstrings and comments against `_WORST`, those of the folders in `_CLEAN` against `_PRIVATE` too,
+and the names of variables, arguments, functions and attributes there against `_EMPTY_NAMES`.
 """
 
 from __future__ import annotations
@@ -53,27 +54,58 @@ _TURNS: Final = (
     (r"\bgrey\b", "gray"),
     (r"\b1 ranks\b", "1 rank"),
 )
+# In docstrings and comments of clean folders.
+_PRIVATE: Final = (
+    *_WORST,
+    (r"\b(?:is|are|was|were) told\b", "is reported, is unknown"),
+    (r"\b(?:go|goes|going|went|gone) on\b", "resume, continue, keep running"),
+    (r"\bleft out\b|\blooked at\b", "skipped; read, checked, shown"),
+    (r"\bin vain\b", "forever, for nothing"),
+    (r"\bsomebody\b", "someone"),
+    (r"\bone (?:may )?(?:thinks?|sees)\b", "was meant; nothing"),
+    (r"\b[Pp]ictures?\b(?![:=(])", "image, frame"),
+)
+# Names that do not say what a thing is: write match, problem, message, gpus, path …
+_EMPTY_NAMES: Final = frozenset({"found", "known", "one", "said", "told", "wanted"})
+# Where they do not come back. Not yet: jobs/{hub,imports,launch,queue,run,slurm,spec,supervise},
+# tui/form, engine/{data,demo,diffusion,families,ranks,start,tracking,train}.
+_CLEAN: Final = tuple(
+    f"{package}/{folder}/"
+    for package, folders in (
+        ("tui", "app cli dashboard job keys log look plots settings terminal text widgets"),
+        ("jobs", "doctor machine memory models notify preflight resume selftest service untrusted"),
+        ("engine", "blocks checkpoint doctor exports memory model parallel sample toy"),
+    )
+    for folder in folders.split()
+)
+_ALLOWED_NAMES: Final = frozenset(
+    {
+        ("jobs/doctor/finding.py", "found"),  # a JSON field of `fsdp-tui doctor --json`
+        ("jobs/service/plan.py", "wanted"),  # a column of the jobs database
+    }
+)
 # What is filled in, code and quoted names: not words of ours.
 _NOT_WORDS: Final = re.compile(r"\{[^{}]*\}|`[^`]*`|\.\[\]\.\w+|#\w+")
 _EXAMPLES: Final = "| instead of |"  # the table of CONTRIBUTING.md that shows what not to write
 
 
 def main() -> int:
-    """Print every turn found.
+    """Print every problem, one per line.
 
     Returns:
         The exit status.
     """
-    found = [*_in_strings(), *_in_documents(), *_in_docstrings()]
-    for line in found:
-        print(line)
-    return int(bool(found))
+    problems = [*_in_strings(), *_in_documents(), *_in_docstrings(), *_in_names()]
+    for problem in problems:
+        print(problem)
+    return int(bool(problems))
 
 
 def _in_strings() -> Iterator[str]:
-    for one in sentences():
-        for turn, instead in _turns(one.text, _TURNS):
-            yield f'{one.path}:{one.line}: "{turn}" in “{_short(one.text)}”; write {instead}'
+    for sentence in sentences():
+        for turn, instead in _turns(sentence.text, _TURNS):
+            place = f"{sentence.path}:{sentence.line}"
+            yield f'{place}: "{turn}" in “{_short(sentence.text)}”; write {instead}'
 
 
 def _in_documents() -> Iterator[str]:
@@ -89,12 +121,37 @@ def _in_documents() -> Iterator[str]:
 
 
 def _in_docstrings() -> Iterator[str]:
+    for place, source in _sources():
+        banned = _PRIVATE if place.startswith(_CLEAN) else _WORST
+        for number, text in (*_docstrings(source), *_comments(source)):
+            for turn, instead in _turns(text, banned):
+                yield f'{place}:{number}: "{turn}"; write {instead}'
+
+
+def _in_names() -> Iterator[str]:
+    for place, source in _sources():
+        if not place.startswith(_CLEAN):
+            continue
+        for number, name in _names(ast.parse(source)):
+            if name in _EMPTY_NAMES and (place, name) not in _ALLOWED_NAMES:
+                yield f'{place}:{number}: the name "{name}"; write what the thing is'
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    """Path from the repository's root and text of every module."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            source = path.read_text(encoding="utf-8")
-            for number, text in (*_docstrings(source), *_comments(source)):
-                for turn, instead in _turns(text, _WORST):
-                    yield f'{path.relative_to(ROOT)}:{number}: "{turn}"; write {instead}'
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of every variable, argument, function and attribute that a module defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name.lstrip("_")
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield node.lineno, name.lstrip("_")
 
 
 def _docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -115,8 +172,8 @@ def _turns(text: str, banned: tuple[tuple[str, str], ...]) -> Iterator[tuple[str
     """`(turn, what to write instead)` for each that is in a text."""
     words = _NOT_WORDS.sub(" ", text)
     for pattern, instead in banned:
-        if found := re.search(pattern, words, re.IGNORECASE):
-            yield found[0], instead
+        if match := re.search(pattern, words, re.IGNORECASE):
+            yield match[0], instead
 
 
 def _short(text: str) -> str:

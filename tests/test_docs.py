@@ -6,6 +6,8 @@ job nor a file run.
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -280,3 +282,16 @@ def test_every_job_and_every_settings_file_is_accepted(block: str, tmp_path: Pat
     else:
         path.write_text(block)
         assert read_settings(path).problems == ()
+
+
+# -- wording -------------------------------------------------------------------------------
+
+
+def test_empty_names_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    wording = importlib.import_module("wording")
+    source = "def known(one, *, told=0):\n    found, self._said = [wanted for wanted in one]"
+    names = {name for _, name in wording._names(ast.parse(source))}
+    assert names == wording._EMPTY_NAMES
+    (problem, *_) = wording._turns("it goes on", wording._PRIVATE)
+    assert problem[0] == "goes on"

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # some constructors would fetch what they need
     lean = not options.whole and "_class_name" in config
     try:
-        found = _look(config, options.config.parent, lean=lean)
+        detected = _look(config, options.config.parent, lean=lean)
     except Exception as error:
         if lean and not _is_final(error):  # being lean may be why it failed
             return _again()
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found))
+    print(json.dumps(detected))
     return 0
 
 
@@ -60,9 +60,9 @@ def _look(config: dict[str, Any], directory: Path, *, lean: bool) -> dict[str, A
     _tell(1)
     model = build(config, directory)
     _tell(2)
-    found = report(model)
+    detected = report(model)
     _tell(3)
-    return found
+    return detected
 
 
 def _is_final(error: Exception) -> bool:

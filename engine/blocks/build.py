@@ -56,15 +56,15 @@ def _build_diffusers(config: dict[str, Any]) -> torch.nn.Module:
     name = config["_class_name"]
     if isinstance(name, list):  # of a class in the repository itself
         name = name[-1]
-    found: Any = getattr(diffusers, str(name), None)
-    known = isinstance(found, type) and issubclass(found, ModelMixin)
-    if not known:
+    model_class: Any = getattr(diffusers, str(name), None)
+    is_model = isinstance(model_class, type) and issubclass(model_class, ModelMixin)
+    if not is_model:
         kind = CannotBuildError if hasattr(diffusers, str(name)) else NoSuchClassError
         raise kind(
             f"diffusers {diffusers.__version__} has no model class {name}",
             "check _class_name in config.json, or update diffusers",
         )
-    model: torch.nn.Module = found.from_config(config)
+    model: torch.nn.Module = model_class.from_config(config)
     return model
 
 
@@ -74,8 +74,8 @@ def _build_transformers(config: dict[str, Any], directory: Path) -> torch.nn.Mod
     # Code that comes with a model is never run.
     settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
-    for found in named:
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            model: torch.nn.Module = found(settings)
+    for model_class in named:
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            model: torch.nn.Module = model_class(settings)
             return model
     return transformers.AutoModel.from_config(settings, trust_remote_code=False)

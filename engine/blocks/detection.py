@@ -45,7 +45,7 @@ def report(model: torch.nn.Module) -> dict[str, Any]:
         "model_class": type(model).__name__,
         "total_params": total,
         "no_split_modules": no_split,
-        "classes": [vars(one) for one in classes],
+        "classes": [vars(block_class) for block_class in classes],
         "parts": parts.to_dict(),
     }
 

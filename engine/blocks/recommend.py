@@ -50,15 +50,15 @@ def recommend(
             and kinds[name].each >= _LEAST_UNIT * kinds[largest].each
         ]
         coverage = parts.coverage(chosen)
-        found = coverage.share * (1 - coverage.largest / total)
-        if found > quality + (_WORTHWHILE if best else 0.0) and not coverage.nested:
-            best, quality = chosen, found
+        merit = coverage.share * (1 - coverage.largest / total)
+        if merit > quality + (_WORTHWHILE if best else 0.0) and not coverage.nested:
+            best, quality = chosen, merit
         pool.discard(largest)
     return sorted(best, key=lambda name: (-score(kinds[name], total), name))
 
 
 def score(kind: Kind, total: int) -> float:
-    """How well a class alone would do: what it wraps, how small a unit is, how many there are."""
+    """Rate a class by itself: what it wraps, how small a unit is, how many there are."""
     return kind.total / total * (1 - kind.each / total) * kind.count if total else 0.0
 
 

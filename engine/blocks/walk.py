@@ -57,15 +57,15 @@ def walk(model: torch.nn.Module) -> tuple[dict[str, Kind], Parts]:
         name: tuple(names[base] for base in kind.__mro__[1:] if base in names)
         for kind, name in names.items()
     }
-    found = {name: above for name, above in ancestors.items() if above}
+    inherited = {name: above for name, above in ancestors.items() if above}
     containers = tuple(kind.name for kind in walker.kinds.values() if not kind.callable)
-    return walker.kinds, Parts(tuple(walker.parts), found, containers)
+    return walker.kinds, Parts(tuple(walker.parts), inherited, containers)
 
 
 def _name_classes(model: torch.nn.Module) -> dict[type, str]:
     """Each class's name. Of two that share one, the first met has it, as for accelerate's policy.
 
-    The others cannot be named in a job; they are told apart by their module.
+    The others cannot be named in a job; only their modules differ.
     """
     names: dict[type, str] = {}
     taken: set[str] = set()
@@ -126,7 +126,7 @@ class _Walker:
         kind.count += 1
         if len(kind.paths) < _PATHS:
             kind.paths.append(path)
-        kind.outer.update(one for one in above if one != name)
+        kind.outer.update(outer for outer in above if outer != name)
         kind.composite = kind.composite or any(map(_has_parameters, module.children()))
         counted = self._counted.setdefault(name, set())
         held = set(module.parameters())

@@ -54,11 +54,11 @@ def choose_start(
         if damage is None:
             if world.main:
                 _put_out_of_the_way(damaged, tell)
-            world.barrier()  # nobody goes on before they are
+            world.barrier()  # no rank continues before they are
             return path
         damaged.append((path, damage))
     if damaged:
-        # Restarted silently, the run would overwrite what somebody may still save.
+        # Restarted silently, the run would overwrite what someone may still recover.
         what = "; ".join(f"{path.name}: {damage}" for path, damage in damaged[:_MOST_NAMED])
         raise UserError(
             f"all checkpoints of this run are damaged ({what})",
@@ -94,8 +94,8 @@ def _damage(path: Path, world: World, progress: Callable[[int], None]) -> str | 
         own = find_damage(path, share=(world.rank, world.size), progress=progress)
     except UnreadableError as error:
         unreadable = str(error)
-    found = world.gather((own, unreadable))
-    for _, said in found:
-        if said is not None:
-            raise UserError(said)
-    return next((damage for damage, _ in found if damage is not None), None)
+    everyone = world.gather((own, unreadable))
+    for _, problem in everyone:
+        if problem is not None:
+            raise UserError(problem)
+    return next((damage for damage, _ in everyone if damage is not None), None)

@@ -73,7 +73,7 @@ class Contents:
 
 
 def expected_bytes(training: TrainState, spec: JobSpec) -> int:
-    """What a checkpoint will take at least, once the optimizer has made a step.
+    """Bytes that a checkpoint takes at least, once the optimizer has made a step.
 
     The state that the first step makes is counted, not made: on shards that takes torch a second
     for each hundred tensors.
@@ -134,7 +134,7 @@ def tensors_of(training: TrainState, layout: Layout, *, ema: bool = True) -> dic
 
 
 def options_for(layout: Layout) -> StateDictOptions:
-    """How torch makes and takes the state dicts: a LoRA's frozen base is in none."""
+    """Return torch's options for the state dicts, which omit a LoRA's frozen base."""
     return StateDictOptions(
         ignore_frozen_params=True, flatten_optimizer_state_dict=layout == "full", strict=False
     )

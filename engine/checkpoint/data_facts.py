@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def data_facts(index: DataIndex, plan: BatchPlan) -> dict[str, Any]:
-    """What decides which samples a step trains on, but for the job's settings."""
+    """Collect what decides which samples a step trains on, besides the job's settings."""
     digest = hashlib.sha256()
     for sample in index.samples:
         digest.update(f"{sample.digest} {sample.row} {sample.group}\n".encode())

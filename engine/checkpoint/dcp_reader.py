@@ -80,7 +80,7 @@ class Planner(DefaultLoadPlanner):
         """Put what is no tensor, such as a number of the optimizer's, in its place."""
         name = read_item.dest_index.fqn
         try:
-            found = torch.load(value, weights_only=True)
+            loaded = torch.load(value, weights_only=True)
         except Exception as error:  # a damaged pickle raises anything
             what = " ".join(str(error).split())
             unsafe = next(iter(re.findall(r"GLOBAL (\S+)", what)), None)
@@ -89,13 +89,13 @@ class Planner(DefaultLoadPlanner):
                 f"{name} of the checkpoint cannot be read ({why})", "choose another checkpoint"
             ) from None
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
+            set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
-            self.state_dict[name] = found
+            self.state_dict[name] = loaded
 
 
 def read_index(directory: Path) -> Metadata:
-    """What a checkpoint holds, and in which of its files.
+    """Read what a checkpoint holds, and in which of its files.
 
     Raises:
         OSError: There is no index.

@@ -97,8 +97,8 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _write_part(tensors: dict[str, torch.Tensor], path: Path, *, main: bool) -> None:
     """Gather and write the tensors of one file.
 
-    All ranks have the same names in the same order, and go on gathering whatever rank 0 meets: if
-    it stopped, it would leave the others in a collective.
+    All ranks have the same names in the same order, and keep gathering whatever error rank 0 meets:
+    if it stopped, it would leave the others in a collective.
     """
     writer: SafetensorsWriter | None = None
     failure: Exception | None = None

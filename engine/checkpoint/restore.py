@@ -28,7 +28,7 @@ def load(training: TrainState, path: Path, world: World) -> None:
     Rates and other settings are the job's, not those that the checkpoint was trained with.
 
     Args:
-        training: What to restore; built for a job that may go on from there, see
+        training: What to restore; built for a job that may resume from there, see
             `jobs.resume.resume_conflicts`.
         path: A sound checkpoint, see `engine.checkpoint.choose`.
         world: The ranks.
@@ -37,12 +37,12 @@ def load(training: TrainState, path: Path, world: World) -> None:
         UserError: It does not fit what is trained.
     """
     # Read once: a network file system may show it to one rank before another.
-    found = (read_checkpoint(path), read_state(path)) if world.main else (None, {})
-    checkpoint, state = world.from_main(found)
+    facts = (read_checkpoint(path), read_state(path)) if world.main else (None, {})
+    checkpoint, state = world.from_main(facts)
     if checkpoint is None or "step" not in state:
         raise UserError(f"{path} is not a complete checkpoint")
     layout, has_ema = checkpoint.layout, bool(state.get("ema"))
-    wanted = _settings(training)
+    settings = _settings(training)
     tensors = tensors_of(training, layout, ema=has_ema)
     if layout == "full":
         full.read_tensors(tensors, path)
@@ -56,7 +56,7 @@ def load(training: TrainState, path: Path, world: World) -> None:
         options=options_for(layout),
     )
     training.scheduler.load_state_dict(state["scheduler"])
-    _apply(wanted, training)
+    _apply(settings, training)
     training.step = int(state["step"])
     if training.scaler is not None and state.get("scaler"):
         training.scaler.load_state_dict(state["scaler"])
@@ -74,22 +74,22 @@ class _Settings:
 
 def _settings(training: TrainState) -> _Settings:
     groups = training.optimizer.param_groups
-    said: list[dict[str, Any]] = [
+    job_values: list[dict[str, Any]] = [
         {key: group[key] for key in _SAID_BY_THE_JOB if key in group} for group in groups
     ]
-    return _Settings([float(rate) for rate in training.scheduler.base_lrs], said)
+    return _Settings([float(rate) for rate in training.scheduler.base_lrs], job_values)
 
 
-def _apply(wanted: _Settings, training: TrainState) -> None:
+def _apply(settings: _Settings, training: TrainState) -> None:
     """Set them again: a checkpoint restores its own, and a changed job would train as before."""
     scheduler = training.scheduler
-    scheduler.base_lrs = list(wanted.rates)
+    scheduler.base_lrs = list(settings.rates)
     rates = [
         rate * factor(scheduler.last_epoch)
-        for rate, factor in zip(wanted.rates, scheduler.lr_lambdas, strict=True)
+        for rate, factor in zip(settings.rates, scheduler.lr_lambdas, strict=True)
     ]
     scheduler._last_lr = list(rates)
-    for group, said, base, rate in zip(
-        training.optimizer.param_groups, wanted.groups, wanted.rates, rates, strict=True
+    for group, job_values, base, rate in zip(
+        training.optimizer.param_groups, settings.groups, settings.rates, rates, strict=True
     ):
-        group.update(said, initial_lr=base, lr=rate)
+        group.update(job_values, initial_lr=base, lr=rate)

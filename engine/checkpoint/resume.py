@@ -75,10 +75,10 @@ def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> tuple[list[s
         UserError: The checkpoint does not fit. The other ranks end with this one.
     """
     state = read_state(path)
-    found = find_resume_conflicts(state.get("spec") or {}, spec, done=int(state.get("step", 0)))
-    if found.impossible:
-        raise UserError(f"cannot resume from {path.name}: {'; '.join(found.impossible)}")
+    conflicts = find_resume_conflicts(state.get("spec") or {}, spec, done=int(state.get("step", 0)))
+    if conflicts.impossible:
+        raise UserError(f"cannot resume from {path.name}: {'; '.join(conflicts.impossible)}")
     other = tell_difference(state.get("data") or {}, data)
     # Versions that did not choose dequantized.
     matmul = str((state.get("spec") or {}).get("base_matmul", "dequantize"))
-    return [*found.changes, *([other] if other else [])], matmul
+    return [*conflicts.changes, *([other] if other else [])], matmul

@@ -1,8 +1,8 @@
-"""When checkpoints are written, and how: while training waits, or behind its back.
+"""When checkpoints are written, and how: while training waits, or in the background.
 
 Writing is a thread's work either way, with a process group of its own, so that its collectives
 never meet those of training. Where there is room in host memory, what is saved is copied there
-first and training goes on at once. A save that fails, whatever of it fails, is tried once more
+first and training continues at once. A save that fails, for any reason, is tried once more
 while training waits; older checkpoints are not touched before a new one is complete.
 """
 
@@ -92,7 +92,8 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._thread.submit(int).result()  # if there can be no thread, then now, not after hours
         self._stager: DefaultStager | None = None
-        self._behind: bool | None = None  # whether training goes on meanwhile; not known yet
+        # Whether training continues meanwhile; decided at the first save.
+        self._behind: bool | None = None
         self._pending: _Pending | None = None
 
     def save(self, training: TrainState, *, last: bool = False) -> None:
@@ -137,7 +138,7 @@ class Saver:
             self._say(pending)
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait for a save that is under way. All ranks come to the same: see `together`.
+        """Wait for a save that is under way. All ranks get the same outcome: see `together`.
 
         If it failed, the present step is saved in its place.
 
@@ -189,7 +190,7 @@ class Saver:
     # -- how -------------------------------------------------------------------------------
 
     def _begin(self, training: TrainState, final: Path, *, waits: bool) -> None:
-        """Start a save, and complete it unless training goes on meanwhile.
+        """Start a save, and complete it unless training continues meanwhile.
 
         Args:
             training: What is saved.
@@ -304,10 +305,10 @@ class Saver:
 
     def _look_at_disk(self, total: int) -> tuple[int, str | None]:
         """The bytes of a checkpoint, and why they do not fit; rank 0 looks for all."""
-        found: tuple[int, str | None] = (0, None)
+        answer: tuple[int, str | None] = (0, None)
         if self._world.main:
-            found = (total, self._lack(total))
-        return self._world.from_main(found, self._group)
+            answer = (total, self._lack(total))
+        return self._world.from_main(answer, self._group)
 
     def _lack(self, total: int) -> str | None:
         where = self._run_dir.checkpoints
@@ -322,15 +323,15 @@ class Saver:
         return f"it takes {size(total)}, and {size(free)} are free on the disk of {where}"
 
     def _goes_on(self, contents: Contents) -> bool:
-        """Whether training goes on while this is written; decided at the first save."""
+        """Whether training continues while this is written; decided at the first save."""
         if self._behind is None:
-            wanted = self._spec.checkpointing_async
+            setting = self._spec.checkpointing_async
             able = contents.layout == "sharded" and contents.can_be_copied
             fits = self._agreed(
-                lambda: able and (bool(wanted) or _fits_in_memory(contents.own_bytes))
+                lambda: able and (bool(setting) or _fits_in_memory(contents.own_bytes))
             )
             # One rank without room is enough, so all decide alike.
-            self._behind = wanted is not False and not self._world.any([not fits])[0]
+            self._behind = setting is not False and not self._world.any([not fits])[0]
             how = "while training continues" if self._behind else "while training waits"
             self._telemetry.say(f"checkpoints are written {how}")
         return self._behind

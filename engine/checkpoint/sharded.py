@@ -76,11 +76,11 @@ def read_tensors(tensors: dict[str, Any], directory: Path, world_size: int) -> N
             tensors, storage_reader=reader, planner=Planner(), no_dist=world_size == 1
         )
     except CheckpointException as error:
-        ours = (one for one, _ in error.failures.values() if isinstance(one, UserError))
+        ours = (failure for failure, _ in error.failures.values() if isinstance(failure, UserError))
         raise next(ours, None) or explain_load_failure(error) or error from None
 
 
 def own_files(directory: Path, rank: int) -> list[Path]:
     """The files that a rank has written; rank 0's has the index too."""
-    found = sorted(directory.glob(f"__{rank}_*"))
-    return [*found, directory / INDEX] if rank == 0 else found
+    files = sorted(directory.glob(f"__{rank}_*"))
+    return [*files, directory / INDEX] if rank == 0 else files

@@ -1,4 +1,4 @@
-"""Do a part of a save on every rank, and come to the same end on all of them."""
+"""Do a part of a save on every rank, with the same outcome on all of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def together(
     Args:
         act: This rank's part; what it returns must be picklable.
         world: The ranks.
-        group: All ranks, over gloo; the default group when left out.
+        group: All ranks, over gloo; default: the default group.
 
     Returns:
         What each rank's part returned, by rank.
@@ -73,10 +73,10 @@ def together(
         if not isinstance(error, (OSError, UserError)):
             traceback.print_exception(error)  # into this rank's log
     everyone = world.gather((outcome, problem), group)
-    for _, said in everyone:
-        if said is not None:
-            raise SaveError(said[0], full=said[1])
-    return [one for one, _ in everyone]
+    for _, failure in everyone:
+        if failure is not None:
+            raise SaveError(failure[0], full=failure[1])
+    return [result for result, _ in everyone]
 
 
 def is_full(error: BaseException) -> bool:
@@ -87,7 +87,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException, rank: int | None = None) -> str:
-    """What went wrong, in a line.
+    """Describe an error in a line.
 
     Args:
         error: Of any type.

@@ -41,7 +41,7 @@ def write(
         contents: What is in it.
         final: Its directory, in which there is no complete checkpoint.
         world: The ranks.
-        group: All ranks, over gloo; the default group when left out.
+        group: All ranks, over gloo; default: the default group.
 
     Returns:
         The bytes of all its files.
@@ -65,14 +65,14 @@ def write(
 
 
 def aside_of(final: Path) -> Path:
-    """Where a checkpoint is while it is being written."""
+    """Return the path of a checkpoint that is being written."""
     return final.with_name(f".{final.name}.tmp")
 
 
 def keep_newest(checkpoints: Iterable[tuple[int, Path]], limit: int | None) -> None:
     """Delete all but the newest complete checkpoints (one rank)."""
     for _, path in list(checkpoints)[:-limit] if limit is not None else []:
-        with suppress(Exception):  # somebody else may be deleting it; the new one is complete
+        with suppress(Exception):  # someone else may be deleting it; the new one is complete
             delete(path)
 
 
@@ -103,13 +103,13 @@ def _complete(contents: Contents, aside: Path, final: Path, hashes: list[Hashes]
     """Write state and manifest, rename (one rank); the bytes of all files."""
     state = aside / STATE_FILE
     write_atomic(state, json.dumps(contents.state, indent=1) + "\n", durable=True)
-    found = {state.name: (state.stat().st_size, sha256(state))}
+    files = {state.name: (state.stat().st_size, sha256(state))}
     for each in hashes:
-        found |= each
-    if set(found) != {path.name for path in aside.iterdir()}:
-        odd = sorted(set(found) ^ {path.name for path in aside.iterdir()})
+        files |= each
+    if set(files) != {path.name for path in aside.iterdir()}:
+        odd = sorted(set(files) ^ {path.name for path in aside.iterdir()})
         raise RuntimeError(f"{aside} has files that no rank wrote, or lacks some: {odd}")
-    size = sum(number for number, _ in found.values())
+    size = sum(number for number, _ in files.values())
     manifest = {
         "schema": SCHEMA,
         "step": contents.step,
@@ -118,7 +118,7 @@ def _complete(contents: Contents, aside: Path, final: Path, hashes: list[Hashes]
         "ema": "ema" in contents.tensors,
         "time": time.time(),
         "bytes": size,
-        "files": {n: {"bytes": b, "sha256": h} for n, (b, h) in sorted(found.items())},
+        "files": {n: {"bytes": b, "sha256": h} for n, (b, h) in sorted(files.items())},
     }
     write_atomic(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n", durable=True)
     sync(aside)

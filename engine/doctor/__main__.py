@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def build(seconds: float) -> dict[str, Any]:
-    """What this torch was built for; `seconds` is how long its import took."""
+    """Report what this torch was built for; `seconds` is how long its import took."""
     import torch
     import torch.distributed as dist
 
@@ -69,10 +69,10 @@ def apart() -> list[list[int]]:
 
     count = torch.cuda.device_count()
     return [
-        [one, other]
-        for one in range(count)
+        [first, other]
+        for first in range(count)
         for other in range(count)
-        if one != other and not torch.cuda.can_device_access_peer(one, other)
+        if first != other and not torch.cuda.can_device_access_peer(first, other)
     ]
 
 

@@ -47,10 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
         device = join(options.device, options.limit, run_dir.root.absolute())
         telemetry.moved()
         sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
-        found = list(measure(sizes, options.seconds, device, telemetry.moved))
+        measured = list(measure(sizes, options.seconds, device, telemetry.moved))
         gathered = measure_gather(sizes[-1], options.seconds / len(sizes), device, telemetry.moved)
         if rank == 0:
-            write_atomic(run_dir.root / RESULT, json.dumps({"sizes": found, "gathered": gathered}))
+            write_atomic(
+                run_dir.root / RESULT, json.dumps({"sizes": measured, "gathered": gathered})
+            )
         leave()
     except BaseException as error:
         record_failure(run_dir, rank, error, telemetry)
@@ -199,9 +201,9 @@ def _repetitions(once: float, seconds: float, device: torch.device) -> int:
     import torch
     import torch.distributed as dist
 
-    wanted = torch.tensor([once], device=device, dtype=torch.float64)
-    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-    return max(1, min(_MOST, int(seconds / max(float(wanted), 1e-7))))
+    slowest = torch.tensor([once], device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return max(1, min(_MOST, int(seconds / max(float(slowest), 1e-7))))
 
 
 def _wait(device: torch.device) -> None:

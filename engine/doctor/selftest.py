@@ -48,10 +48,12 @@ def compare_checkpoints(first: Path, second: Path) -> dict[str, Any]:
     Returns:
         `tensors`: how many there are; `different`: names of those that differ or are only in one.
     """
-    one, other = read_tensors(first), read_tensors(second)
-    different = sorted(one.keys() ^ other.keys())
-    different += [name for name in one.keys() & other.keys() if not one[name].equal(other[name])]
-    return {"tensors": len(one), "different": different}
+    ours, theirs = read_tensors(first), read_tensors(second)
+    different = sorted(ours.keys() ^ theirs.keys())
+    different += [
+        name for name in ours.keys() & theirs.keys() if not ours[name].equal(theirs[name])
+    ]
+    return {"tensors": len(ours), "different": different}
 
 
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -69,11 +71,11 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _tensors(one, f"{name}.{key}" if name else str(key))
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
-        for number, one in enumerate(value):
-            yield from _tensors(one, f"{name}.{number}")
+        for number, item in enumerate(value):
+            yield from _tensors(item, f"{name}.{number}")
 
 
 def compare_sample(model: Path, export: Path, image: Path) -> dict[str, Any]:

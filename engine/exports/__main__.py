@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no_ema", action="store_true", help="export the raw weights")
     options = parser.parse_args(arguments)
     try:
-        found = _export(options)
+        exported = _export(options)
     except UserError as error:
         print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    print(json.dumps(found))
+    print(json.dumps(exported))
     return 0
 
 
@@ -79,10 +79,10 @@ def _export(options: Namespace) -> dict[str, Any]:
     from jobs.spec.job_spec import JobSpec, field_names
 
     state = read_state(checkpoint.path)
-    known = {k: v for k, v in (state.get("spec") or {}).items() if k in field_names()}
-    if not known:
+    values = {k: v for k, v in (state.get("spec") or {}).items() if k in field_names()}
+    if not values:
         raise UserError(f"{checkpoint.path} does not name its job")
-    spec = JobSpec.model_validate(known)
+    spec = JobSpec.model_validate(values)
     ema = bool(state.get("ema")) and not options.no_ema
     root = find_model(spec.pretrained_model_name_or_path)
     recipe = Recipe(
@@ -133,18 +133,18 @@ def _check(checkpoint: Checkpoint, progress: _Progress) -> None:
 
 
 class _Progress:
-    """Tells how far each stage has come, a few times a second."""
+    """Prints how far each stage is, a few times a second."""
 
     def __init__(self) -> None:
-        self._said = 0.0
+        self._printed = 0.0
 
     def of(self, stage: str) -> Any:
-        """What is called with the number of things done, and of how many."""
-        self._said = 0.0  # a stage's first word is always said
+        """Return a stage's callback, called with what is done and the total."""
+        self._printed = 0.0  # the first progress of a stage is always printed
 
         def tell(done: int, total: int) -> None:
-            if done == total or time.monotonic() - self._said >= _PROGRESS_EVERY:
-                self._said = time.monotonic()
+            if done == total or time.monotonic() - self._printed >= _PROGRESS_EVERY:
+                self._printed = time.monotonic()
                 print(f"exporting {stage} {done} {total}", file=sys.stderr, flush=True)
 
         return tell

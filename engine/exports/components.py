@@ -59,8 +59,8 @@ def files_of(root: Path, trained: str) -> list[Copy]:
     index = read_json(root / INDEX)
     if index is None:
         raise UserError(f"{root} has no readable {INDEX}", "download the model again")
-    found = [Copy((root / INDEX).resolve(), INDEX)]
-    found += [
+    copies = [Copy((root / INDEX).resolve(), INDEX)]
+    copies += [
         Copy(path.resolve(), path.name)
         for path in sorted(root.iterdir())
         if path.name.upper().startswith(("LICENSE", "NOTICE")) and path.is_file()
@@ -75,8 +75,8 @@ def files_of(root: Path, trained: str) -> list[Copy]:
             ]
         elif any(p.suffix == ".safetensors" and variant_of(p.name) is None for p in paths):
             paths = [path for path in paths if not _is_another_copy(path)]
-        found += [Copy(path.resolve(), str(path.relative_to(root))) for path in paths]
-    return found
+        copies += [Copy(path.resolve(), str(path.relative_to(root))) for path in paths]
+    return copies
 
 
 def _is_another_copy(path: Path) -> bool:
@@ -98,7 +98,7 @@ def components_of(index: dict[str, object]) -> list[str]:
 
 
 def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:
-    """How much room the files may take beside a directory; what can be linked takes none."""
+    """Bytes that the files take beside a directory; linked files take none."""
     device = beside.stat().st_dev
     sizes = [copy.source.stat() for copy in files]
     return sum(s.st_size for s in sizes if s.st_dev != device or s.st_size < _LARGE)

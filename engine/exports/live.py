@@ -50,11 +50,11 @@ def export_trained(
     )
     with telemetry.phase("export") as progress, training.averaged():
 
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             progress.total = total
             progress(done)
 
-        exported = export(training.model, recipe, run_dir.export, world, barrier, told)
+        exported = export(training.model, recipe, run_dir.export, world, barrier, report)
     if exported is not None:
         for warning in exported.warnings:
             telemetry.warn(warning)

@@ -49,11 +49,11 @@ class LoraOutput:
         self._whole: dict[str, torch.Tensor] = {}
         self.warnings: list[str] = []
         self._model = _adapted(recipe)
-        wanted = {n: tuple(p.shape) for n, p in adapters.lora_parameters(self._model).items()}
-        if odd := [n for n in wanted | dict(facts) if wanted.get(n) != _shape(facts, n)]:
+        expected = {n: tuple(p.shape) for n, p in adapters.lora_parameters(self._model).items()}
+        if odd := [n for n in expected | dict(facts) if expected.get(n) != _shape(facts, n)]:
             raise UserError(
                 f"the adapter does not fit the job: {odd[0]} is {_shape(facts, odd[0])} in the "
-                f"checkpoint and {wanted.get(odd[0])} by lora_rank and lora_target_modules"
+                f"checkpoint and {expected.get(odd[0])} by lora_rank and lora_target_modules"
             )
         self._formats = _formats(recipe, self.warnings.append)
         self.pieces = len(facts) * len(self._formats)
@@ -214,7 +214,7 @@ def _named(
             plain[name] = tensor * (scales[module] / scale)
         else:
             plain[name] = tensor
-    found = style.convert(plain, scale)
+    converted = style.convert(plain, scale)
     for name, tensor in style.convert(magnitudes, 1.0).items() if magnitudes else ():
         module, _, part = name.rpartition(".lora_")
         if part not in ("up.weight", "B.weight"):
@@ -222,8 +222,8 @@ def _named(
         rows = tensor.sum(1)
         if not rows.all():
             raise UserError(f"DoRA needs all parts of {module} to have an adapter")
-        found[f"{module}.dora_scale"] = rows.reshape(-1, *[1] * (found[name].dim() - 1))
-    return found, scale
+        converted[f"{module}.dora_scale"] = rows.reshape(-1, *[1] * (converted[name].dim() - 1))
+    return converted, scale
 
 
 def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
@@ -244,12 +244,12 @@ def _styles(recipe: Recipe) -> dict[str, LoraStyle]:
 
 def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
     """The formats to write; never none, since this may be the end of days of training."""
-    known = ("diffusers", *_styles(recipe))
-    wanted = recipe.formats or recipe.family.lora_formats
-    for name in wanted:
-        if name not in known:
+    available = ("diffusers", *_styles(recipe))
+    formats = recipe.formats or recipe.family.lora_formats
+    for name in formats:
+        if name not in available:
             warn(f"{recipe.spec.model_family} has no {name} names: this is for diffusers only")
-    return [name for name in wanted if name in known] or ["diffusers"]
+    return [name for name in formats if name in available] or ["diffusers"]
 
 
 def _shape(facts: Mapping[str, Fact], name: str) -> tuple[int, ...] | None:

@@ -87,9 +87,9 @@ class VerifiedFile:
             places = {place.name: place for place in read_header(self.path)}
         except UserError as error:
             raise DamagedError(f"the export cannot be read back: {error.message}") from None
-        found = {name: (place.dtype, tuple(place.shape)) for name, place in places.items()}
-        if found != self.facts:
-            odd = sorted(n for n in found | self.facts if found.get(n) != self.facts.get(n))
+        facts = {name: (place.dtype, tuple(place.shape)) for name, place in places.items()}
+        if facts != self.facts:
+            odd = sorted(n for n in facts | self.facts if facts.get(n) != self.facts.get(n))
             raise DamagedError(f"{self.path} lacks, adds or changes tensors: {odd[:3]}")
         with open(self.path, "rb", buffering=0) as file:
             # Synced, so these pages can go: what follows is then what the disk holds.
@@ -109,12 +109,12 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def _sum(descriptor: int, place: StoredTensor) -> int:
-    found = 0
+    checksum = 0
     at, left = place.start, place.elements * place.dtype.itemsize
     while left:
         data = os.pread(descriptor, min(left, _CHUNK_BYTES), at)
         if not data:
             return -1  # shorter than it should be
-        found = zlib.crc32(data, found)
+        checksum = zlib.crc32(data, checksum)
         at, left = at + len(data), left - len(data)
-    return found
+    return checksum

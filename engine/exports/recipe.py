@@ -65,7 +65,7 @@ class Recipe:
 
 
 def describe(recipe: Recipe) -> dict[str, str]:
-    """What the header of an exported file says of it; strings, as the format wants them.
+    """Make the header of an exported file; strings, as the format requires.
 
     Depends on nothing but the training, so that the same step is the same bytes whenever and
     wherever it is exported.

@@ -127,11 +127,11 @@ class Writing:
         self._done += 1
         self._progress(self._done, self.total)
 
-    def _check_room(self, wanted: int) -> None:
+    def _check_room(self, needed: int) -> None:
         free = shutil.disk_usage(self._target.parent).free
-        if wanted + _SPARE_BYTES > free:
+        if needed + _SPARE_BYTES > free:
             raise UserError(
-                f"the export to {self._target} takes {wanted / 1e9:.2f} GB, and "
+                f"the export to {self._target} takes {needed / 1e9:.2f} GB, and "
                 f"{free / 1e9:.2f} GB are free",
                 _HINT,
             )

@@ -2,7 +2,7 @@
 
 Without arguments it reads requests from standard input, a JSON object a line, and answers each with
 a line: `{"id": …, "job": {…}, "ranks": […], "strategies": […], "changes": [{…}]}`. All but the job
-may be left out; every combination is answered. It ends at the end of the input, and never because
+is optional; every combination is answered. It ends at the end of the input, and never because
 of a request.
 """
 
@@ -52,9 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     strategies = asked.strategies.split(",") if asked.strategies else None
     with contextlib.redirect_stdout(sys.stderr):
-        found = answer(_estimator(), {"ranks": ranks, "strategies": strategies}, spec)
-    print(json.dumps(found) if asked.json else _table(found))
-    return 0 if found["predictions"] else 2
+        predicted = answer(_estimator(), {"ranks": ranks, "strategies": strategies}, spec)
+    print(json.dumps(predicted) if asked.json else _table(predicted))
+    return 0 if predicted["predictions"] else 2
 
 
 def serve(requests: Any, answers: Any) -> None:
@@ -71,10 +71,10 @@ def serve(requests: Any, answers: Any) -> None:
             name = request.get("id")
             spec = load_spec(None, request["job"])
             estimator = estimator or _estimator()
-            found = {"id": name, **answer(estimator, request, spec)}
+            reply = {"id": name, **answer(estimator, request, spec)}
         except Exception as error:  # whatever it was, the next request is another one
-            found = {"id": name, **_words(error)}
-        answers.write(json.dumps(found) + "\n")
+            reply = {"id": name, **_words(error)}
+        answers.write(json.dumps(reply) + "\n")
         answers.flush()
 
 
@@ -89,8 +89,8 @@ def answer(estimator: Estimator, request: dict[str, Any], spec: JobSpec) -> dict
                 about = {"changes": changes, "strategy": strategy, "ranks": ranks}
                 try:
                     changed = changed_spec(spec, changes)
-                    found = estimator.estimate(changed, ranks, strategy)
-                    predictions.append(found.to_dict() | {"changes": changes})
+                    prediction = estimator.estimate(changed, ranks, strategy)
+                    predictions.append(prediction.to_dict() | {"changes": changes})
                 except Exception as error:
                     failed.append(about | _words(error))
     seconds = round(time.perf_counter() - begun, 4)
@@ -122,16 +122,19 @@ def _words(error: Exception) -> dict[str, Any]:
     return {"error": f"memory cannot be predicted ({type(error).__name__}: {words})", "hint": None}
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(predicted: dict[str, Any]) -> str:
     """A row for each prediction, in GiB."""
     rows = []
-    for one in found["predictions"]:
-        phases = "  ".join(f"{p['name']} {p['peak'] / 2**30:.1f}" for p in one["phases"])
-        low, high = (size / 2**30 for size in one["device"])
+    for row in predicted["predictions"]:
+        phases = "  ".join(f"{p['name']} {p['peak'] / 2**30:.1f}" for p in row["phases"])
+        low, high = (size / 2**30 for size in row["device"])
         rows.append(
-            f"{one['ranks']:5} {one['strategy']:6} {low:7.1f} to {high:.1f} GiB a GPU   {phases}"
+            f"{row['ranks']:5} {row['strategy']:6} {low:7.1f} to {high:.1f} GiB a GPU   {phases}"
         )
-    rows += [f"{one['ranks']} {one['strategy']}: {one['error']}" for one in found["failed"]]
+    rows += [
+        f"{failure['ranks']} {failure['strategy']}: {failure['error']}"
+        for failure in predicted["failed"]
+    ]
     return "\n".join(rows)
 
 

@@ -53,12 +53,12 @@ class Estimator:
     def estimate(
         self, spec: JobSpec, ranks: int | None = None, strategy: str | None = None
     ) -> Prediction:
-        """What a job needs on the rank that needs the most.
+        """Predict what a job needs on the rank that needs the most.
 
         Args:
             spec: The job.
-            ranks: World size; the job's own when left out.
-            strategy: single, ddp, hsdp or fsdp2; what the job would run when left out.
+            ranks: World size; default: the job's.
+            strategy: single, ddp, hsdp or fsdp2; default: what the job would run.
 
         Raises:
             UserError: The job cannot run like that, or its model is not known.
@@ -75,7 +75,7 @@ class Estimator:
         root = _root(spec.pretrained_model_name_or_path)
         layout = layout_of(spec, ranks, strategy)
         beside = self._beside(spec, trace.shape, root, ranks) if root is not None else []
-        found = predict(
+        prediction = predict(
             trace,
             spec,
             ranks,
@@ -87,10 +87,10 @@ class Estimator:
             disk=disk_of(spec, trace),
             notes=_notes(spec, root, sampled=sample is not None, compiles=trace.compiles),
         )
-        found = self._with_decoding(found, spec, root)
+        prediction = self._with_decoding(prediction, spec, root)
         autoencoder = autoencoder_bytes(root) if root is not None else 0
-        host = host_of(spec, trace, layout, ranks, device=found.peak, autoencoder=autoencoder)
-        return replace(found, host=host)
+        host = host_of(spec, trace, layout, ranks, device=prediction.peak, autoencoder=autoencoder)
+        return replace(prediction, host=host)
 
     def _trace(self, spec: JobSpec, *, sharded: bool, training: bool) -> Trace | None:
         shape = shape_of(spec, sharded=sharded, training=training)
@@ -111,26 +111,28 @@ class Estimator:
         latents = self._once(("latents", key), lambda: latent_cache(spec, root))
         return [phase for phase in (texts, latents) if phase is not None]
 
-    def _with_decoding(self, found: Prediction, spec: JobSpec, root: Path | None) -> Prediction:
+    def _with_decoding(
+        self, prediction: Prediction, spec: JobSpec, root: Path | None
+    ) -> Prediction:
         """A sample is decoded when no weights are gathered."""
         shape = shape_of(spec, sharded=False, training=False)
         if root is None or shape is None:
-            return found
+            return prediction
         more: Parts | None = self._once(("decoding", shape.key), lambda: decoding(spec, root))
-        known = found.phase("sample")
-        if more is None or known is None:
-            return found
-        held = Parts(parameters=known.parts.parameters, optimizer=known.parts.optimizer)
+        sampling = prediction.phase("sample")
+        if more is None or sampling is None:
+            return prediction
+        held = Parts(parameters=sampling.parts.parameters, optimizer=sampling.parts.optimizer)
         parts = replace(held, workspace=more.workspace)
-        if parts.total <= known.parts.total:
-            return found
+        if parts.total <= sampling.parts.total:
+            return prediction
         phases = tuple(
-            Phase("sample", parts, "decoding") if one.name == "sample" else one
-            for one in found.phases
+            Phase("sample", parts, "decoding") if phase.name == "sample" else phase
+            for phase in prediction.phases
         )
-        peak = max(one.peak for one in phases)
+        peak = max(phase.peak for phase in phases)
         reserved = self._overheads.reserved(peak) if spec.device != "cpu" else (peak, peak)
-        return replace(found, phases=phases, reserved=reserved)
+        return replace(prediction, phases=phases, reserved=reserved)
 
     def _once(self, key: Hashable, make: Any) -> Any:
         if key not in self._traces:
@@ -162,23 +164,23 @@ def _resident(spec: JobSpec, root: Path | None, ranks: int) -> int:
 
 
 def _notes(spec: JobSpec, root: Path | None, *, sampled: bool, compiles: bool) -> list[str]:
-    said = [] if root is not None else [_NO_MODEL]
+    notes = [] if root is not None else [_NO_MODEL]
     if spec.validation_prompts and not sampled:
-        said.append("sampling this model cannot be traced and is not counted")
+        notes.append("sampling this model cannot be traced and is not counted")
     if spec.torch_compile:
-        said.append("torch_compile keeps less than counted here; its workspaces are not counted")
+        notes.append("torch_compile keeps less than counted here; its workspaces are not counted")
     elif compiles and spec.device != "cpu" and spec.context_parallel_size == 1:
         share, less = _COMPILED[spec.model_type]
-        said.append(
+        notes.append(
             f"torch_compile: true would run blocks with about {share} of the kernels, and keep "
             f"{less} % less for backward where they are not recomputed (measured on FLUX.1); the "
             "speedup depends on the GPU, and the first steps take minutes"
         )
     if spec.context_parallel_size > 1:
-        said.append(
+        notes.append(
             "context parallelism is counted as activations divided by its ranks; attention's "
             "communication buffers are not counted"
         )
     if spec.attention_backend == "math":
-        said.append("the math attention kernel is counted as on a CPU")
-    return said
+        notes.append("the math attention kernel is counted as on a CPU")
+    return notes

@@ -92,7 +92,7 @@ def _modules(names: list[str] | None) -> list[str] | str | None:
     if not names or not any(_PATTERN.search(name) for name in names):
         return names
     each = [n if _PATTERN.search(n) else rf"(?:.*\.)?{re.escape(n)}" for n in names]
-    return "|".join(f"(?:{one})" for one in each)
+    return "|".join(f"(?:{pattern})" for pattern in each)
 
 
 def lora_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

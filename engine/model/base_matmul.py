@@ -39,7 +39,7 @@ def settle_matmul(
         model: With its packed layers.
         world: The ranks.
         telemetry: This rank's.
-        before: `base_matmul` of the checkpoint that the run begins from: `auto` goes on with it,
+        before: `base_matmul` of the checkpoint that the run starts from: `auto` keeps it,
             since the other one would change the result.
 
     Returns:
@@ -90,7 +90,7 @@ def set_scaled(model: torch.nn.Module, *, scaled: bool) -> int:
 
 def _lacks(world: World, dtype: torch.dtype) -> str:
     """Why some rank cannot multiply in fp8; "" where all can. A collective."""
-    return next((one for one in world.gather(_lacks_here(world.device, dtype)) if one), "")
+    return next((reason for reason in world.gather(_lacks_here(world.device, dtype)) if reason), "")
 
 
 def _lacks_here(device: torch.device, dtype: torch.dtype) -> str:
@@ -116,14 +116,14 @@ def _lacks_here(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product in fp8 is what its rounded factors come to."""
+    """Whether a product in fp8 equals the product of its rounded factors."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(272, 512, generator=generator).to(device, dtype)
     bias = torch.randn(256, generator=generator).to(device, dtype)
     packing = Packing("fp8_scaled", scaled=True)
     packed, scale = packing.pack(torch.randn(256, 512, generator=generator).to(device))
-    found = packing.product(x, packed, scale, None, bias).float()
+    product = packing.product(x, packed, scale, None, bias).float()
     rounded, scale_x = round_rows(x)
     weight = packing.unpack(packed, scale, None, torch.float32)
-    wanted = functional.linear(rounded.float() * scale_x, weight, bias.float())
-    return bool((found - wanted).norm() <= _WRONG * wanted.norm())
+    expected = functional.linear(rounded.float() * scale_x, weight, bias.float())
+    return bool((product - expected).norm() <= _WRONG * expected.norm())

@@ -32,7 +32,7 @@ def encoder_names(root: Path) -> list[str]:
 
 
 def encoder_bytes(root: Path, dtype: torch.dtype, packing: Packing | None = None) -> int:
-    """What all text encoders take in a precision, as their files' headers say.
+    """Bytes of all text encoders in a precision, from their files' headers.
 
     What an encoder keeps in fp32 all the same (T5 a third, under fp16) is not known from there.
     """
@@ -44,7 +44,7 @@ def encoder_bytes(root: Path, dtype: torch.dtype, packing: Packing | None = None
 
 
 def kept_bytes(place: StoredTensor, dtype: torch.dtype, packing: Packing | None) -> int:
-    """What a tensor of an encoder takes, by its name and shape.
+    """Bytes of an encoder's tensor, by its name and shape.
 
     Linear layers of blocks are those that have a number in their names, but for T5's `wo` and its
     table of relative positions.

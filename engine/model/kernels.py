@@ -82,7 +82,7 @@ def choose_attention(model: Any, spec: JobSpec) -> None:
     Per model, through diffusers: text encoders and VAE have head sizes that flash does not take.
 
     Raises:
-        UserError: The model's attention cannot be told which kernel to use.
+        UserError: The model's attention has no setting for the kernel.
     """
     if spec.attention_backend == "auto":
         return

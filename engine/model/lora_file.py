@@ -130,11 +130,11 @@ def _layers_of(model: torch.nn.Module) -> dict[str, _Layer]:
         kind = {"A": "down", "B": "up"}.get(part[0], "lengths")
         parts.setdefault(module, {})[kind] = parameter
     scales, first = adapters.scales_of(model), 1
-    found = {}
+    layers = {}
     for module, some in parts.items():
-        found[module] = _Layer(some, scales[module], first)
-        first += found[module].outputs
-    return found
+        layers[module] = _Layer(some, scales[module], first)
+        first += layers[module].outputs
+    return layers
 
 
 def _read(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
@@ -265,24 +265,24 @@ def _scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
     Returns:
         Layer's name and rank → what its product is multiplied by; 1 where nothing says.
     """
-    said: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if text := header.get(LORA_ADAPTER_METADATA_KEY):
         prefix = f"{family.lora_prefix}."
-        said = {key.removeprefix(prefix): value for key, value in json.loads(text).items()}
+        config = {key.removeprefix(prefix): value for key, value in json.loads(text).items()}
     elif (beside := file.parent / CONFIG_NAME).is_file():
-        said = json.loads(beside.read_text(encoding="utf-8"))
+        config = json.loads(beside.read_text(encoding="utf-8"))
 
     def scale(name: str, rank: int) -> float:
-        alphas = said.get("alpha_pattern") or {}
-        alpha = alphas.get(get_pattern_key(list(alphas), name), said.get("lora_alpha", rank))
-        return float(alpha) / (math.sqrt(rank) if said.get("use_rslora") else rank)
+        alphas = config.get("alpha_pattern") or {}
+        alpha = alphas.get(get_pattern_key(list(alphas), name), config.get("lora_alpha", rank))
+        return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
     return scale
 
 
-def _wrong_rank(file: Path, name: str, found: int, wanted: int) -> UserError:
+def _wrong_rank(file: Path, name: str, rank: int, expected: int) -> UserError:
     return _refusal(
-        file, f"{name} has rank {found} there and {wanted} here", "set lora_rank to the file's"
+        file, f"{name} has rank {rank} there and {expected} here", "set lora_rank to the file's"
     )
 
 

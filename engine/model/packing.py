@@ -172,7 +172,7 @@ class Packing:
         return out.view(*x.shape[:-1], len(packed))
 
     def code_table(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What each byte stands for, `(256, 2)`; None where that is not looked up."""
+        """Return what each byte stands for, `(256, 2)`; None where there is no table."""
         if self.scheme != "nf4":
             return None
         codes = torch.tensor(NF4_CODES, dtype=torch.float32)

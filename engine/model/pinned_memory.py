@@ -24,7 +24,7 @@ _ALIGNMENT: Final = 512  # bytes; as CUDA aligns what it allocates
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """What `PinnedMemory` has to have for tensors like these."""
+    """Bytes that `PinnedMemory` needs for tensors like these."""
     return sum(_rounded(tensor.nbytes) for tensor in tensors)
 
 

@@ -40,9 +40,9 @@ def storage_dtype(spec: JobSpec, in_file: torch.dtype, *, keep_fp32: bool) -> to
     """
     if spec.model_type == "full" or keep_fp32:
         return torch.float32
-    wanted = compute_dtype(spec)
-    if in_file.itemsize == 1 or in_file.itemsize >= wanted.itemsize:
-        return wanted
+    dtype = compute_dtype(spec)
+    if in_file.itemsize == 1 or in_file.itemsize >= dtype.itemsize:
+        return dtype
     return in_file
 
 
@@ -63,13 +63,13 @@ def computes_alone(spec: JobSpec, *, sharded: bool) -> bool:
 def narrow_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Have a model cast what it is given to `dtype`, but for what must be exact.
 
-    Levels, guidance, sizes and places: in bf16 the 257th row of a picture is the 256th.
+    Levels, guidance, sizes and places: in bf16 the 257th row of an image is the 256th.
     """
     names = list(signature(model.forward).parameters)
 
     def cast(value: Any) -> Any:
         if isinstance(value, list):
-            return [cast(one) for one in value]
+            return [cast(item) for item in value]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         return value if torch.is_autocast_enabled(value.device.type) else value.to(dtype)
@@ -94,7 +94,7 @@ def autocast(spec: JobSpec, device: torch.device) -> AbstractContextManager[obje
 
 
 def computing(spec: JobSpec, world: World) -> AbstractContextManager[object]:
-    """What a model is trained and judged in; see `computes_alone`."""
+    """Enter the precision that a model computes in; see `computes_alone`."""
     if computes_alone(spec, sharded=world.shards):
         return nullcontext()
     return autocast(spec, world.device)

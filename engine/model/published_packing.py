@@ -58,7 +58,7 @@ def check_packed(
     directory: Path,
     files: Mapping[str, StoredTensor],
     described: Any,
-    wanted: BasePrecision,
+    expected: BasePrecision,
 ) -> None:
     """Refuse a model that is packed in another way than the job says.
 
@@ -66,13 +66,13 @@ def check_packed(
         directory: The model's.
         files: Of `join_packed`.
         described: What its config.json says of its quantization.
-        wanted: `base_precision`.
+        expected: `base_precision`.
 
     Raises:
         UserError: It is.
     """
     packed = {place.packed.scheme for place in files.values() if place.packed}
-    if packed and packed != {wanted}:
+    if packed and packed != {expected}:
         raise UserError(
             f"{directory} is quantized to {' and '.join(sorted(packed))}",
             f"set base_precision: {min(packed)} to train a LoRA on it as it is",
@@ -108,12 +108,12 @@ def scale_of(source: StoredTensor, read: Callable[[StoredTensor], torch.Tensor])
 def _join_fp8(joined: dict[str, StoredTensor], name: str, place: StoredTensor) -> None:
     """One without a scale stays as it is: its numbers are the weights."""
     layer = name.removesuffix("weight")
-    found = [joined[layer + leaf] for leaf in _FP8_SCALES if layer + leaf in joined]
-    if not found:
+    scales = [joined[layer + leaf] for leaf in _FP8_SCALES if layer + leaf in joined]
+    if not scales:
         return
-    if found[0].elements not in (1, place.shape[0]):
-        raise _refusal(place, f"its scale has shape {found[0].shape}")
-    joined[name] = replace(place, packed=PackedParts("fp8_scaled", {"scale": found[0]}))
+    if scales[0].elements not in (1, place.shape[0]):
+        raise _refusal(place, f"its scale has shape {scales[0].shape}")
+    joined[name] = replace(place, packed=PackedParts("fp8_scaled", {"scale": scales[0]}))
     for leaf in (*_FP8_SCALES, *_FP8_UNUSED):
         joined.pop(layer + leaf, None)
 

@@ -69,7 +69,7 @@ class QuantizedLinear(torch.nn.Linear):
         return out
 
     def extra_repr(self) -> str:
-        """What `print` says of it."""
+        """Describe the layer for `print`."""
         return f"{super().extra_repr()}, weight in {self.packing.scheme}"
 
 
@@ -101,7 +101,7 @@ class _Product(torch.autograd.Function):
 
 
 def base_precision(spec: JobSpec) -> BasePrecision:
-    """How a job's base is packed; `none` of what is trained as a whole."""
+    """Return how a job's base is packed; `none` for full training."""
     return spec.base_precision if spec.model_type == "lora" else "none"
 
 
@@ -179,7 +179,7 @@ def quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def weights_per_element(model: torch.nn.Module) -> dict[int, int]:
-    """How many weights of the model an element of a packed parameter stands for, by its `id`.
+    """Map a packed parameter's `id` to the number of weights that an element holds.
 
     Two of nf4's packed weight, none of a scale. Other parameters are not listed.
     """

@@ -70,9 +70,9 @@ class Watch:
                     self.held += storage.nbytes()
 
     def still_held(self) -> str:
-        """What has not gone though no longer needed, "" if all has; after a collection of cycles.
+        """Name what is still in memory though no longer needed, "" if nothing; runs a gc first.
 
-        A run goes on with less memory: who keeps a reference may be a library.
+        A run continues with less memory: a library may keep the reference.
         """
         gc.collect()
         modules = [name for name, module in self._modules if module() is not None]
@@ -88,7 +88,7 @@ class Watch:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """What torch has allocated on a GPU, or the resident set of a CPU rank; bytes."""
+    """Bytes that torch has allocated on a GPU, or the resident set of a CPU rank."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     rss: int = psutil.Process().memory_info().rss

@@ -211,7 +211,7 @@ def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, Store
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     expected, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
-    found: dict[str, StoredTensor] = {}
+    renamed_places: dict[str, StoredTensor] = {}
     owners: dict[int, str] = {}
     for name in sorted(files, key=dot_natural_key):  # some renamings need that order
         renamed, converter = rename_source_key(name, renamings, converters, prefix, expected)
@@ -221,14 +221,14 @@ def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, Store
             continue  # as `from_pretrained`: a head that this class does not have, old buffers
         if converter is not None:
             return {}, f"{name} is stored differently than in the model"
-        found.setdefault(renamed, files[name])
+        renamed_places.setdefault(renamed, files[name])
         tensor = expected[renamed]
         if owners.setdefault(id(tensor), renamed) != renamed and tensor.is_meta:
             _replace(model, [renamed], tensor)
     places = {}
     for names in _aliases(model):
         tensor = model.get_parameter_or_buffer(names[0])
-        place = next((found[name] for name in names if name in found), None)
+        place = next((renamed_places[name] for name in names if name in renamed_places), None)
         if place is not None:
             if place.shape != tuple(tensor.shape):
                 raise UserError(

@@ -281,7 +281,7 @@ def agree_to_stop(pipeline: Any, seen: bool) -> bool:
                 vote = torch.tensor(int(seen), device=parameter.device)
                 dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
                 return bool(vote)
-    return False  # nothing is sharded, so ranks go on until they meet
+    return False  # nothing is sharded, so ranks continue until they meet
 
 
 def _load(
@@ -339,10 +339,10 @@ def _models(pipeline: Any) -> dict[str, torch.nn.Module]:
 
 def _classes(root: Path) -> dict[str, type[PreTrainedModel] | None]:
     """Text encoder → its class; None if that is not of transformers."""
-    found = {name: _class(*entry) for name, entry in read_entries(root).items()}
+    classes = {name: _class(*entry) for name, entry in read_entries(root).items()}
     return {
-        name: one if isinstance(one, type) and issubclass(one, PreTrainedModel) else None
-        for name, one in found.items()
+        name: kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
+        for name, kind in classes.items()
     }
 
 

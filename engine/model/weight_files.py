@@ -119,16 +119,16 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     source = _chosen(directory)
     index = _read_index(source) if source.suffix == ".json" else {}
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(index.values())) or [source]:
         for tensor in read_header(file):
             if index.get(tensor.name, file) == file:
-                found[tensor.name] = tensor
-    if lost := sorted(index.keys() - found.keys()):
+                tensors[tensor.name] = tensor
+    if lost := sorted(index.keys() - tensors.keys()):
         raise UserError(
             f"{source} lists {lost[0]} in {index[lost[0]].name}, but it is not there", _AGAIN
         )
-    return found
+    return tensors
 
 
 def _chosen(directory: Path) -> Path:

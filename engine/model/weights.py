@@ -258,9 +258,9 @@ def _own_tensors(
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        known = first.setdefault(id(tensor), name)
-        tensors.setdefault(known, tensor)
-        aliases.setdefault(known, []).append(name)
+        first_name = first.setdefault(id(tensor), name)
+        tensors.setdefault(first_name, tensor)
+        aliases.setdefault(first_name, []).append(name)
     return tensors, aliases
 
 
@@ -296,10 +296,10 @@ def _fit(
     if extra:
         problems.append(f"{len(extra)} are not in the model ({', '.join(extra[:3])} …)")
     for name, group in sorted(present.items()):
-        wanted = tuple(tensors[name].shape)
-        if wrong := [alias for alias in group if files[alias].shape != wanted]:
+        expected = tuple(tensors[name].shape)
+        if wrong := [alias for alias in group if files[alias].shape != expected]:
             shape = files[wrong[0]].shape
-            problems.append(f"{wrong[0]} has shape {shape}, the config says {wanted}")
+            problems.append(f"{wrong[0]} has shape {shape}, the config says {expected}")
             break
     if problems:
         raise UserError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
@@ -326,13 +326,13 @@ def _check_kind(
             "supported",
             BASE_HINT,
         )
-    wanted = compute_dtype(spec)
+    dtype = compute_dtype(spec)
     if (
         spec.model_type == "lora"
         and isinstance(tensor, torch.nn.Parameter)
         and not keep_fp32
-        and wanted is torch.float32
-        and place.dtype.itemsize < wanted.itemsize
+        and dtype is torch.float32
+        and place.dtype.itemsize < dtype.itemsize
     ):
         raise UserError(
             f"{place.file.parent} has {what} weights, but mixed_precision: no computes in fp32",
@@ -364,7 +364,7 @@ def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_f
 def reading_of(
     name: str, place: StoredTensor, target: torch.Tensor, layer: QuantizedLinear | None = None
 ) -> Reading:
-    """What this rank reads of one tensor.
+    """Determine what this rank reads of one tensor.
 
     Args:
         name: Its name, for messages.

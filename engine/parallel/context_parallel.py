@@ -203,5 +203,5 @@ def _ring_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor 
         grad_whole[place], grad_whole[place + 1] = parts[1], parts[2]
     grad_mine = torch.empty_like(mine, dtype=torch.float32)
     dist.reduce_scatter_tensor(grad_mine, grad_whole, group=group)
-    found = (part.to(grad.dtype) for part in (grad_query, *grad_mine))
-    return (*found, *[None] * 9)
+    gradients = (part.to(grad.dtype) for part in (grad_query, *grad_mine))
+    return (*gradients, *[None] * 9)

@@ -148,13 +148,13 @@ def check_sharding(
 def _parameters_of_units(root: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
     """The parameters that each FSDP unit gathers, the root's first."""
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    found: list[list[torch.nn.Parameter]] = []
+    by_unit: list[list[torch.nn.Parameter]] = []
     taken: set[int] = set()
     for unit in reversed(units):  # inner units come after those around them
         own = [p for p in unit.parameters() if id(p) not in taken]
         taken |= {id(p) for p in own}
-        found.append(own)
-    return found[::-1]
+        by_unit.append(own)
+    return by_unit[::-1]
 
 
 def _rows_of_rank(rows: int, rank: int, size: int) -> int:

@@ -37,7 +37,7 @@ def load_policy(path: str) -> Policy:
         UserError: It cannot be imported, or cannot be called like that.
     """
     try:
-        found = pkgutil.resolve_name(path)
+        resolved = pkgutil.resolve_name(path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may do anything, exit included
@@ -45,16 +45,16 @@ def load_policy(path: str) -> Policy:
             f"{KEY}: cannot import {path}: {type(error).__name__}: {error}",
             "the module must be installed for the Python that runs jobs (pip install -e .)",
         ) from None
-    if not callable(found):
-        raise UserError(f"{KEY}: {path} is a {type(found).__name__}, not a function")
+    if not callable(resolved):
+        raise UserError(f"{KEY}: {path} is a {type(resolved).__name__}, not a function")
     try:
-        inspect.signature(found).bind(**_ASKED)
+        inspect.signature(resolved).bind(**_ASKED)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{KEY}: {path} cannot be called as a policy ({error})",
             "write def policy(module, recurse, nonwrapped_numel) -> bool",
         ) from None
-    policy: Policy = found
+    policy: Policy = resolved
     return policy
 
 

@@ -1,6 +1,6 @@
 """Class images: what the base model makes of a class prompt, to be trained on as regularization.
 
-Made before the data is looked at, by all ranks in lockstep with the sampler of the job, one image a
+Made before the data is read, by all ranks in lockstep with the sampler of the job, one image a
 rank and round. Those that are there already are kept, so a run that was cut off continues, and jobs
 with the same base and prompt share them. When it returns, base and text encoders are gone from
 memory: the adapter's model is built later, as in any job.
@@ -102,8 +102,8 @@ def add_class_images(
 def _agree(folder: Path, count: int, place: str, team: Team) -> list[int]:
     """The numbers of the images that are not there, as rank 0 sees it."""
     if team.world.main:
-        found = numbers_in(folder)
-        team.arrive(place, {"numbers": [n for n in range(count) if n not in found]})
+        present = numbers_in(folder)
+        team.arrive(place, {"numbers": [n for n in range(count) if n not in present]})
     team.barrier.wait(place, ranks=1)
     numbers: list[int] = team.words(place)[0]["numbers"]
     return numbers
@@ -124,10 +124,10 @@ def _make(
     team: Team,
 ) -> None:
     request = requests_of(spec)[0]
-    wanted = [Text(prompt_text(request.prompt, spec))]
+    texts_needed = [Text(prompt_text(request.prompt, spec))]
     if request.guided and request.negative_prompt is not None:
-        wanted.append(Text(prompt_text(request.negative_prompt, spec), negative=True))
-    texts = prepare_texts(spec, family, model_root, cache_root(spec), wanted, team)
+        texts_needed.append(Text(prompt_text(request.negative_prompt, spec), negative=True))
+    texts = prepare_texts(spec, family, model_root, cache_root(spec), texts_needed, team)
     prompts = _Prompts(spec, texts)
     sampler = Sampler(
         spec,

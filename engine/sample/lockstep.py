@@ -1,4 +1,4 @@
-"""Ranks that share a model make as many forwards each, whatever pictures they make.
+"""Ranks that share a model make as many forwards each, whatever images they make.
 
 A sharded transformer gathers its weights in every forward, together with the other ranks. A rank
 that needs fewer forwards makes up for them, so that none waits for one that is done. How many there
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def rounds_of(
     forwards: Sequence[int], ranks: int, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Which pictures are made at the same time, one on each rank. Pure.
+    """Group the images that are made at the same time, one on each rank. Pure.
 
     Those that take equally many forwards go together, the longest first, which takes the fewest
-    forwards overall; ranks without a picture are left for the shortest.
+    forwards overall; ranks without an image are left for the shortest.
 
     Args:
-        forwards: Of each picture.
-        ranks: How many pictures are made at a time.
-        kinds: Of each picture; those of different kinds are not made at the same time.
+        forwards: Of each image.
+        ranks: How many images are made at a time.
+        kinds: Of each image; those of different kinds are not made at the same time.
     """
     order = sorted(range(len(forwards)), key=lambda number: -forwards[number])
     by_kind: dict[Hashable, list[int]] = {}

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _CODEC: Final = "libx264"
-_QUALITY: Final = {"crf": "14"}  # hardly to be told from the frames
+_QUALITY: Final = {"crf": "14"}  # visually lossless
 
 
 def sample_name(number: int) -> str:
-    """The picture of a job's prompt with this number."""
+    """The image of a job's prompt with this number."""
     return f"{number:02d}.png"
 
 
@@ -30,10 +30,10 @@ def write_sample(frames: Sequence[Image], facts: Mapping[str, Any], path: Path) 
     """Write the files; each is replaced as a whole.
 
     Args:
-        frames: A picture, or the frames of a video, of which the middle one is the picture.
+        frames: An image, or the frames of a video, of which the middle one is the image.
         facts: JSON values; `prompt`, `negative_prompt`, `steps`, `guidance`, `seed`, `size`, …,
             of videos also `fps`.
-        path: Of the picture; the other files have the suffixes `.mp4` and `.json`.
+        path: Of the image; the other files have the suffixes `.mp4` and `.json`.
 
     Raises:
         OSError: They cannot be written.
@@ -83,7 +83,7 @@ def _write_video(frames: Sequence[Image], fps: float, path: Path) -> None:
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:
-    """The facts as picture viewers know them from web interfaces: prompt, negative prompt, rest."""
+    """The facts as image viewers know them from web interfaces: prompt, negative prompt, rest."""
     guidance = {"CFG scale": facts["guidance"]}
     if facts.get("guidance_embedded"):
         guidance = {"CFG scale": facts["true_cfg_scale"], "Distilled CFG Scale": facts["guidance"]}

@@ -1,8 +1,8 @@
-"""Sample pictures while training, with the stock pipeline and all ranks in lockstep.
+"""Sample images while training, with the stock pipeline and all ranks in lockstep.
 
 Each rank takes another prompt; ranks that share a sample's tokens (context parallelism) take the
 same one. Where weights are sharded, ranks with less to do make up for it
-(`engine.sample.lockstep`). The noise of a picture is `torch.Generator("cpu").manual_seed(seed)`, so
+(`engine.sample.lockstep`). The noise of an image is `torch.Generator("cpu").manual_seed(seed)`, so
 that a stock pipeline makes the same one.
 """
 
@@ -62,7 +62,7 @@ class Sampler:
         world: The ranks.
         telemetry: This rank's.
         wants_stop: Whether this rank has seen a wish to stop.
-        numbers: What the pictures are numbered by in their names; in order when left out.
+        numbers: What the images are numbered by in their names; default: in order.
     """
 
     spec: JobSpec
@@ -76,9 +76,9 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, transformer: Any, target: Path, step: int) -> list[str]:
-        """Write a picture and a sidecar for each prompt, as soon as it is made; a collective.
+        """Write an image and a sidecar for each prompt, as soon as it is made; a collective.
 
-        A wish to stop is honoured between pictures. A picture that cannot be written is no reason
+        A wish to stop is honoured between images. An image that cannot be written is no reason
         to end the training: that is warned of.
 
         Args:
@@ -87,7 +87,7 @@ class Sampler:
             step: The optimizer steps that it was trained.
 
         Returns:
-            The names of the pictures, in the order of their prompts.
+            The names of the images, in the order of their prompts.
         """
         requests = requests_of(self.spec)
         planned = [request.steps * self.family.forwards_per_step(request) for request in requests]
@@ -114,7 +114,7 @@ class Sampler:
                 self.telemetry.warn,
             )
             # Two denoisers take turns at a place that depends on the steps.
-            kinds = [(one.steps, one.guided) for one in requests] if beside else None
+            kinds = [(request.steps, request.guided) for request in requests] if beside else None
             for numbers in rounds_of(planned, self.world.data_size, kinds):
                 if stopping or any(self.world.any([self.wants_stop()])):
                     break
@@ -142,7 +142,7 @@ class Sampler:
         return sample_name(self.numbers[number] if self.numbers else number)
 
     def _number(self, numbers: list[int]) -> int | None:
-        """This rank's picture of a round; None where it has none."""
+        """This rank's image of a round; None where it has none."""
         place = self.world.data_rank
         return numbers[place] if place < len(numbers) else None
 
@@ -157,9 +157,9 @@ class Sampler:
 
         Args:
             studio: The pipeline.
-            requests: All pictures.
+            requests: All images.
             planned: The forwards that each takes.
-            numbers: The pictures of the round, the one with the most forwards first.
+            numbers: The images of the round, the one with the most forwards first.
         """
         number = self._number(numbers)
         if number is None and not self.world.shards:
@@ -178,7 +178,7 @@ class Sampler:
     def _write(
         self, frames: list[Image], request: SampleRequest, target: Path, number: int, step: int
     ) -> bool:
-        """Whether a picture or video could be written."""
+        """Whether an image or video could be written."""
         path = target / self._name(number)
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ class Sampler:
         return {name: tensor[0].to(self.world.device) for name, tensor in filled.items()}
 
     def _facts(self, request: SampleRequest, step: int) -> dict[str, Any]:
-        """What a picture was made from, as JSON values."""
+        """What an image was made from, as JSON values."""
         negative, flavour = request.negative_prompt, self.spec.model_flavour
         return {
             "prompt": prompt_text(request.prompt, self.spec),
@@ -281,10 +281,10 @@ class _Studio:
     def denoise(
         self, request: SampleRequest, condition: Any, negative: Any, pictures: Sequence[Image]
     ) -> torch.Tensor:
-        """The latents of a picture, as the pipeline returns them.
+        """The latents of an image, as the pipeline returns them.
 
         Args:
-            request: The picture.
+            request: The image.
             condition: Its encoded prompt.
             negative: Its encoded negative prompt, if that has an effect.
             pictures: Its conditioning images; the VAE is on the device from then on.
@@ -310,7 +310,7 @@ class _Studio:
             reshard(denoiser)
 
     def develop(self, request: SampleRequest, latents: torch.Tensor) -> list[Image]:
-        """The picture of latents, or a video's frames; the VAE is on the device meanwhile.
+        """The image of latents, or a video's frames; the VAE is on the device meanwhile.
 
         Whole, as the stock pipeline does it; part by part only where there is no memory for that.
         """

@@ -1,4 +1,4 @@
-"""Small real models and captioned pictures, written to disk: for demos, tests and first tries."""
+"""Small real models and captioned images, written to disk: for demos, tests and first tries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ToyPaths:
 
     Attributes:
         model: In the layout of `save_pretrained`.
-        data: Pictures, each with its caption beside it.
+        data: Images, each with its caption beside it.
         control: Their conditioning images, by the same names, of models that take some.
     """
 
@@ -58,10 +58,10 @@ def write_toy(
     Args:
         directory: Created if it is missing.
         family: One of `jobs.spec.families.FAMILIES`.
-        flavour: The published model whose layout it has; the family's usual one when left out.
+        flavour: The published model whose layout it has; default: the family's usual one.
         pictures: How many.
-        size: Pixels of a picture's short side.
-        seed: Of weights and pictures; same seed, same bytes.
+        size: Pixels of an image's short side.
+        seed: Of weights and images; same seed, same bytes.
         dtype: Of the weights, one of `DTYPES`.
         hidden_scale: Makes the model this many times as wide (16: 2 GB in float32).
         force: Overwrite all.
@@ -122,8 +122,8 @@ def check_family(family: str, flavour: str | None) -> str:
     Raises:
         SpecError: There is no such family or flavour.
     """
-    known = get_family(family, flavour)
-    return flavour or next(iter(known.flavours))
+    facts = get_family(family, flavour)
+    return flavour or next(iter(facts.flavours))
 
 
 def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:

@@ -1,4 +1,4 @@
-"""`python -m engine.toy DIR`: write a toy model and its pictures, print where they are."""
+"""`python -m engine.toy DIR`: write a toy model and its images, print where they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Captioned pictures of coloured shapes: light to make, and with something to learn in them.
+"""Captioned images of coloured shapes: light to make, and with something to learn in them.
 
-Picture `index` depends on `seed`, `size` and its own index only, so the first hundred of a set
-are the same pictures whatever the length of the set.
+Image `index` depends on `seed`, `size` and its own index only, so the first hundred of a set
+are the same images whatever the length of the set.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 }
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "diamond", "hexagon", "crescent")
 HEART = "heart"
-"""A shape that no toy's pictures show: for who teaches a model something new."""
+"""A shape that no toy's images show: for who teaches a model something new."""
 BACKGROUNDS = ("plain", "gradient", "stripes")
 
-# Width and height in units of the short side: every fourth picture takes the next of these.
+# Width and height in units of the short side: every fourth image takes the next of these.
 OBLONG = ((3, 2), (2, 3), (4, 3), (3, 4))
 
 OVERSAMPLING = 4
-"""Pictures are drawn this many times too large and averaged down: that smooths the edges."""
+"""Images are drawn this many times too large and averaged down: that smooths the edges."""
 
 Colour = tuple[int, int, int]
 Point = tuple[float, float]
@@ -48,7 +48,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class PicturePlan:
-    """Everything about one picture, before it is drawn.
+    """Everything about one image, before it is drawn.
 
     Attributes:
         stem: File name without its ending, such as `0001-red-circle`.
@@ -80,7 +80,7 @@ class PicturePlan:
 
 
 def plan_picture(index: int, *, size: int, seed: int) -> PicturePlan:
-    """Decide what picture `index` shows.
+    """Decide what image `index` shows.
 
     Args:
         index: From 0; the file is numbered from 1.
@@ -115,7 +115,7 @@ def plan_picture(index: int, *, size: int, seed: int) -> PicturePlan:
 
 
 def draw_picture(plan: PicturePlan) -> Image.Image:
-    """Draw it: an RGB picture of `plan.width` x `plan.height` pixels."""
+    """Draw it: an RGB image of `plan.width` x `plan.height` pixels."""
     width, height = plan.width * OVERSAMPLING, plan.height * OVERSAMPLING
     picture = _draw_background(plan, width, height)
     mask = Image.new("L", (width, height))
@@ -127,7 +127,7 @@ def draw_picture(plan: PicturePlan) -> Image.Image:
 
 
 def toy_pictures(count: int, *, size: int, seed: int) -> list[Image.Image]:
-    """The first `count` pictures of a set, in memory."""
+    """The first `count` images of a set, in memory."""
     return [draw_picture(plan_picture(i, size=size, seed=seed)) for i in range(count)]
 
 
@@ -143,10 +143,10 @@ def write_pictures(
 
     Args:
         data_dir: Created if it is missing.
-        count: How many pictures.
+        count: How many images.
         size: Pixels of the short side; about a quarter are landscape or portrait.
         seed: Same seed, same bytes.
-        before: Write what the pictures were edited from: the same, with shapes in grey, and no
+        before: Write what the images were edited from: the same, with shapes in grey, and no
             captions.
     """
     data_dir.mkdir(parents=True, exist_ok=True)

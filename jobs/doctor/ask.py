@@ -1,4 +1,4 @@
-"""Have a machine looked at by a process of its own, and never wait for that one in vain."""
+"""Examine a machine in a separate process, and never wait for it forever."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find(
     quick: bool = False,
     silent: float = _SILENT,
 ) -> Generator[Finding, None, None]:
-    """What is found, as it becomes known. Whatever was started has ended when this ends.
+    """Yield findings as they arrive. Everything started has ended when this ends.
 
     Args:
         job: A job file, to look at what it needs too.

@@ -1,4 +1,4 @@
-"""Start processes and end them, without ever waiting for one in vain."""
+"""Start processes and end them, without ever waiting forever."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def end_all(run_id: str) -> tuple[int, ...]:
     """Kill every process with this run id; returns the pids that do not go."""
     left: list[ProcessId] = []
     for _ in range(_SWEEPS):
-        found = with_run_id(run_id)
-        left = end(found, grace=0, timeout=_GONE_WITHIN) if found else []
-        if left or not found:
+        processes = with_run_id(run_id)
+        left = end(processes, grace=0, timeout=_GONE_WITHIN) if processes else []
+        if left or not processes:
             break
     return tuple(process.pid for process in left)
 
@@ -73,6 +73,6 @@ def _facts(text: bytes) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for line in text.splitlines():
         with suppress(ValueError):  # something a library printed, or a line cut short
-            found = json.loads(line)
-            facts |= found if isinstance(found, dict) else {}
+            value = json.loads(line)
+            facts |= value if isinstance(value, dict) else {}
     return facts

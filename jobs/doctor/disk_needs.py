@@ -32,7 +32,7 @@ def checkpoint_bytes(spec: JobSpec) -> int | None:
 
 
 def checkpoints_kept(spec: JobSpec) -> int:
-    """How many checkpoints there will be at once: one more than the limit while one is written."""
+    """Count the checkpoints there will be at once: one more than the limit while one is written."""
     count = 1
     if spec.checkpointing_steps:
         count = math.ceil(spec.max_train_steps / spec.checkpointing_steps)

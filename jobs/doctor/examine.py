@@ -22,7 +22,7 @@ class Check:
 
     Attributes:
         group: The heading under which it is shown.
-        name: What is looked at, should it not come to a finding.
+        name: What is checked, for when the check itself fails.
         run: Looks; what it has found before it fails or is late counts.
         seconds: How long it may take.
         stage: Checks of a stage run side by side, after all of the stage before.
@@ -38,21 +38,21 @@ class Check:
 
 
 def examine(checks: Sequence[Check], patient: Patient) -> Iterator[Finding]:
-    """What the checks find, in their order, as soon as it is known.
+    """Run the checks; yield their findings in order, as soon as they are there.
 
     A check that is late is left behind in its thread; one that breaks is a finding itself.
     """
     running = [_Running(check, patient) for check in checks]
-    said = 0
+    yielded = 0
     for stage in sorted({check.stage for check in checks}):
-        here = [one for one in running if one.check.stage == stage]
-        for one in here:
-            one.start()
-        for one in here:
-            one.wait()
-        while said < len(running) and running[said].check.stage <= stage:
-            yield from running[said].findings()
-            said += 1
+        here = [run for run in running if run.check.stage == stage]
+        for run in here:
+            run.start()
+        for run in here:
+            run.wait()
+        while yielded < len(running) and running[yielded].check.stage <= stage:
+            yield from running[yielded].findings()
+            yielded += 1
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Running:
 
     check: Check
     patient: Patient
-    _found: list[Finding] = field(default_factory=list)
+    _findings: list[Finding] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _deadline: float = 0.0
 
@@ -71,21 +71,22 @@ class _Running:
 
     def wait(self) -> None:
         if not self._over.wait(max(0.0, self._deadline - time.monotonic())):
-            self._found = [*self._found, _late(self.check)]  # the thread goes on with the old list
+            # The thread keeps the old list.
+            self._findings = [*self._findings, _late(self.check)]
 
     def findings(self) -> Iterator[Finding]:
-        yield from (finding.plain(self.check.group) for finding in self._found)
+        yield from (finding.plain(self.check.group) for finding in self._findings)
 
     def _run(self) -> None:
-        found = self._found
+        findings = self._findings
         try:
             for finding in self.check.run(self.patient):
-                found.append(finding)
+                findings.append(finding)
         except UserError as error:
             advice = error.hint or "see `fsdp-tui doctor --help`"
-            found.append(fail(self.check.name, error.message, advice))
+            findings.append(fail(self.check.name, error.message, advice))
         except Exception as error:
-            found.append(_broken(self.check, error))
+            findings.append(_broken(self.check, error))
         finally:
             self._over.set()
 

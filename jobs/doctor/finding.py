@@ -25,7 +25,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         name: What it was, in a word or two.
@@ -51,7 +51,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Finding:
-        """What `to_dict` made.
+        """Read what `to_dict` made.
 
         Raises:
             KeyError, TypeError, ValueError: It is something else.
@@ -72,16 +72,16 @@ class Finding:
         )
 
 
-def ok(name: str, found: str, **facts: Any) -> Finding:
-    return Finding(name, Verdict.OK, found, facts=facts)
+def ok(name: str, sentence: str, **facts: Any) -> Finding:
+    return Finding(name, Verdict.OK, sentence, facts=facts)
 
 
-def warn(name: str, found: str, advice: str, **facts: Any) -> Finding:
-    return Finding(name, Verdict.WARN, found, advice, facts=facts)
+def warn(name: str, sentence: str, advice: str, **facts: Any) -> Finding:
+    return Finding(name, Verdict.WARN, sentence, advice, facts=facts)
 
 
-def fail(name: str, found: str, advice: str, **facts: Any) -> Finding:
-    return Finding(name, Verdict.FAIL, found, advice, facts=facts)
+def fail(name: str, sentence: str, advice: str, **facts: Any) -> Finding:
+    return Finding(name, Verdict.FAIL, sentence, advice, facts=facts)
 
 
 def plain(text: str) -> str:
@@ -95,9 +95,9 @@ def _masked(value: Any) -> Any:
     if isinstance(value, str):
         return _SECRETS.sub("***", value)
     if isinstance(value, dict):
-        return {name: _masked(one) for name, one in value.items()}
+        return {name: _masked(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_masked(one) for one in value]
+        return [_masked(item) for item in value]
     return value
 
 

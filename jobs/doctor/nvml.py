@@ -83,7 +83,7 @@ class Nvml:
 
 
 def ask_driver(patient: Patient) -> Iterator[Finding]:
-    """Find out; what it means is said by `jobs.doctor.checks.gpus`."""
+    """Ask the driver; `jobs.doctor.checks.gpus` judges the answers."""
     patient.nvml = read_driver()
     yield from ()
 
@@ -119,12 +119,12 @@ def read_driver(pci: Path = PCI) -> Nvml:
 
 def count_on_bus(pci: Path = PCI) -> int:
     """NVIDIA GPUs that the kernel sees on the PCI bus, with or without a driver."""
-    found = 0
+    count = 0
     for device in pci.glob("*"):
         with suppress(OSError):
             vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
-            found += vendor.startswith(_NVIDIA) and kind.startswith(_DISPLAY)
-    return found
+            count += vendor.startswith(_NVIDIA) and kind.startswith(_DISPLAY)
+    return count
 
 
 def _ask(function: Any, *arguments: Any) -> Any:
@@ -182,25 +182,25 @@ def _paths(
     nvml: Any, handles: dict[str, Any], boards: dict[str, Board]
 ) -> Iterator[tuple[tuple[str, str], str]]:
     names = list(handles)
-    for place, one in enumerate(names):
+    for place, first in enumerate(names):
         for other in names[place + 1 :]:
-            path = _path(nvml, handles[one], handles[other], (boards[one], boards[other]))
+            path = _path(nvml, handles[first], handles[other], (boards[first], boards[other]))
             if path is not None:
-                yield (one, other), path
-                yield (other, one), path
+                yield (first, other), path
+                yield (other, first), path
 
 
-def _path(nvml: Any, one: Any, other: Any, boards: Sequence[Board]) -> str | None:
-    status = _ask(nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+def _path(nvml: Any, first: Any, other: Any, boards: Sequence[Board]) -> str | None:
+    status = _ask(nvml.nvmlDeviceGetP2PStatus, first, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     if status == nvml.NVML_P2P_STATUS_OK:
         # Through switches every link leads to every GPU; else those count that end at the other.
-        direct = _links_between(nvml, one, other, boards[0].links)
+        direct = _links_between(nvml, first, other, boards[0].links)
         return f"NV{direct or min(board.links_up for board in boards)}"
-    ancestor = _ask(nvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
+    ancestor = _ask(nvml.nvmlDeviceGetTopologyCommonAncestor, first, other)
     return _ANCESTORS.get(ancestor) if ancestor is not None else None
 
 
-def _links_between(nvml: Any, one: Any, other: Any, links: int) -> int:
+def _links_between(nvml: Any, first: Any, other: Any, links: int) -> int:
     there = _ask(nvml.nvmlDeviceGetPciInfo, other)
-    ends = [_ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, one, link) for link in range(links)]
+    ends = [_ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, first, link) for link in range(links)]
     return sum(end is not None and there is not None and end.busId == there.busId for end in ends)

@@ -54,7 +54,7 @@ class Outcome:
     """What became of the ranks.
 
     Attributes:
-        sizes: What was measured, the smallest first; empty when it came to nothing.
+        sizes: What was measured, the smallest first; empty if nothing was measured.
         gathered: An all-gather of the largest size.
         problem: Why, in one sentence.
         silent: The ranks that did not answer.
@@ -102,14 +102,14 @@ def all_reduce(
         warning = _nccl_warning(run_dir.launcher_log)
         result = read_json(run_dir.root / RESULT)
         if result is not None and child.returncode == 0:
-            sizes = tuple(Size(**one) for one in result["sizes"])
+            sizes = tuple(Size(**values) for values in result["sizes"])
             return Outcome(sizes, Size(**result["gathered"]), left=left)
         problem = _words(silent, limit, still) if late else why_failed(run_dir, child.returncode)
         return Outcome(problem=problem, silent=silent, left=left, warning=warning)
 
 
 def find_silent(statuses: Sequence[RankStatus], ranks: int, mute_after: float) -> tuple[int, ...]:
-    """Which ranks hold up the others, by what they last wrote. Pure.
+    """Find the ranks that hold up the others, by what they last wrote. Pure.
 
     Those that never wrote, else those whose heartbeat stopped well before the others',
     else those that are behind; all of them when none stands out.
@@ -165,9 +165,9 @@ def _start(
 
 def _stand_still(seen: Sequence[Stillness], ranks: int, still: float) -> bool:
     """Whether all ranks had met, and none has moved on for `still` seconds."""
-    if len(seen) < ranks or not all(one.status.step for one in seen):
+    if len(seen) < ranks or not all(rank.status.step for rank in seen):
         return False
-    return min(one.still for one in seen) > still
+    return min(rank.still for rank in seen) > still
 
 
 def _end(child: subprocess.Popen[bytes], run_id: str) -> tuple[int, ...]:
@@ -189,5 +189,5 @@ def _nccl_warning(log: Path) -> str | None:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    found = [line.partition(_NCCL_WARNING)[2].strip() for line in lines if _NCCL_WARNING in line]
-    return found[-1] if found else None
+    warnings = [line.partition(_NCCL_WARNING)[2].strip() for line in lines if _NCCL_WARNING in line]
+    return warnings[-1] if warnings else None

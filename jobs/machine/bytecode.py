@@ -35,10 +35,10 @@ def bytecode_variables() -> dict[str, str]:
 
 def _is_kept(package: str) -> bool:
     """Whether a package's byte code is there, or will be when the package was imported once."""
-    found = find_spec(package)
-    if found is None or not found.origin:
+    module = find_spec(package)
+    if module is None or not module.origin:
         return True
-    compiled = Path(cache_from_source(found.origin))
+    compiled = Path(cache_from_source(module.origin))
     if compiled.exists():
         return True
     return not os.environ.get(_NEVER) and _may_create(compiled.parent)

@@ -23,14 +23,14 @@ def memory_rooms(own: Path = OWN, mounted: Path = CGROUPS) -> list[tuple[int, in
         own: Lists this process's control groups.
         mounted: Where they are, of either version.
     """
-    found = []
+    rooms = []
     for group in _groups(own, mounted):
         for limit, used, cache in _FILES:
             most, now = _number(group / limit), _number(group / used)
             if most is not None and now is not None:
                 left = most - now + _reclaimable(group / "memory.stat", cache)
-                found.append((max(0, left), most))
-    return found
+                rooms.append((max(0, left), most))
+    return rooms
 
 
 def _groups(own: Path, mounted: Path) -> Iterator[Path]:
@@ -45,7 +45,7 @@ def _groups(own: Path, mounted: Path) -> Iterator[Path]:
             continue
         root = mounted / "memory" if controllers else mounted
         inner = root / path.lstrip("/")
-        yield from (one for one in (inner, *inner.parents) if one.is_relative_to(root))
+        yield from (group for group in (inner, *inner.parents) if group.is_relative_to(root))
 
 
 def _number(file: Path) -> int | None:

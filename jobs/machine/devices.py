@@ -72,8 +72,8 @@ def gpus() -> list[Gpu]:
     """
     with _LOCK:
         nvml = _nvml()
-        found = _look(nvml) if nvml is not None else []
-    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        present = _look(nvml) if nvml is not None else []
+    return visible(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def host() -> Host:
@@ -211,7 +211,7 @@ def _read(nvml: Any, position: int) -> Gpu:
         ask = _Ask(nvml, nvml.nvmlDeviceGetHandleByIndex(position))
     except nvml.NVMLError as error:
         return _lost(position, _TROUBLE.get(error.value, f"cannot be reached ({error})"))
-    known = _slow_facts(ask, position)
+    remembered = _slow_facts(ask, position)
     memory = _memory(ask)
     rates = ask("nvmlDeviceGetUtilizationRates")
     sensor = nvml.NVML_TEMPERATURE_GPU
@@ -219,10 +219,10 @@ def _read(nvml: Any, position: int) -> Gpu:
     reasons = ask(
         "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
     )
-    instances = list(_instances(ask)) if known.mig_mode else []
+    instances = list(_instances(ask)) if remembered.mig_mode else []
     gpu = replace(
-        known,
-        memory_total=memory.total if memory is not None else known.memory_total,
+        remembered,
+        memory_total=memory.total if memory is not None else remembered.memory_total,
         memory_used=memory.used if memory is not None else None,
         utilisation=rates.gpu if rates is not None else None,
         temperature=ask(
@@ -244,9 +244,9 @@ def _slow_facts(ask: _Ask, position: int) -> Gpu:
     uuid = _text(ask("nvmlDeviceGetUUID"))
     if ask.problem is not None:
         return _lost(position, ask.problem)
-    known = _driver.facts.get(position)
-    if known and known.gpu.uuid == uuid and time.monotonic() - known.at < _SLOW:
-        return known.gpu
+    remembered = _driver.facts.get(position)
+    if remembered and remembered.gpu.uuid == uuid and time.monotonic() - remembered.at < _SLOW:
+        return remembered.gpu
     address = ask("nvmlDeviceGetPciInfo")
     memory = _memory(ask)
     limit = ask("nvmlDeviceGetEnforcedPowerLimit")
@@ -285,13 +285,15 @@ def _nvlinks(ask: _Ask) -> int | None:
 
 def _lost(position: int, problem: str) -> Gpu:
     """A GPU that the driver cannot reach, with what was known of it before."""
-    known = _driver.facts.get(position)
-    gpu = known.gpu if known is not None else Gpu(position, f"unknown-{position}", "GPU", 0)
+    remembered = _driver.facts.get(position)
+    gpu = (
+        remembered.gpu if remembered is not None else Gpu(position, f"unknown-{position}", "GPU", 0)
+    )
     return replace(gpu, problem=problem)
 
 
 def _memory(ask: _Ask) -> Any:
-    """Total and used bytes; the second version leaves out what the driver keeps for itself."""
+    """Total and used bytes; the second version excludes what the driver keeps for itself."""
     return ask(("nvmlDeviceGetMemoryInfo", ask.nvml.nvmlMemory_v2), "nvmlDeviceGetMemoryInfo")
 
 
@@ -319,7 +321,7 @@ def _processes(
 ) -> tuple[GpuProcess, ...]:
     """Who holds memory, each process once. A divided GPU's instances are asked: as a whole it
     answers only root."""
-    found: dict[tuple[int, str | None], GpuProcess] = {}
+    processes: dict[tuple[int, str | None], GpuProcess] = {}
     parts: list[tuple[_Ask, str | None]] = [(part, it.uuid) for part, it in instances]
     for ask, mig in parts or [(whole, None)]:
         for kind, name in (("compute", "Compute"), ("graphics", "Graphics")):
@@ -328,8 +330,8 @@ def _processes(
                 # In containers some drivers say 0 bytes, which no process on a GPU holds.
                 memory = entry.usedGpuMemory or None
                 process = GpuProcess(entry.pid, memory, kind, *_who(entry.pid), mig)
-                found.setdefault((entry.pid, mig), process)
-    return tuple(found.values())
+                processes.setdefault((entry.pid, mig), process)
+    return tuple(processes.values())
 
 
 def _who(pid: int) -> tuple[str | None, str | None]:

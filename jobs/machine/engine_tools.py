@@ -41,7 +41,7 @@ def ask(
     module: str,
     arguments: Sequence[str],
     answer: Path,
-    told: Callable[[str], None],
+    on_line: Callable[[str], None],
     cancelled: Callable[[], bool],
 ) -> dict[str, Any]:
     """Run a tool and read the JSON object that it prints.
@@ -49,7 +49,7 @@ def ask(
     Its answer goes to a file, so that it never waits for us; what it says of its progress goes
     through a pipe, so that it ends when we are killed and the pipe breaks.
     """
-    said = ""
+    last_line = ""
     with open(answer, "wb") as out:
         process = start_child(
             [sys.executable, "-m", module, *arguments],
@@ -61,21 +61,21 @@ def ask(
     try:
         with process.stderr:
             for line in _lines(process.stderr, cancelled):
-                told(line)
-                said = line.strip() or said
+                on_line(line)
+                last_line = line.strip() or last_line
         status = process.wait()
     finally:
         end_child(process, _GRACE)
-    if status == 2 and said.startswith(_PREFIX):
-        raise UserError(said.removeprefix(_PREFIX))
+    if status == 2 and last_line.startswith(_PREFIX):
+        raise UserError(last_line.removeprefix(_PREFIX))
     if status != 0:
-        what = f"it was killed by {signal.Signals(-status).name}" if status < 0 else said
+        what = f"it was killed by {signal.Signals(-status).name}" if status < 0 else last_line
         raise ToolError(f"python -m {module} failed: {what or f'exit status {status}'}")
     try:
-        found: dict[str, Any] = json.loads(answer.read_bytes())
+        result: dict[str, Any] = json.loads(answer.read_bytes())
     except ValueError:
         raise ToolError(f"python -m {module} failed: its answer is not a JSON object") from None
-    return found
+    return result
 
 
 def _lines(pipe: IO[bytes], cancelled: Callable[[], bool]) -> Iterator[str]:

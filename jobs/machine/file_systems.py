@@ -47,14 +47,16 @@ def is_shared(path: Path) -> bool:
 
 def kind_of(path: Path) -> str:
     """The type of the file system at a path."""
-    mounted = [(one.mountpoint, one.fstype) for one in psutil.disk_partitions(all=True)]
+    mounted = [
+        (partition.mountpoint, partition.fstype) for partition in psutil.disk_partitions(all=True)
+    ]
     return kind_among(path.resolve(), mounted)
 
 
 def kind_among(real: Path, mounted: Sequence[tuple[str, str]]) -> str:
     """The type of the innermost file system above a path. Pure; `mounted` is in mounting order."""
     best, kind = -1, "?"
-    for point, one in mounted:
+    for point, fstype in mounted:
         if real.is_relative_to(point) and len(point) >= best:  # the later one lies over the other
-            best, kind = len(point), one
+            best, kind = len(point), fstype
     return kind

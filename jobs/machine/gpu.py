@@ -143,7 +143,7 @@ def visible(present: Sequence[Gpu], setting: str | None) -> list[Gpu]:
 def foreign_users(
     present: Sequence[Gpu], ours: Collection[int], claimed: Collection[str] = ()
 ) -> dict[str, str]:
-    """Which GPUs are used by processes that are not ours, and by whom. Pure.
+    """Find GPUs used by processes that are not ours, and by whom. Pure.
 
     Args:
         present: The GPUs as `gpus()` shows them.

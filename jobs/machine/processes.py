@@ -46,7 +46,7 @@ class ProcessId:
         return started is not None and abs(started - self.started) < _START_TOLERANCE
 
     def suspended(self) -> bool:
-        """Whether it lives, and does nothing until somebody lets it go on."""
+        """Whether it is alive and stopped, until someone sends SIGCONT."""
         return is_suspended(self.pid) and self.alive()
 
     def is_dead(self) -> bool:
@@ -71,7 +71,7 @@ def with_run_id(run_id: str) -> list[ProcessId]:
     so no process group holds them together.
     """
     needle = f"{RUN_ID_VARIABLE}={run_id}".encode()
-    found = []
+    processes = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -82,8 +82,8 @@ def with_run_id(run_id: str) -> list[ProcessId]:
             continue
         identity = ProcessId.of(int(name)) if ours else None
         if identity is not None and identity.alive():
-            found.append(identity)
-    return found
+            processes.append(identity)
+    return processes
 
 
 def end(processes: Iterable[ProcessId], *, grace: float, timeout: float = 10.0) -> list[ProcessId]:
@@ -148,7 +148,7 @@ def become_subreaper() -> bool:
 
 
 def kernel_oom_kills() -> int:
-    """How many processes of our control group the kernel has killed for memory; 0 if unknown."""
+    """Count processes of our control group that the kernel killed for memory; 0 if unknown."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
             with open(path, encoding="ascii") as file:

@@ -22,19 +22,19 @@ def is_waiting_for_kernel(pid: int) -> bool:
 
 
 def switches(pid: int) -> int | None:
-    """How often a process has left a processor; the same number again: it did not run meanwhile."""
-    found = _status(pid)
+    """Count how often a process left a CPU; an unchanged count means it did not run."""
+    fields = _status(pid)
     try:
-        return int(found["voluntary_ctxt_switches"]) + int(found["nonvoluntary_ctxt_switches"])
+        return int(fields["voluntary_ctxt_switches"]) + int(fields["nonvoluntary_ctxt_switches"])
     except (KeyError, ValueError):
         return None
 
 
 def is_being_killed(pid: int) -> bool:
     """Whether SIGKILL was sent, and nothing but the end will follow whatever keeps it waiting."""
-    found = _status(pid)
+    fields = _status(pid)
     try:
-        pending = int(found["SigPnd"], 16) | int(found["ShdPnd"], 16)
+        pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
     except (KeyError, ValueError):
         return False
     return bool(pending & 1 << signal.SIGKILL - 1)

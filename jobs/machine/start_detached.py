@@ -36,7 +36,7 @@ def start_detached(module: str, *arguments: str, home: Path, cwd: Path, log: Pat
 
 
 def leave_starter() -> None:
-    """Go on in a child that leads a session of its own; this process ends at once.
+    """Continue in a child that leads its own session; this process exits at once.
 
     The starter has then no child to wait for, and no closing terminal reaches the child. To be
     called before heavy imports, since the starter waits for it.

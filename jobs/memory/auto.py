@@ -1,4 +1,4 @@
-"""What `strategy: auto` goes by: what it came to before, else a prediction that is known already.
+"""What `strategy: auto` decides by: its earlier choice, else a cached prediction.
 
 It waits for none.
 """
@@ -31,9 +31,9 @@ _KEPT: Final = ", as on its first launch"
 
 
 def chosen_before(spec: JobSpec, run_dir: RunDir) -> tuple[str, str] | None:
-    """What `auto` came to when the job was launched the last time, and why.
+    """Read what `auto` chose at the job's last launch, and why.
 
-    A restart or a resumed job goes on with it: what else is on the GPUs by then, or has been
+    A restart or a resumed job keeps it: what else is on the GPUs by then, or has been
     predicted meanwhile, is no reason to train in another way.
 
     Returns:
@@ -54,22 +54,22 @@ def chosen_before(spec: JobSpec, run_dir: RunDir) -> tuple[str, str] | None:
 
 
 def predicted_ddp(spec: JobSpec, gpus: Sequence[Gpu]) -> Whole | None:
-    """What a whole copy of the model on each rank comes to.
+    """Predict the memory of a full copy of the model on each rank.
 
     Args:
         spec: The job.
         gpus: Those it has, at the moment at which it is launched.
 
     Returns:
-        The prediction where it is tightest; None while nobody has looked at the job, in the form
+        The prediction where it is tightest; None while the job was never estimated, in the form
         or with `fsdp-tui estimate`.
     """
     with suppress(Exception):  # whatever is wrong with a file of ours, the job starts
-        found = recall(spec, "ddp", world_size(spec), on_gpus=True)
-        if found is None or not gpus:
+        predicted = recall(spec, "ddp", world_size(spec), on_gpus=True)
+        if predicted is None or not gpus:
             return None
         here = read_calibration()
-        needed, factor = here.corrected(found), here.factor
+        needed, factor = here.corrected(predicted), here.factor
         fit = worst(
             fit_of(needed, room_of(gpu, (), {}, shares=True), on_gpus=True, factor=factor)
             for gpu in gpus

@@ -35,7 +35,7 @@ def key_of(values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         config: Of its denoiser: the same path may hold another model tomorrow.
     """
     kept = {key: value for key, value in sorted(values.items()) if _matters(key)}
-    # The number of ranks counts, and is said in one way only.
+    # The number of ranks counts, and is written in one way only.
     text = json.dumps(
         [SCHEMA, engine_version(), values.get("num_processes"), kept, config], sort_keys=True
     )
@@ -49,10 +49,10 @@ def _matters(key: str) -> bool:
 
 
 def recall(key: str) -> Predicted | None:
-    """What is kept under a key; a damaged file is none."""
-    found = read_json(folder() / f"{key}.json")
+    """Read the prediction cached under a key; None if there is none, or it is damaged."""
+    values = read_json(folder() / f"{key}.json")
     try:
-        return Predicted.of(found) if found is not None else None
+        return Predicted.of(values) if values is not None else None
     except ValueError:
         return None
 
@@ -82,7 +82,7 @@ def _written(path: Path) -> float:
 def engine_version() -> str:
     """Stands for all that predicts: the engine's files as they are, and the libraries.
 
-    Some 200 files are looked at, once in a process; none is read.
+    Some 200 files are listed, once in a process; none is read.
     """
     root = Path(__file__).resolve().parents[2]
     facts = hashlib.sha256()

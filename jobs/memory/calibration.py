@@ -97,14 +97,14 @@ def record(run_dir: RunDir) -> bool:
     names = set.intersection(*({*(status.peaks or {})} for status in statuses))
     peaks = {name: [(status.peaks or {})[name] for status in statuses] for name in names}
     ratios = {
-        one.phase: one.ratio
-        for one in compare(predicted, "allocated", peaks)
-        if one.ratio is not None
+        phase.phase: phase.ratio
+        for phase in compare(predicted, "allocated", peaks)
+        if phase.ratio is not None
     }
     if not set(PHASES) <= set(ratios):
         return False  # it ended before it had trained a step
     largest = max(PHASES, key=lambda name: _peak(predicted.phases, name))
-    said = {
+    entry = {
         "schema": SCHEMA,
         "t": round(time.time()),
         "model": predicted.values.get("model"),
@@ -113,19 +113,19 @@ def record(run_dir: RunDir) -> bool:
         "peak": round(ratios[largest], 4),
         "phases": {name: round(ratio, 4) for name, ratio in ratios.items()},
     }
-    _append(json.dumps(said) + "\n")
+    _append(json.dumps(entry) + "\n")
     return True
 
 
 def record_beside(ranks: int, measured: int, predicted: Predicted) -> None:
     """Note what a self-test found on a GPU besides what torch reserves, in bytes."""
     more = measured - sum(predicted.overheads.values())
-    said = {"schema": SCHEMA, "t": round(time.time()), "ranks": ranks, "beside": more}
-    _append(json.dumps(said) + "\n")
+    entry = {"schema": SCHEMA, "t": round(time.time()), "ranks": ranks, "beside": more}
+    _append(json.dumps(entry) + "\n")
 
 
 def read_calibration(path: Path | None = None) -> Calibration:
-    """What the newest runs came to; nothing where there are none, or the file is damaged."""
+    """Read the newest runs' ratios; none if there are none, or the file is damaged."""
     peak: list[float] = []
     phases: dict[str, list[float]] = {}
     everything = _entries(path or file())
@@ -141,8 +141,8 @@ def read_calibration(path: Path | None = None) -> Calibration:
         for name, ratio in phases_of.items() if isinstance(phases_of, dict) else ():
             if _believed(ratio):
                 phases.setdefault(str(name), []).append(float(ratio))
-    told = {name: tuple(ratios) for name, ratios in phases.items()}
-    return Calibration(len(peak), tuple(peak), told, beside)
+    by_phase = {name: tuple(ratios) for name, ratios in phases.items()}
+    return Calibration(len(peak), tuple(peak), by_phase, beside)
 
 
 def _peak(phases: Any, name: str) -> int:
@@ -155,7 +155,7 @@ def _believed(ratio: object) -> bool:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -164,8 +164,8 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict) and entry.get("schema") == SCHEMA:
-                found.append(entry)
-    return found
+                entries.append(entry)
+    return entries
 
 
 def _append(line: str) -> None:
@@ -173,7 +173,7 @@ def _append(line: str) -> None:
     path = file()
     if path.exists() and len(lines := path.read_text(errors="replace").splitlines()) > _LONGEST:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        rare = [one for one in lines[:-_NEWEST] if '"beside"' in one]
+        rare = [entry for entry in lines[:-_NEWEST] if '"beside"' in entry]
         temporary.write_text("\n".join(rare[-2:] + lines[-_NEWEST:]) + "\n")
         os.replace(temporary, path)
     with open(path, "a", encoding="utf-8") as out:

@@ -22,7 +22,7 @@ MOST_RANKS: Final = 1024
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy, and what it comes to; None where a job cannot run so, for the reason given."""
+    """A strategy and how it fits; None where a job cannot run so, for the reason given."""
 
     strategy: str
     fit: Fit | None
@@ -45,18 +45,18 @@ def candidates(spec: JobSpec, ranks: int) -> tuple[str, ...]:
     replicas = spec.dp_replicate_size or 2
     divides = ranks % (replicas * spec.context_parallel_size) == 0
     return tuple(
-        one
-        for one in FASTEST_FIRST
-        if one in able and (one != "hsdp" or (divides and ranks > replicas))
+        strategy
+        for strategy in FASTEST_FIRST
+        if strategy in able and (strategy != "hsdp" or (divides and ranks > replicas))
     )
 
 
-def fastest(found: Sequence[Candidate]) -> Candidate | None:
+def fastest(options: Sequence[Candidate]) -> Candidate | None:
     """The fastest strategy that fits for sure, else the fastest that may; None if none does."""
-    for wanted in (Verdict.FITS, Verdict.TIGHT):
-        for one in sorted(found, key=lambda one: FASTEST_FIRST.index(one.strategy)):
-            if one.fit is not None and one.fit.verdict is wanted:
-                return one
+    for verdict in (Verdict.FITS, Verdict.TIGHT):
+        for option in sorted(options, key=lambda option: FASTEST_FIRST.index(option.strategy)):
+            if option.fit is not None and option.fit.verdict is verdict:
+                return option
     return None
 
 

@@ -42,6 +42,6 @@ def read_smallest() -> dict[str, Any]:
 
     For the family's first flavour at its usual resolution, batch 1, with activation checkpointing.
     """
-    found = read_json(CARDS_FILE) or {}
-    families = found.get("families") if found.get("schema") == 1 else None
+    stored = read_json(CARDS_FILE) or {}
+    families = stored.get("families") if stored.get("schema") == 1 else None
     return families if isinstance(families, dict) else {}

@@ -32,7 +32,7 @@ PATIENCE: Final = 180.0  # seconds for an answer; a large model on a busy login 
 _NOTICE_WITHIN: Final = 0.1  # seconds in which it is noticed that nobody wants the answer any more
 _NICE: Final = 10  # it computes beside training and beside what others do on a login node
 _GRACE: Final = 2.0  # seconds to end after its input has ended
-_LAST_WORDS: Final = 2000  # bytes of its standard error that are looked at
+_LAST_WORDS: Final = 2000  # bytes of its standard error that are read
 
 
 class Gone(ToolError):
@@ -171,14 +171,14 @@ class Server:
         return process
 
     def _gone(self) -> Gone:
-        said = ""
+        last_line = ""
         if self._errors is not None:
             end = self._errors.seek(0, os.SEEK_END)
             self._errors.seek(max(0, end - _LAST_WORDS))
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            said = lines[-1] if lines else ""
+            last_line = lines[-1] if lines else ""
         self._end()
-        return Gone(f"python -m engine.memory failed: {said or 'it exited without an answer'}")
+        return Gone(f"python -m engine.memory failed: {last_line or 'it exited without an answer'}")
 
     def _end(self) -> None:
         process, self._process = self._process, None

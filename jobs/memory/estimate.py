@@ -51,7 +51,7 @@ class Place:
     chosen: bool = False
 
     def fit(self, predicted: Predicted, factor: float = 1.0) -> Fit:
-        """Where it is tightest; of GPUs that may be chosen freely, the roomiest are."""
+        """Return the tightest fit; of GPUs chosen freely, the roomiest count."""
         # Any GPUs: those that are free now are taken, before larger ones that others use.
         rooms = sorted(self.rooms, key=lambda room: room.free - room.passing, reverse=True)
         if self.on_gpus and self.here and not self.chosen:
@@ -68,7 +68,7 @@ def place_of(
     card: int | None = None,
     imagine: bool = True,
 ) -> Place:
-    """Where a job would run.
+    """Determine where a job would run.
 
     Args:
         spec: The job.
@@ -113,14 +113,14 @@ class Estimate:
     cancelled: Callable[[], bool] = lambda: False
 
     def predict(self, strategy: str, ranks: int, spec: JobSpec | None = None) -> Found:
-        """What a rank needs.
+        """Predict what a rank needs.
 
         Raises:
             SpecError: Nothing can be predicted for such a model.
             ToolError: Predicting failed.
             Cancelled: Nobody wants it any more.
         """
-        found = predict(
+        result = predict(
             spec or self.spec,
             self.server,
             strategy=strategy,
@@ -128,14 +128,14 @@ class Estimate:
             on_gpus=self.place.on_gpus,
             cancelled=self.cancelled,
         )
-        return found if isinstance(found, Refused) else self.calibration.corrected(found)
+        return result if isinstance(result, Refused) else self.calibration.corrected(result)
 
     def candidate(self, strategy: str, ranks: int) -> Candidate:
-        """A strategy, and what it comes to."""
-        found = self.predict(strategy, ranks)
-        if isinstance(found, Refused):
-            return Candidate(strategy, None, found.error)
-        return Candidate(strategy, self.fit(found))
+        """Predict a strategy, and how it fits."""
+        result = self.predict(strategy, ranks)
+        if isinstance(result, Refused):
+            return Candidate(strategy, None, result.error)
+        return Candidate(strategy, self.fit(result))
 
     def fit(self, predicted: Predicted, room: Room | None = None) -> Fit:
         """A prediction against the place, or against one room of it."""
@@ -148,13 +148,13 @@ class Estimate:
     def advised(self) -> str | None:
         """The fastest strategy that fits on the job's own ranks; None if none does."""
         ranks = world_size(self.spec)
-        found = [self.candidate(one, ranks) for one in candidates(self.spec, ranks)]
-        best = fastest(found)
+        options = [self.candidate(strategy, ranks) for strategy in candidates(self.spec, ranks)]
+        best = fastest(options)
         return best.strategy if best is not None else None
 
     @cached_property
     def strategy(self) -> str:
-        """What the job runs with; `auto` comes to what it comes to at the launch."""
+        """The strategy the job runs with; `auto` as it would choose at the launch."""
         if not (self.place.on_gpus and depends_on_memory(self.spec)):
             return chosen_strategy(self.spec)[0]
         whole = self.candidate("ddp", world_size(self.spec)).fit
@@ -186,17 +186,17 @@ class Estimate:
         return arranged(self.spec, self.strategy, world_size(self.spec), on_gpus=self.place.on_gpus)
 
     def _fit(self, room: Room | None, spec: JobSpec) -> Fit | None:
-        found = self.predict(spec.strategy, world_size(spec), spec)
-        return None if isinstance(found, Refused) else self.fit(found, room)
+        result = self.predict(spec.strategy, world_size(spec), spec)
+        return None if isinstance(result, Refused) else self.fit(result, room)
 
     def fewest(self, room: Room, spec: JobSpec | None = None) -> int | None:
         """The smallest number of such GPUs on which the job, or another, fits for sure."""
 
         def fits(ranks: int) -> bool:
-            found = self.predict("fsdp2" if ranks > 1 else "single", ranks, spec)
-            if isinstance(found, Refused):
+            result = self.predict("fsdp2" if ranks > 1 else "single", ranks, spec)
+            if isinstance(result, Refused):
                 return False
-            return self.fit(found, Room(room.name, room.total)).verdict is Verdict.FITS
+            return self.fit(result, Room(room.name, room.total)).verdict is Verdict.FITS
 
         return fewest(fits)
 
@@ -207,7 +207,7 @@ def _fits(fit: Fit) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a job needs of a machine, beside what there is, in bytes."""
+    """What a job needs of a machine and what is free, in bytes."""
 
     what: str
     needed: int
@@ -221,24 +221,24 @@ class Need:
 def needs_of(spec: JobSpec, predicted: Predicted) -> list[Need]:
     """Host memory and disk that a job needs, against this machine."""
     memory = psutil.virtual_memory()
-    found = []
+    needs = []
     if machine := predicted.host.get("machine"):
-        found.append(Need("host memory", machine, min(memory.available, host_bytes())))
+        needs.append(Need("host memory", machine, min(memory.available, host_bytes())))
     disk = predicted.disk
     run = disk.get("checkpoints", disk.get("checkpoint", 0)) + disk.get("export", 0)
     if run:
-        found.append(Need("disk for checkpoints and the export", run, _free(state_home())))
+        needs.append(Need("disk for checkpoints and the export", run, _free(state_home())))
     if cached := disk.get("cache"):
         folder = Path(spec.cache_dir) if spec.cache_dir else cache_home()
-        found.append(Need("disk for caches", cached, _free(folder)))
-    return found
+        needs.append(Need("disk for caches", cached, _free(folder)))
+    return needs
 
 
 def _free(path: Path) -> int:
     """Bytes free where a directory is or will be."""
-    for one in (path, *path.parents):
+    for folder in (path, *path.parents):
         try:
-            return shutil.disk_usage(one).free
+            return shutil.disk_usage(folder).free
         except OSError:
             continue
     return 0

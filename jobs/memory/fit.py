@@ -30,7 +30,7 @@ class Room:
     Attributes:
         name: What people call it.
         total: All of it.
-        held: What others hold of it, and go on holding.
+        held: What others hold of it, and keep.
         passing: What others hold now and the job waits for.
     """
 
@@ -47,7 +47,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a prediction comes to on a device, in bytes.
+    """How a prediction fits on a device, in bytes.
 
     Attributes:
         low: What it needs at least.
@@ -96,7 +96,7 @@ def worst(fits: Iterable[Fit]) -> Fit:
 def room_of(
     gpu: Gpu, ours: Collection[int], claims: Mapping[str, int], *, shares: bool = False
 ) -> Room:
-    """What a GPU has for a job when it starts there.
+    """Compute what a GPU has for a job that starts there.
 
     Args:
         gpu: One look at it.
@@ -107,8 +107,10 @@ def room_of(
     used = gpu.memory_used or 0
     if gpu.uuid in claims:
         # In a container pids may be the host's: of a GPU that we hold, only known strangers count.
-        strangers = (one for one in gpu.processes if one.pid not in ours and one.command)
-        used = min(used, sum(one.memory or 0 for one in strangers))
+        strangers = (
+            process for process in gpu.processes if process.pid not in ours and process.command
+        )
+        used = min(used, sum(process.memory or 0 for process in strangers))
     waits = not shares and bool(foreign_users([gpu], ours, ()))
     name = f"GPU {gpu.index}"
     return Room(name, gpu.memory_total, *((0, used) if waits else (used, 0)))

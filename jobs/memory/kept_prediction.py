@@ -48,10 +48,10 @@ def path_of(run_dir: RunDir) -> Path:
 
 
 def read(run_dir: RunDir) -> Predicted | None:
-    """What was predicted of a run; None while nothing was."""
-    found = read_json(path_of(run_dir)) or {}
+    """Read a run's prediction; None while there is none."""
+    stored = read_json(path_of(run_dir)) or {}
     try:
-        return Predicted.of(found["prediction"]) if found.get("schema") == SCHEMA else None
+        return Predicted.of(stored["prediction"]) if stored.get("schema") == SCHEMA else None
     except (ValueError, LookupError, TypeError):
         return None
 
@@ -64,9 +64,9 @@ def keep(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int, *, on_gpus: 
     """
     with suppress(Exception):  # whatever it is, no training may end of it
         path_of(run_dir).unlink(missing_ok=True)  # of an attempt with other settings
-        known = recall(spec, strategy, ranks, on_gpus=on_gpus)
-        if known is not None:
-            _write(run_dir, known)
+        predicted = recall(spec, strategy, ranks, on_gpus=on_gpus)
+        if predicted is not None:
+            _write(run_dir, predicted)
         elif on_gpus:
             work = (run_dir, spec, strategy, ranks)
             threading.Thread(target=_predict, args=work, name="predict", daemon=True).start()
@@ -77,17 +77,17 @@ def _predict(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int) -> None:
     atexit.register(server.close)  # it would notice our end only once it has answered
     try:
         with suppress(UserError, ToolError, OSError):
-            found = predict(spec, server, strategy=strategy, ranks=ranks, on_gpus=True)
-            if isinstance(found, Predicted):
-                _write(run_dir, found)
+            predicted = predict(spec, server, strategy=strategy, ranks=ranks, on_gpus=True)
+            if isinstance(predicted, Predicted):
+                _write(run_dir, predicted)
     finally:
         server.close()
         atexit.unregister(server.close)
 
 
 def _write(run_dir: RunDir, predicted: Predicted) -> None:
-    said = {"schema": SCHEMA, "t": round(time.time(), 3), "prediction": dict(predicted.values)}
-    write_atomic(path_of(run_dir), json.dumps(said) + "\n")
+    entry = {"schema": SCHEMA, "t": round(time.time(), 3), "prediction": dict(predicted.values)}
+    write_atomic(path_of(run_dir), json.dumps(entry) + "\n")
 
 
 def compare(
@@ -115,7 +115,7 @@ def compare(
 def facts(
     run_dir: RunDir, measure: str, peaks: Mapping[str, Sequence[int]]
 ) -> dict[str, Any] | None:
-    """What `show --json` says of a run's prediction; None where there is none."""
+    """Collect what `show --json` prints of a run's prediction; None where there is none."""
     predicted = read(run_dir)
     return facts_of(predicted, measure, peaks) if predicted is not None else None
 
@@ -131,11 +131,11 @@ def facts_of(
         "device": list(predicted.device),
         "phases": [
             {
-                "name": one.phase,
-                "predicted": one.predicted,
-                "measured": list(one.measured),
-                "ratio": one.ratio and round(one.ratio, 4),
+                "name": phase.phase,
+                "predicted": phase.predicted,
+                "measured": list(phase.measured),
+                "ratio": phase.ratio and round(phase.ratio, 4),
             }
-            for one in compare(predicted, measure, peaks)
+            for phase in compare(predicted, measure, peaks)
         ],
     }

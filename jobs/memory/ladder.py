@@ -1,7 +1,7 @@
 """What can be changed when a job does not fit: the ladder, the cheapest change first. Pure.
 
 Each rung is tried on top of those below it. One that does not apply, cannot run or does not help
-is left out, and tried again after another one has helped. One that does more than is needed gives
+is skipped, and tried again after another one has helped. One that does more than is needed gives
 way to a milder one.
 """
 
@@ -113,7 +113,7 @@ def climb(
 
     Args:
         spec: The job, its strategy and ranks settled.
-        fit: What a job comes to; None where that cannot be said.
+        fit: How a job fits; None where that is unknown.
         enough: Whether no more is needed.
     """
     now = fit(spec)
@@ -123,7 +123,7 @@ def climb(
             return
         if step.rung.milder and enough(step.after):
             tried = (_take(rung, spec, now, fit) for rung in step.rung.milder)
-            step = next((one for one in tried if one is not None and enough(one.after)), step)
+            step = next((step for step in tried if step is not None and enough(step.after)), step)
         yield step
         spec, now = step.spec, step.after
 
@@ -131,7 +131,7 @@ def climb(
 def loosen(
     spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit], bool]
 ) -> Step | None:
-    """What makes a job faster that fits, and still fits: to recompute fewer blocks, or none.
+    """Make a fitting job faster so that it still fits, by recomputing fewer blocks, or none.
 
     Args:
         spec: As of `climb`.
@@ -145,12 +145,12 @@ def loosen(
     if now is None or not enough(now):
         return None
     tried = (_take(rung, spec, now, fit) for rung in LOOSER)
-    return next((one for one in tried if one is not None and enough(one.after)), None)
+    return next((step for step in tried if step is not None and enough(step.after)), None)
 
 
 def _next(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
     tried = (_take(rung, spec, now, fit) for rung in LADDER)
-    helps = (one for one in tried if one is not None and one.after.high < now.high * _HELPS)
+    helps = (step for step in tried if step is not None and step.after.high < now.high * _HELPS)
     return next(helps, None)
 
 
@@ -172,7 +172,7 @@ def _with(spec: JobSpec, changes: Changes) -> JobSpec | None:
     except ValidationError:
         return None
     before = {(conflict.key, conflict.message) for conflict in find_conflicts(spec)}
-    if any((one.key, one.message) not in before for one in find_conflicts(changed)):
+    if any((conflict.key, conflict.message) not in before for conflict in find_conflicts(changed)):
         return None
     idle = find_inapplicable(changed)
     means = [key for key in changes if changes[key] is not None and key not in idle]
@@ -299,7 +299,7 @@ def _offload(spec: JobSpec) -> Changes | None:
 
 def _samples(spec: JobSpec) -> Changes | None:
     """Samples no larger than what is trained on."""
-    largest = max((max(one.width, one.height) for one in requests_of(spec)), default=0)
+    largest = max((max(request.width, request.height) for request in requests_of(spec)), default=0)
     trained = all_resolutions(spec)[-1]
     return {"validation_resolution": trained} if largest > trained else None
 

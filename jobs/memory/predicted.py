@@ -59,7 +59,7 @@ class Predicted:
         host: Host memory by name; `machine` is that of all ranks.
         disk: By name.
         notes: What was assumed, in sentences.
-        values: All that was said, as JSON values.
+        values: The full answer, as JSON values.
     """
 
     strategy: str
@@ -85,7 +85,7 @@ class Predicted:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Predicted:
-        """What was said, or kept.
+        """Read an answer, or a stored prediction.
 
         Raises:
             ValueError: It is of another version, or damaged.
@@ -95,9 +95,12 @@ class Predicted:
                 raise ValueError(f"a prediction of version {values['schema']}, not {SCHEMA}")
             phases = tuple(
                 PhasePeak(
-                    str(one["name"]), int(one["peak"]), dict(one["parts"]), str(one.get("note", ""))
+                    str(phase["name"]),
+                    int(phase["peak"]),
+                    dict(phase["parts"]),
+                    str(phase.get("note", "")),
                 )
-                for one in values["phases"]
+                for phase in values["phases"]
             )
             if not phases:
                 raise ValueError("a prediction without phases")

@@ -69,14 +69,14 @@ def key_of(spec: JobSpec) -> str:
         UserError: Its model is unknown, or not there.
     """
     # A snapshot of the cache and the hub id have the same config, and the same prediction.
-    found = find_target(
+    target = find_target(
         spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path or None
     )
-    return cache.key_of(spec.to_dict(), found.config)
+    return cache.key_of(spec.to_dict(), target.config)
 
 
 def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predicted | None:
-    """What is known of a job already; starts no process and never fails."""
+    """Recall a job's cached prediction; starts no process and never fails."""
     try:
         return cache.recall(key_of(arranged(spec, strategy, ranks, on_gpus=on_gpus)))
     except (UserError, OSError):
@@ -93,7 +93,7 @@ def predict(
     refresh: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Predicted | Refused:
-    """What one rank of a job needs.
+    """Predict what one rank of a job needs.
 
     Args:
         spec: The job; its model need not be on this machine if it is a published one.
@@ -115,8 +115,8 @@ def predict(
     except SpecError as error:
         return Refused(strategy, ranks, error.message, error.hint)
     key = key_of(job)
-    if not refresh and (known := cache.recall(key)) is not None:
-        return known
+    if not refresh and (cached := cache.recall(key)) is not None:
+        return cached
     request = {"job": _complete(job), "ranks": [ranks], "strategies": [strategy]}
     answer = server.ask(request, cancelled)
     try:

@@ -41,7 +41,7 @@ class DamagedError(Exception):
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a file, in a few words; None where nothing is."""
+    """Say what is wrong with a file in a few words; None where nothing is."""
     try:
         return _wrong_with(*read_header(path))
     except DamagedError as error:

@@ -36,8 +36,8 @@ def find_model(name_or_path: str) -> Path:
             GGUF_HINT if path.suffix == ".gguf" else None,
         )
     if (name := HubName.read("model", name_or_path)) is not None:
-        if (found := name.find()) is not None:
-            return found
+        if (snapshot := name.find()) is not None:
+            return snapshot
         raise SpecError(
             f"no such model: {name_or_path} is neither a directory nor in the hub cache",
             f"check the path, or run `fsdp-tui fetch {name_or_path}` first",
@@ -46,7 +46,7 @@ def find_model(name_or_path: str) -> Path:
 
 
 def count_parameters(component: Path) -> int | None:
-    """Elements of all tensors in a component's safetensors files; None when that cannot be told.
+    """Elements of all tensors in a component's safetensors files; None when that is unknown.
 
     Reads only the files' headers: 8 bytes with the length of a JSON object, and that object.
     """

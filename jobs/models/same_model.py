@@ -22,18 +22,18 @@ def place_of(model: str) -> Path | None:
         return None
 
 
-def looks_same(one: Path, other: Path) -> bool:
+def looks_same(first: Path, other: Path) -> bool:
     """Whether both have the same pipeline, and a denoiser of the same configuration and files.
 
     A copy on a faster disk does. A model that was trained on has files of other sizes only where
     its precision changed, so this is no proof: callers say what they take for granted.
     """
-    if read_json(one / "model_index.json") != read_json(other / "model_index.json"):
+    if read_json(first / "model_index.json") != read_json(other / "model_index.json"):
         return False
-    parts = [part for part in _DENOISERS if (one / part).is_dir() or (other / part).is_dir()]
+    parts = [part for part in _DENOISERS if (first / part).is_dir() or (other / part).is_dir()]
     return bool(parts) and all(
-        read_json(one / part / "config.json") == read_json(other / part / "config.json")
-        and _files(one / part) == _files(other / part)
+        read_json(first / part / "config.json") == read_json(other / part / "config.json")
+        and _files(first / part) == _files(other / part)
         for part in parts
     )
 

@@ -14,7 +14,7 @@ _USUAL: Final = ("safetensors", "bin", "index", "json")
 def variant_of(name: str) -> str | None:
     """`fp16` of `model.fp16.safetensors`; None of a plain file, and of one that is no weights.
 
-    `from_pretrained` loads such a file only where it is told to (`variant="fp16"`). Shards, and
+    `from_pretrained` loads such a file only when asked to (`variant="fp16"`). Shards, and
     indices of shards, have it in other places of their names.
     """
     stem, *words = _SHARD.sub("", name).split(".")

@@ -14,8 +14,8 @@ def main() -> int:
     facts = {key: value for key, value in os.environ.items() if key.startswith("FSDP_TUI_")}
     config = read_config()
     for what, wrong in deliver(config, facts) if config is not None else ():
-        said = wrong or "notified"
-        print(time.strftime("%Y-%m-%d %H:%M:%S"), facts["FSDP_TUI_EVENT"], f"{what}: {said}")
+        outcome = wrong or "notified"
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), facts["FSDP_TUI_EVENT"], f"{what}: {outcome}")
     return 0
 
 

@@ -72,7 +72,7 @@ class Announcer:
 
 
 def facts_of(job: Job, event: Event, reason: str) -> dict[str, str]:
-    """What a command finds in its environment."""
+    """Collect what a command gets in its environment."""
     return {
         "FSDP_TUI_EVENT": event,
         "FSDP_TUI_JOB_ID": str(job.id),

@@ -42,12 +42,12 @@ class NotifyConfig(BaseModel):
 
 
 def config_file() -> Path:
-    """Where the file is, if there is one."""
+    """Return the path of the file, which may not exist."""
     return config_home() / "notify.yaml"
 
 
 def read_config() -> NotifyConfig | None:
-    """What the person wants; None where there is no file.
+    """Read the file; None where there is none.
 
     Raises:
         UserError: It cannot be used; the message has no value of it.

@@ -61,9 +61,9 @@ def _tell(service: object, url: str, facts: Mapping[str, str]) -> str:
     try:
         if not service.add(url):  # type: ignore[attr-defined]
             return "is no address that apprise knows"
-        told = service.notify(  # type: ignore[attr-defined]
+        delivered = service.notify(  # type: ignore[attr-defined]
             title=facts["FSDP_TUI_TITLE"], body=facts["FSDP_TUI_MESSAGE"]
         )
     except Exception as error:  # its message may name the address
         return f"failed ({type(error).__name__})"
-    return "" if told else "was not delivered"
+    return "" if delivered else "was not delivered"

@@ -34,7 +34,7 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
 
     Args:
         spec: The job.
-        absent: What will be fetched before it starts, and is looked at then.
+        absent: What will be fetched before it starts, and is checked then.
 
     Returns:
         What the job wants of the machine: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
@@ -63,17 +63,17 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     if on_slurm:  # what this machine has says nothing about the nodes
         check_trackers(spec)
         return check_slurm()
-    wanted = check_devices(spec)
-    check_compiler(spec, on_gpus=wanted is not None)
+    requested = check_devices(spec)
+    check_compiler(spec, on_gpus=requested is not None)
     _check_kernel(spec)
     check_trackers(spec)
     _check_push(spec)
-    check_host_memory(spec, on_gpus=wanted is not None)
-    return wanted
+    check_host_memory(spec, on_gpus=requested is not None)
+    return requested
 
 
 def check_slurm() -> list[str]:
-    """What a Slurm job wants of this machine.
+    """Check what a Slurm job needs of this machine.
 
     Raises:
         SpecError: It has no Slurm.
@@ -87,7 +87,7 @@ def check_slurm() -> list[str]:
 
 
 def cache_of(spec: JobSpec) -> Path:
-    """Where the job's caches are."""
+    """Return the directory of the job's caches."""
     return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 
@@ -163,10 +163,10 @@ def check_devices(spec: JobSpec) -> int | list[str] | None:
             )
         return None
     if isinstance(spec.gpus, list):
-        found = [_uuid_of(name, present) for name in spec.gpus]
-        if len(set(found)) != len(found):
+        uuids = [_uuid_of(name, present) for name in spec.gpus]
+        if len(set(uuids)) != len(uuids):
             raise SpecError(f"gpus names the same GPU twice: {', '.join(map(str, spec.gpus))}")
-        return found
+        return uuids
     usable = [gpu for gpu in present if gpu.unusable is None]
     if ranks > len(usable):
         barred = [f"GPU {gpu.index} {gpu.unusable}" for gpu in present if gpu.unusable]

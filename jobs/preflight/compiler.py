@@ -38,7 +38,7 @@ def check_compiler(spec: JobSpec, *, on_gpus: bool) -> None:
 
 
 def what_lacks(*, on_gpus: bool) -> str | None:
-    """What is not there to compile with, in words; None if all is.
+    """Name what compiling lacks; None if nothing.
 
     As Triton (3.7) and torch's Inductor (2.13) look for it: by CC or CXX, else by name.
     """
@@ -55,6 +55,6 @@ def what_lacks(*, on_gpus: bool) -> str | None:
 
 
 def hint(*, on_gpus: bool) -> str:
-    """How to get it."""
+    """Say how to install it."""
     packages = "gcc python3-dev" if on_gpus else "g++"
     return f"apt install {packages}, or the equivalent"

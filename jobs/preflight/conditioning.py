@@ -61,7 +61,7 @@ def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
         )
 
 
-def split_samples(dataset: Dataset, wanted: list[Path]) -> tuple[list[Path], list[Path]]:
+def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list[Path]]:
     """The samples of a folder without the conditioning images in it, and those that lack theirs.
 
     Raises:
@@ -69,9 +69,9 @@ def split_samples(dataset: Dataset, wanted: list[Path]) -> tuple[list[Path], lis
         OSError: A folder cannot be read.
     """
     if not dataset.references or dataset.conditioning_column:
-        return wanted, []
-    pairs = Pairs(dataset, wanted)
-    samples = [path for path in wanted if pairs.is_sample(path)]
+        return paths, []
+    pairs = Pairs(dataset, paths)
+    samples = [path for path in paths if pairs.is_sample(path)]
     alone = [path for path in samples if None in pairs.found(path)]
     if samples and len(alone) == len(samples):
         raise SpecError(
@@ -82,8 +82,12 @@ def split_samples(dataset: Dataset, wanted: list[Path]) -> tuple[list[Path], lis
 
 
 def missing_partners(spec: JobSpec) -> list[str]:
-    """What of a job's folders lacks a conditioning image, a sentence for each."""
-    folders = [one for one in datasets_of(spec) if one.references and not one.conditioning_column]
+    """List what lacks a conditioning image in a job's folders, a sentence each."""
+    folders = [
+        dataset
+        for dataset in datasets_of(spec)
+        if dataset.references and not dataset.conditioning_column
+    ]
     return [
         line
         for dataset in folders

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
-MOST: Final = 500  # images of a folder that are looked at, evenly spread
+MOST: Final = 500  # images of a folder that are read, evenly spread
 _WORTH_TELLING: Final = 0.2  # of them; a few odd ones are in every dataset
 _HEAD: Final = 12  # bytes
 # How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000, and JPEG XL
@@ -26,19 +26,19 @@ _BEGINNINGS: Final = (
 
 
 def find_unusable(spec: JobSpec) -> list[str]:
-    """What of the job's images would be skipped, a sentence for each reason and folder.
+    """List which images would be skipped, a sentence for each reason and folder.
 
     Raises:
         OSError: A folder cannot be read.
     """
-    told = []
+    sentences = []
     for dataset in datasets_of(spec):
         root, default = expand(dataset.path), fallback_caption(spec, dataset)
         if find_layout(root) != "folder":
             continue
         files = list_files(root)
         pictures, alone = samples_in(spec, dataset, files)
-        told += tell_missing(dataset, pictures, alone)
+        sentences += tell_missing(dataset, pictures, alone)
         total = len(pictures)
         seen = pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)
@@ -50,8 +50,8 @@ def find_unusable(spec: JobSpec) -> list[str]:
                 exact = f"{count} of {total} images"
                 share = f"about {count / len(seen):.0%} of {total:,} images"
                 which = exact if len(seen) == total else share
-                told.append(f"{which} in {root}: {what}, will be skipped.")
-    return told
+                sentences.append(f"{which} in {root}: {what}, will be skipped.")
+    return sentences
 
 
 def _is_image(path: Path) -> bool:

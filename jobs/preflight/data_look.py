@@ -1,4 +1,4 @@
-"""What a job's data holds: looked at by a process of the engine, before anything is queued."""
+"""Read a job's data in an engine process, before anything is queued."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def look_at_data(
     sheet: Path | None = None,
     strips: bool = False,
 ) -> DataLook:
-    """Look at every sample of a job. Takes minutes for a large dataset that was never looked at.
+    """Read every sample of a job. Takes minutes for a large dataset that is not cached.
 
     Args:
         spec: The job.
-        progress: Told how far the look has come.
+        progress: Called with the samples read and the total.
         cancelled: Asked many times a second, in the thread of the caller.
         sheet: Where to write a contact sheet of all buckets, as PNG.
-        strips: Whether to return some pictures of each bucket.
+        strips: Whether to return some images of each bucket.
 
     Raises:
         UserError: There is nothing usable where the job says its data is.
@@ -64,11 +64,11 @@ def look_at_data(
         arguments += ["--sheet", str(sheet)] if sheet else []
         arguments += ["--strips", str(folder)] if strips else []
 
-        def told(line: str) -> None:
+        def on_line(line: str) -> None:
             match line.split():
                 case ["looked", done, total] if done.isdigit() and total.isdigit():
                     progress(int(done), int(total))
 
-        report = ask("engine.data", arguments, Path(name, "answer"), told, cancelled)
+        report = ask("engine.data", arguments, Path(name, "answer"), on_line, cancelled)
         names = report.pop("strips", [])
-        return DataLook(report, tuple((folder / one).read_bytes() for one in names))
+        return DataLook(report, tuple((folder / strip).read_bytes() for strip in names))

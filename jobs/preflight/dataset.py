@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.datasets import Dataset
 
-_MOST_OPENED: Final = 5000  # pictures; of more, hardly all are unusable
+_MOST_OPENED: Final = 5000  # images; of more, hardly all are unusable
 
 
 def check_dataset(spec: JobSpec) -> int:
-    """The number of pictures and videos in the job's folders, before anything is looked into.
+    """The number of images and videos in the job's folders, before anything is looked into.
 
     Rows of tables are not counted.
 
     Raises:
-        SpecError: There is no such folder, or no picture in it, or a caption for none of them; or
+        SpecError: There is no such folder, or no image in it, or a caption for none of them; or
             the job trains on or samples videos, and what reads and writes them is not installed.
     """
     if any(request.frames > 1 for request in requests_of(spec)):
@@ -82,39 +82,39 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
                 f"{root} is a directory of the datasets library, which is not installed",
                 "pip install 'fsdp-tui[datasets]'",
             )
-        return 0  # rows are counted when they are looked at
+        return 0  # rows are counted when they are read
     takes_videos = get_family(spec.model_family).frame_step > 0
     masked = spec.masked_loss == "file"
     masks = expand(dataset.mask_path) if dataset.mask_path else None
     pictures = without_masks(files.pictures, masks) if masked else files.pictures
-    wanted = files.videos + pictures if takes_videos else pictures
-    if not wanted:
+    samples = files.videos + pictures if takes_videos else pictures
+    if not samples:
         what = "images or videos" if takes_videos else "images"
         kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
-        found = files.foreign + ([] if takes_videos else files.videos)
+        others = files.foreign + ([] if takes_videos else files.videos)
         raise SpecError(
             f"0 {what} in the dataset folder {root}",
-            (f"it has {found[0].name}: {_why_foreign(found[0])}; " if found else "")
+            (f"it has {others[0].name}: {_why_foreign(others[0])}; " if others else "")
             + f"supported: {' '.join(sorted(kinds))}",
         )
-    wanted, _ = split_samples(dataset, wanted)
+    samples, _ = split_samples(dataset, samples)
     if takes_videos and files.videos:
         _check_videos(f"{root} holds videos")
     captioned = files.metadata or any(
-        file.with_suffix(suffix).is_file() for file in wanted for suffix in CAPTION_SUFFIXES
+        file.with_suffix(suffix).is_file() for file in samples for suffix in CAPTION_SUFFIXES
     )
     if not captioned and spec.missing_captions == "skip":
         raise SpecError(
-            f"none of the {len(wanted)} images in {root} has a caption",
+            f"none of the {len(samples)} images in {root} has a caption",
             "add one for each, e.g. cat.txt for cat.png, or set missing_captions: empty",
         )
-    if not any(path in files.videos for path in wanted) and not files.metadata:
-        _check_any_usable(root, wanted, spec, Buckets(spec, dataset))
-    return len(wanted)
+    if not any(path in files.videos for path in samples) and not files.metadata:
+        _check_any_usable(root, samples, spec, Buckets(spec, dataset))
+    return len(samples)
 
 
 def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: Buckets) -> None:
-    """Refuse a folder of which no picture can be trained on, by their names and first bytes.
+    """Refuse a folder of which no image can be trained on, by their names and first bytes.
 
     One that can ends the search, so this costs a moment; the engine decodes them all later.
 
@@ -132,7 +132,7 @@ def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: 
 
 
 def _why_unusable(path: Path, spec: JobSpec, buckets: Buckets) -> str:
-    """What is wrong with a picture, as far as its first bytes say; "" if nothing is."""
+    """What is wrong with an image, as far as its first bytes say; "" if nothing is."""
     if spec.missing_captions == "skip" and not any(
         path.with_suffix(suffix).exists() for suffix in CAPTION_SUFFIXES
     ):
@@ -156,7 +156,7 @@ def _why_unusable(path: Path, spec: JobSpec, buckets: Buckets) -> str:
 
 
 def _check_videos(why: str) -> None:
-    """Videos are read and written by a library that pictures do not need."""
+    """Videos are read and written by a library that images do not need."""
     if find_spec("av") is None:
         raise SpecError(
             f"{why}, which need PyAV; it is not installed", "pip install 'fsdp-tui[video]'"

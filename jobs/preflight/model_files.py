@@ -126,7 +126,7 @@ def _check_plain(root: Path, part: str, names: list[str], usual: str) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Weights that were cut off while they were fetched, or that are none, are told before."""
+    """Refuse weights that are incomplete or not weights at all."""
     for path in sorted(folder.glob("*.safetensors")):
         if variant_of(path.name) is None and (damage := find_damage(path)):
             raise SpecError(f"{path} is damaged: {damage}", "download it again")
@@ -147,7 +147,7 @@ def _check_supplied(root: Path, family: Family) -> None:
 
 def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str, Any]) -> None:
     """What the model's own files say of its flavour; without one, the family's first is meant."""
-    said = spec.model_flavour or next(iter(family.flavours), "")
+    flavour_name = spec.model_flavour or next(iter(family.flavours), "")
     fits = [
         name
         for name, flavour in family.flavours.items()
@@ -156,10 +156,12 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
     step = _latent_step(family, root, component_of(spec))
     if step is not None:
         fits = [name for name in fits if family.latent_step_of(name) == step]
-    if said in fits or not fits:
+    if flavour_name in fits or not fits:
         return
     named = (
-        f"model_flavour: {said}" if spec.model_flavour else f"the default {family.title}, {said}"
+        f"model_flavour: {flavour_name}"
+        if spec.model_flavour
+        else f"the default {family.title}, {flavour_name}"
     )
     raise SpecError(
         f"{root} is not {named}, according to its files",
@@ -168,7 +170,7 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
 
 
 def _latent_step(family: Family, root: Path, component: str) -> int | None:
-    """Pixels of a token's side; None where all flavours have as many, or it cannot be told."""
+    """Pixels of a token's side; None where all flavours have as many, or it is unknown."""
     if len({family.latent_step_of(flavour) for flavour in family.flavours}) < 2:
         return None
     shrinks = _shrinks_by(read_json(root / "vae" / "config.json") or {})

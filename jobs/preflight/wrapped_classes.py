@@ -21,7 +21,7 @@ _MOST_NAMED = 6  # classes in an error
 def check_block_names(spec: JobSpec) -> None:
     """Check `fsdp_transformer_layer_cls_to_wrap`, if it says something else than the family.
 
-    A model that was never looked at takes some seconds, others none.
+    A model that is not cached takes some seconds, others none.
 
     Raises:
         SpecError: The model has no such class, or one cannot be wrapped; names the nearest.
@@ -34,32 +34,32 @@ def check_block_names(spec: JobSpec) -> None:
     ):
         return
     try:
-        found = detect_blocks(
+        detection = detect_blocks(
             model_family=spec.model_family,
             model_flavour=spec.model_flavour,
             pretrained_model=spec.pretrained_model_name_or_path,
         )
     except ToolError:  # the ranks check it as well
         return
-    check_names(names, found)
+    check_names(names, detection)
 
 
-def check_names(names: list[str], found: Detection) -> None:
+def check_names(names: list[str], detection: Detection) -> None:
     """Check that each of these classes is in the model and can be a unit of its own.
 
     Raises:
         SpecError: As `check_block_names`.
     """
-    present = {part.class_name for part in found.parts.parts[:-1]}  # the root is the last
+    present = {part.class_name for part in detection.parts.parts[:-1]}  # the root is the last
     for name in names:
-        if name in present and name not in found.parts.containers:
+        if name in present and name not in detection.parts.containers:
             continue
-        known = {one.class_name.lower(): one.class_name for one in found.classes}
-        best = nearest(name, known)
-        meant = f' (did you mean "{known[best]}"?)' if best else ""
+        spelled = {block.class_name.lower(): block.class_name for block in detection.classes}
+        best = nearest(name, spelled)
+        meant = f' (did you mean "{spelled[best]}"?)' if best else ""
         why = "has no forward and cannot be wrapped" if name in present else "is not in the model"
-        likely = ", ".join([one.class_name for one in found.classes][:_MOST_NAMED])
+        likely = ", ".join([block.class_name for block in detection.classes][:_MOST_NAMED])
         raise SpecError(
             f'fsdp_transformer_layer_cls_to_wrap: "{name}" {why}{meant}',
-            f"{found.model_class} has {likely}; `fsdp-tui detect` shows them",
+            f"{detection.model_class} has {likely}; `fsdp-tui detect` shows them",
         )

@@ -235,7 +235,8 @@ def _one_at_a_time(store: Store) -> Iterator[bool]:
             lock.flush()
         else:
             lock.seek(0)
-            holder = lock.read(_LONGEST_PID).strip() or "another"
-            reason = f"process {holder} holds the queue and does not respond"
+            pid = lock.read(_LONGEST_PID).strip()
+            holder = f"process {pid}" if pid else "another process"
+            reason = f"{holder} holds the queue and does not respond"
             store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
         yield free

@@ -1,4 +1,4 @@
-"""What it means to go on from a checkpoint with a job that is not quite the one that wrote it.
+"""What changes when a job resumes from a checkpoint that a different job wrote.
 
 Pure but for a look at where models are. A setting may leave the result as it is (how ranks share
 the work), change it (the learning rate), or make the checkpoint useless (the adapter's rank).
@@ -37,7 +37,7 @@ _WHY: Final = {
 
 @dataclass(frozen=True)
 class ResumeConflicts:
-    """What going on from a checkpoint would mean.
+    """What resuming from a checkpoint would mean.
 
     Attributes:
         impossible: Why it cannot be done, a sentence each with what to do; empty when it can.
@@ -51,7 +51,7 @@ class ResumeConflicts:
 def find_resume_conflicts(
     before: Mapping[str, Any], spec: JobSpec, *, done: int = 0
 ) -> ResumeConflicts:
-    """Compare the job that wrote a checkpoint with the one that is to go on from it.
+    """Compare the job that wrote a checkpoint with the one that resumes from it.
 
     Looks whether models are where they were, so among ranks one of them asks for all.
 
@@ -62,9 +62,9 @@ def find_resume_conflicts(
         spec: The job as it will run.
         done: Optimizer steps of the checkpoint; a warm-up that is over changes nothing.
     """
-    found = ResumeConflicts()
+    conflicts = ResumeConflicts()
     if not before:
-        return found
+        return conflicts
     old, unreadable = _read(before)
     for key in JobSpec.model_fields:
         effect = key_facts(key).resume
@@ -75,23 +75,23 @@ def find_resume_conflicts(
         if was == now or not (counts(key, old) or counts(key, spec)):
             continue
         if effect == "impossible":
-            found.impossible.append(_refusal(key, was, now))
+            conflicts.impossible.append(_refusal(key, was, now))
         else:
-            found.changes.append(_line(key, was, now))
+            conflicts.changes.append(_line(key, was, now))
     for rule in _RULES:
-        rule(old, spec, done, found)
-    return found
+        rule(old, spec, done, conflicts)
+    return conflicts
 
 
 def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
     """The job of an older version as far as it can be read, and the values that cannot."""
-    known = {key: value for key, value in values.items() if key in JobSpec.model_fields}
+    readable = {key: value for key, value in values.items() if key in JobSpec.model_fields}
     try:
-        return JobSpec.model_validate(known), {}
+        return JobSpec.model_validate(readable), {}
     except ValidationError as error:
         bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
-    rest = {key: value for key, value in known.items() if key not in bad}
-    return JobSpec.model_validate(rest), {key: known[key] for key in bad & known.keys()}
+    rest = {key: value for key, value in readable.items() if key not in bad}
+    return JobSpec.model_validate(rest), {key: readable[key] for key in bad & readable.keys()}
 
 
 def _is_second(spec: JobSpec) -> bool:
@@ -103,8 +103,8 @@ def _is_second(spec: JobSpec) -> bool:
 # -- rules ----------------------------------------------------------------------------------
 
 
-def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
-    """Another base model is refused; the same one in another place is not, as far as one sees."""
+def _model(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+    """Refuse another base model, but not the same one in another place."""
     key = "pretrained_model_name_or_path"
     was, now = old.pretrained_model_name_or_path, spec.pretrained_model_name_or_path
     before, after = place_of(was), place_of(now)
@@ -113,36 +113,38 @@ def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     moved = before is None and PurePath(was).name == PurePath(now).name
     copied = before is not None and after is not None and looks_same(before, after)
     if moved or copied:
-        found.changes.append(f"{key}: {was} → {now}, assumed to be the same model in a new place")
+        conflicts.changes.append(
+            f"{key}: {was} → {now}, assumed to be the same model in a new place"
+        )
     elif was:
-        found.impossible.append(
+        conflicts.impossible.append(
             f"{key}: the checkpoint was trained on {was}, not on {now}; use that model, or start "
             "a job without the checkpoint"
         )
 
 
-def _flavour(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _flavour(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """It is only a word, but where it names one of two denoisers."""
     was, now = old.model_flavour, spec.model_flavour
     if was != now and (_is_second(old) or _is_second(spec)):
-        found.impossible.append(_refusal("model_flavour", was, now))
+        conflicts.impossible.append(_refusal("model_flavour", was, now))
 
 
-def _held_out(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _held_out(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """The seed of validation chooses which samples are held out, and else only draws."""
     was, now = old.validation_seed, spec.validation_seed
     if was != now and (old.validation_fraction or spec.validation_fraction):
-        found.changes.append(_line("validation_seed", was, now))
+        conflicts.changes.append(_line("validation_seed", was, now))
 
 
-def _class_images(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _class_images(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """They are sampled as the prompts are."""
     if not (old.num_class_images and spec.num_class_images):
         return
     for key in _OF_CLASS_IMAGES:
         was, now = getattr(old, key), getattr(spec, key)
         if was != now:
-            found.changes.append(f"{_line(key, was, now)}: other class images")
+            conflicts.changes.append(f"{_line(key, was, now)}: other class images")
 
 
 _OF_CLASS_IMAGES: Final = (
@@ -153,41 +155,41 @@ _OF_CLASS_IMAGES: Final = (
 )
 
 
-def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _targets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     if spec.model_type != "lora" or old.model_type != "lora":
         return
     for key in ("lora_target_modules", "lora_exclude_modules"):
         was, now = getattr(old, key), getattr(spec, key)
         if (was and sorted(set(was))) != (now and sorted(set(now))):
-            found.impossible.append(_refusal(key, was, now))
+            conflicts.impossible.append(_refusal(key, was, now))
     now = spec.lora_target_modules
     family = FAMILIES.get(spec.model_family)
     if not now and family is not None and family.experts and old.lora_experts != spec.lora_experts:
-        found.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))
+        conflicts.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))
 
 
-def _alpha(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _alpha(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """It scales what is trained already."""
     if spec.model_type != "lora" or old.model_type != "lora" or old.lora_rank != spec.lora_rank:
         return
     was = float(old.lora_alpha or old.lora_rank)
     now = float(spec.lora_alpha or spec.lora_rank)
     if was != now:
-        found.changes.append(
+        conflicts.changes.append(
             f"lora_alpha: {was:g} → {now:g}, so the adapter becomes {now / was:.3g} times as strong"
         )
 
 
-def _batch(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _batch(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """Which samples a step trains on depends on their number alone, not on who takes them."""
     was, now = global_batch_size(old), global_batch_size(spec)
     if was != now:
-        found.changes.append(
+        conflicts.changes.append(
             f"the global batch: {was} → {now}, so steps train on different samples"
         )
 
 
-def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _schedule(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """The multiple of the learning rate at every step that is left."""
     if _rates(old, done) == _rates(spec, done):
         return
@@ -200,7 +202,7 @@ def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) ->
         bent = "stretches" if spec.max_train_steps > old.max_train_steps else "shortens"
         line = _line("max_train_steps", old.max_train_steps, spec.max_train_steps)
         named.append(f"{line}, which {bent} the {spec.lr_scheduler} schedule")
-    found.changes.extend(named)
+    conflicts.changes.extend(named)
 
 
 _OF_SCHEDULES: Final = ("lr_scheduler", "lr_warmup_steps", "lr_end", "lr_num_cycles", "lr_power")
@@ -218,17 +220,17 @@ def _decays(spec: JobSpec) -> bool:
     return spec.lr_scheduler not in ("constant", "constant_with_warmup")
 
 
-def _average(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _average(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     if old.use_ema != spec.use_ema:
         what = (
             "the moving average starts from the checkpoint's weights"
             if spec.use_ema
             else "the moving average stops; samples and exports use the raw weights"
         )
-        found.changes.append(f"{_line('use_ema', old.use_ema, spec.use_ema)}: {what}")
+        conflicts.changes.append(f"{_line('use_ema', old.use_ema, spec.use_ema)}: {what}")
 
 
-def _data(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+def _data(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """A list of one dataset is the same as the one."""
     if not old.dataset and not old.datasets:
         return  # the checkpoint does not tell
@@ -236,20 +238,20 @@ def _data(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> Non
     if was == now:
         return
     if len(was) == len(now) == 1 and was[0].path != now[0].path:
-        found.changes.append(_line("dataset", was[0].path, now[0].path))
+        conflicts.changes.append(_line("dataset", was[0].path, now[0].path))
     elif [entry.path for entry in was] == [entry.path for entry in now]:
-        found.changes.append("datasets: same datasets, other settings")
+        conflicts.changes.append("datasets: same datasets, other settings")
     else:
-        found.changes.append(
+        conflicts.changes.append(
             _line("datasets", [entry.path for entry in was], [entry.path for entry in now])
         )
 
 
-def _matmul(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
-    """A checkpoint says what was chosen; `auto` is of older versions, and goes on with that."""
+def _matmul(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+    """A checkpoint says what was chosen; `auto` is of older versions, and keeps that."""
     was = "dequantize" if old.base_matmul == "auto" else old.base_matmul
     if may_scale(old) and may_scale(spec) and spec.base_matmul not in ("auto", was):
-        found.changes.append(_line("base_matmul", was, spec.base_matmul))
+        conflicts.changes.append(_line("base_matmul", was, spec.base_matmul))
 
 
 _RULES: Final = (

@@ -69,10 +69,10 @@ def _at(path: Path) -> Checkpoint:
     """The checkpoint at a path, or the newest one of a run directory."""
     if exists(path / MANIFEST):
         damage = find_damage(path, contents=False)
-        found = read_checkpoint(path)
-        if found is None or damage is not None:
+        checkpoint = read_checkpoint(path)
+        if checkpoint is None or damage is not None:
             raise NotFoundError(f"the checkpoint {path} is damaged ({damage})")
-        return found
+        return checkpoint
     run = path.parent if path.name == "checkpoints" else path
     if exists(run / "checkpoints"):
         return find_checkpoint(RunDir(run), None, str(run))

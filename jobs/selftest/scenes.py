@@ -85,10 +85,13 @@ def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
     """Strategies that this number of ranks can have. Pure."""
     if ranks < 2:
         return {}
-    found: dict[str, dict[str, Any]] = {"ddp": {"strategy": "ddp"}, "fsdp2": {"strategy": "fsdp2"}}
+    layouts: dict[str, dict[str, Any]] = {
+        "ddp": {"strategy": "ddp"},
+        "fsdp2": {"strategy": "fsdp2"},
+    }
     if ranks >= 4 and ranks % 2 == 0:
-        found["hsdp"] = {"strategy": "hsdp", "dp_replicate_size": 2}
-    return found
+        layouts["hsdp"] = {"strategy": "hsdp", "dp_replicate_size": 2}
+    return layouts
 
 
 def _toy(stage: Stage) -> Iterator[Finding]:
@@ -120,8 +123,8 @@ class _First:
     @property
     def why_equal(self) -> str | None:
         """Why it proves nothing that losses equal those of one device; None if it does."""
-        found = losses(self.job)
-        return f"every loss is {found[0]:g}" if len(set(found)) == 1 else None
+        trained = losses(self.job)
+        return f"every loss is {trained[0]:g}" if len(set(trained)) == 1 else None
 
     def _values(self, name: str, **changes: Any) -> dict[str, Any]:
         """One rank, with the global batch of all ranks."""
@@ -141,19 +144,22 @@ class _First:
         )
         job = self._stage.run(values)
         saved = list_checkpoints(job.run_dir)
-        found, damage = losses(job), [find_damage(one.path) for one in saved]
+        trained, damage = losses(job), [find_damage(checkpoint.path) for checkpoint in saved]
         missing = [
             name
             for name, there in (
-                (f"{STEPS} losses", len(found) == STEPS),
-                ("two checkpoints", [one.step for one in saved] == [STEPS // 2, STEPS]),
+                (f"{STEPS} losses", len(trained) == STEPS),
+                (
+                    "two checkpoints",
+                    [checkpoint.step for checkpoint in saved] == [STEPS // 2, STEPS],
+                ),
                 ("a sample", bool(list_samples(job.run_dir))),
                 ("an export", any(job.run_dir.export.glob("*.safetensors"))),
             )
             if not there
         ]
         if missing or any(damage):
-            what = ", ".join(missing) or next(str(one) for one in damage if one)
+            what = ", ".join(missing) or next(str(problem) for problem in damage if problem)
             raise SceneFailed(f"it completed, but this is missing or damaged: {what}", job)
         self._job = job
         if self.why_equal:
@@ -162,7 +168,7 @@ class _First:
                 "the device does not compute correctly",
                 job,
             )
-        yield ok("train", f"{STEPS} steps, 2 checkpoints, a sample and an export", losses=found)
+        yield ok("train", f"{STEPS} steps, 2 checkpoints, a sample and an export", losses=trained)
 
     def stop_and_resume(self) -> Iterator[Finding]:
         """Stop the same job after a step, resume it, and compare bit for bit."""
@@ -226,7 +232,7 @@ class _First:
     def load_export(self) -> Iterator[Finding]:
         """The stock diffusers pipeline with the exported LoRA makes the run's last sample."""
         job = self.job
-        sample = max(list_samples(job.run_dir), key=lambda one: one.step)
+        sample = max(list_samples(job.run_dir), key=lambda sample: sample.step)
         answer = self._stage.engine(
             "engine.doctor.selftest",
             "sample",
@@ -253,31 +259,31 @@ class _First:
         """All devices train what one did."""
         stage, expected = self._stage, losses(self.job)
         job = stage.run(stage.values(name, stage.ranks, train_batch_size=1, **keys))
-        found = largest_difference(losses(job), expected)
-        if found > PARITY:
+        difference = largest_difference(losses(job), expected)
+        if difference > PARITY:
             raise SceneFailed(
-                f"{stage.ranks} ranks do not match one: losses differ by {found:.1e}", job
+                f"{stage.ranks} ranks do not match one: losses differ by {difference:.1e}", job
             )
         if self.why_equal:
             yield warn(
                 name,
                 f"{stage.ranks} ranks train, but this proves little: {self.why_equal}",
                 "see above: the device does not compute correctly",
-                difference=found,
+                difference=difference,
             )
             return
         yield ok(
             name,
-            f"{stage.ranks} ranks match one: losses within {found:.0e}",
-            difference=found,
+            f"{stage.ranks} ranks match one: losses within {difference:.0e}",
+            difference=difference,
         )
 
 
-def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def largest_difference(measured: Sequence[float], expected: Sequence[float]) -> float:
     """Largest relative difference of two runs' losses; infinite if one has fewer. Pure."""
-    if len(found) != len(expected) or not expected:
+    if len(measured) != len(expected) or not expected:
         return float("inf")
-    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True))
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(measured, expected, strict=True))
 
 
 def _bandwidth(stage: Stage) -> Iterator[Finding]:

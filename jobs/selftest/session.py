@@ -40,10 +40,10 @@ def choose_gpus(store: Store, names: Sequence[str]) -> list[Gpu]:
     present = devices.gpus()
     claims = claimed()
     if names:
-        found = [devices.find(name, present) for name in names]
-        if None in found:
-            raise UserError(f"no GPU {names[found.index(None)]!r}", "see `fsdp-tui gpus`")
-        return [gpu for one in found if one is not None for gpu in one[:1]]
+        matches = [devices.find(name, present) for name in names]
+        if None in matches:
+            raise UserError(f"no GPU {names[matches.index(None)]!r}", "see `fsdp-tui gpus`")
+        return [gpu for match in matches if match is not None for gpu in match[:1]]
     others = devices.foreign_users(present, (), claims)
     free = [
         gpu
@@ -77,10 +77,10 @@ def run(
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     stage = Stage(store, root, gpus, ranks, say)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         for finding in perform(stage):
-            found.append(finding)
+            findings.append(finding)
             yield finding
     finally:
         stage.clear()
@@ -90,6 +90,6 @@ def run(
         "t": round(time.time(), 3),
         "gpus": [{"uuid": gpu.uuid, "name": gpu.name} for gpu in gpus],
         "ranks": ranks,
-        "findings": [finding.to_dict() for finding in found],
+        "findings": [finding.to_dict() for finding in findings],
     }
     write_atomic(store.home / REPORT, json.dumps(report, indent=1) + "\n")

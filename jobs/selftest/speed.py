@@ -105,8 +105,8 @@ def wide_values(
         )
     batch = 1
     if too_large:
-        known = max(gpu.memory_total for gpu in stage.gpus)
-        batch = 1 + (known or _LARGEST_GPU) // _IMAGE_TAKES
+        largest = max(gpu.memory_total for gpu in stage.gpus)
+        batch = 1 + (largest or _LARGEST_GPU) // _IMAGE_TAKES
     data = {"path": str(wide / "data"), "repeats": -(-batch * ranks // _PICTURES)}
     usual: dict[str, Any] = {
         "resolution": _RESOLUTION,
@@ -142,7 +142,7 @@ def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, i
         The job; the share of looks in which a GPU computed; the most that the driver showed on a
         GPU, since before the job, besides what torch had reserved there.
     """
-    wanted, seen, beside = set(values["gpus"]), list[int](), list[int]()
+    uuids, seen, beside = set(values["gpus"]), list[int](), list[int]()
     before = {gpu.uuid: gpu.memory_used for gpu in devices.gpus()}
     job = stage.submit(values)
     log = EventLog(job.run_dir.events)
@@ -150,7 +150,7 @@ def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, i
     def look(job: Job) -> bool:
         log.poll()
         if log.last is not None and _WARM <= log.last.step < _STEPS:
-            shown = [gpu for gpu in devices.gpus() if gpu.uuid in wanted]
+            shown = [gpu for gpu in devices.gpus() if gpu.uuid in uuids]
             seen.extend(gpu.utilisation for gpu in shown if gpu.utilisation is not None)
             used = {gpu.uuid: (gpu.memory_used, before.get(gpu.uuid)) for gpu in shown}
             for status in job.run_dir.rank_statuses():
@@ -167,10 +167,10 @@ def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, i
 
 def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Finding:
     steps = EventLog(job.run_dir.events).read_all().steps[_WARM:]
-    found = [step.seconds for step in steps if step.seconds]
-    if not found:
+    times = [step.seconds for step in steps if step.seconds]
+    if not times:
         raise SceneFailed("steps took no time", job)
-    seconds = statistics.median(found)
+    seconds = statistics.median(times)
     share = utilisation(seconds, gpu)
     words = f"{seconds * 1e3:.0f} ms a step, {ranks / seconds:.2f} images/s"
     if share is not None:
@@ -211,12 +211,12 @@ def _memory(name: str, job: Job, beside: int | None) -> Finding:
     """Predicted beside measured; what there was besides tensors is kept for later estimates."""
     predicted, report = kept_prediction.read(job.run_dir), read_report(job.run_dir)
     compared = kept_prediction.compare(predicted, report.measure, report.peaks) if predicted else []
-    phases = [one for one in compared if one.measured]
+    phases = [phase for phase in compared if phase.measured]
     if predicted is None or not phases:
         missing = "measured" if predicted else "predicted"
         return warn(name, f"nothing {missing}", "see `fsdp-tui estimate`", beside=beside)
-    measured = max(max(one.measured) for one in phases)
-    expected = max(one.predicted for one in phases)
+    measured = max(max(phase.measured) for phase in phases)
+    expected = max(phase.predicted for phase in phases)
     off = measured / expected - 1
     words = f"{size(measured)} measured, {size(expected)} predicted ({off:+.1%})"
     facts = {"measured": measured, "predicted": expected, "beside": beside}

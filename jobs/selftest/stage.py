@@ -65,7 +65,7 @@ class Stage:
         ranks: How many ranks use all of them.
         say: Called with what is being done.
         jobs: Ids of the jobs that were submitted.
-        failed: Ids of those that are kept, to be looked at.
+        failed: Ids of failed jobs, which are kept.
     """
 
     store: Store
@@ -149,7 +149,9 @@ class Stage:
 
     def kill_rank(self, job: Job, rank: int) -> None:
         """SIGKILL a rank of a running job."""
-        (status,) = [one for one in job.run_dir.rank_statuses() if one.rank == rank]
+        (status,) = [
+            rank_status for rank_status in job.run_dir.rank_statuses() if rank_status.rank == rank
+        ]
         identity = ProcessId.of(status.pid)
         if identity is None or not identity.signal(signal.SIGKILL):
             raise SceneFailed(f"rank {rank} exited before it could be killed", job)

@@ -322,7 +322,7 @@ def refresh(store: Store) -> None:
 
 
 def gpu_indices(job: Job, present: list[Gpu]) -> list[int]:
-    """The job's GPUs as people number them; those this machine no longer shows are left out."""
+    """The job's GPUs as people number them; without those this machine no longer shows."""
     index = {gpu.uuid: gpu.index for gpu in present}
     return [index[name] for name in job.gpus if name in index]
 

@@ -82,7 +82,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
         UserError: There is no such cache, or a file cannot be deleted.
         StateError: A job that runs may be using one of them; nothing was deleted.
     """
-    chosen = _known(names)
+    chosen = _valid_names(names)
     if not force:
         _check_unused(store, chosen)
     size = count = 0
@@ -92,7 +92,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
             try:
                 freed = path.lstat().st_size
                 path.unlink()
-            except FileNotFoundError:  # somebody else clears as well
+            except FileNotFoundError:  # someone else clears as well
                 continue
             except OSError as error:
                 stuck.append(error)
@@ -108,7 +108,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
     return Cleared(tuple(chosen), size, count)
 
 
-def _known(names: Sequence[str]) -> list[str]:
+def _valid_names(names: Sequence[str]) -> list[str]:
     if not names or "all" in names:
         return list(_TITLES)
     for name in names:

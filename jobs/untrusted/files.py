@@ -36,12 +36,12 @@ def read_regular(path: Path, most: int = LARGEST_TEXT) -> bytes:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if status.st_size > most:
             raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(path))
-        found, left = [], most + 1
+        pieces, left = [], most + 1
         while left and (data := os.read(descriptor, min(left, 1 << 20))):
-            found.append(data)
+            pieces.append(data)
             left -= len(data)
         if not left:  # it grew, or does not tell its size
             raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(path))
-        return b"".join(found)
+        return b"".join(pieces)
     finally:
         os.close(descriptor)

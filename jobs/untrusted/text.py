@@ -12,7 +12,7 @@ _UNSAFE: Final = re.compile(
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 _INSTEAD: Final = "?"
-_DEEPEST: Final = 20  # levels of a value that are looked through; deeper ones are left out
+_DEEPEST: Final = 20  # levels of a value that are read; deeper ones are dropped
 
 
 def harmless(text: str, instead: str = _INSTEAD) -> str:
@@ -36,5 +36,5 @@ def harmless_value(value: Any, depth: int = _DEEPEST) -> Any:
     if isinstance(value, dict):
         return {harmless(str(k)): harmless_value(v, depth - 1) for k, v in value.items()}
     if isinstance(value, list):
-        return [harmless_value(one, depth - 1) for one in value]
+        return [harmless_value(item, depth - 1) for item in value]
     return value

@@ -42,7 +42,7 @@ from tui.keys.actions import ACTING, ACTIONS
 from tui.keys.keymap import known_bindings, places
 from tui.keys.screen_keys import EVERYWHERE, screen_keys
 from tui.look.snapshot import JobView, Snapshot
-from tui.terminal.ascii_filter import AsciiFilter, known, to_ascii
+from tui.terminal.ascii_filter import AsciiFilter, replacements, to_ascii
 from tui.terminal.clipboard import copy
 from tui.text.block_text import Model
 from tui.widgets.bars import KeyBar, TitleBar
@@ -615,7 +615,8 @@ def test_every_character_we_draw_has_one_of_ascii() -> None:
     assert len(found) > 10, "else this test looks at the wrong thing"
     braille = {char for char in found if "⠀" <= char <= "⣿"}
     assert (
-        not {char: where for char, where in found.items() if char not in known()}.keys() - braille
+        not {char: where for char, where in found.items() if char not in replacements()}.keys()
+        - braille
     )
 
 

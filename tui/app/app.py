@@ -90,7 +90,7 @@ class FsdpTui(App[None]):
             store: The jobs.
             select: The job to begin with.
             settings: What the person has set for good.
-            problems: What was wrong with that; told when the dashboard is open.
+            problems: What was wrong with them; shown when the dashboard is open.
         """
         fix_textual()
         # Without colours Textual draws in shades of grey, unless they are the terminal's own.
@@ -113,7 +113,7 @@ class FsdpTui(App[None]):
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = DARK.name
-        # The environment may name the machine, for pictures that must not.
+        # The environment may name the machine, for images that must not.
         host = os.environ.get("FSDP_TUI_HOST") or socket.gethostname()
         self.dashboard = DashboardScreen(store, host, select)
         key_bar = self.dashboard.key_bar
@@ -190,12 +190,12 @@ class FsdpTui(App[None]):
             self.say(problem, "warning")
 
     def _first_theme(self) -> str:
-        wanted = self.settings.theme
-        if wanted in self.available_themes:
-            return wanted
-        if wanted:
-            meant = did_you_mean(wanted, self.available_themes)
-            self.problems.append(f'settings: no theme "{wanted}"{meant}')
+        name = self.settings.theme
+        if name in self.available_themes:
+            return name
+        if name:
+            meant = did_you_mean(name, self.available_themes)
+            self.problems.append(f'settings: no theme "{name}"{meant}')
         few = self.console.color_system in (None, "standard") and not self.is_headless
         if self.no_color or few:
             return ANSI.name
@@ -256,12 +256,12 @@ class FsdpTui(App[None]):
         return await super().run_action(action, default_namespace, namespaces)
 
     def act(self, action: Callable[[], str]) -> None:
-        """Do something in a thread, tell what came of it unless that is "", and look again."""
+        """Run an action in a thread, show its message unless it is "", and refresh."""
 
         def run() -> None:
             try:
-                if told := action():
-                    self.post_message(self.Said(told))
+                if message := action():
+                    self.post_message(self.Said(message))
             except UserError as error:
                 self.post_message(self.Said(str(error), "warning"))
             except sqlite3.Error as error:
@@ -280,7 +280,7 @@ class FsdpTui(App[None]):
         self.notify(text, severity=severity, markup=False)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """A thread that failed is a mistake of ours; it is told, and looking goes on."""
+        """Report a failed thread, which is a bug, and continue."""
         if event.state is not WorkerState.ERROR:
             return
         self.say(f"{event.worker.group} failed: {event.worker.error!r}", "error")

@@ -1,4 +1,4 @@
-"""Tell that a job ended or stands still: which events there are, and how a terminal is told."""
+"""Notify of jobs that ended or hang: which events count, and how a terminal shows them."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Watch:
         self._live: Sequence[JobView] = ()  # those of them that had not ended
 
     def news(self, snapshot: Snapshot) -> list[News]:
-        """What has happened since the last snapshot."""
+        """List the events since the last snapshot."""
         if not snapshot.jobs and snapshot.problem:
             return []  # it could not be read, which does not mean that there is nothing
-        told: list[News] = []
+        news: list[News] = []
         views = self._live if snapshot.jobs is self._jobs else snapshot.jobs
         self._jobs, self._live = snapshot.jobs, [v for v in views if not v.job.state.ended]
         for view in views:
@@ -71,10 +71,10 @@ class Watch:
             ended_before = self._had_ended.get(key)
             self._had_ended[key] = job.state.ended
             if job.state.ended and not ended_before and self._is_news(job, ended_before):
-                told.append(News(_ended(job), _SEVERITIES[job.state]))
-            told += self._standing(view, key, snapshot.t)
+                news.append(News(_ended(job), _SEVERITIES[job.state]))
+            news += self._standing(view, key, snapshot.t)
         self._began = True
-        return told
+        return news
 
     def _is_news(self, job: Job, ended_before: bool | None) -> bool:
         if ended_before is None:  # never seen: it was queued and ended between two looks

@@ -67,15 +67,17 @@ class ActionsProvider(Provider):
         return self.app  # type: ignore[return-value]
 
     async def discover(self) -> Hits:
-        found = [entry for entry in self.entries() if entry.place is not None and entry.fits]
-        for entry in sorted(found, key=lambda entry: entry.place or 0):
+        offered = [entry for entry in self.entries() if entry.place is not None and entry.fits]
+        for entry in sorted(offered, key=lambda entry: entry.place or 0):
             yield DiscoveryHit(entry.shown(), entry.do, entry.title, entry.below)
 
     async def search(self, query: str) -> Hits:
         """Those that have the words; only without any, those that have the letters."""
-        wanted = query.casefold().split()
+        words = query.casefold().split()
         entries = list(self.entries())
-        having = [one for one in entries if all(word in one.words.casefold() for word in wanted)]
+        having = [
+            entry for entry in entries if all(word in entry.words.casefold() for word in words)
+        ]
         matcher = self.matcher(query)
         for entry in having or entries:
             score = 1.0 + matcher.match(entry.title) if having else matcher.match(entry.title)
@@ -98,7 +100,7 @@ class ActionsProvider(Provider):
             if key.id in _OWN:
                 continue
             do = partial(self.app.run_action, key.action, key.node)
-            fits = key.known is None or key.known.fits(job)
+            fits = key.entry is None or key.entry.fits(job)
             place = None if key.moves else self._place(key)
             about = key.help.partition(": ")[2]
             words = f"{key.title} {key.label} {key.help}"
@@ -107,11 +109,11 @@ class ActionsProvider(Provider):
     def _place(self, key: ScreenKey) -> int:
         if key.section == EVERYWHERE:
             return 4
-        if key.known is not None and key.known.group == "app":
+        if key.entry is not None and key.entry.group == "app":
             return 4
         if key.node is not self.screen:
             return 2
-        return 0 if key.known is not None and key.known.needs not in ("nothing", "job") else 1
+        return 0 if key.entry is not None and key.entry.needs not in ("nothing", "job") else 1
 
     def _jobs(self) -> Iterator[Entry]:
         screen = self.screen

@@ -84,7 +84,7 @@ def _end_without(terminal: int) -> None:
     script's pseudo-terminal, would read the end of its input for ever, at the cost of a core.
     """
     watch = select.poll()
-    watch.register(terminal, 0)  # a hang-up is told without being asked for
+    watch.register(terminal, 0)  # a hang-up is reported unasked
     watch.poll()
     os.kill(os.getpid(), signal.SIGHUP)
 

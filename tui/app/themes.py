@@ -170,7 +170,7 @@ def other_theme(name: str, *, dark: bool) -> str:
         name: Of the theme that is shown.
         dark: Whether that is a dark one; of one that is not ours.
     """
-    for one, other in _PAIRS:
-        if name in (one.name, other.name):
-            return other.name if name == one.name else one.name
+    for dark_theme, other in _PAIRS:
+        if name in (dark_theme.name, other.name):
+            return other.name if name == dark_theme.name else dark_theme.name
     return LIGHT.name if dark else DARK.name

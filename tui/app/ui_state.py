@@ -38,7 +38,7 @@ class UiState:
         self._changed: dict[str, Any] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What was chosen last; the default unless it is of the default's type."""
+        """Return the last choice; the default unless it is of the default's type."""
         value = self._values.get(name, default)
         return value if default is None or isinstance(value, type(default)) else default
 
@@ -70,9 +70,9 @@ class UiState:
                         del self._changed[name]
 
     def _read(self) -> dict[str, Any]:
-        """What is written; nothing where it is damaged or of a version with other meanings."""
-        found = read_json(self._home / _FILE) or {}
-        values = found.get("values") if found.get("version") == _VERSION else None
+        """Read the file; empty if it is damaged or of another version."""
+        stored = read_json(self._home / _FILE) or {}
+        values = stored.get("values") if stored.get("version") == _VERSION else None
         return values if isinstance(values, dict) else {}
 
     def _is_newer(self) -> bool:

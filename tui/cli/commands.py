@@ -88,13 +88,13 @@ def main() -> NoReturn:
 
 
 def _with_way_out(error: click.ClickException) -> str:
-    """What click says, and where to look where it proposes nothing."""
-    said = error.format_message()
-    if not said.startswith("No such") or "Did you mean" in said:
-        return said
+    """Add a pointer to --help where click suggests nothing."""
+    message = error.format_message()
+    if not message.startswith("No such") or "Did you mean" in message:
+        return message
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "fsdp-tui"
-    return f"{said.rstrip('.')}; `{path} --help` lists the options"
+    return f"{message.rstrip('.')}; `{path} --help` lists the options"
 
 
 @click.group(

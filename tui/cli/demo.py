@@ -75,17 +75,19 @@ def start_demo(store: Store, say: Callable[[str], None]) -> Job:
 
 
 def results_of(job: Job) -> list[str]:
-    """What the demo's samples show, at its first and at its newest step; a line each.
+    """Score the demo's samples at its first and its newest complete step, a line each.
 
-    Empty before there are samples of two steps.
+    Empty before two steps have all samples: a run may be making some now, or was stopped then.
     """
-    steps = _ask_engine("engine.demo.judge", job.run_dir.samples)
+    counts = _ask_engine("engine.demo.judge", job.run_dir.samples)
+    totals = [step.get("hearts", 0) + step.get("others", 0) for step in counts]
+    steps = [step for step, total in zip(counts, totals, strict=True) if total == max(totals)]
     if len(steps) < 2:
         return []
     return [
-        f"step {one['step']:>3}: {one['hearts_right']} of {one['hearts']} hearts and "
-        f"{one['others_right']} of {one['others']} other shapes drawn correctly"
-        for one in (steps[0], steps[-1])
+        f"step {step['step']:>3}: {step['hearts_right']} of {step['hearts']} hearts and "
+        f"{step['others_right']} of {step['others']} other shapes drawn correctly"
+        for step in (steps[0], steps[-1])
     ] + [f"images: {job.run_dir.samples}"]
 
 

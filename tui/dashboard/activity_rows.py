@@ -27,7 +27,7 @@ def activity_rows(view: JobView | None, width: int, now: float | None = None) ->
     Args:
         view: The job.
         width: Cells of a line.
-        now: Unix seconds, to say for how long a phase goes on.
+        now: Unix seconds, to show how long a phase has taken.
     """
     if view is None or width < 20:
         return ()
@@ -61,7 +61,7 @@ def _queued(job: Job, room: int) -> str:
 
 
 def doing_for(view: JobView, now: float | None) -> str | None:
-    """What it does other than steps and for how long: `loading weights 12 s`."""
+    """Say what a job does other than steps, and for how long: `loading weights 12 s`."""
     doing, since = view.doing, view.doing_since
     if doing is None or now is None or since is None or now - since < 1:
         return doing

@@ -102,8 +102,8 @@ def device_rows(
         return (*mixed, *rest)
     if tabled:
         return (*gpu_rows, *processes, *rest)
-    known = [seat for seat in late if seat not in homeless]
-    return (*gpu_rows, *(gpu_rank_row(s, snapshot.t, width, indent=False) for s in known), *rest)
+    listed = [seat for seat in late if seat not in homeless]
+    return (*gpu_rows, *(gpu_rank_row(s, snapshot.t, width, indent=False) for s in listed), *rest)
 
 
 def device_head(snapshot: Snapshot, width: int, room: int) -> Row | None:
@@ -124,16 +124,16 @@ def is_paired(snapshot: Snapshot, width: int, room: int) -> bool:
 
 def seats_by_gpu(snapshot: Snapshot) -> dict[str, list[Seat]]:
     """Our ranks on each GPU, by its UUID."""
-    found: dict[str, list[Seat]] = {gpu.uuid: [] for gpu in snapshot.gpus}
+    seats: dict[str, list[Seat]] = {gpu.uuid: [] for gpu in snapshot.gpus}
     for view in snapshot.jobs:
         for rank in view.ranks:
-            if rank.device_uuid in found:
-                found[rank.device_uuid].append(Seat(view, rank))
-    return found
+            if rank.device_uuid in seats:
+                seats[rank.device_uuid].append(Seat(view, rank))
+    return seats
 
 
 def history_of(snapshot: Snapshot, gpu: Gpu) -> Histories:
-    """How busy and how full a GPU was lately, in percent."""
+    """Return a GPU's recent use and memory, in percent."""
     return Histories(snapshot.busy.get(gpu.uuid, ()), snapshot.filled.get(gpu.uuid, ()))
 
 
@@ -156,7 +156,7 @@ def devices_title(snapshot: Snapshot) -> str:
 
 
 def columns(width: int, *, named: bool = False, graphs: bool = True) -> Columns:
-    """Fit the columns; memory, and who is there, are never left out.
+    """Fit the columns; memory and tags are never dropped.
 
     Args:
         width: Cells of a line.
@@ -245,7 +245,7 @@ def gpu_row(
 
 
 def hint_of(gpu: Gpu, shape: Columns) -> str:
-    """What holds the GPU back, where it has no column: `power limit · PCIe x8 of x16 · `."""
+    """Name what slows the GPU, where it has no column: `power limit · PCIe x8 of x16 · `."""
     hints = [] if shape.slowed or not gpu.throttle else [gpu.throttle]
     if gpu.pcie_lanes and gpu.pcie_lanes_limit and gpu.pcie_lanes < gpu.pcie_lanes_limit:
         hints.append(f"PCIe x{gpu.pcie_lanes} of x{gpu.pcie_lanes_limit}")

@@ -59,7 +59,7 @@ class Exports:
         worker, say = get_current_worker(), self._dashboard.app.Said
         what = f"step {export.step} of job {job.id}"
 
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             export.done, export.total = done, total
 
         try:
@@ -68,11 +68,11 @@ class Exports:
             made = export_checkpoint(
                 job,
                 export.step,
-                progress=told,
+                progress=report,
                 cancelled=lambda: export.cancelled or worker.is_cancelled,
             )
-            told_too = "".join(f"; {warning}" for warning in made.warnings)
-            message = say(f"{what} exported to {made.path}{told_too}")
+            more = "".join(f"; {warning}" for warning in made.warnings)
+            message = say(f"{what} exported to {made.path}{more}")
         except Cancelled:
             message = say(f"the export of {what} was cancelled", "warning")
         except (UserError, ToolError) as error:

@@ -38,7 +38,7 @@ def split_of(gpu: Gpu, seats: Sequence[Seat], selected: int | None, claimed: boo
     Args:
         gpu: The GPU.
         seats: Our ranks on it.
-        selected: The job that is looked at.
+        selected: The job on the screen.
         claimed: Whether one of our jobs holds the GPU, with or without ranks on it yet.
     """
     used = gpu.memory_used or 0

@@ -107,7 +107,7 @@ class ActivityPanel(Lines):
         self._now: float | None = None
 
     def update_from(self, view: JobView | None, now: float | None = None) -> None:
-        """Show a job; `now` in Unix seconds tells for how long a phase goes on."""
+        """Show a job; `now` in Unix seconds tells how long a phase has taken."""
         self._view, self._now = view, now
         self.show(activity_rows(view, self.size.width, now))
 

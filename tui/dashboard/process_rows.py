@@ -54,11 +54,11 @@ def process_rows(snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width:
 def _lines(gpu: Gpu, seats: Sequence[Seat]) -> list[_Line]:
     """The largest first. Ranks whose pid the driver calls otherwise stand there by themselves."""
     by_pid = {seat.rank.pid: seat for seat in seats}
-    found = [_Line(p.memory or 0, by_pid.pop(p.pid, None), p) for p in gpu.processes]
+    lines = [_Line(p.memory or 0, by_pid.pop(p.pid, None), p) for p in gpu.processes]
     if by_pid:  # in a container: what cannot be anyone else's is a rank that is listed already
-        found = [line for line in found if line.seat or (line.process and line.process.command)]
-    found += [_Line(seat.rank.reserved or 0, seat, None) for seat in by_pid.values()]
-    return sorted(found, key=lambda line: (line.seat is None, -line.memory))
+        lines = [line for line in lines if line.seat or (line.process and line.process.command)]
+    lines += [_Line(seat.rank.reserved or 0, seat, None) for seat in by_pid.values()]
+    return sorted(lines, key=lambda line: (line.seat is None, -line.memory))
 
 
 def _row(gpu: Gpu, line: _Line, now: float, width: int) -> Row:
@@ -85,7 +85,7 @@ def _row(gpu: Gpu, line: _Line, now: float, width: int) -> Row:
         Span(left(name, job - 5) + f" {f'r{rank.rank}':<4}", "accent"),
         Span(left(doing, phases - 1) + " "),
         Span(left(beat.text, 11) + " ", beat.role),
-        Span(next((one for one in tails if len(one) <= width - used), ""), "dim"),
+        Span(next((tail for tail in tails if len(tail) <= width - used), ""), "dim"),
     )
 
 

@@ -152,7 +152,7 @@ class JobScreen(JobActions[None]):
     def _show_keys(self) -> None:
         pane = self.panes.get(self.tab)
         keys = pane.keys if pane is not None else ()
-        taken = {key for one in keys for key in one.keys.split(",")}
+        taken = {letter for key in keys for letter in key.keys.split(",")}
         acting = [key for key in self.job_keys(self.job) if taken.isdisjoint(key.keys.split(","))]
         own = [*acting, *(key for key in self.KEYS if key.line)]
         width = self.size.width - 2

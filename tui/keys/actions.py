@@ -286,7 +286,11 @@ ACTING: Final = _ACTING_ELSEWHERE | {action.name for action in ACTIONS if action
 
 def bindings(*groups: Group) -> list[BindingType]:
     """Key bindings of these groups; a screen or widget that has their methods uses them."""
-    return [_binding(one) for one in ACTIONS if one.group in groups and one.name not in _OF_A_JOB]
+    return [
+        _binding(action)
+        for action in ACTIONS
+        if action.group in groups and action.name not in _OF_A_JOB
+    ]
 
 
 def job_bindings() -> list[BindingType]:
@@ -295,8 +299,10 @@ def job_bindings() -> list[BindingType]:
 
 
 def job_actions(job: Job | None, keymap: Mapping[str, str] | None = None) -> list[Action]:
-    """What of that makes sense for a job as it is now, with a person's own keys."""
-    return [_own(one, keymap) for one in ACTIONS if one.name in _OF_A_JOB and one.fits(job)]
+    """List the actions that fit a job's state, with the user's keys."""
+    return [
+        _own(action, keymap) for action in ACTIONS if action.name in _OF_A_JOB and action.fits(job)
+    ]
 
 
 def _binding(action: Action) -> Binding:
@@ -337,7 +343,7 @@ def everywhere() -> list[BindingType]:
 def footer_actions(
     width: int | None = None, keymap: Mapping[str, str] | None = None, job: Job | None = None
 ) -> list[Action]:
-    """What the footer shows, in its order: as many actions as fit the columns.
+    """Choose the footer's actions, in its order: as many as fit the columns.
 
     Args:
         width: Columns.
@@ -367,4 +373,6 @@ def shown_key(keys: str) -> str:
 
 def footer_width(actions: Sequence[Action]) -> int:
     """Columns of a footer with these."""
-    return sum(len(f"{one.shown} {one.label}") + FOOTER_GAP for one in actions) - FOOTER_GAP
+    return (
+        sum(len(f"{action.shown} {action.label}") + FOOTER_GAP for action in actions) - FOOTER_GAP
+    )

@@ -27,7 +27,7 @@ MOVING: Final = frozenset(
 
 
 @dataclass
-class Known:
+class NamedBinding:
     """An action that can have other keys.
 
     Attributes:
@@ -51,22 +51,24 @@ class Keymap:
     problems: tuple[str, ...] = ()
 
 
-def known_bindings() -> dict[str, Known]:
+def known_bindings() -> dict[str, NamedBinding]:
     """Every binding of every screen that has an id. Imports all screens: 0.1 s."""
-    found: dict[str, Known] = {}
-    for place, whose in ((one, kind) for one in places() for kind in _ours(one)):
+    bindings_by_id: dict[str, NamedBinding] = {}
+    for place, whose in ((owner, kind) for owner in places() for kind in _ours(owner)):
         keys: dict[str, list[Binding]] = {}
         for binding in Binding.make_bindings(vars(whose)["BINDINGS"]):
             if binding.id:
                 keys.setdefault(binding.id, []).append(binding)
         for name, bindings in keys.items():
             first = bindings[0]
-            one = found.setdefault(
+            entry = bindings_by_id.setdefault(
                 name,
-                Known(name, tuple(b.key for b in bindings), first.tooltip or first.description),
+                NamedBinding(
+                    name, tuple(b.key for b in bindings), first.tooltip or first.description
+                ),
             )
-            one.places.add(place.__qualname__)
-    return found
+            entry.places.add(place.__qualname__)
+    return bindings_by_id
 
 
 def _ours(place: type[Any]) -> Iterator[type[Any]]:
@@ -83,40 +85,40 @@ def places() -> Iterator[type[Any]]:
     for module in pkgutil.walk_packages(tui.__path__, "tui."):
         if module.name.startswith(_COMMANDS):
             continue
-        for one in vars(importlib.import_module(module.name)).values():
+        for member in vars(importlib.import_module(module.name)).values():
             if (
-                isinstance(one, type)
-                and issubclass(one, DOMNode)
-                and one.__module__ == module.name
-                and vars(one).get("BINDINGS")
+                isinstance(member, type)
+                and issubclass(member, DOMNode)
+                and member.__module__ == module.name
+                and vars(member).get("BINDINGS")
             ):
-                yield one
+                yield member
 
 
-def settle_keymap(settings: Settings, known: Mapping[str, Known]) -> Keymap:
-    """What of the settings' keymap can be done. Pure.
+def settle_keymap(settings: Settings, bindings: Mapping[str, NamedBinding]) -> Keymap:
+    """Check the settings' keymap and say which keys apply. Pure.
 
-    Unknown actions, keys that are no keys, and keys that another action of the same place has, are
-    told; the action then keeps its own.
+    An unknown action, an invalid key, or a key of another action in the same place becomes a
+    problem, and the action keeps its default keys.
     """
     problems = []
-    wanted: dict[str, tuple[str, ...]] = {}
+    chosen_keys: dict[str, tuple[str, ...]] = {}
     for name, text in settings.keymap.items():
-        if name not in known:
-            problems.append(f'keymap: no action "{name}"{did_you_mean(name, known)}')
+        if name not in bindings:
+            problems.append(f'keymap: no action "{name}"{did_you_mean(name, bindings)}')
         elif not (chosen := _normal(text)):
-            problems.append(f"keymap: {name} has no key; it keeps {_own(known[name])}")
+            problems.append(f"keymap: {name} has no key; it keeps {_own(bindings[name])}")
         else:
-            wanted[name] = chosen
-    others = {} if settings.vim_keys else dict(_without_vim(known))
-    while clash := _find_clash(wanted, others, known):  # what is refused may clash again
+            chosen_keys[name] = chosen
+    others = {} if settings.vim_keys else dict(_without_vim(bindings))
+    while clash := _find_clash(chosen_keys, others, bindings):  # what is refused may clash again
         name, key, other = clash
-        del wanted[name]
+        del chosen_keys[name]
         problems.append(
-            f"keymap: {key} is already the key of {other}; {name} keeps {_own(known[name])}"
+            f"keymap: {key} is already the key of {other}; {name} keeps {_own(bindings[name])}"
         )
     return Keymap(
-        {name: ",".join(keys) for name, keys in (others | wanted).items()}, tuple(problems)
+        {name: ",".join(keys) for name, keys in (others | chosen_keys).items()}, tuple(problems)
     )
 
 
@@ -127,28 +129,28 @@ def _normal(text: str) -> tuple[str, ...]:
     return tuple(made.key_to_bindings)
 
 
-def _without_vim(known: Mapping[str, Known]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for name, one in known.items():
-        left = tuple(key for key in one.keys if key not in _VIM)
-        if len(left) < len(one.keys) and MOVING & set(left):
+def _without_vim(bindings: Mapping[str, NamedBinding]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, binding in bindings.items():
+        left = tuple(key for key in binding.keys if key not in _VIM)
+        if len(left) < len(binding.keys) and MOVING & set(left):
             yield name, left
 
 
 def _find_clash(
-    wanted: dict[str, tuple[str, ...]],
+    chosen: dict[str, tuple[str, ...]],
     others: dict[str, tuple[str, ...]],
-    known: Mapping[str, Known],
+    bindings: Mapping[str, NamedBinding],
 ) -> tuple[str, str, str] | None:
     """The last wanted action that cannot have its keys, the key, and whose it is."""
-    keys = {name: one.keys for name, one in known.items()} | others | wanted
-    for name in reversed(wanted):
-        for other, one in known.items():
-            if other != name and one.places & known[name].places:
+    keys = {name: binding.keys for name, binding in bindings.items()} | others | chosen
+    for name in reversed(chosen):
+        for other, binding in bindings.items():
+            if other != name and binding.places & bindings[name].places:
                 for key in keys[name]:
                     if key in keys[other]:
                         return name, key, other
     return None
 
 
-def _own(one: Known) -> str:
-    return ", ".join(one.keys)
+def _own(binding: NamedBinding) -> str:
+    return ", ".join(binding.keys)

@@ -49,8 +49,8 @@ class ScreenKey:
     moves: bool = False
 
     @property
-    def known(self) -> Action | None:
-        """Its entry in the table of actions, if it has one."""
+    def entry(self) -> Action | None:
+        """Look up its entry in the table of actions."""
         return _BY_ID.get(self.id)
 
     @property
@@ -61,16 +61,16 @@ class ScreenKey:
 
 
 def screen_keys(screen: Screen[Any]) -> list[ScreenKey]:
-    """What the keys of a screen do: of the screen first, of its parts, then what is everywhere."""
-    found: dict[tuple[str, str], ScreenKey] = {}
+    """List the keys of a screen: its own first, then its widgets', then the app's."""
+    keys: dict[tuple[str, str], ScreenKey] = {}
     for node in _nodes(screen):
         for action, bindings in _by_action(node, screen.app).items():
             key = _describe(node, action, bindings, screen)
             if key is not None:
-                found.setdefault((key.shown, key.help), key)
+                keys.setdefault((key.shown, key.help), key)
     order = {HERE: -1, EVERYWHERE: len(GROUP_TITLES) + 1}
     order |= {title: place for place, title in enumerate(GROUP_TITLES.values())}
-    return sorted(found.values(), key=lambda key: order.get(key.section, len(GROUP_TITLES)))
+    return sorted(keys.values(), key=lambda key: order.get(key.section, len(GROUP_TITLES)))
 
 
 def _nodes(screen: Screen[Any]) -> Iterator[DOMNode]:
@@ -92,21 +92,23 @@ def _by_action(node: DOMNode, app: App[Any]) -> Mapping[str, list[Binding]]:
             ours |= {(binding.action, binding.description) for binding in made}
     bindings = node._bindings.copy()  # no public way to what a node binds
     bindings.apply_keymap(app._keymap)
-    found: dict[str, list[Binding]] = {}
-    for binding in (one for several in bindings.key_to_bindings.values() for one in several):
+    by_action: dict[str, list[Binding]] = {}
+    for binding in (
+        binding for several in bindings.key_to_bindings.values() for binding in several
+    ):
         if (binding.action, binding.description) in ours and binding.description:
-            found.setdefault(binding.action, []).append(binding)
-    return found
+            by_action.setdefault(binding.action, []).append(binding)
+    return by_action
 
 
 def _describe(
     node: DOMNode, action: str, bindings: list[Binding], screen: Screen[Any]
 ) -> ScreenKey | None:
     first = bindings[0]
-    known = _BY_ID.get(first.id or "")
+    action_of_id = _BY_ID.get(first.id or "")
     section = EVERYWHERE if node is screen.app else HERE if node is screen else _title(node)
-    if known is not None and node is not screen.app:
-        section = GROUP_TITLES[known.group]
+    if action_of_id is not None and node is not screen.app:
+        section = GROUP_TITLES[action_of_id.group]
     return ScreenKey(
         section,
         shown_keys(bindings, screen.app),
@@ -115,7 +117,7 @@ def _describe(
         action,
         node,
         first.id or "",
-        any(one.key in MOVING or one.key in ("ctrl+d", "ctrl+u") for one in bindings),
+        any(binding.key in MOVING or binding.key in ("ctrl+d", "ctrl+u") for binding in bindings),
     )
 
 
@@ -123,7 +125,9 @@ def shown_keys(bindings: list[Binding], app: App[Any]) -> str:
     """The keys of one action as people read them, each once."""
     if bindings[0].key_display:
         return bindings[0].key_display
-    keys = [one.key for one in bindings if not one.key.startswith("shift+")] or [bindings[0].key]
+    keys = [binding.key for binding in bindings if not binding.key.startswith("shift+")] or [
+        bindings[0].key
+    ]
     return " ".join(dict.fromkeys(app.get_key_display(Binding(key, "", "")) for key in keys))
 
 

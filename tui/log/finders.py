@@ -27,7 +27,7 @@ class Finder(Protocol):
     """Finds lines of a kind."""
 
     def find(self, data: bytes) -> list[int]:
-        """Where in these lines those begin that are meant, ascending."""
+        """Return the starts of the matching lines, ascending."""
         ...
 
 
@@ -63,14 +63,14 @@ class PatternFinder:
 
     def _search(self, text: str, at: int = 0) -> tuple[int, int] | None:
         """First and last character of the next match."""
-        found = self._pattern.search(text, at)
-        return found.span() if found else None
+        match = self._pattern.search(text, at)
+        return match.span() if match else None
 
     def _in_plain(self, text: str) -> Iterator[int]:
         """Here a character is a byte, and the pattern runs over many lines at once."""
         at = 0
-        while at < len(text) and (found := self._search(text, at)):
-            first, last = found
+        while at < len(text) and (match := self._search(text, at)):
+            first, last = match
             start = text.rfind("\n", 0, first) + 1
             stop = text.find("\n", first)
             stop = len(text) if stop < 0 else stop
@@ -96,10 +96,10 @@ class LevelFinder:
         self._adjacent = False  # the line before was found
 
     def find(self, data: bytes) -> list[int]:
-        found: list[int] = []
+        starts: list[int] = []
         expected = 0  # where the line begins that follows the last found one
         adjacent = self._adjacent
-        at = self._rest(data, 0, found) if self._inside else 0
+        at = self._rest(data, 0, starts) if self._inside else 0
         if at:
             expected, adjacent = at, True
         for start in candidates(data, self._needles):
@@ -110,22 +110,22 @@ class LevelFinder:
             if level_of(text) < self._least:
                 continue
             if not (self._heads and adjacent and start == expected):
-                found.append(start)
+                starts.append(start)
             at = min(stop + 1, len(data))
             if begins_traceback(text):
-                at = self._rest(data, at, found)
+                at = self._rest(data, at, starts)
             expected, adjacent = at, True
         self._adjacent = adjacent and expected >= len(data)
-        return found
+        return starts
 
-    def _rest(self, data: bytes, at: int, found: list[int]) -> int:
+    def _rest(self, data: bytes, at: int, starts: list[int]) -> int:
         """Take the lines of a traceback from `at` on; where the next other line begins."""
         self._inside = True
         while self._inside and at < len(data):
             stop = _end_of(data, at)
             self._inside = goes_on(plain(data[at:stop]))
             if not self._heads:
-                found.append(at)
+                starts.append(at)
             at = stop + 1
         return min(at, len(data))
 
@@ -169,17 +169,17 @@ class TimeFinder:
 class Both:
     """Lines that two finders find."""
 
-    def __init__(self, one: Finder, other: Finder) -> None:
-        self._one = one
+    def __init__(self, first: Finder, other: Finder) -> None:
+        self._first = first
         self._other = other
 
     def find(self, data: bytes) -> list[int]:
         there = set(self._other.find(data))
-        return [start for start in self._one.find(data) if start in there]
+        return [start for start in self._first.find(data) if start in there]
 
 
 def plain(line: bytes) -> str:
-    """What is printed of a line, without colours; of a very long one, its beginning."""
+    """Return a line as printed, without colors; of a very long one, its beginning."""
     return without_colours(clean(line[:LONGEST_LINE]))
 
 
@@ -193,7 +193,7 @@ def lines_of(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def candidates(data: bytes, needles: list[bytes]) -> list[int]:
-    """Where lines begin that hold one of these, ascending."""
+    """Find the starts of lines that contain one of these, ascending."""
     starts = set()
     for needle in needles:
         at = data.find(needle)

@@ -35,7 +35,7 @@ class TooSlowError(UserError):
 
 
 def choices(text: str) -> int:
-    """How many places of a pattern leave open how it goes on there. Pure."""
+    """Count the places where a pattern can continue in several ways. Pure."""
     return len(_CHOICES.findall(_QUOTED.sub("", text)))
 
 
@@ -73,5 +73,5 @@ class _GuardedFinder(PatternFinder):
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        found = self._guarded.search(text, at, timeout=left, concurrent=True)
-        return found.span() if found else None
+        match = self._guarded.search(text, at, timeout=left, concurrent=True)
+        return match.span() if match else None

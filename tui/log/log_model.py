@@ -1,7 +1,7 @@
 """A growing log file as lines: the end at once, the rest on request. Knows no widgets.
 
 Kept in memory is how many lines begin before each block of the file: kilobytes for a gigabyte.
-Text, and where lines begin in a block, are read from the file when a line is looked at. One thread
+Text, and where lines begin in a block, are read from the file when a line is shown. One thread
 may call `poll` and `index_older` while another one reads lines.
 """
 
@@ -103,7 +103,7 @@ class LogModel:
         return self._grow(min(stat.st_size, self._end + limit))
 
     def index_older(self, cancelled: Callable[[], bool] = lambda: False) -> int:
-        """Count the lines before the tail; the number of lines that came to the front."""
+        """Count lines before the tail; return how many were added at the front."""
         with self._lock:
             if not self._blocks.begins or self._blocks.begins[0] == 0 or self._fd < 0:
                 return 0
@@ -184,14 +184,14 @@ class LogModel:
         begins = self._blocks.begins
         begin = begins[block]
         stop = begins[block + 1] if block + 1 < len(begins) else self._end
-        known = self._starts.pop(begin, None)
-        if known is None or known[0] != stop:
+        cached = self._starts.pop(begin, None)
+        if cached is None or cached[0] != stop:
             data = os.pread(self._fd, stop - begin, begin) if self._fd >= 0 else b""
-            known = stop, array("I", (found.start() for found in re.finditer(b"\n", data)))
-        self._starts[begin] = known
+            cached = stop, array("I", (match.start() for match in re.finditer(b"\n", data)))
+        self._starts[begin] = cached
         if len(self._starts) > _KEPT_BLOCKS:
             self._starts.popitem(last=False)
-        return known[1]
+        return cached[1]
 
     def _rewritten(self, size: int) -> bool:
         """Whether a file that is not shorter holds something else than what was read."""
@@ -272,7 +272,7 @@ def clean(raw: bytes) -> str:
     if "\r" in text:
         text = text[text.rindex("\r") + 1 :]
     if "\x1b" in text:
-        text = _ESCAPE.sub(lambda found: found[0] if _SGR.fullmatch(found[0]) else "", text)
+        text = _ESCAPE.sub(lambda match: match[0] if _SGR.fullmatch(match[0]) else "", text)
     if "%|" in text and (bar := _BAR.match(text)) is not None:
         text = text[bar.end() :]
     return _CONTROL.sub("", text).expandtabs(8)

@@ -16,7 +16,7 @@ from textual.strip import Strip
 
 from tui.log.log_model import Change, LogModel
 from tui.log.paint import paint
-from tui.log.watch import Found, Looked, Watch
+from tui.log.watch import Answer, Looked, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,11 +69,11 @@ class LogView(ScrollView, can_focus=True):
     following: reactive[bool] = reactive(True)
 
     @dataclass
-    class Told(Message):
+    class Watched(Message):
         """The watching thread found something."""
 
         watch: Watch
-        what: Looked | Found
+        what: Looked | Answer
 
     def __init__(
         self,
@@ -126,16 +126,16 @@ class LogView(ScrollView, can_focus=True):
     def on_unmount(self) -> None:
         self.close()
 
-    def _tell(self, watch: Watch, what: Looked | Found) -> None:
+    def _tell(self, watch: Watch, what: Looked | Answer) -> None:
         """In the watching thread."""
-        self.post_message(self.Told(watch, what))
+        self.post_message(self.Watched(watch, what))
 
-    def on_log_view_told(self, event: Told) -> None:
+    def on_log_view_watched(self, event: Watched) -> None:
         event.stop()
         if event.watch is not self.watching:
             return
-        if isinstance(event.what, Found):
-            self.take_found(event.what)
+        if isinstance(event.what, Answer):
+            self.take_answer(event.what)
         elif event.what.problem:
             self.border_subtitle = event.what.problem
         else:
@@ -147,7 +147,7 @@ class LogView(ScrollView, can_focus=True):
             self._start_over()
         self.grow(looked.added)
 
-    def take_found(self, found: Found) -> None:
+    def take_answer(self, answer: Answer) -> None:
         """Lines that were asked for; the panel asks for none."""
 
     @property
@@ -156,7 +156,7 @@ class LogView(ScrollView, can_focus=True):
         return len(self.model) if self.model is not None else 0
 
     def grow(self, added: int = 0) -> None:
-        """Show what there is now; `added` lines came to the front."""
+        """Show the current lines; `added` of them are new at the front."""
         before = self.virtual_size.height
         self._move(lambda: self._resize_to(self.count))
         if added:
@@ -200,7 +200,7 @@ class LogView(ScrollView, can_focus=True):
 
     def watch_following(self, following: bool) -> None:
         self.set_class(not following, "-held")
-        self.vertical_scrollbar.position = self.scroll_y  # it was not there to be told
+        self.vertical_scrollbar.position = self.scroll_y  # it had not been mounted
         self._say_where()
 
     def on_resize(self, event: Resize) -> None:

@@ -1,6 +1,6 @@
 """Which lines fill a page when long ones are folded into several rows. Pure.
 
-`rows_of` gives the rows of a line. Lines are looked at from where the page is, so that a page of a
+`rows_of` gives the rows of a line. Lines are read from where the page is, so that a page of a
 log with millions of them costs as much as one of a short log.
 """
 

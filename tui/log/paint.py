@@ -44,15 +44,15 @@ def paint(
     segments = []
     if gutter:
         segments.append(Segment(level.mark.ljust(GUTTER), style(level.role)))
-    found = [match.span() for match in marked.finditer(printed)] if marked is not None else []
-    if "\x1b" not in line and not found:
+    spans = [match.span() for match in marked.finditer(printed)] if marked is not None else []
+    if "\x1b" not in line and not spans:
         return Strip([*segments, Segment(line, style(level.role))])
     base = style("")
     if "\x1b" in line:
         text = Text.from_ansi(line)
     else:
         text, base = Text(line), style(level.role)
-    for start, stop in found:
+    for start, stop in spans:
         text.stylize(style("match"), start, stop)
     segments += [
         Segment(piece, base + own if own else base)
@@ -74,7 +74,7 @@ def folded(strip: Strip, width: int, indent: int = 0) -> list[Strip]:
 
 
 def pieces_of(length: int, width: int, indent: int = 0) -> int:
-    """How many pieces `folded` makes of this number of columns."""
+    """Count the pieces that `folded` makes of a number of columns."""
     if length <= width or width <= indent:
         return 1
     return 1 + -(-(length - width) // (width - indent))

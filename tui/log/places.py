@@ -54,8 +54,8 @@ def place_of(text: str) -> Place:
         return Line(int(text))
     if text.endswith("%") and text[:-1].strip().isdecimal() and int(text[:-1]) <= 100:
         return Share(int(text[:-1]) / 100)
-    if found := _TIME.fullmatch(text):
-        hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    if match := _TIME.fullmatch(text):
+        hours, minutes, seconds = (int(part or 0) for part in match.groups())
         if hours < 24 and minutes < 60 and seconds < 60:
             return Time(hours * 3600 + minutes * 60 + seconds)
     raise UserError(
@@ -97,7 +97,7 @@ class Filter:
 
 
 def both(
-    one: Callable[[], Finder], other: Callable[[], Finder] | None = None
+    first: Callable[[], Finder], other: Callable[[], Finder] | None = None
 ) -> Callable[[], Finder]:
     """Makes what finds the lines that both find."""
-    return one if other is None else lambda: Both(one(), other())
+    return first if other is None else lambda: Both(first(), other())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from textual.events import Click, Resize
 
     from tui.log.pages import Page
-    from tui.log.watch import Found, Looked
+    from tui.log.watch import Answer, Looked
 
 _MOST_COPIED = 50_000  # lines
 
@@ -66,7 +66,7 @@ class LogReader(LogView, inherit_bindings=False):
     class Answered(Message):
         """What was asked of the watching thread."""
 
-        found: Found
+        answer: Answer
 
     def __init__(self) -> None:
         super().__init__(id="reader")
@@ -134,8 +134,8 @@ class LogReader(LogView, inherit_bindings=False):
         super().take_looked(looked)
         self.post_message(self.Moved())
 
-    def take_found(self, found: Found) -> None:
-        self.post_message(self.Answered(found))
+    def take_answer(self, answer: Answer) -> None:
+        self.post_message(self.Answered(answer))
 
     def grow(self, added: int = 0) -> None:
         self.cursor += added

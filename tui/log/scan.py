@@ -21,7 +21,7 @@ TAIL: Final = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class Hits:
-    """The lines found so far, as offsets in the file, ascending; a picture that does not change.
+    """The lines found so far, as offsets in the file, ascending; immutable.
 
     Attributes:
         share: How much of the file was looked through, from 0 to 1.
@@ -62,11 +62,11 @@ class Hits:
 
     def at_or_after(self, offset: int) -> int:
         """The number of the first one that does not begin before `offset`; `len` if none."""
-        if (found := bisect_left(self.older, offset, 0, self.n_older)) < self.n_older:
-            return found
-        found = bisect_left(self.newer, offset, 0, self.n_newer)
-        if found < self.n_newer or self.unfinished is None or self.unfinished >= offset:
-            return self.n_older + found
+        if (index := bisect_left(self.older, offset, 0, self.n_older)) < self.n_older:
+            return index
+        index = bisect_left(self.newer, offset, 0, self.n_newer)
+        if index < self.n_newer or self.unfinished is None or self.unfinished >= offset:
+            return self.n_older + index
         return len(self)
 
     def before(self, offset: int) -> int:
@@ -78,7 +78,7 @@ class Scan:
     """One look through one log. A single thread works; what it found is handed over as `Hits`.
 
     The end of the file, which is what is on the screen, comes first, then the rest from the
-    beginning on; what is appended meanwhile is looked at before more of the rest.
+    beginning on; what is appended meanwhile is read before more of the rest.
 
     Args:
         model: The log, all of whose lines are indexed.
@@ -98,7 +98,7 @@ class Scan:
         self._older = _Stretch(model, make(), 0, start)
         self._newer = _Stretch(model, make(), start, None)
         self._unfinished: int | None = None
-        self._judged = (-1, -1)  # the unfinished line that was looked at
+        self._judged = (-1, -1)  # the unfinished line that was searched
 
     @property
     def hits(self) -> Hits:
@@ -107,7 +107,7 @@ class Scan:
         left = self._older.left(end) + self._newer.left(end)
         if self._judged == (self._newer.at, end):
             left -= end - self._newer.at
-        older, newer = self._older.found, self._newer.found
+        older, newer = self._older.starts, self._newer.starts
         unfinished = self._unfinished if self._unfinished == self._newer.at else None
         return Hits(
             older,
@@ -148,13 +148,13 @@ class _Stretch:
     """A part of the file and what was found in it."""
 
     def __init__(self, model: LogModel, finder: Finder, at: int, stop: int | None) -> None:
-        self.found = array("Q")
+        self.starts = array("Q")
         self.at = at
         self._model = model
         self._generation = model.generation
         self._finder = finder
         self._stop = stop  # None: where the file ends, which moves
-        self._inside = False  # a line whose beginning was looked at
+        self._inside = False  # a line whose beginning was searched
 
     def left(self, end: int) -> int:
         return (end if self._stop is None else self._stop) - self.at
@@ -177,7 +177,7 @@ class _Stretch:
         self._inside = data[whole - 1 : whole] != b"\n"
         if lines:
             base = self.at + begin
-            self.found.extend(base + start for start in self._finder.find(lines))
+            self.starts.extend(base + start for start in self._finder.find(lines))
         self.at += whole
         return True
 
@@ -196,11 +196,11 @@ def step_from(hits: Hits, offset: int, forward: bool) -> int | None:
     if forward:
         number = hits.at_or_after(offset)
         sure = number < hits.n_older or offset >= hits.split
-        found = number if number < len(hits) else -1
+        index = number if number < len(hits) else -1
     else:
-        found = hits.before(offset)
-        sure = found >= hits.n_older
-    return found if sure or hits.complete else None
+        index = hits.before(offset)
+        sure = index >= hits.n_older
+    return index if sure or hits.complete else None
 
 
 def nearest(hits: Hits, offset: int) -> int:

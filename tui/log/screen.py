@@ -200,7 +200,7 @@ class LogScreen(OfOneJob[int]):
         self.key_line = Static("", id="log-keys")
         self._first_question = ask
         self._asking = "search"
-        self._said: tuple[str, str] | None = None
+        self._shown_words: tuple[str, str] | None = None
 
     def compose(self) -> ComposeResult:
         yield Static("", id="log-title")
@@ -352,20 +352,20 @@ class LogScreen(OfOneJob[int]):
     def _tell(self, text: str) -> None:
         self.app.say(text)
 
-    # -- what is said ----------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------
 
     @on(LogReader.Answered)
     def _take(self, event: LogReader.Answered) -> None:
-        self.finding.take(event.found)
+        self.finding.take(event.answer)
         self._say_where()
 
     @on(LogReader.Moved)
     def _say_where(self) -> None:
-        said = self._place(), "   ".join(self.finding.words)
-        if said != self._said:
-            self._said = said
-            self.query_one("#log-place", Static).update(said[0])
-            self.query_one("#log-found", Static).update(said[1])
+        words = self._place(), "   ".join(self.finding.words)
+        if words != self._shown_words:
+            self._shown_words = words
+            self.query_one("#log-place", Static).update(words[0])
+            self.query_one("#log-found", Static).update(words[1])
 
     def _place(self) -> str:
         reader, model = self.reader, self.reader.model

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tui.log.finders import Finder
     from tui.log.places import Place
     from tui.log.reader import LogReader
-    from tui.log.watch import Found
+    from tui.log.watch import Answer
 
 Name = Literal["filter", "search", "errors", "time"]
 _NOTHING = {
@@ -143,20 +143,20 @@ class Finding:
 
     # -- answers ---------------------------------------------------------------------------
 
-    def take(self, found: Found) -> None:
+    def take(self, answer: Answer) -> None:
         """An answer, which may come again with more."""
-        name: Name = found.name  # type: ignore[assignment]  # only we ask
+        name: Name = answer.name  # type: ignore[assignment]  # only we ask
         model = self.reader.model
-        if self._numbers.get(name) != found.number or model is None:
+        if self._numbers.get(name) != answer.number or model is None:
             return  # of what is looked for no more
-        if found.problem:
-            self._give_up(name, found.problem)
+        if answer.problem:
+            self._give_up(name, answer.problem)
             return
-        if found.hits.generation != model.generation:
+        if answer.hits.generation != model.generation:
             return
-        self.hits[name] = found.hits
+        self.hits[name] = answer.hits
         if name == "filter":
-            self._show(found.hits)
+            self._show(answer.hits)
         elif jump := self._jumps.get(name):
             self._jump(name, jump)
 
@@ -214,14 +214,14 @@ class Finding:
     @property
     def words(self) -> list[str]:
         """What is looked for and what came of it."""
-        said = []
+        words = []
         if self.filter:
-            said.append(f"only {self.filter.words}")
+            words.append(f"only {self.filter.words}")
         if self.pattern:
-            said.append(f"“{self.pattern}” {self._matches()}")
+            words.append(f"“{self.pattern}” {self._matches()}")
         if (looking := self.is_looking) is not None:
-            said.append(f"searching {looking:.0%}")
-        return said
+            words.append(f"searching {looking:.0%}")
+        return words
 
     def _matches(self) -> str:
         hits = self.hits.get("search")
@@ -230,7 +230,7 @@ class Finding:
         more = "" if hits.complete else "+"
         here = self.reader.offset_of(self.reader.row)
         number = hits.at_or_after(here)
-        known = hits.complete or number < hits.n_older  # how many come before it
-        if known and not self.reader.following and number < len(hits) and hits[number] == here:
+        countable = hits.complete or number < hits.n_older  # how many come before it
+        if countable and not self.reader.following and number < len(hits) and hits[number] == here:
             return f"{number + 1:,} of {len(hits):,}{more}"
         return f"{len(hits):,}{more} line{'s' * (len(hits) != 1)}"

@@ -36,7 +36,7 @@ def log_title(sources: Sequence[Source], shown: int) -> str:
 
 
 def log_choices(sources: Sequence[Source], shown: int) -> str:
-    """Markup: the shown log, and the others to click on; far ranks are left out."""
+    """Markup: the shown log, and the others to click on; far ranks are omitted."""
     parts = []
     ranks = len(sources) - 2
     for index, source in enumerate(sources):

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from tui.log.log_model import LogModel
     from tui.log.scan import Hits
 
-_WORK: Final = 0.05  # seconds of looking through, after which the end is looked at again
+_WORK: Final = 0.05  # seconds of searching, after which the end of the file is read again
 _TELL_EVERY: Final = 4  # of these
 
 
 @dataclass(frozen=True)
 class Looked:
-    """The end of the file was looked at. `added`: lines that came to the front."""
+    """The end of the file was read. `added`: lines that are new at the front."""
 
     change: Change
     added: int = 0
@@ -31,10 +31,10 @@ class Looked:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a question has found so far. `number` is the one that `ask` gave to it.
+class Answer:
+    """The hits of a search so far. `number` is the one that `ask` returned.
 
-    `problem` says why nothing more is looked for.
+    `problem` says why the search ended.
     """
 
     name: str
@@ -49,8 +49,8 @@ class _Question:
     make: Callable[[], Finder]
     tail: int
     scan: Scan | None = None
-    told: tuple[object, ...] = ()
-    turns: int = 0  # since it was told
+    posted: tuple[object, ...] = ()
+    turns: int = 0  # since its last answer
 
 
 class Watch:
@@ -98,8 +98,8 @@ class Watch:
         self._closed.set()
         self._wake.set()
 
-    def run(self, post: Callable[[Looked | Found], None]) -> None:
-        """Until closed: tell what was found."""
+    def run(self, post: Callable[[Looked | Answer], None]) -> None:
+        """Post what changes and what searches find, until closed."""
         failed = ""
         while not self._closed.is_set():
             more = False
@@ -125,18 +125,18 @@ class Watch:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _look(self, post: Callable[[Looked | Found], None]) -> None:
-        change = found = self.model.poll()
-        while found is Change.GREW and not self._closed.is_set():
-            found = self.model.poll()
-        if found is Change.REPLACED:
-            change = found
+    def _look(self, post: Callable[[Looked | Answer], None]) -> None:
+        change = polled = self.model.poll()
+        while polled is Change.GREW and not self._closed.is_set():
+            polled = self.model.poll()
+        if polled is Change.REPLACED:
+            change = polled
         if change is not Change.NOTHING:
             post(Looked(change))
         if not self.model.complete and (added := self.model.index_older(self._closed.is_set)):
             post(Looked(Change.NOTHING, added))
 
-    def _look_through(self, post: Callable[[Looked | Found], None]) -> bool:
+    def _look_through(self, post: Callable[[Looked | Answer], None]) -> bool:
         """A little of what is asked for; whether there is more to do."""
         with self._lock:
             questions = dict(self._questions)
@@ -155,13 +155,13 @@ class Watch:
                 goes_on = scan.work(_WORK, cancelled)
             except TooSlowError as error:
                 self._drop(name, question.number)
-                post(Found(name, question.number, scan.hits, str(error)))
+                post(Answer(name, question.number, scan.hits, str(error)))
                 continue
             hits = scan.hits
             more = more or goes_on
             # While much is looked through, telling each bit of it would keep the screen busy.
             question.turns = (question.turns + 1) % _TELL_EVERY if goes_on else 0
-            if question.turns == 0 and hits.state != question.told:
-                question.told = hits.state
-                post(Found(name, question.number, hits))
+            if question.turns == 0 and hits.state != question.posted:
+                question.posted = hits.state
+                post(Answer(name, question.number, hits))
         return more

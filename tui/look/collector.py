@@ -49,7 +49,7 @@ class Collector:
         Args:
             store: The jobs.
             selected: The job to look at closely.
-            period: Seconds between two looks; `PERIOD` when left out.
+            period: Seconds between two looks; default `PERIOD`.
         """
         self.store = store
         self.selected = selected
@@ -70,7 +70,7 @@ class Collector:
         self._jobs: list[Job] = []
         self._ids: set[int] = set()
         self._moving: dict[int, int] | None = None  # places of views that change; None: any may
-        self._shown: int | None = None  # the job that was looked at closely
+        self._shown: int | None = None  # the job shown in detail
         self._views: tuple[JobView, ...] = ()  # what was read last stays when reading fails
         self._untended = ""  # why the queue could not be tended; one thread writes, one reads
 
@@ -195,16 +195,16 @@ class Collector:
             return JobView(job, where=where_of(job, gpus))
 
     def _view(self, job: Job, gpus: Sequence[Gpu], chosen: bool) -> JobView:
-        known = self._resting.get(job.id)
-        if known is not None and known.job is job and job.id in self._ended and not chosen:
-            return known  # for a thousand ended jobs more would be a load
+        resting = self._resting.get(job.id)
+        if resting is not None and resting.job is job and job.id in self._ended and not chosen:
+            return resting  # for a thousand ended jobs more would be a load
         where = where_of(job, gpus)
         if job.state.active:
             log = self._follow(job)
             progress = self._progress(job, log)
             training = not log.behind and log.phase is None
-            said = self._clocks.of(job, time.time())
-            ranks = in_step(said, progress, time.time(), training=training)
+            clocks = self._clocks.of(job, time.time())
+            ranks = in_step(clocks, progress, time.time(), training=training)
             report = RunReport.of(log)
             strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
             phase = None if log.behind else log.phase
@@ -213,8 +213,12 @@ class Collector:
             return JobView(job, self._progress(job, self._follow(job)), where)
         view = JobView(job, self._ended_progress(job), where)
         # The same view as long as nothing changed, so that its row need not be made again.
-        if known and (known.job, known.progress, known.where) == (job, view.progress, where):
-            return known
+        if resting and (resting.job, resting.progress, resting.where) == (
+            job,
+            view.progress,
+            where,
+        ):
+            return resting
         self._resting[job.id] = view
         return view
 
@@ -240,32 +244,32 @@ class Collector:
         return service.progress(job, None if log.behind else log)
 
     def _ended_progress(self, job: Job) -> Progress:
-        known = self._ended.get(job.id)
-        return known[1] if known else service.Progress()
+        ended = self._ended.get(job.id)
+        return ended[1] if ended else service.Progress()
 
     def _read_ended(self, jobs: Sequence[Job]) -> None:
-        """How far jobs came that do not run: kept in the database; of some the files are read."""
+        """Get the progress of ended jobs from the database; of a few, from their files."""
         new = [
             job
             for job in jobs
             if not job.state.active
-            and ((known := self._ended.get(job.id)) is None or known[0] != job.ended)
+            and ((ended := self._ended.get(job.id)) is None or ended[0] != job.ended)
         ]
         if new:
             most = _ENDED_PER_LOOK if self._views else _ENDED_AT_FIRST
-            found = progress_of(self.store, new, most=most)
+            progress = progress_of(self.store, new, most=most)
             for job in new:
-                if job.id in found:
-                    self._ended[job.id] = job.ended, found[job.id]
+                if job.id in progress:
+                    self._ended[job.id] = job.ended, progress[job.id]
                     self._resting.pop(job.id, None)  # a row made before this was read
 
     def _forget(self, jobs: Sequence[Job]) -> None:
-        """Drop what belongs to jobs that are gone or that nobody has looked at for long."""
+        """Drop what belongs to jobs that are gone or were not shown for long."""
         present = {job.id for job in jobs}
         active = {job.id for job in jobs if job.state.active}
         self._clocks.forget(active)
-        for known in [job_id for job_id in self._ended if job_id not in present]:
-            del self._ended[known]
+        for gone in [job_id for job_id in self._ended if job_id not in present]:
+            del self._ended[gone]
         for gone in [job_id for job_id in self._resting if job_id not in present]:
             del self._resting[gone]
         idle = [job_id for job_id in self._logs if job_id not in active]
@@ -300,5 +304,5 @@ def where_of(job: Job, gpus: Sequence[Gpu]) -> str:
     names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
     if not names:
         return f"any {job.wanted}" if job.state is State.QUEUED else f"×{job.ranks}"
-    known = [index[name] for name in names if name in index]
-    return ranges(known) if len(known) == len(names) else f"×{len(names)}"
+    indices = [index[name] for name in names if name in index]
+    return ranges(indices) if len(indices) == len(names) else f"×{len(names)}"

@@ -26,7 +26,7 @@ class History:
         self._until = 0.0
 
     def add(self, now: float, gpus: Sequence[Gpu]) -> None:
-        """One look at the GPUs. Every two seconds the average of the looks becomes a column."""
+        """Add a sample of each GPU. Every two seconds their average becomes a column."""
         for gpu in gpus:
             seen = self._seen.setdefault(gpu.uuid, [])
             if gpu.utilisation is not None:
@@ -40,7 +40,9 @@ class History:
             seen.clear()
         for gpu in gpus:
             full = self._memory.setdefault(gpu.uuid, deque(maxlen=_COLUMNS))
-            known = gpu.memory_used is not None and gpu.memory_total
-            full.append(round(100 * (gpu.memory_used or 0) / gpu.memory_total) if known else None)
+            readable = gpu.memory_used is not None and gpu.memory_total
+            full.append(
+                round(100 * (gpu.memory_used or 0) / gpu.memory_total) if readable else None
+            )
         self.shown = {gpu.uuid: tuple(self._columns[gpu.uuid]) for gpu in gpus}
         self.filled = {gpu.uuid: tuple(self._memory[gpu.uuid]) for gpu in gpus}

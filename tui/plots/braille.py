@@ -45,8 +45,8 @@ class Canvas:
             before = x, leave
         for (line, column), dots in bits.items():
             if 0 <= line < self.lines and 0 <= column < self.columns:
-                known, whose = self._cells[line][column]
-                self._cells[line][column] = (dots | known if whose == role else dots), role
+                drawn, whose = self._cells[line][column]
+                self._cells[line][column] = (dots | drawn if whose == role else dots), role
 
     def glyph(self, x: int, y: int, text: str, role: str) -> None:
         """Put a character where a dot would be."""
@@ -63,16 +63,16 @@ class Canvas:
 
     def spans(self, line: int) -> Row:
         """One row of cells."""
-        found: list[Span] = []
+        row: list[Span] = []
         for column, (dots, role) in enumerate(self._cells[line]):
             span = self._glyphs.get((line, column))
             if span is None:
                 span = Span(chr(_BLANK | dots), role) if dots else Span(" ")
-            if found and found[-1].role == span.role:
-                found[-1] = Span(found[-1].text + span.text, span.role)
+            if row and row[-1].role == span.role:
+                row[-1] = Span(row[-1].text + span.text, span.role)
             else:
-                found.append(span)
-        return tuple(found)
+                row.append(span)
+        return tuple(row)
 
 
 def _segment(

@@ -20,12 +20,12 @@ async def choose_runs(panel: PlotsPanel, store: Store, job: Job) -> None:
         store: Where they are; read in a thread, since someone may hold it.
         job: The one that stays.
     """
-    jobs = {one.id: one for one in await asyncio.to_thread(store.all)}
-    shown = [one.id for one in panel.jobs]
+    jobs = {listed.id: listed for listed in await asyncio.to_thread(store.all)}
+    shown = [listed.id for listed in panel.jobs]
 
     def show(chosen: list[int] | None) -> None:
         if chosen is not None:
-            panel.compare([job, *(jobs[one] for one in chosen)])
+            panel.compare([job, *(jobs[job_id] for job_id in chosen)])
 
     # Not `push_screen_wait`: docs/upstream.md says why.
     panel.app.push_screen(PickRunsScreen(list(jobs.values()), shown, job), show)

@@ -78,8 +78,12 @@ class Values:
 
     def extent(self, measures: Sequence[Measure], by_time: bool) -> tuple[float, float] | None:
         """From the first to the last place that has a value."""
-        found = [self.of(run, one, by_time).xs for run in range(len(self.runs)) for one in measures]
-        ends = [(xs[0], xs[-1]) for xs in found if xs]
+        places = [
+            self.of(run, measure, by_time).xs
+            for run in range(len(self.runs))
+            for measure in measures
+        ]
+        ends = [(xs[0], xs[-1]) for xs in places if xs]
         if not ends:
             return None
         first, last = min(a for a, _ in ends), max(b for _, b in ends)
@@ -118,7 +122,7 @@ def screenful(values: Values, choices: Choices, width: int, height: int) -> list
 
 
 def curves_of(values: Values, choices: Choices, measure: Measure) -> list[Curve]:
-    """What is drawn of a measure: raw values below, averages and what is held out above."""
+    """Make a measure's curves: raw values below, averages and validation above."""
     several, raw = len(values.runs) > 1, choices.has_raw(len(values.runs))
     below, above, points = [], [], []
     for run in range(len(values.runs)):
@@ -155,14 +159,14 @@ def legend(values: Values, choices: Choices, width: int) -> list[Row]:
         several = len(values.runs) > 1
         mark = Span(f" {MARKS[number]} " if several else " ", f"run{number}")
         name = Span(left(f"{run.job} {run.name}", names) + "  ", "strong")
-        said = reading(values, choices, number)
-        rows.append((mark, name, Span(cut(said, max(0, width - names - 5)))))
+        values_text = reading(values, choices, number)
+        rows.append((mark, name, Span(cut(values_text, max(0, width - names - 5)))))
     return rows
 
 
 def reading(values: Values, choices: Choices, run: int) -> str:
     """The values of a run at the cursor, or its newest ones."""
-    said = []
+    texts = []
     for measure in choices.shown:
         series = values.of(run, measure, choices.by_time)
         at = series.at(choices.cursor) if choices.cursor is not None else len(series.xs) - 1
@@ -172,16 +176,16 @@ def reading(values: Values, choices: Choices, run: int) -> str:
         if measure.smooth and SPANS[choices.span] != 1 and not choices.everything:
             average = values.average(run, measure, SPANS[choices.span])[at]
             value += f"  average {measure.text(average)}"
-        said.append(value)
+        texts.append(value)
     if choices.shown == (LOSS,) and (held := values.of(run, VALIDATION, choices.by_time)).xs:
         at = held.at(choices.cursor) if choices.cursor is not None else len(held.xs) - 1
         if at is not None:
-            said.append(f"◇ validation {LOSS.text(held.ys[at])} at {held.steps[at]}")
-    return "  ".join(said) or "no data yet"
+            texts.append(f"◇ validation {LOSS.text(held.ys[at])} at {held.steps[at]}")
+    return "  ".join(texts) or "no data yet"
 
 
 def settings(values: Values, choices: Choices) -> str:
-    """How the curves are drawn, in words."""
+    """Describe how the curves are drawn."""
     span = SPANS[choices.span]
     by = "time" if choices.by_time else "step"
     parts = ["over time" if choices.by_time else "over steps"]
@@ -232,7 +236,7 @@ def panned(choices: Choices, whole: tuple[float, float], by: float) -> Choices:
 
 
 def _held(choices: Choices, whole: tuple[float, float], first: float, size: float) -> Choices:
-    """Within what there is."""
+    """Clamp a view to the data."""
     first = max(whole[0], min(first, whole[1] - size))
     return replace(choices, extent=(first, first + size))
 

@@ -79,7 +79,7 @@ def ema(values: Sequence[float], span: int) -> list[float]:
 
 
 def smoothing_span(count: int) -> int:
-    """How wide the average is for a number of values: a tenth of them, between 5 and 200."""
+    """Choose the averaging window: a tenth of the values, between 5 and 200."""
     return min(200, max(5, count // 10))
 
 
@@ -90,7 +90,7 @@ def chart(
 
     Args:
         steps: Ascending step numbers.
-        values: One value a step; those that are not finite are left out.
+        values: One value a step; those that are not finite are skipped.
         width: Cells to fill.
         height: Lines to fill, the one with step numbers included.
 
@@ -118,7 +118,7 @@ def figure(
     """Draw curves over each other, the last on top, with axes.
 
     Args:
-        curves: What to draw; what is outside the view is left out.
+        curves: What to draw; what is outside the view is skipped.
         view: The part to draw.
         width: Cells to fill.
         height: Lines to fill, the one with the axis' labels included.
@@ -151,7 +151,7 @@ def figure(
 
 
 def plot_columns(rows: Sequence[Row], width: int) -> int:
-    """How many columns of a figure the curves have, which moving in it goes by."""
+    """Count the columns of a figure's curves, in which the cursor moves."""
     return max(1, width - len(rows[0][0].text)) if rows else width
 
 

@@ -33,7 +33,7 @@ class Run:
 
     def time_of(self, step: int) -> float:
         """Seconds from the first step to this one."""
-        at = min(bisect_left(self.steps, step, key=lambda one: one.step), len(self.steps) - 1)
+        at = min(bisect_left(self.steps, step, key=lambda entry: entry.step), len(self.steps) - 1)
         return self.steps[at].t - self.begun if self.steps else 0.0
 
 
@@ -61,16 +61,16 @@ def _gib(value: float | None) -> str:
 
 
 MEASURES: Final = (
-    Measure("loss", "loss", lambda one: one.loss),
-    Measure("lr", "learning rate", lambda one: one.lr, smooth=False),
-    Measure("grad_norm", "gradient norm", lambda one: one.grad_norm),
-    Measure("seconds", "s/step", lambda one: one.seconds),
-    Measure("images_per_second", "images/s", lambda one: one.images_per_second),
+    Measure("loss", "loss", lambda step: step.loss),
+    Measure("lr", "learning rate", lambda step: step.lr, smooth=False),
+    Measure("grad_norm", "gradient norm", lambda step: step.grad_norm),
+    Measure("seconds", "s/step", lambda step: step.seconds),
+    Measure("images_per_second", "images/s", lambda step: step.images_per_second),
     Measure("validation", "validation loss", None, smooth=False),
     Measure(
         "memory",
         "memory",
-        lambda one: one.peak_bytes / 2**30 if one.peak_bytes else None,
+        lambda step: step.peak_bytes / 2**30 if step.peak_bytes else None,
         smooth=False,
         text=_gib,
     ),
@@ -113,14 +113,14 @@ def series_of(run: Run, measure: Measure, *, by_time: bool) -> Series:
         steps, ys = [step for step, _ in kept], [loss for _, loss in kept]
         xs: Sequence[float] = [run.time_of(step) for step in steps] if by_time else steps
         return Series(_ascending(xs), ys, steps)
-    found = [
-        (one, value)
-        for one in run.steps
-        if (value := measure.value(one)) is not None and math.isfinite(value)
+    kept_steps = [
+        (step, value)
+        for step in run.steps
+        if (value := measure.value(step)) is not None and math.isfinite(value)
     ]
-    steps, begun = [one.step for one, _ in found], run.begun
-    xs = [one.t - begun for one, _ in found] if by_time else steps
-    return Series(_ascending(xs), [value for _, value in found], steps)
+    steps, begun = [step.step for step, _ in kept_steps], run.begun
+    xs = [step.t - begun for step, _ in kept_steps] if by_time else steps
+    return Series(_ascending(xs), [value for _, value in kept_steps], steps)
 
 
 def _ascending(xs: Sequence[float]) -> Sequence[float]:

@@ -78,8 +78,15 @@ class PlotsPanel(Lines, can_focus=True):
         Key("read_end(0)", "home,g", "Home", "first", "Move the cursor to the start", False),
         Key("read_end(1)", "end,G,shift+g", "End", "last", "Move the cursor to the end", False),
         *(
-            Key(f"measure({n})", str(n + 1), str(n + 1), one.title, f"Show {one.title}", False)
-            for n, one in enumerate(MEASURES)
+            Key(
+                f"measure({n})",
+                str(n + 1),
+                str(n + 1),
+                measure.title,
+                f"Show {measure.title}",
+                False,
+            )
+            for n, measure in enumerate(MEASURES)
         ),
         Key("everything", "a", "a", "all", "Show all plots, small", False),
         Key("turn(1)", "n,down,j", "1-7 n", "measure", "Show the next plot"),
@@ -177,7 +184,7 @@ class PlotsPanel(Lines, can_focus=True):
         self.draw()
 
     def draw(self) -> None:
-        """Show what there is, as it was chosen."""
+        """Show the runs as chosen."""
         if self._later is not None:
             self._later.stop()
             self._later = None
@@ -298,12 +305,12 @@ class PlotsPanel(Lines, can_focus=True):
 
     def _places(self) -> Sequence[float]:
         """Where the first run that has values has them."""
-        found = (
+        series = (
             self.values.of(run, measure, self.choices.by_time).xs
             for run in range(len(self.values.runs))
             for measure in self.choices.shown
         )
-        return next((xs for xs in found if xs), [])
+        return next((xs for xs in series if xs), [])
 
     def action_copy(self) -> None:
         self.app.say(copy(self.app, as_text(self.values, self.choices)))

@@ -42,12 +42,12 @@ class Reading:
         self._wake.set()
 
     def run(self, post: Callable[[list[Run]], None]) -> None:
-        """Until closed: tell what there is when it is other than before."""
-        told: Sequence[Job] | None = None
+        """Post the runs whenever they change, until closed."""
+        posted: Sequence[Job] | None = None
         while not self._closed.is_set():
             jobs = self._jobs
-            if not self._resting() and (self._read(jobs) or jobs != told):
-                told = jobs
+            if not self._resting() and (self._read(jobs) or jobs != posted):
+                posted = jobs
                 if jobs:
                     post([self._run_of(job) for job in jobs])
             self._wake.wait(_EVERY)

@@ -27,7 +27,7 @@ class Scale:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """How high a value is, from 0 to 1; what lies outside sticks to an end."""
+        """Map a value to 0 to 1; values outside are clamped."""
         if self.log:
             value = math.log10(value) if value > 0 else self.low
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))

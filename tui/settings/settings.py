@@ -1,6 +1,6 @@
 """What a person has set for good: one typed model, whose texts are its help and its errors.
 
-A mistake in the file never keeps the dashboard from opening: what is wrong is told, the rest
+A mistake in the file never keeps the dashboard from opening: it is reported, the rest
 counts.
 """
 
@@ -117,12 +117,12 @@ class Read:
 
 
 def settings_file() -> Path:
-    """Where the settings are, whether there are any or not."""
+    """Return the path of the settings file, which may not exist."""
     return config_home() / _FILE
 
 
 def read_settings(path: Path | None = None) -> Read:
-    """The settings of a file; what cannot be understood has its default, and is told."""
+    """Read the settings of a file; mistakes are reported, and their keys keep the default."""
     path = path or settings_file()
     try:
         text = path.read_bytes().decode("utf-8-sig", "replace") if path.exists() else ""
@@ -140,29 +140,31 @@ def read_settings(path: Path | None = None) -> Read:
         try:
             return Read(Settings(**values), tuple(problems))
         except ValidationError as error:
-            for one in error.errors():
-                key = str(one["loc"][0])
-                if _without(values, one["loc"]) is None:
+            for mistake in error.errors():
+                key = str(mistake["loc"][0])
+                if _without(values, mistake["loc"]) is None:
                     continue  # two things are wrong with it
-                problems.append(f"{path}: line {lines[key]}: {_in_words(key, one)}")
+                problems.append(f"{path}: line {lines[key]}: {_in_words(key, mistake)}")
                 if key == _CAREFUL:  # someone wanted to be careful
                     values[key] = True
 
 
 def _read_blocks(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int], list[str]]:
-    """What can be read of a file that YAML refuses: values and lines by key, and what cannot."""
+    """Read a file that is not valid YAML: values and lines by key, and the problems."""
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     problems: list[str] = []
     for number, block in _blocks(text):
         try:
-            found, _ = parse_mapping(block, path)
+            values_read, _ = parse_mapping(block, path)
         except SpecError:
-            first = "".join(one if one.isprintable() else "?" for one in block.splitlines()[0])
+            first = "".join(
+                letter if letter.isprintable() else "?" for letter in block.splitlines()[0]
+            )
             problems.append(f"{path}: line {number} is not `key: value` in YAML: {first[:60]}")
             named = normal_key(first.partition(":")[0]) == _CAREFUL
-            found = {_CAREFUL: True} if named else {}  # someone wanted to be careful
-        for key, value in found.items():
+            values_read = {_CAREFUL: True} if named else {}  # someone wanted to be careful
+        for key, value in values_read.items():
             if key in values:
                 problems.append(
                     f'{path}: line {number}: "{key}" is set twice (first on line {lines[key]}); '
@@ -213,7 +215,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {one}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {item}" for key, item in value.items()) + "}"
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

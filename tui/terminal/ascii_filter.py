@@ -64,23 +64,23 @@ class _Table(dict[int, str]):
     """Characters and what stands for them; learns those it is asked for."""
 
     def __missing__(self, code: int) -> str:
-        self[code] = found = to_ascii(chr(code))
-        return found
+        self[code] = text = to_ascii(chr(code))
+        return text
 
 
-def known() -> Mapping[str, str]:
-    """Every character that has one standing for it by name."""
+def replacements() -> Mapping[str, str]:
+    """Map every character with a named ASCII replacement to it."""
     drawn = {char: plain for plain, chars in _DRAWN.items() for char in chars}
     return drawn | _BY_MEANING
 
 
-_KNOWN: Final = known()
+_REPLACEMENTS: Final = replacements()
 
 
 def to_ascii(char: str) -> str:
-    """What stands for a character: as many columns of ASCII as it has."""
-    if char.isascii() or char in _KNOWN:
-        return _KNOWN.get(char, char)
+    """Replace a character by as many columns of ASCII."""
+    if char.isascii() or char in _REPLACEMENTS:
+        return _REPLACEMENTS.get(char, char)
     if _BRAILLE[0] <= ord(char) <= _BRAILLE[1]:
         return _BRAILLE_BY_DOTS[(ord(char) - _BRAILLE[0]).bit_count()]
     columns = cell_len(char)

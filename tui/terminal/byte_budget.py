@@ -10,8 +10,8 @@ SAVED: Final = 25_000.0  # bytes that may be spent at once after a rest: about a
 BORROWED: Final = 50_000.0  # bytes by which what answers a key may run ahead
 ANSWERS_WITHIN: Final = 0.4  # seconds after a key in which what is painted counts as its answer
 MOST_BYTES_BEHIND: Final = 16_384  # with more, the terminal takes nothing just now
-MOST_WRITES_BEHIND: Final = 12  # three make a picture; Textual blocks its loop at thirty
-_LOOK_AGAIN: Final = 0.05  # seconds until a terminal that takes nothing is looked at again
+MOST_WRITES_BEHIND: Final = 12  # three make a frame; Textual blocks its loop at thirty
+_LOOK_AGAIN: Final = 0.05  # seconds until a terminal that takes nothing is tried again
 
 
 @dataclass

@@ -63,7 +63,7 @@ class GovernedDriver(LinuxDriver):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # What Textual begins with; it would lay out another first size in vain.
+        # What Textual begins with; another first size would be laid out for nothing.
         self._size = self._get_terminal_size()
         assert self._file is not None  # standard error; the dashboard asked that it is a terminal
         self._meter = _Meter(self._file)
@@ -71,9 +71,9 @@ class GovernedDriver(LinuxDriver):
         self._budget = ByteBudget(time.monotonic())
         self._cells = TerminalCells()
         self._disturbed = False  # set by the thread that reads keys
-        self._wrote = False  # a picture, since the last one ended
-        self._lost = False  # a picture that Textual made while none could be sent
-        self._before_picture = ""  # what is sent only if a picture follows
+        self._wrote = False  # a frame, since the last one ended
+        self._lost = False  # a frame that Textual made while none could be sent
+        self._before_picture = ""  # what is sent only if a frame follows
         self._sent_bytes = self._sent_writes = 0
         self._held = ExitStack()
         self._timer: TimerHandle | None = None
@@ -113,7 +113,7 @@ class GovernedDriver(LinuxDriver):
             self._app.post_message(events.Resize(size, size))
 
     def picture_ended(self) -> None:
-        """Textual made a picture; it throws away those it makes while painting is held back."""
+        """Textual made a frame; it throws away those it makes while painting is held back."""
         self._lost = self._lost or (self._timer is not None and not self._wrote)
         self._wrote = False
 
@@ -133,7 +133,7 @@ class GovernedDriver(LinuxDriver):
             return ""
         before, self._before_picture = self._before_picture, ""
         if data == SYNC_END:
-            return "" if before else data  # with no picture between the two
+            return "" if before else data  # with no frame between the two
         self._wrote = self._wrote or is_picture(data)
         if self._disturbed:
             self._disturbed = False
@@ -160,7 +160,7 @@ class GovernedDriver(LinuxDriver):
         return self._budget.wait(time.monotonic(), behind, writes)
 
     def _hold(self, wait: float) -> None:
-        """Stop painting, and look again after a number of seconds."""
+        """Stop painting, and try again after a number of seconds."""
         self._held.enter_context(self._app.batch_update())
         self._timer = self.loop.call_later(wait, self._look)
 

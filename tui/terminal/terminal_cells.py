@@ -1,9 +1,9 @@
-"""What the terminal shows, cell by cell, and the fewest bytes that turn it into what it is to show.
+"""The cells that a terminal shows, and the fewest bytes that update them.
 
-Textual sends a widget's line from its left edge to the last cell that changed, with all colours at
-every change of style. Here each picture is compared with what was sent before: cells that stay are
-left out, and of a style only what differs from the one before is said. Knows the language in which
-Textual 8 draws (cursor position, SGR, text); after anything else nothing is taken as known.
+Textual sends a widget's line from its left edge to the last cell that changed, with all colors at
+every change of style. Here each frame is compared with the last one sent: unchanged cells are
+skipped, and of a style only the differences are written. Understands the sequences that Textual 8
+writes (cursor position, SGR, text); after any other, every cell counts as unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HARMLESS: Final = re.compile(
     r"(?:\x1b\[\?(?!1049|1047|47)\d+(?:[hl]|\$p)|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x07"
     r"|\x1b\[[<>]\d*u)+"
 )
-_NEAR: Final = 6  # cells that stay, between two that change, which cost less than going on behind
+_NEAR: Final = 6  # unchanged cells between two that change: writing them costs less than moving
 _BEHIND: Final = -1  # the column behind text of which the width is not known
 
 
@@ -44,17 +44,17 @@ class TerminalCells:
         self._out: list[str] = []
         self._at: tuple[int, int] | None = None  # the cursor, column and line, if it is known
         self._style = ""  # what is written in
-        self._rest: tuple[int, int] | None = None  # where the last picture left the cursor
+        self._rest: tuple[int, int] | None = None  # where the last frame left the cursor
 
     def forget(self) -> None:
-        """Take nothing as known: the next pictures are sent whole."""
+        """Take nothing as known: the next frames are sent whole."""
         width, height = self._size
         self._texts = [[""] * width for _ in range(height)]
         self._styles = [[""] * width for _ in range(height)]
         self._rest = None
 
     def shorten(self, data: str, size: tuple[int, int]) -> str:
-        """What to send in place of `data`; "" where everything is shown already.
+        """Return what to send in place of `data`; "" where everything is shown already.
 
         Args:
             data: What Textual sends.

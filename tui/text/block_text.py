@@ -1,4 +1,4 @@
-"""What is told of a model's blocks and of a choice among them, in words. Pure."""
+"""Describe a model's blocks and a choice among them, in words. Pure."""
 
 from __future__ import annotations
 
@@ -59,26 +59,26 @@ def share(part: float) -> str:
     return f"{part:.1%}" if 0 < part < 1 else f"{part:.0%}"
 
 
-def headline(found: Detection, model: Model) -> str:
-    """What was looked at."""
-    parts = [found.model_class, f"{parameters(found.total_params)} parameters", str(model)]
-    if not model.path and found.pretrained_model:
-        parts.append(found.pretrained_model)
-    return " · ".join(filter(None, parts)) + (" · cached" if found.cached else "")
+def headline(detection: Detection, model: Model) -> str:
+    """Name the model class, its size and where its config is from."""
+    parts = [detection.model_class, f"{parameters(detection.total_params)} parameters", str(model)]
+    if not model.path and detection.pretrained_model:
+        parts.append(detection.pretrained_model)
+    return " · ".join(filter(None, parts)) + (" · cached" if detection.cached else "")
 
 
-def outcome(found: Detection, chosen: Sequence[str], ranks: int) -> str:
-    """What wrapping these classes does, in bytes of the stored weights.
+def outcome(detection: Detection, chosen: Sequence[str], ranks: int) -> str:
+    """Say what wrapping these classes does, in bytes of the stored weights.
 
     Args:
-        found: The model.
+        detection: The model.
         chosen: The classes.
         ranks: Of the job, as far as its form says.
     """
-    if not (kept := usable(found, chosen)):
+    if not (kept := usable(detection, chosen)):
         return "nothing checked: the field stays blank and the family's blocks are wrapped"
-    does, width = found.coverage(kept), found.dtype_bytes
-    each = -(-found.total_params // ranks) * width
+    does, width = detection.coverage(kept), detection.dtype_bytes
+    each = -(-detection.total_params // ranks) * width
     return " · ".join(
         (
             f"wraps {share(does.share)} in {some(does.units, 'unit')}",
@@ -89,72 +89,72 @@ def outcome(found: Detection, chosen: Sequence[str], ranks: int) -> str:
     )
 
 
-def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
-    """What may not be as one thinks, a sentence each."""
-    kept = usable(found, chosen)
-    does = found.coverage(kept)
-    shown = {one.class_name for one in found.classes}
-    told = [unusable(found, name) for name in chosen if name not in kept]
-    told += [
+def cautions(detection: Detection, chosen: Sequence[str]) -> list[str]:
+    """Warn of choices that may not do what was meant, a sentence each."""
+    kept = usable(detection, chosen)
+    does = detection.coverage(kept)
+    shown = {block.class_name for block in detection.classes}
+    warnings = [unusable(detection, name) for name in chosen if name not in kept]
+    warnings += [
         f"{name} is checked but not repeated; a unchecks it" for name in kept if name not in shown
     ]
     around: dict[str, list[str]] = {}
     for outer, inner in does.nested:
         around.setdefault(inner, []).append(outer)
-    told += [
+    warnings += [
         f"nested: {inner} is inside {listed(outer)}; only the rest of the outer class is its own "
         "unit"
         for inner, outer in around.items()
     ]
-    if does.units and does.largest > _MUCH * found.total_params:
-        told.append(
+    if does.units and does.largest > _MUCH * detection.total_params:
+        warnings.append(
             "one unit holds more than half of the model and each rank gathers all of it; choose "
             "smaller blocks"
         )
     elif does.units and does.share < _MUCH:
-        told.append(
+        warnings.append(
             f"{share(1 - does.share)} of the model stays in the root, which each rank holds in "
             "full during a step; choose larger blocks"
         )
-    usual = found.coverage(found.recommended).units
+    usual = detection.coverage(detection.recommended).units
     if usual and does.units > _MANY * usual:
-        told.append(
+        warnings.append(
             f"{does.units} units ({usual} with the recommended blocks): each is gathered "
             "separately, and many small ones are slow"
         )
-    return told
+    return warnings
 
 
-def usable(found: Detection, chosen: Sequence[str]) -> list[str]:
-    """Those of the classes that can be units of this model."""
-    *inner, _ = found.parts.parts  # the root is the last
-    present = {part.class_name for part in inner} - set(found.parts.containers)
+def usable(detection: Detection, chosen: Sequence[str]) -> list[str]:
+    """List those of the classes that can be units of this model."""
+    *inner, _ = detection.parts.parts  # the root is the last
+    present = {part.class_name for part in inner} - set(detection.parts.containers)
     return [name for name in chosen if name in present]
 
 
-def unusable(found: Detection, name: str) -> str:
-    """Why a class that the field names cannot be a unit, and what may have been meant."""
-    if name == found.model_class:
+def unusable(detection: Detection, name: str) -> str:
+    """Say why a class in the field cannot be a unit, and suggest the nearest name."""
+    if name == detection.model_class:
         return f"{name}, named in the field, is the full model and is ignored"
-    if name in found.parts.containers:
+    if name in detection.parts.containers:
         return f"{name}, named in the field, has no forward method and is ignored"
-    spelled = {one.class_name.lower(): one.class_name for one in found.classes}
+    spelled = {block.class_name.lower(): block.class_name for block in detection.classes}
     best = nearest(name, spelled)
     meant = f'; did you mean "{spelled[best]}"?' if best else ""
     return f"the model has no {name}, named in the field{meant}"
 
 
-def about(one: BlockClass, dtype_bytes: int) -> str:
-    """What is known of a class besides its row."""
+def about(block: BlockClass, dtype_bytes: int) -> str:
+    """Describe a block class beyond its row of the table."""
     facts = [
-        f"each {parameters(one.params_each)} parameters, {size(one.params_each * dtype_bytes)}"
+        f"each {parameters(block.params_each)} parameters, {size(block.params_each * dtype_bytes)}"
     ]
-    facts += [f"{RECOMMENDED} recommended"] if one.recommended else []
+    facts += [f"{RECOMMENDED} recommended"] if block.recommended else []
     lists = [
         name
         for named, name in (
-            (one.in_no_split_modules, "_no_split_modules"),
-            (one.in_repeated_blocks, "_repeated_blocks"),
+            (block.in_no_split_modules, "_no_split_modules"),
+            (block.in_repeated_blocks, "_repeated_blocks"),
         )
         if named
     ]
@@ -162,6 +162,6 @@ def about(one: BlockClass, dtype_bytes: int) -> str:
     return " · ".join(facts)
 
 
-def paths(one: BlockClass) -> str:
-    """Where the first ones are."""
-    return ", ".join(one.sample_paths) + (", …" if one.count > len(one.sample_paths) else "")
+def paths(block: BlockClass) -> str:
+    """List the paths of the first blocks."""
+    return ", ".join(block.sample_paths) + (", …" if block.count > len(block.sample_paths) else "")

@@ -1,4 +1,4 @@
-"""The rows of the caches screen, and what is told of clearing. Pure."""
+"""The rows of the caches screen, and the summary of clearing. Pure."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MOST_TITLE: Final = 48
 
 
 def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
-    """A heading, and a row for each cache; what does not fit is left out from the right.
+    """A heading, and a row for each cache; what does not fit is cut at the right.
 
     Args:
         caches: In the order of the rows; at least one.
         width: Columns.
     """
-    names = max(6, *(len(one.name) for one in caches))
-    most = max(one.bytes for one in caches)
+    names = max(6, *(len(cache.name) for cache in caches))
+    most = max(cache.bytes for cache in caches)
     room = width - names - _SIZE - _FILES - len(_GAP)
-    titles = min(_MOST_TITLE, max(len(one.title) for one in caches))
+    titles = min(_MOST_TITLE, max(len(cache.title) for cache in caches))
     length = min(_WIDEST_BAR, room - titles - len(_GAP))
     if length < _LEAST_BAR:
         length = 0
@@ -38,26 +38,26 @@ def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
     titles = max(0, min(titles, room - space))
     heading = left("cache", names) + right("size", _SIZE) + right("files", _FILES)
     rows: list[Row] = [(Span(heading + _GAP + " " * space + left("contents", titles), "dim"),)]
-    for one in caches:
+    for cache in caches:
         row = [
-            Span(left(one.name, names), "strong"),
-            Span(right(size(one.bytes), _SIZE), "" if one.bytes else "dim"),
-            Span(right(str(one.files), _FILES) + _GAP, "" if one.files else "dim"),
+            Span(left(cache.name, names), "strong"),
+            Span(right(size(cache.bytes), _SIZE), "" if cache.bytes else "dim"),
+            Span(right(str(cache.files), _FILES) + _GAP, "" if cache.files else "dim"),
         ]
         if length:
-            row += [*bar(one.bytes / most if most else 0.0, length), Span(_GAP)]
-        rows.append((*row, Span(left(one.title, titles), "dim")))
+            row += [*bar(cache.bytes / most if most else 0.0, length), Span(_GAP)]
+        rows.append((*row, Span(left(cache.title, titles), "dim")))
     return rows
 
 
 def amount(caches: Sequence[Cache | Cleared]) -> str:
-    """How much is in them: `1.2 GiB in 40 files`."""
-    files = some(sum(one.files for one in caches), "file")
-    return f"{size(sum(one.bytes for one in caches))} in {files}"
+    """Say how much is in them: `1.2 GiB in 40 files`."""
+    files = some(sum(cache.files for cache in caches), "file")
+    return f"{size(sum(cache.bytes for cache in caches))} in {files}"
 
 
 def freed(cleared: Cleared) -> str:
-    """What clearing has come to."""
+    """Say how much was cleared."""
     what = f"{listed(cleared.names)} cache{'s' * (len(cleared.names) != 1)}"
     if not cleared.files:
         return f"nothing to clear in the {what}"

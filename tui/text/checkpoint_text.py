@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jobs.run.checkpoint_list import Listed
     from jobs.service.plan import Plan
 
-NEXT: Final = "→"  # marks what a resume goes on after
+NEXT: Final = "→"  # marks the checkpoint that a resume starts from
 EMPTY: Final = (
     "No checkpoints yet. A job writes one every checkpointing_steps steps, when it is done and "
     "when it is stopped; m on the dashboard asks a running job for one now."
@@ -30,28 +30,28 @@ def checkpoint_table(listed: Sequence[Listed], free: int | None) -> str:
     head = ("", "CHECKPOINT", "WRITTEN", "SIZE", "LAYOUT", "RANKS", "EMA", "HEALTH")
     rows = [
         (
-            NEXT if one.next else "",
-            one.name,
-            _moment(one.time),
-            size(one.bytes),
-            one.layout or MISSING,
-            number(one.world_size),
-            yes_no(one.ema),
-            one.health,
+            NEXT if checkpoint.next else "",
+            checkpoint.name,
+            _moment(checkpoint.time),
+            size(checkpoint.bytes),
+            checkpoint.layout or MISSING,
+            number(checkpoint.world_size),
+            yes_no(checkpoint.ema),
+            checkpoint.health,
         )
-        for one in listed
+        for checkpoint in listed
     ]
     lines = [table(head, rows), totals(listed, free)]
-    if any(one.next for one in listed):
+    if any(checkpoint.next for checkpoint in listed):
         lines.append(f"{NEXT} marks where a resume starts")
     return "\n".join(lines)
 
 
 def totals(listed: Sequence[Listed], free: int | None) -> str:
-    """How much all of them take, and how much room there is."""
+    """Say how much disk all checkpoints take, and how much is free."""
     count = f"{len(listed)} checkpoint{'s' * (len(listed) != 1)}"
-    aside = sum(one.bytes for one in listed if one.set_aside)
-    text = f"{count}, {size(sum(one.bytes for one in listed))}"
+    aside = sum(checkpoint.bytes for checkpoint in listed if checkpoint.set_aside)
+    text = f"{count}, {size(sum(checkpoint.bytes for checkpoint in listed))}"
     text += f" ({size(aside)} set aside)" if aside else ""
     return text + (f" · {size(free)} free on its disk" if free is not None else "")
 
@@ -65,23 +65,23 @@ def yes_no(value: bool | None) -> str:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What a plan does besides going on: what is set aside, and what changes the result."""
+    """Describe a plan's effects: warnings, what is set aside, what changes the result."""
     lines = [f"warning: {warning}" for warning in plan.warnings]
     if plan.rewound:
-        names = _named([one.path.name for one in plan.rewound])
+        names = _named([checkpoint.path.name for checkpoint in plan.rewound])
         lines.append(f"set aside, not deleted: {names}")
     return [*lines, *(f"the result changes: {change}" for change in plan.changes)]
 
 
 def resume_question(plan: Plan) -> tuple[str, str]:
-    """What to ask before a job is resumed: a heading, and what will happen."""
+    """Ask before a job is resumed: a heading, and what will happen."""
     assert plan.job is not None
     place = f"after step {plan.begin.step}" if plan.begin is not None else "from step 0"
     question = f"Resume job {plan.job.id} “{plan.job.name}” {place}?"
     lines = [f"Trains to step {plan.spec.max_train_steps}."]
     if plan.rewound:
         lines += ["", "Newer checkpoints are set aside, not deleted:"]
-        lines += [f"  {one.path.name}" for one in plan.rewound]
+        lines += [f"  {checkpoint.path.name}" for checkpoint in plan.rewound]
     if plan.changes:
         lines += ["", "The result will differ from an uninterrupted run:"]
         lines += [f"  {change}" for change in plan.changes]
@@ -103,23 +103,23 @@ def age(seconds: float) -> str:
     return f"{seconds // length:.0f} {unit}"
 
 
-def about(one: Listed, listed: Sequence[Listed]) -> str:
-    """What is known of a checkpoint, in a few lines."""
-    facts = [f"step {one.step}", f"written {_moment(one.time)}"]
-    if one.world_size is not None:
-        facts.append(f"by {one.world_size} rank{'s' * (one.world_size != 1)}")
-    if one.layout is not None:
-        facts.append("full tensors" if one.layout == "full" else "sharded")
-    if one.ema:
+def about(checkpoint: Listed, listed: Sequence[Listed]) -> str:
+    """Describe a checkpoint in three lines."""
+    facts = [f"step {checkpoint.step}", f"written {_moment(checkpoint.time)}"]
+    if checkpoint.world_size is not None:
+        facts.append(f"by {checkpoint.world_size} rank{'s' * (checkpoint.world_size != 1)}")
+    if checkpoint.layout is not None:
+        facts.append("full tensors" if checkpoint.layout == "full" else "sharded")
+    if checkpoint.ema:
         facts.append("with EMA")
-    later = (other for other in listed if other.step > one.step and not other.set_aside)
+    later = (other for other in listed if other.step > checkpoint.step and not other.set_aside)
     newer = [other.name for other in sorted(later, key=lambda other: other.step)]
-    what = one.health
-    if one.next:
+    what = checkpoint.health
+    if checkpoint.next:
         what += "; a resume starts here"
-    elif not one.set_aside and newer:
+    elif not checkpoint.set_aside and newer:
         what += f"; resuming here sets aside {_named(newer)}"
-    return "\n".join([" · ".join(facts), what, str(one.path)])
+    return "\n".join([" · ".join(facts), what, str(checkpoint.path)])
 
 
 def _moment(t: float) -> str:

@@ -26,7 +26,7 @@ def data_text(
         report: The report.
         steps: How many the job trains.
         width: Columns that sentences are wrapped to; a name is never cut.
-        every_file: Name everything that is left out.
+        every_file: Name every skipped file.
     """
     parts = ["\n".join(f"{name:<12} {text}" for name, text in facts(report, steps))]
     if len(report["datasets"]) > 1:
@@ -47,8 +47,13 @@ def data_text(
 def _datasets(datasets: Sequence[Mapping[str, Any]]) -> str:
     head = ("SAMPLES", "SKIPPED", "PER EPOCH", "DATASET")
     rows = [
-        (str(one["samples"]), str(one["skipped"]), str(one["draws"]), dataset_name(one))
-        for one in datasets
+        (
+            str(dataset["samples"]),
+            str(dataset["skipped"]),
+            str(dataset["draws"]),
+            dataset_name(dataset),
+        )
+        for dataset in datasets
     ]
     return _aligned(head, rows, numbers=(0, 1, 2))
 
@@ -83,11 +88,11 @@ def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
 
 def _findings(group: Group, width: int, *, every_example: bool) -> list[str]:
     lines = []
-    for found in group.findings:
-        examples = found["examples"] if every_example else found["examples"][:1]
+    for finding in group.findings:
+        examples = finding["examples"] if every_example else finding["examples"][:1]
         more = f", such as {', '.join(examples)}" if examples else ""
         lines += textwrap.wrap(
-            f"{found['count']:>6}  {found['text']}{more}",
+            f"{finding['count']:>6}  {finding['text']}{more}",
             max(40, width),
             subsequent_indent=" " * 8,
             break_long_words=False,
@@ -98,8 +103,8 @@ def _findings(group: Group, width: int, *, every_example: bool) -> list[str]:
 
 def _every_file(report: Mapping[str, Any], group: Group) -> list[str]:
     lines = []
-    for found in group.findings:
-        lines.append(f"{found['count']:>6}  {found['text']}")
-        for name, more in left_out(report, found["text"]):
+    for finding in group.findings:
+        lines.append(f"{finding['count']:>6}  {finding['text']}")
+        for name, more in left_out(report, finding["text"]):
             lines.append(f"        {name}" + (f": {more}" if more else ""))
     return lines

@@ -34,26 +34,26 @@ def bucket_name(bucket: Mapping[str, Any]) -> str:
 
 
 def groups(report: Mapping[str, Any]) -> list[Group]:
-    """What was left out, converted, and is not as one may think; kinds without any are missing."""
-    cautions, converted = report["cautions"], sum(one["count"] for one in report["handled"])
-    found = [
+    """Group the findings: skipped, converted, warnings; without the empty groups."""
+    cautions, converted = report["cautions"], sum(finding["count"] for finding in report["handled"])
+    kinds = [
         Group("skipped", "warn", f"{len(report['skipped'])} skipped", report["reasons"]),
         Group("converted", "", f"{converted} converted", report["handled"]),
         Group("warnings", "accent", some(len(cautions), "warning"), cautions),
     ]
-    return [group for group in found if group.findings]
+    return [group for group in kinds if group.findings]
 
 
 def left_out(report: Mapping[str, Any], reason: str) -> list[tuple[str, str]]:
-    """Every name that was left out for a reason, and what else there is to say of it."""
+    """List each file skipped for a reason, with the details of its own."""
     several = len(report["datasets"]) > 1
-    found = []
+    names = []
     for dataset, name, why in report["skipped"]:
         rest = why.removeprefix(reason)
         if why.startswith(reason) and (not rest or rest.startswith((":", " ("))):
             folder = f"{report['datasets'][dataset]['path']}/" if several else ""
-            found.append((folder + name, rest.removeprefix(":").strip()))
-    return found
+            names.append((folder + name, rest.removeprefix(":").strip()))
+    return names
 
 
 def fills(report: Mapping[str, Any]) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
     captions = some(report["texts"], "unique caption")
     epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']}"
     held = f"; {report['held_out']} more held out" if report.get("held_out") else ""
-    found = [
+    rows = [
         (
             "samples",
             str(report["samples"])
@@ -93,7 +93,7 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
         ),
         ("job", f"{some(steps, 'step')}, {epochs(report)}"),
     ]
-    return [(name, text) for name, text in found if text]
+    return [(name, text) for name, text in rows if text]
 
 
 def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
@@ -139,12 +139,12 @@ def dataset_name(dataset: Mapping[str, Any]) -> str:
 
 
 def epochs(report: Mapping[str, Any]) -> str:
-    """How many the job trains."""
+    """Say how many epochs the job trains."""
     return f"{report['epochs']:.3g} epoch{'s' * (report['epochs'] != 1)}"
 
 
 def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """What is different from an earlier report on the same job; "" if nothing is."""
+    """Compare with an earlier report on the same job; "" if nothing changed."""
     if before is None:
         return ""
     try:
@@ -154,12 +154,12 @@ def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
             ("captions", before["texts"], now["texts"]),
             ("buckets", len(before["buckets"]), len(now["buckets"])),
         ]
-        told = [f"{name} {old} → {new}" for name, old, new in counts if old != new]
-        if not told and _by_bucket(before) != _by_bucket(now):
-            told = ["other sizes"]
+        changed = [f"{name} {old} → {new}" for name, old, new in counts if old != new]
+        if not changed and _by_bucket(before) != _by_bucket(now):
+            changed = ["other sizes"]
     except (KeyError, TypeError):  # what some other version wrote
         return ""
-    return ", ".join(told)
+    return ", ".join(changed)
 
 
 def some(count: int, what: str) -> str:

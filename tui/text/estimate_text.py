@@ -31,7 +31,7 @@ def band(low: int, high: int) -> str:
 
 
 def verdict(fit: Fit) -> str:
-    """How it fits, and by how much."""
+    """Say how it fits, and by how much."""
     match fit.verdict:
         case Verdict.FITS:
             return f"fits, {size(fit.spare)} spare"
@@ -51,15 +51,15 @@ def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
         *(f"on {f.room.name}" for f in rooms),
     )
     lines = []
-    for found, fits in rows:
-        if isinstance(found, Predicted):
+    for result, fits in rows:
+        if isinstance(result, Predicted):
             needed = band(fits[0].low, fits[0].high)
-            cells = [needed, TITLES.get(found.largest.name, found.largest.name)]
+            cells = [needed, TITLES.get(result.largest.name, result.largest.name)]
             cells += [verdict(fit) if len(fits) == 1 else _SHORT[fit.verdict] for fit in fits]
         else:
-            cells = ["–", found.error]
+            cells = ["–", result.error]
         lines.append(
-            (found.strategy, str(found.ranks), *cells, *[""] * (len(head) - 2 - len(cells)))
+            (result.strategy, str(result.ranks), *cells, *[""] * (len(head) - 2 - len(cells)))
         )
     return table(head, lines)
 
@@ -69,11 +69,11 @@ def phases_text(predicted: Predicted) -> str:
     head = ("phase (GiB)", "peak", *_PARTS)
     rows = [
         (
-            TITLES.get(one.name, one.name),
-            gib(one.peak),
-            *(gib(one.parts.get(part)) for part in _PARTS),
+            TITLES.get(phase.name, phase.name),
+            gib(phase.peak),
+            *(gib(phase.parts.get(part)) for part in _PARTS),
         )
-        for one in predicted.phases
+        for phase in predicted.phases
     ]
     beside = ", ".join(
         f"{name.replace('_', ' ')} {size(n)}" for name, n in predicted.overheads.items()
@@ -105,17 +105,17 @@ def word(value: Any) -> str:
 
 
 def fewest_text(counts: Mapping[str, int | None]) -> str:
-    """`2 × 24 GB, 1 × 48 GB, …`, and which cannot do it however many there are."""
+    """Write `2 × 24 GB, 1 × 48 GB, …`, and the kinds of which no number is enough."""
     able = [f"{count} × {name}" for name, count in counts.items() if count is not None]
     unable = [name for name, count in counts.items() if count is None]
-    told = ", ".join(able)
+    text = ", ".join(able)
     if unable:
-        told += f"{'; ' if able else ''}not possible on {', '.join(unable)}"
-    return told
+        text += f"{'; ' if able else ''}not possible on {', '.join(unable)}"
+    return text
 
 
 def advice_text(own: str, candidates: Sequence[Candidate], advised: str | None, ranks: int) -> str:
-    """Which strategy is the fastest that fits."""
+    """Name the fastest strategy that fits."""
     if len(candidates) < 2:
         return ""
     if advised is None:
@@ -134,15 +134,15 @@ def needs_text(needs: Sequence[Need]) -> str:
 
 
 def compared_text(compared: Sequence[Compared]) -> str:
-    """Predicted beside measured; of several ranks the one that took the most."""
+    """Show predicted and measured peaks; of several ranks the highest one."""
     rows = [
         (
-            TITLES.get(one.phase, one.phase),
-            size(one.predicted),
-            size(max(one.measured)) if one.measured else "–",
-            difference(one.ratio),
+            TITLES.get(phase.phase, phase.phase),
+            size(phase.predicted),
+            size(max(phase.measured)) if phase.measured else "–",
+            difference(phase.ratio),
         )
-        for one in compared
+        for phase in compared
     ]
     return table(("phase", "predicted", "measured", "difference"), rows)
 
@@ -153,7 +153,7 @@ def difference(ratio: float | None) -> str:
 
 
 def measured_text(measured: Measured, compared: Sequence[Compared]) -> str:
-    """What a dry run came to."""
+    """Describe the result of a dry run."""
     if measured.out_of_memory:
         return f"measured: does not fit: {measured.reason}"
     if measured.measure == "rss":

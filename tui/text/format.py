@@ -59,7 +59,7 @@ def duration(seconds: float | None) -> str:
 
 
 def spent(seconds: float) -> str:
-    """How long something has gone on: `12 s`, `1:05`."""
+    """Write a duration: `12 s`, `1:05`."""
     return f"{max(0.0, seconds):.0f} s" if seconds < 60 else duration(seconds)
 
 

@@ -87,7 +87,7 @@ def describe(job: Mapping[str, Any]) -> str:
 
 
 def slurm_line(facts: Mapping[str, Any]) -> str:
-    """Where a Slurm job is: `job 17, RUNNING on n[1-2], asked 0:12 ago`."""
+    """Say where a Slurm job is: `job 17, RUNNING on n[1-2], asked 0:12 ago`."""
     parts = [f"job {facts['job']}"]
     if state := facts.get("state"):
         parts.append(f"{state} on {facts['nodes']}" if facts.get("nodes") else str(state))
@@ -116,7 +116,7 @@ def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
 def prediction_lines(
     strategy: str, ranks: int, device: Sequence[int], phases: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[str]:
-    """What was predicted of a rank, phase by phase, and what the one that took most measured."""
+    """List a rank's predicted peak per phase, and the highest measured one."""
     least, most = size(device[0]), size(device[1])
     lines = [f"predicted    {least} to {most} on each GPU ({strategy} on {ranks} ranks)"]
     for phase in phases:

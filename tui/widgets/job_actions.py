@@ -37,7 +37,7 @@ class JobActions(Screen[ScreenResultType]):
 
     @dataclass
     class Planned(Message):
-        """A job that was to be started would go on in another way than it was going."""
+        """A job to be resumed would not continue exactly as it was."""
 
         plan: Plan
 
@@ -52,12 +52,12 @@ class JobActions(Screen[ScreenResultType]):
         return job.id if (job := self.job_acted_on) is not None else None
 
     def job_keys(self, job: Job | None) -> list[Key]:
-        """What can be done with a job as it is now, for the line of keys."""
+        """List what can be done with a job now, for the line of keys."""
         if self.app.settings.read_only:
             return []
         return [
-            Key(one.name, one.keys, one.shown, one.label, one.help)
-            for one in job_actions(job, self.app.own_keys)
+            Key(action.name, action.keys, action.shown, action.label, action.help)
+            for action in job_actions(job, self.app.own_keys)
         ]
 
     def act(self, act: Callable[[int], str]) -> None:

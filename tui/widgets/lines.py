@@ -83,14 +83,14 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         self.repaint(changed)
 
     def repaint(self, rows: Mapping[int, range | None]) -> None:
-        """Paint rows again that can be seen: some cells of each, or all of them."""
+        """Repaint visible rows: some cells of each, or all of them."""
         width, height = self.size
         regions = []
         for index, cells in rows.items():
             y = index if index < self.fixed else index - self.scroll_offset.y
             if (0 if index < self.fixed else self.fixed) <= y < height:
-                wanted = cells or range(width)
-                regions.append(Region(wanted.start, y, len(wanted), 1))
+                columns = cells or range(width)
+                regions.append(Region(columns.start, y, len(columns), 1))
         if regions:
             self.refresh(*regions)
 
@@ -135,7 +135,7 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
 
 
 def changed_cells(old: Row, new: Row) -> range | None:
-    """From the first to the last cell whose span differs; None where that cannot be told.
+    """From the first to the last cell whose span differs; None where that is unknown.
 
     Textual draws a line up to the last cell that is to be painted, so rows have what changes most
     in front. A terminal is sent even less, see `terminal_cells`; a browser is not.

@@ -35,7 +35,7 @@ class Pane(Vertical):
     @property
     def target(self) -> Widget | None:
         """What gets the focus, so that the pane's keys work."""
-        return next((one for one in self.query("*") if one.focusable), None)
+        return next((widget for widget in self.query("*") if widget.focusable), None)
 
     def update_from(self, look: Look) -> None:
         """Show a new look; only called while the pane can be seen."""

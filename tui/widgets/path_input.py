@@ -29,7 +29,7 @@ def complete_path(text: str, suffixes: Sequence[str] | None = ()) -> str | None:
     folder = os.path.expandvars(os.path.expanduser(head + slash)) if slash else "."
     if not slash and tail == "~":
         return "~/"
-    found: list[tuple[bool, str]] = []
+    matches: list[tuple[bool, str]] = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -37,12 +37,12 @@ def complete_path(text: str, suffixes: Sequence[str] | None = ()) -> str | None:
                 if hidden or not entry.name.startswith(tail) or not _is_text(entry.name):
                     continue
                 if entry.is_dir():
-                    found.append((False, f"{entry.name}/"))
+                    matches.append((False, f"{entry.name}/"))
                 elif suffixes is None or entry.name.endswith(tuple(suffixes)):
-                    found.append((True, entry.name))
+                    matches.append((True, entry.name))
     except (OSError, ValueError):
         return None
-    return f"{head}{slash}{min(found)[1]}" if found else None
+    return f"{head}{slash}{min(matches)[1]}" if matches else None
 
 
 def _is_text(name: str) -> bool:
@@ -67,16 +67,16 @@ class PathSuggester(Suggester):
         self._suffixes = suffixes
         self._words = words
         self._one_look = asyncio.Lock()
-        self._wanted = ""
+        self._typed = ""
 
     async def get_suggestion(self, value: str) -> str | None:
-        self._wanted = value
+        self._typed = value
         async with self._one_look:  # a file system that hangs holds one thread, not many
-            if value != self._wanted or not value:
+            if value != self._typed or not value:
                 return None
-            found = await in_daemon(lambda: complete_path(value, self._suffixes))
-        known = (word for word in self._words() if word.startswith(value) and word != value)
-        return found or next(known, None)
+            path = await in_daemon(lambda: complete_path(value, self._suffixes))
+        words = (word for word in self._words() if word.startswith(value) and word != value)
+        return path or next(words, None)
 
 
 async def in_daemon(look: Callable[[], Any]) -> Any:
@@ -101,7 +101,7 @@ async def in_daemon(look: Callable[[], Any]) -> Any:
 
 
 class PathInput(Input):
-    """An input whose tab key takes the proposal first, and goes on when there is none."""
+    """An input whose tab key takes the proposal first, and moves on when there is none."""
 
     BINDINGS: ClassVar = [
         Binding(

@@ -43,7 +43,7 @@ class PickList(Lines, can_focus=True):
         raise NotImplementedError
 
     def nothing(self) -> Sequence[Row]:
-        """What is shown when there are none."""
+        """The rows shown when the list is empty."""
         return []
 
     def highlight(self, index: int) -> None:

@@ -40,29 +40,31 @@ def host_of(
     trained = trained_of(trace, layout)
     on_cpu = spec.device == "cpu"
     copy = _saved(spec, trace, layout)
-    found = {"process": PROCESS_ON_CPU if on_cpu else PROCESS, "loading": _READERS}
+    parts = {"process": PROCESS_ON_CPU if on_cpu else PROCESS, "loading": _READERS}
     if on_cpu:
-        found["tensors"] = device
+        parts["tensors"] = device
     if layout.offload:
         shards = sum(cost_of(unit, layout).host for unit in trace.units)
-        found["offloaded_weights"] = shards
+        parts["offloaded_weights"] = shards
         # FSDP copies them into memory that torch pins, in powers of two; the shards lie in our own
         # (`engine.model.pinned_memory`).
-        found["offloaded_gradients"] = sum(_power_of_two(4 * one.numel) for one in trained)
-        found["offloaded_optimizer"] = state_bytes(spec, trained)
+        parts["offloaded_gradients"] = sum(
+            _power_of_two(4 * parameter.numel) for parameter in trained
+        )
+        parts["offloaded_optimizer"] = state_bytes(spec, trained)
     if swapped := swapped_of(trace.units, 0 if layout.shards else spec.swap_blocks)[0]:
         several = trace.second_denoiser and spec.validation_prompts
-        found["swapped_blocks"] = 2 * swapped if several else swapped
+        parts["swapped_blocks"] = 2 * swapped if several else swapped
     if spec.use_ema and spec.ema_device == "cpu" and not on_cpu:
-        found["ema"] = sum(one.size for one in trained)
+        parts["ema"] = sum(parameter.size for parameter in trained)
     if spec.checkpointing_async is not False and spec.fsdp_state_dict_type != "FULL_STATE_DICT":
-        found["checkpoint_copy"] = copy
+        parts["checkpoint_copy"] = copy
     if spec.validation_prompts:
-        found["autoencoder"] = autoencoder
-    rank = sum(found.values())
-    needed = rank - (0 if spec.checkpointing_async else found.get("checkpoint_copy", 0))
+        parts["autoencoder"] = autoencoder
+    rank = sum(parts.values())
+    needed = rank - (0 if spec.checkpointing_async else parts.get("checkpoint_copy", 0))
     # A copy is made only where there is room, unless the job insists.
-    return found | {
+    return parts | {
         "rank": rank,
         "least": needed,
         "machine": rank * ranks,
@@ -86,7 +88,7 @@ def disk_of(spec: JobSpec, trace: Trace, run_root: Path | None = None) -> dict[s
     auto = 4 if spec.model_type == "lora" else trace.shape.file_bytes
     width = _EXPORTED.get(str(spec.export_dtype), auto)
     formats = 1 if spec.model_type == "full" else max(1, len(spec.export_formats or [1, 1]))
-    found = {
+    sizes = {
         "checkpoint": checkpoint,
         "checkpoints": kept * checkpoint,
         # One more is complete before the oldest is deleted.
@@ -94,12 +96,12 @@ def disk_of(spec: JobSpec, trace: Trace, run_root: Path | None = None) -> dict[s
         "export": numbers * width * formats,
     }
     if run_root is not None:
-        found["free"] = shutil.disk_usage(run_root).free
-    return found
+        sizes["free"] = shutil.disk_usage(run_root).free
+    return sizes
 
 
 def _saved(spec: JobSpec, trace: Trace, layout: Layout) -> int:
     """Weights, optimizer state and average of what is trained, as a checkpoint has them."""
     trained = trained_of(trace, layout)
-    numbers = sum(4 * one.numel for one in trained)
+    numbers = sum(4 * parameter.numel for parameter in trained)
     return numbers * (2 if spec.use_ema else 1) + state_bytes(spec, trained)

@@ -42,13 +42,13 @@ class Trained:
 
 
 def state_bytes(spec: JobSpec, trained: Sequence[Trained]) -> int:
-    """What the optimizer keeps once it has made a step."""
-    return sum(_STATES[spec.optimizer](one) for one in trained)
+    """Bytes that the optimizer keeps once it has made a step."""
+    return sum(_STATES[spec.optimizer](parameter) for parameter in trained)
 
 
 def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool) -> int:
     """The most that a step allocates on top."""
-    sizes = [one.size for one in trained]
+    sizes = [parameter.size for parameter in trained]
     if not sizes:
         return 0
     most = max(sizes)
@@ -68,29 +68,29 @@ def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool)
     return 0  # fused AdamW needs nothing
 
 
-def _adamw(one: Trained) -> int:
-    return 2 * one.size + BLOCK  # fused, the number of steps is a tensor on the device
+def _adamw(parameter: Trained) -> int:
+    return 2 * parameter.size + BLOCK  # fused, the number of steps is a tensor on the device
 
 
-def _adafactor(one: Trained) -> int:
-    if len(one.shape) < 2:
-        return one.size
-    rows, columns = one.numel // one.shape[-1], one.numel // one.shape[-2]
+def _adafactor(parameter: Trained) -> int:
+    if len(parameter.shape) < 2:
+        return parameter.size
+    rows, columns = parameter.numel // parameter.shape[-1], parameter.numel // parameter.shape[-2]
     return rounded(4 * rows) + rounded(4 * columns)
 
 
-def _adamw_8bit(one: Trained) -> int:
-    if one.numel < _QUANTISED_FROM or one.numel % _QUANTISED_BLOCK:
-        return 2 * one.size
-    scales = rounded(4 * (one.numel // _QUANTISED_BLOCK))
-    return 2 * (rounded(one.numel) + scales + _CODES)
+def _adamw_8bit(parameter: Trained) -> int:
+    if parameter.numel < _QUANTISED_FROM or parameter.numel % _QUANTISED_BLOCK:
+        return 2 * parameter.size
+    scales = rounded(4 * (parameter.numel // _QUANTISED_BLOCK))
+    return 2 * (rounded(parameter.numel) + scales + _CODES)
 
 
 _STATES: Final[dict[str, Callable[[Trained], int]]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
-    "sgd": lambda one: 0,
-    "lion": lambda one: one.size,
-    "prodigy": lambda one: 4 * one.size,
+    "sgd": lambda parameter: 0,
+    "lion": lambda parameter: parameter.size,
+    "prodigy": lambda parameter: 4 * parameter.size,
     "adafactor": _adafactor,
 }

@@ -36,13 +36,13 @@ class Overheads:
 
     def beside(self, communicators: int) -> dict[str, int]:
         """Name → bytes that the driver counts besides what torch reserves."""
-        found = {"cuda_context": self.cuda_context, "cublas": self.cublas}
+        parts = {"cuda_context": self.cuda_context, "cublas": self.cublas}
         if communicators:
-            found["nccl"] = self.nccl + (communicators - 1) * self.nccl_more
-        return found
+            parts["nccl"] = self.nccl + (communicators - 1) * self.nccl_more
+        return parts
 
     def reserved(self, allocated: int) -> tuple[int, int]:
-        """What torch reserves of a GPU when so much is allocated at most: least and most."""
+        """Bound what torch reserves on a GPU for a peak of allocated bytes: least and most."""
         low, high = (
             -(-int(allocated * factor) // self.segment) * self.segment
             for factor in (self.reserved_low, self.reserved_high)

@@ -1,6 +1,6 @@
 """Phases before and beside training: caching texts and latents, decoding samples.
 
-They need the model's other parts, so they are predicted where the model is on disk, and left out
+They need the model's other parts, so they are predicted where the model is on disk, and skipped
 where only its published config is known.
 """
 
@@ -80,8 +80,8 @@ def _sharded_encoders(
             rows = place.shape[0] if place.shape else 1
             local = -(-rows // ranks) * (kept_bytes(place, dtype, packing) // max(1, rows))
             held += rounded(local)
-            found = _BLOCK.match(place.name)
-            unit = found[1] if found else ""
+            match = _BLOCK.match(place.name)
+            unit = match[1] if match else ""
             units[unit] = units.get(unit, 0) + local * ranks
         rest = units.pop("", 0)
         block = max(units.values(), default=0)
@@ -90,17 +90,17 @@ def _sharded_encoders(
 
 
 def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
-    """The autoencoder with the largest picture; None where it cannot be traced."""
+    """The autoencoder with the largest image; None where it cannot be traced."""
     size, frames = training_size(spec), training_frames(spec)
-    found = _autoencoder(spec, root, size, frames, decodes=False)
-    return found and Phase("latent_cache", Parts(parameters=found[0], activations=found[1]))
+    taken = _autoencoder(spec, root, size, frames, decodes=False)
+    return taken and Phase("latent_cache", Parts(parameters=taken[0], activations=taken[1]))
 
 
 def decoding(spec: JobSpec, root: Path) -> Parts | None:
-    """What the autoencoder takes on top of training when the largest sample is decoded."""
+    """Predict what decoding the largest sample takes on top of training."""
     asked = sampled(spec)
-    found = asked and _autoencoder(spec, root, *asked, decodes=True)
-    return Parts(workspace=sum(found)) if found else None
+    taken = asked and _autoencoder(spec, root, *asked, decodes=True)
+    return Parts(workspace=sum(taken)) if taken else None
 
 
 def autoencoder_bytes(root: Path) -> int:
@@ -136,7 +136,7 @@ def _autoencoder(
             most = _run(live, family, vae, torch.empty(shape), decodes=decodes)
     except Exception:  # an autoencoder of another kind: a phase less is predicted
         return None
-    return sum(rounded(one.untyped_storage().nbytes()) for one in weights), most
+    return sum(rounded(weight.untyped_storage().nbytes()) for weight in weights), most
 
 
 def _run(live: Live, family: Any, vae: Any, pixels: torch.Tensor, *, decodes: bool) -> int:

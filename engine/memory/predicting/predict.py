@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.memory.tracing.trace import Trace
     from jobs.spec.job_spec import JobSpec
 
-# What of a job is said beside a prediction.
+# The keys of a job that are shown beside a prediction.
 _SETTINGS = (
     "model_family",
     "model_flavour",
@@ -65,13 +65,13 @@ def predict(
     disk: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
 ) -> Prediction:
-    """What a job needs on the rank that needs the most.
+    """Predict what a job needs on the rank that needs the most.
 
     Args:
         trace: Of a step of the job, traced as the strategy gathers weights.
         spec: The job.
-        ranks: World size; the job's own when left out.
-        strategy: single, ddp, hsdp or fsdp2; what the job would run when left out.
+        ranks: World size; default: the job's.
+        strategy: single, ddp, hsdp or fsdp2; default: what the job would run.
         sample: A forward for its samples, if it makes any.
         resident: Bytes of other models that stay on the device while it trains.
         beside: Phases that no trace is needed for.
@@ -87,7 +87,7 @@ def predict(
     strategy = strategy or strategy_of(spec, ranks)
     layout = layout_of(spec, ranks, strategy)
     _check(spec, trace, layout, strategy, ranks)
-    said = list(notes)
+    assumed = list(notes)
     on_cuda = spec.device != "cpu"
     trained = trained_of(trace, layout)
     swapped, moving = swapped_of(trace.units, spec.swap_blocks if strategy == "single" else 0)
@@ -95,7 +95,7 @@ def predict(
     state = 0 if layout.offload else state_bytes(spec, trained)
     average = 0
     if spec.use_ema and spec.ema_device != "cpu" and not layout.offload:
-        average = sum(one.size for one in trained)
+        average = sum(parameter.size for parameter in trained)
     base = Parts(parameters=held + resident, optimizer=state + average)
     walk = _walk(trace, layout, base, spec)
     walk.step(spec.gradient_accumulation_steps)
@@ -139,19 +139,19 @@ def predict(
         overheads=overheads.beside(_communicators(spec, strategy, ranks)) if on_cuda else {},
         host=dict(host or {}),
         disk=dict(disk or {}),
-        notes=tuple(said),
+        notes=tuple(assumed),
     )
 
 
 def strategy_of(spec: JobSpec, ranks: int) -> str:
-    """What a job runs on `ranks` ranks, as far as that is known without GPUs."""
+    """Choose the strategy on `ranks` ranks, as far as that is possible without GPUs."""
     if ranks == 1 and spec.strategy in ("auto", "ddp", "single"):
         return "single"
     return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]
 
 
 def layout_of(spec: JobSpec, ranks: int, strategy: str) -> Layout:
-    """How weights lie on each of the ranks. Pure."""
+    """Determine how weights lie on each of the ranks. Pure."""
     if strategy not in SHARDING:
         return Layout(0)
     replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
@@ -168,7 +168,7 @@ def layout_of(spec: JobSpec, ranks: int, strategy: str) -> Layout:
 
 
 def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
-    """What a rank trains, parameter by parameter.
+    """List what a rank trains, parameter by parameter.
 
     What gets no gradient has no state either, but where gradients are averaged over replicas: there
     it counts as zero (`engine.train.gradients`).

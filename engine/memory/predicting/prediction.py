@@ -1,6 +1,6 @@
 """What is predicted: bytes per rank, phase by phase, as JSON values. Imports no torch.
 
-`jobs.memory.predicted` reads what is said here.
+`jobs.memory.predicted` reads what this writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PHASES: Final = (
     "sample",
     "save",
 )
-"""In the order of a run. Those that a job does not have, such as `sample`, are left out."""
+"""In the order of a run. Those that a job does not have, such as `sample`, are missing."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Cost:
 
 @lru_cache(maxsize=4096)
 def cost_of(unit: Unit, layout: Layout) -> Cost:
-    """What a unit takes. Pure."""
+    """Compute what a unit takes. Pure."""
     mine = [w for w in unit.weights if layout.is_sharded(w)]
     others = [w for w in unit.weights if not layout.is_sharded(w)]
     ranks = layout.shards
@@ -117,7 +117,7 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
 
 
 def swapped_of(units: Sequence[Unit], count: int) -> tuple[int, int]:
-    """What blocks that are swapped to host memory take there, and what of them is on the device.
+    """Bytes of swapped blocks in host memory, and of those on the device at a time.
 
     While one computes, the next one is being copied (`engine.parallel.block_swap`).
 

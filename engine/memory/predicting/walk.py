@@ -206,6 +206,6 @@ class Walk:
             return
         activations //= self.context
         here = replace(self.base, activations=activations, gradients=gradients, gathered=gathered)
-        known = self.peaks.get(self._phase)
-        if known is None or here.total > known.total:
+        highest = self.peaks.get(self._phase)
+        if highest is None or here.total > highest.total:
             self.peaks[self._phase] = here

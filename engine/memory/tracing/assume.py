@@ -47,7 +47,7 @@ class Assume(TorchDispatchMode):
 
 
 def _everywhere(func: Any, args: tuple[Any, ...]) -> Any:
-    """What an operation comes to whose mask is true everywhere.
+    """The result of an operation whose mask is true everywhere.
 
     Raises:
         NotImplementedError: It is not known here.

@@ -55,7 +55,7 @@ class Echo:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What a block's call would return.
+        """Return what a block's call would return.
 
         Args:
             module: The block.
@@ -85,8 +85,8 @@ class Echo:
             outputs = _Played.apply(self, record, name, self._anchor, *tensors)
         else:
             outputs = self.forward(record, name, tensors)[0]
-        found = iter(outputs)
-        filled = [next(found) if isinstance(s, Slot) else s for s in record.outputs]
+        tensors_out = iter(outputs)
+        filled = [next(tensors_out) if isinstance(s, Slot) else s for s in record.outputs]
         return tree_unflatten(filled, record.result)
 
     def release(self) -> None:

@@ -36,7 +36,7 @@ class Cells:
 
     Attributes:
         side: Pixels of a latent's side.
-        frames: Frames of a latent, but for the first; 0 for pictures.
+        frames: Frames of a latent, but for the first; 0 for images.
     """
 
     side: int = 8
@@ -77,12 +77,12 @@ def latents_shape(
 def reference_shapes(
     spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], count: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name → shape and precision of latents of conditioning images that are shaped as the picture.
+    """Name → shape and precision of latents of conditioning images that are shaped as the image.
 
     Args:
         spec: The job.
         config: The denoiser's.
-        size: Of the picture beside them.
+        size: Of the image beside them.
         count: How many.
     """
     if not count:
@@ -99,7 +99,8 @@ def references(spec: JobSpec, *, training: bool) -> int:
     """The most conditioning images that a sample of the data, or one that is made, has."""
     if training:
         return max(
-            (one.references or int(one.first_frame) for one in spec.datasets or []), default=0
+            (dataset.references or int(dataset.first_frame) for dataset in spec.datasets or []),
+            default=0,
         )
     return max((len(request.conditioning) for request in requests_of(spec)), default=0)
 
@@ -176,5 +177,5 @@ def sampled(spec: JobSpec) -> tuple[tuple[int, int], int] | None:
     requests = requests_of(spec)
     if not requests:
         return None
-    most = max(requests, key=lambda one: one.width * one.height * one.frames)
+    most = max(requests, key=lambda request: request.width * request.height * request.frames)
     return (most.width, most.height), most.frames

@@ -18,7 +18,7 @@ BLOCK: Final = 512
 
 
 def rounded(size: int) -> int:
-    """What the allocator counts for an allocation of a number of bytes."""
+    """Round bytes up to what the allocator counts for them."""
     return -(-size // BLOCK) * BLOCK
 
 
@@ -118,10 +118,10 @@ class Live(TorchDispatchMode):
         return self._sizes[key][1] if key in self._sizes else 0
 
     def _forget(self, key: int) -> None:
-        known = self._sizes.pop(key, None)
-        if known is None:
+        allocation = self._sizes.pop(key, None)
+        if allocation is None:
             return
-        _, size, attached = known
+        _, size, attached = allocation
         if attached:
             self.gradients -= size
         else:
@@ -156,5 +156,5 @@ class Live(TorchDispatchMode):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells a tensor's storage from others while it is alive."""
+    """Identify a tensor's storage while it is alive."""
     return tensor.untyped_storage()._cdata

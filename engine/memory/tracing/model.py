@@ -134,7 +134,7 @@ def build(shape: Shape) -> Built:
     if shape.training and computes_alone(spec, sharded=shape.sharded):
         narrow_inputs(model, compute_dtype(spec))
     units, blocks = _units(model, shape, fp32)
-    buffers = sum(rounded(one.numel() * one.element_size()) for one in model.buffers())
+    buffers = sum(rounded(buffer.numel() * buffer.element_size()) for buffer in model.buffers())
     return Built(model, family, units, blocks, buffers)
 
 
@@ -146,14 +146,14 @@ def on_fake(built: Built, shape: Shape) -> None:
     made: dict[int, torch.Tensor] = {}
     names = dict(built.model.named_parameters(remove_duplicate=False))
     for name, parameter in names.items():
-        known = made.get(id(parameter))
-        if known is None:
+        replacement = made.get(id(parameter))
+        if replacement is None:
             narrowed = parameter.dtype is torch.float32 and widths.get(name) == narrow.itemsize
             dtype = narrow if narrowed and shape.sharded else parameter.dtype
             fake = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-            known = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
-            made[id(parameter)] = known
-        _set(built.model, name, known, "_parameters")
+            replacement = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            made[id(parameter)] = replacement
+        _set(built.model, name, replacement, "_parameters")
     for name, buffer in dict(built.model.named_buffers(remove_duplicate=False)).items():
         fake = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu")
         _set(built.model, name, fake, "_buffers")
@@ -215,13 +215,13 @@ def _units(
         for name, parameter in model.named_parameters()
     }
     taken: set[torch.nn.Parameter] = set()
-    found = {}
+    unit_of = {}
     for module in [*chosen, model]:  # inner ones first
         own = [p for p in module.parameters() if p not in taken]
         taken.update(own)
-        found[module] = Unit(names[module], tuple(of_parameter[p] for p in own))
-    units = [found[module] for module in names if module in found and module is not model]
-    return (*units, found[model]), _repeated(model, {names[module] for module in chosen}, names)
+        unit_of[module] = Unit(names[module], tuple(of_parameter[p] for p in own))
+    units = [unit_of[module] for module in names if module in unit_of and module is not model]
+    return (*units, unit_of[model]), _repeated(model, {names[module] for module in chosen}, names)
 
 
 def _repeated(
@@ -231,12 +231,12 @@ def _repeated(
     from jobs.spec.families import FAMILIES
 
     classes = {block for family in FAMILIES.values() for block in family.blocks}
-    found: list[str] = []
+    outermost: list[str] = []
     for module, name in names.items():
         block = type(module).__name__ in classes or (name in units and name[-1:].isdigit())
-        if name and block and not any(name.startswith(outer + ".") for outer in found):
-            found.append(name)
-    return tuple(found)
+        if name and block and not any(name.startswith(outer + ".") for outer in outermost):
+            outermost.append(name)
+    return tuple(outermost)
 
 
 def _weight(

@@ -124,11 +124,11 @@ def record_block(
         recorder.flush()
     del args, kwargs
     given.clear()
-    found, shape = tree_flatten(result)
+    returned, shape = tree_flatten(result)
     del result
     record = Record(name, shape, forward=entries)
     places = {storage_of(tensor): n for n, tensor in reversed(list(enumerate(inputs)))}
-    fresh = _write_outputs(record, found, places)
+    fresh = _write_outputs(record, returned, places)
     inputs.clear()
     everything = {key: live.size(key) for key in live.alive()}
     torch.clear_autocast_cache()
@@ -139,10 +139,12 @@ def record_block(
     record.kept = sum(sizes[key] for key in sizes.keys() & left - fresh.keys())
     record.saved_inputs = sorted(places[key] for key in places.keys() & left)
     record.saved_outputs = sorted(fresh[key] for key in fresh.keys() & saved)
-    outputs = [one for one in found if isinstance(one, torch.Tensor)]
-    record.asked = asked or tuple(one.requires_grad for one in outputs)
-    ends = [one for one, wanted in zip(outputs, record.asked, strict=True) if wanted]
-    found.clear()
+    outputs = [leaf for leaf in returned if isinstance(leaf, torch.Tensor)]
+    record.asked = asked or tuple(leaf.requires_grad for leaf in outputs)
+    ends = [
+        output for output, has_gradient in zip(outputs, record.asked, strict=True) if has_gradient
+    ]
+    returned.clear()
     outputs.clear()
     if ends and torch.is_grad_enabled():
         _record_backward(record, watch, ends)
@@ -198,19 +200,19 @@ def _stand_ins(tensors: list[torch.Tensor], watch: _Watch) -> list[torch.Tensor]
                 live.drop({storage_of(storages[key])})
                 live.ignore(storages[key])
             made.append(view(storages[key], _slot(tensor, 0, of_input=False)))
-        trained = [n for n, one in enumerate(tensors) if one.requires_grad]
+        trained = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
         if trained and torch.is_grad_enabled():
             anchor = torch.empty(0, requires_grad=True)
             passed = _Sink.apply(watch, trained, anchor, *(made[number] for number in trained))
-            for number, one in zip(trained, passed, strict=True):
-                made[number] = one
+            for number, stand_in in zip(trained, passed, strict=True):
+                made[number] = stand_in
     return made
 
 
-def _write_outputs(record: Record, found: list[Any], places: dict[int, int]) -> dict[int, int]:
+def _write_outputs(record: Record, returned: list[Any], places: dict[int, int]) -> dict[int, int]:
     """Write down where the outputs lie; the new storages among them and their numbers."""
     fresh: dict[int, int] = {}
-    for tensor in found:
+    for tensor in returned:
         if not isinstance(tensor, torch.Tensor):
             record.outputs.append(tensor)
             continue
@@ -286,7 +288,7 @@ class _Sink(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.watch, ctx.numbers = watch, numbers
         ctx.set_materialize_grads(False)
-        return tuple(one.view_as(one) for one in inputs)
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -55,7 +55,7 @@ class Shape:
         config: The denoiser's config.
         file_bytes: Of a parameter in the model's files.
         sharded: Whether units gather their weights, in the compute precision.
-        size: Width and height of a picture in pixels.
+        size: Width and height of an image in pixels.
         frames: Frames of a video.
         training: Whether it is a step of training; else a forward for a sample.
     """
@@ -80,9 +80,9 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
     """The shape of a job's steps or samples; None for samples where it makes none.
 
     Raises:
-        UserError: The model's config is not known, or no picture size fits the job.
+        UserError: The model's config is not known, or no image size fits the job.
     """
-    found = find_target(spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path)
+    target = find_target(spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path)
     asked = sampled(spec)
     if training:
         size, frames = training_size(spec), training_frames(spec)
@@ -95,29 +95,29 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         "sharded": sharded,
         "size": size,
         "frames": frames,
-        "guided": not training and any(one.guided for one in requests_of(spec)),
+        "guided": not training and any(request.guided for request in requests_of(spec)),
         "references": references(spec, training=training)
         and [
             references(spec, training=training),
             spec.conditioning_resolution,
         ],
-        "config": found.config,
-        "file_bytes": found.dtype_bytes,
+        "config": target.config,
+        "file_bytes": target.dtype_bytes,
     }
     key = json.dumps(facts, sort_keys=True)
-    return Shape(key, spec, found.config, found.dtype_bytes, sharded, size, frames, training)
+    return Shape(key, spec, target.config, target.dtype_bytes, sharded, size, frames, training)
 
 
 def _keys(spec: JobSpec, *, training: bool) -> set[str]:
     """The keys that matter to this job."""
-    found = {*_ALWAYS, *_OF_POLICIES.get(spec.fsdp_auto_wrap_policy, ())}
+    keys = {*_ALWAYS, *_OF_POLICIES.get(spec.fsdp_auto_wrap_policy, ())}
     if training:
-        found.update(_OF_TRAINING)
+        keys.update(_OF_TRAINING)
         if checkpoints_activations(spec):
-            found |= {"gradient_checkpointing_policy", "gradient_checkpointing_interval"}
-            found |= {"gradient_checkpointing", "fsdp_activation_checkpointing"}
+            keys |= {"gradient_checkpointing_policy", "gradient_checkpointing_interval"}
+            keys |= {"gradient_checkpointing", "fsdp_activation_checkpointing"}
     if spec.model_type == "lora":
-        found.update(_OF_LORA)
+        keys.update(_OF_LORA)
         if own_policy(spec):  # it is asked without what is not sharded
-            found.add("lora_placement")
-    return found
+            keys.add("lora_placement")
+    return keys

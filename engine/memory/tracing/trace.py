@@ -82,7 +82,7 @@ def trace_model(
     Args:
         shape: Of what.
         echo: Trace one block of each kind, and repeat it; else all of them.
-        asked: As of `engine.memory.tracing.echo.Echo`; found out when left out.
+        asked: As of `engine.memory.tracing.echo.Echo`; default: detected.
 
     Raises:
         UserError: The model cannot be built, or the job's settings do not fit it.
@@ -258,7 +258,7 @@ def _objective(built: Built, shape: Shape) -> Any:
     if family.facts.objective == "flow":
         from engine.diffusion.rectified_flow import Flow
 
-        # No shift is looked up: it changes numbers, and what there is of a model may not say it.
+        # No shift is looked up: it changes numbers only, and the model may not be on disk.
         return Flow(spec, lambda height, width, frames: 1.0)
     from diffusers import DDPMScheduler
 

@@ -17,7 +17,7 @@ WIDTHS = (8, 16, 16, 16)
 
 @torch.no_grad()
 def build_four_channel_vae(seed: int) -> AutoencoderKL:
-    """With `scaling_factor` measured over toy pictures, of which it makes latents of mean zero."""
+    """With `scaling_factor` measured over toy images, of which it makes latents of mean zero."""
     vae = parts.random_model(
         AutoencoderKL,
         seed=seed,

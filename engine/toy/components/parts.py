@@ -36,7 +36,7 @@ def captions() -> tuple[str, ...]:
 
 @cache
 def sample_images(seed: int) -> tuple[Image.Image, ...]:
-    """Square toy pictures at the resolution that toy jobs train at."""
+    """Square toy images at the resolution that toy jobs train at."""
     pictures = toy_pictures(PICTURES, size=PICTURE_SIZE, seed=seed)
     return tuple(picture for picture in pictures if picture.width == picture.height)
 
@@ -53,7 +53,7 @@ def picture_vae(seed: int) -> AutoencoderKL:
 
 @cache  # fitting takes two seconds, and tests write the toys of many families in a row
 def fitted_vae(seed: int) -> AutoencoderKL:
-    """The same, shared by all callers: only to be looked at."""
+    """The same, shared by all callers: read-only."""
     return build_vae(as_tensor(sample_images(seed)), seed=seed)
 
 

@@ -1,17 +1,17 @@
-"""A small AutoencoderKL that gives pictures back, made in closed form instead of trained.
+"""A small AutoencoderKL that gives images back, made in closed form instead of trained.
 
-A random encoder and decoder would turn every picture into noise, and nothing that is trained on
-such latents could ever be looked at. Here a few channels, the *carriers*, pass the picture
+A random encoder and decoder would turn every image into noise, and nothing that is trained on
+such latents could ever be seen. Here a few channels, the *carriers*, pass the image
 through the network untouched, and the other channels are random features of it:
 
 - encoder: each latent cell (8x8 pixels) holds the mean red, green, blue and grey of its four
   quarters: 16 channels.
 - decoder: every convolution that follows an enlargement, and the last one, is fitted by least
-  squares to the picture at its own size, from carriers and random features together.
+  squares to the image at its own size, from carriers and random features together.
 
 Three tricks keep a carrier linear: residual branches add nothing to it; SiLU(x) - SiLU(-x) = x
 undoes the activation before the encoder's last layer; and two constant channels, +ANCHOR and
--ANCHOR, rule the group norm's statistics, so that a norm does not wash out a picture's own mean.
+-ANCHOR, rule the group norm's statistics, so that a norm does not wash out an image's own mean.
 """
 
 from __future__ import annotations
@@ -92,18 +92,18 @@ def new_vae() -> AutoencoderKL:
 
 
 def as_tensor(pictures: Sequence[Image.Image]) -> torch.Tensor:
-    """Pictures of one size as (N, 3, H, W) in [-1, 1], cut to multiples of 16 pixels."""
+    """Images of one size as (N, 3, H, W) in [-1, 1], cut to multiples of 16 pixels."""
     pixels = torch.from_numpy(np.stack([np.asarray(p.convert("RGB")) for p in pictures]))
     height, width = (side // 16 * 16 for side in pixels.shape[1:3])
     return pixels[:, :height, :width].permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
 def wire_encoder(encoder: Layer, anchor: float = ANCHOR) -> None:
-    """Lead the four tones from the picture to the latent channels.
+    """Lead the four tones from the image to the latent channels.
 
     Args:
         encoder: Random so far; changed in place.
-        anchor: The larger it is, the less the other channels and the picture's own size say.
+        anchor: The larger it is, the less the other channels and the image's own size say.
     """
     tones, latents = range(TONES), range(LATENT_CHANNELS)
     twins = range(LATENT_CHANNELS, 2 * LATENT_CHANNELS)  # Minus the latents, for the last SiLU.
@@ -196,9 +196,9 @@ def _fit(conv: Layer, inputs: torch.Tensor, targets: torch.Tensor) -> None:
     """
     patches = functional.unfold(inputs, 3, padding=1).transpose(1, 2).flatten(0, 1)
     patches = torch.cat([patches, torch.ones(len(patches), 1)], dim=1)  # (N H W, 9 C + 1)
-    wanted = targets.permute(0, 2, 3, 1).reshape(-1, RGB)
+    pixels = targets.permute(0, 2, 3, 1).reshape(-1, RGB)
     gram = (patches.T @ patches).double()
     gram += RIDGE * torch.diag(gram.diagonal()) + 1e-9 * gram.trace() * torch.eye(len(gram))
-    solution = torch.linalg.solve(gram, (patches.T @ wanted).double()).float()  # (9 C + 1, 3)
+    solution = torch.linalg.solve(gram, (patches.T @ pixels).double()).float()  # (9 C + 1, 3)
     conv.weight[:RGB] = solution[:-1].T.reshape(RGB, -1, 3, 3)
     conv.bias[:RGB] = solution[-1]

@@ -1,4 +1,4 @@
-"""A small AutoencoderDC that gives pictures back as mosaics, made in closed form.
+"""A small AutoencoderDC that gives images back as mosaics, made in closed form.
 
 Each latent cell (32x32 pixels) holds the mean red, green, blue and grey of its four quarters, and
 minus those: 32 channels around zero. The shortcuts beside the convolutions do that, where the

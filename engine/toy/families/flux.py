@@ -96,16 +96,16 @@ def write_flux(
     captions = parts.captions()
     clip_tokenizer = build_clip_tokenizer(captions)
     t5_tokenizer = build_t5_tokenizer(captions)
-    wanted = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     vae = parts.picture_vae(seed)
     pipeline = pipeline_class(
         scheduler=build_scheduler() if sizes.guidance else build_fixed_scheduler(),
-        vae=parts.cast(vae, wanted),
-        text_encoder=parts.cast(build_clip(clip_tokenizer, sizes.clip_dim, seed=seed), wanted),
+        vae=parts.cast(vae, torch_dtype),
+        text_encoder=parts.cast(build_clip(clip_tokenizer, sizes.clip_dim, seed=seed), torch_dtype),
         tokenizer=clip_tokenizer,
-        text_encoder_2=parts.cast(build_t5(t5_tokenizer, sizes.t5_dim, seed=seed), wanted),
+        text_encoder_2=parts.cast(build_t5(t5_tokenizer, sizes.t5_dim, seed=seed), torch_dtype),
         tokenizer_2=t5_tokenizer,
-        transformer=build_transformer(sizes, seed=seed, dtype=wanted),
+        transformer=build_transformer(sizes, seed=seed, dtype=torch_dtype),
     )
     pipeline.save_pretrained(model_dir, safe_serialization=True, max_shard_size=max_shard_size)
     save_clip_vocabulary(clip_tokenizer, model_dir / "tokenizer")

@@ -108,7 +108,7 @@ def _gain(name: str) -> float:
 
 
 def _build_vae(seed: int) -> AutoencoderKLFlux2:
-    """Random; its batch norm knows the latents that it makes of toy pictures."""
+    """Random; its batch norm knows the latents that it makes of toy images."""
     vae = parts.random_model(
         AutoencoderKLFlux2,
         seed=seed,

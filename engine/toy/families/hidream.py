@@ -30,7 +30,7 @@ LLAMA_LAYERS: Final = 3
 DOUBLE: Final = 2
 SINGLE: Final = 2
 SIDE: Final = 64
-"""Latents of the largest picture (published: 128); one that is not square is filled up to it."""
+"""Latents of the largest image (published: 128); one that is not square is filled up to it."""
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:

@@ -111,7 +111,7 @@ def _gain(name: str) -> float:
 
 
 def _build_vae(seed: int) -> AutoencoderKLHunyuanVideo:
-    """Random; its latents of toy pictures have mean 0, and the factor that makes their size 1."""
+    """Random; its latents of toy images have mean 0, and the factor that makes their size 1."""
     vae = parts.random_model(
         AutoencoderKLHunyuanVideo,
         seed=seed,

@@ -114,7 +114,7 @@ def _gain(name: str) -> float:
 
 
 def _build_vae(seed: int, **config: Any) -> AutoencoderKLLTXVideo:
-    """Random, with the statistics of the latents that it makes of toy pictures."""
+    """Random, with the statistics of the latents that it makes of toy images."""
     vae = parts.random_model(
         AutoencoderKLLTXVideo, seed=seed, latent_channels=LATENT_CHANNELS, **config
     )

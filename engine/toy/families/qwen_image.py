@@ -93,7 +93,7 @@ def _gain(name: str) -> float:
 
 
 def _build_vae(seed: int) -> AutoencoderKLQwenImage:
-    """Random, with the statistics of the latents that it makes of toy pictures."""
+    """Random, with the statistics of the latents that it makes of toy images."""
     vae = parts.random_model(
         AutoencoderKLQwenImage, seed=seed, base_dim=8, z_dim=LATENT_CHANNELS, num_res_blocks=1
     )

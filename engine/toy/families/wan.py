@@ -104,7 +104,7 @@ def _gain(name: str) -> float:
 
 
 def _build_vae(seed: int, **config: Any) -> AutoencoderKLWan:
-    """Random, with the statistics of the latents that it makes of toy pictures."""
+    """Random, with the statistics of the latents that it makes of toy images."""
     vae = parts.random_model(
         AutoencoderKLWan, seed=seed, base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=1, **config
     )

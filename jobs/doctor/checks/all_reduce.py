@@ -39,9 +39,9 @@ def check_all_reduce(patient: Patient) -> Iterator[Finding]:
     spec = patient.spec
     on_cpu = not patient.nvml.gpus or (spec is not None and spec.device == "cpu")
     if on_cpu and not patient.gpus:
-        wanted = world_size(spec) if spec is not None else _CPU_RANKS
+        asked = world_size(spec) if spec is not None else _CPU_RANKS
         cores = psutil.cpu_count() or 1
-        ranks = max(_CPU_RANKS, min(wanted, cores, _MOST_CPU_RANKS))
+        ranks = max(_CPU_RANKS, min(asked, cores, _MOST_CPU_RANKS))
         yield from judge(_measure(patient, [], ranks), [], nvlink=False, ranks=ranks)
         return
     if patient.torch.devices is None:  # which has been said
@@ -71,12 +71,12 @@ def free(patient: Patient) -> list[Gpu]:
 
 
 def judge(outcome: Outcome, gpus: Sequence[Gpu], *, nvlink: bool, ranks: int) -> Iterator[Finding]:
-    """What came of it. Pure; `nvlink` is whether NVLinks connect all of the GPUs."""
+    """Judge the outcome. Pure; `nvlink` is whether NVLinks connect all of the GPUs."""
     where = f"GPU {', '.join(str(gpu.index) for gpu in gpus)}" if gpus else f"{ranks} CPU ranks"
     facts = {
         "gpus": [gpu.index for gpu in gpus],
         "ranks": ranks,
-        "sizes": [asdict(one) for one in outcome.sizes],
+        "sizes": [asdict(measured) for measured in outcome.sizes],
     }
     if outcome.left:
         yield fail(
@@ -135,7 +135,7 @@ def _advice(outcome: Outcome, gpus: Sequence[Gpu]) -> str:
 
 def _table(outcome: Outcome) -> Iterator[str]:
     yield f"{'message':>9} {'time':>10} {'bus':>11}"
-    for one in outcome.sizes:
-        micro = 1e6 * one.seconds
+    for measured in outcome.sizes:
+        micro = 1e6 * measured.seconds
         time = f"{micro:.0f} µs" if micro < 1e4 else f"{micro / 1e3:.0f} ms"
-        yield f"{size(one.bytes):>9} {time:>10} {one.bus / 1e9:>6.2f} GB/s"
+        yield f"{size(measured.bytes):>9} {time:>10} {measured.bus / 1e9:>6.2f} GB/s"

@@ -54,7 +54,7 @@ class Disk:
 
 
 def check_state_disk(_: Patient) -> Iterator[Finding]:
-    """Where the database and the run directories are, with checkpoints and exports."""
+    """Check the disk of the database and the run directories."""
     disk = look(state_home())
     yield from judge_disk("state", state_home(), disk)
     if disk.kind in NETWORK:
@@ -84,7 +84,7 @@ def judge_journal(kind: str) -> Iterator[Finding]:
 
 
 def check_cache_disk(patient: Patient) -> Iterator[Finding]:
-    """Where latents and embeddings are cached."""
+    """Check the disk where latents and embeddings are cached."""
     spec = patient.spec
     place = expand(spec.cache_dir) if spec is not None and spec.cache_dir else cache_home()
     yield from judge_disk("cache", place, look(place))

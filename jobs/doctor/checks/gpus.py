@@ -26,7 +26,7 @@ _NO_DRIVER: Final = (  # part of NVML's words, in lower case → what to do
 
 
 def check_gpus(patient: Patient) -> Iterator[Finding]:
-    """Which GPUs there are, and what keeps jobs from them."""
+    """List the GPUs, and what keeps jobs from them."""
     nvml = patient.nvml
     if nvml is None:
         return
@@ -39,8 +39,8 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
 def chosen(patient: Patient) -> list[Gpu]:
     """The usable GPUs among those that were named here or in the job, else all usable ones."""
     present = patient.nvml.gpus if patient.nvml is not None else ()
-    wanted = patient.spec.gpus if patient.spec is not None else None
-    names = patient.gpus or (tuple(map(str, wanted)) if isinstance(wanted, list) else ())
+    configured = patient.spec.gpus if patient.spec is not None else None
+    names = patient.gpus or (tuple(map(str, configured)) if isinstance(configured, list) else ())
     if names:
         matches = [match[0] for name in names if (match := find(name, present))]
         return [gpu for gpu in dict.fromkeys(matches) if gpu.unusable is None]
@@ -61,7 +61,7 @@ def check_names(patient: Patient) -> Iterator[Finding]:
 
 
 def judge_presence(nvml: Nvml, setting: str | None) -> Iterator[Finding]:
-    """What there is. Pure; `setting` is CUDA_VISIBLE_DEVICES."""
+    """Report the GPUs. Pure; `setting` is CUDA_VISIBLE_DEVICES."""
     if nvml.on_the_bus and not nvml.installed:
         yield warn(
             "GPUs",
@@ -111,7 +111,7 @@ def judge_presence(nvml: Nvml, setting: str | None) -> Iterator[Finding]:
 
 
 def judge_use(gpus: Sequence[Gpu], claims: dict[str, int]) -> Iterator[Finding]:
-    """Which GPUs jobs cannot have, or not now. Pure; `claims` maps UUIDs to jobs of ours."""
+    """Report GPUs that jobs cannot have, or not now. Pure; `claims` maps UUIDs to jobs of ours."""
     for gpu in gpus:
         if gpu.unusable is not None and gpu.problem is not None:
             yield fail(

@@ -1,4 +1,4 @@
-"""What is looked at, in the order in which it is shown."""
+"""All checks, in the order in which they are shown."""
 
 from __future__ import annotations
 

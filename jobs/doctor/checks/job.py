@@ -55,7 +55,7 @@ def read_job(patient: Patient) -> Iterator[Finding]:
 
 
 def check_job(patient: Patient) -> Iterator[Finding]:
-    """What is checked before a job is queued (`jobs.preflight.check_job.check`), but all of it."""
+    """Run all checks of `jobs.preflight.check_job.check`, beyond the first that fails."""
     spec = patient.spec
     if spec is None:
         return
@@ -78,24 +78,24 @@ def check_job(patient: Patient) -> Iterator[Finding]:
 def check_job_gpus(spec: JobSpec, present: Sequence[Gpu]) -> Iterator[Finding]:
     """Whether the job's GPUs are there, and whether it would have to wait for them."""
     try:
-        wanted = check_devices(spec)
+        requested = check_devices(spec)
     except UserError as error:
         yield _refused("devices", error)
         return
-    if wanted is None:
+    if requested is None:
         yield ok("devices", f"{world_size(spec)} CPU ranks")
         return
     claims = claimed()
     others = {} if spec.share_gpus else foreign_users(present, (), claims)
     taken = {gpu.uuid: _holder(gpu, claims, others) for gpu in present}
     usable = [gpu for gpu in present if gpu.unusable is None]
-    if isinstance(wanted, int):
+    if isinstance(requested, int):
         free = [gpu for gpu in usable if not taken[gpu.uuid]]
-        now = min(wanted, len(free))
-        words = f"{gpus(wanted)}, of which {now} {'is' if now == 1 else 'are'} free now"
-        waits = now < wanted
+        now = min(requested, len(free))
+        words = f"{gpus(requested)}, of which {now} {'is' if now == 1 else 'are'} free now"
+        waits = now < requested
     else:
-        mine = [gpu for gpu in usable if gpu.uuid in wanted]
+        mine = [gpu for gpu in usable if gpu.uuid in requested]
         busy = [f"GPU {gpu.index} {taken[gpu.uuid]}" for gpu in mine if taken[gpu.uuid]]
         words = f"GPU {', '.join(str(gpu.index) for gpu in mine)}; " + ("; ".join(busy) or "free")
         waits = bool(busy)
@@ -116,12 +116,12 @@ def _tried(
 ) -> Iterator[Finding]:
     """The outcome of one of preflight's checks; nothing where there is nothing to tell."""
     try:
-        found = check(spec)
+        result = check(spec)
     except UserError as error:
         yield _refused(name, error)
         return
-    if found is not None:
-        yield ok(name, words.format(found))
+    if result is not None:
+        yield ok(name, words.format(result))
 
 
 def _refused(name: str, error: UserError) -> Finding:

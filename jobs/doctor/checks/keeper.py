@@ -35,13 +35,13 @@ def check_database(_: Patient) -> Iterator[Finding]:
     try:
         uri = f"{path.as_uri()}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY)) as db:
-            said = db.execute("PRAGMA quick_check").fetchone()[0]
+            verdict = db.execute("PRAGMA quick_check").fetchone()[0]
     except sqlite3.Error as error:
-        said = str(error)
-    if said != "ok":
+        verdict = str(error)
+    if verdict != "ok":
         yield fail(
             "database",
-            f"{path} cannot be read: {said}",
+            f"{path} cannot be read: {verdict}",
             "`fsdp-tui doctor --repair` rebuilds it from the run directories and keeps the old one",
         )
         return

@@ -26,8 +26,8 @@ _FOR_TRAINING: Final = ("optimizers", "datasets", "video")  # extras; the others
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What fsdp-tui says of itself: its requirements as they stand in pyproject.toml."""
+class Requirements:
+    """The requirements of fsdp-tui, as written in pyproject.toml."""
 
     python: str
     needed: tuple[str, ...]
@@ -39,56 +39,58 @@ def check_python(_: Patient) -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     version = sys.version.split()[0]
-    wanted = read_wanted().python
-    facts = {"version": version, "executable": sys.executable, "wanted": wanted}
-    if SpecifierSet(wanted).contains(version, prereleases=True):
+    required = read_requirements().python
+    facts = {"version": version, "executable": sys.executable, "wanted": required}
+    if SpecifierSet(required).contains(version, prereleases=True):
         yield ok("Python", f"{version} ({sys.executable})", **facts)
     else:
         yield fail(
             "Python",
-            f"{version} ({sys.executable}) is not {wanted}",
-            f"create an environment with Python {wanted} and install fsdp-tui there",
+            f"{version} ({sys.executable}) is not {required}",
+            f"create an environment with Python {required} and install fsdp-tui there",
             **facts,
         )
 
 
 def check_packages(_: Patient) -> Iterator[Finding]:
     """Whether every package is there, in the range that was tested."""
-    wanted = read_wanted()
-    problems = [found for text in wanted.needed if (found := _judge(text, needed=True))]
+    required = read_requirements()
+    problems = [problem for text in required.needed if (problem := _judge(text, needed=True))]
     yield from problems
     if not problems:
         yield ok(
             "packages",
-            f"all {len(wanted.needed)} match fsdp-tui's requirements",
-            versions=_versions(wanted.needed),
+            f"all {len(required.needed)} match fsdp-tui's requirements",
+            versions=_versions(required.needed),
         )
 
 
 def check_extras(_: Patient) -> Iterator[Finding]:
-    """Which optional packages are there; none of them must be."""
-    wanted = read_wanted()
+    """List the optional packages that are installed."""
+    required = read_requirements()
     there: list[str] = []
     missing: list[str] = []
     for extra in _FOR_TRAINING:
-        texts = wanted.extras.get(extra, ())
+        texts = required.extras.get(extra, ())
         names = [_parse(text).name for text in texts]
         absent = [name for name in names if _version(name) is None]
         (missing if absent else there).append(f"{extra} ({', '.join(absent or names)})")
         for text in texts:
-            if _version(_parse(text).name) and (found := _judge(text, needed=False)):
-                yield found
+            if _version(_parse(text).name) and (problem := _judge(text, needed=False)):
+                yield problem
     parts = [f"installed: {', '.join(there)}"] if there else []
     if missing:
         parts.append(f"not installed: {', '.join(missing)}; pip install '{_NAME}[EXTRA]' adds one")
-    yield ok("extras", "; ".join(parts), versions=_versions(sum(wanted.extras.values(), ())))
+    yield ok("extras", "; ".join(parts), versions=_versions(sum(required.extras.values(), ())))
 
 
-def read_wanted() -> Wanted:
-    """From pyproject.toml beside a checkout, whose metadata may be older, else from the metadata.
+def read_requirements() -> Requirements:
+    """Read them from a checkout's pyproject.toml, else from the installed metadata.
+
+    The metadata of a checkout may be older than the file.
 
     Raises:
-        UserError: There is neither.
+        UserError: fsdp-tui is not installed.
     """
     project = _checkout(Path(jobs.__file__).resolve().parent.parent / "pyproject.toml")
     if project is not None:
@@ -104,16 +106,16 @@ def read_wanted() -> Wanted:
         name: tuple(text for text in texts if _applies(text, name) and not _applies(text, ""))
         for name in _FOR_TRAINING
     }
-    return Wanted(python, tuple(text for text in texts if _applies(text, "")), extras)
+    return Requirements(python, tuple(text for text in texts if _applies(text, "")), extras)
 
 
-def _checkout(path: Path) -> Wanted | None:
+def _checkout(path: Path) -> Requirements | None:
     try:
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         if project["name"] != _NAME:
             return None
         extras = project.get("optional-dependencies", {})
-        return Wanted(
+        return Requirements(
             python=project["requires-python"],
             needed=tuple(project["dependencies"]),
             extras={name: tuple(extras.get(name, ())) for name in _FOR_TRAINING},
@@ -136,20 +138,20 @@ def check_compilers(_: Patient) -> Iterator[Finding]:
 
 def _judge(text: str, *, needed: bool) -> Finding | None:
     """What is wrong with an installed or missing package, if anything is."""
-    wanted = _parse(text)
-    version = _version(wanted.name)
-    install = f"pip install '{wanted.name}{wanted.specifier}'"
+    requirement = _parse(text)
+    version = _version(requirement.name)
+    install = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None:
-        return fail(wanted.name, "is not installed", install)
-    if wanted.specifier.contains(version, prereleases=True):
+        return fail(requirement.name, "is not installed", install)
+    if requirement.specifier.contains(version, prereleases=True):
         return None
-    facts = {"version": version, "wanted": str(wanted.specifier)}
-    lower = [one for one in wanted.specifier if not one.operator.startswith("<")]
-    if all(one.contains(version, prereleases=True) for one in lower):
-        found = f"{version} is newer than fsdp-tui was tested with ({wanted.specifier})"
-        return warn(wanted.name, found, install, **facts)
-    found = f"{version} is too old ({wanted.specifier})"
-    return (fail if needed else warn)(wanted.name, found, install, **facts)
+    facts = {"version": version, "wanted": str(requirement.specifier)}
+    lower = [bound for bound in requirement.specifier if not bound.operator.startswith("<")]
+    if all(bound.contains(version, prereleases=True) for bound in lower):
+        message = f"{version} is newer than fsdp-tui was tested with ({requirement.specifier})"
+        return warn(requirement.name, message, install, **facts)
+    message = f"{version} is too old ({requirement.specifier})"
+    return (fail if needed else warn)(requirement.name, message, install, **facts)
 
 
 def _parse(text: str) -> Requirement:

@@ -30,7 +30,7 @@ class Tmux:
 
 
 def check_terminal() -> Iterator[Finding]:
-    """What this process's terminal can do."""
+    """Check what this process's terminal can do."""
     environ = environment_at_start()
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         yield ok("terminal", "none; the dashboard needs one (`ssh -t`), jobs do not", tty=False)
@@ -128,10 +128,10 @@ def _judge_tmux(tmux: Tmux) -> Iterator[Finding]:
 
 def ask_tmux() -> Tmux:
     """Ask the tmux around this process about its client."""
-    said = _tmux("display-message", "-p", "#{client_termfeatures} #{?mouse,on,off}")
-    if said is None:
+    answer = _tmux("display-message", "-p", "#{client_termfeatures} #{?mouse,on,off}")
+    if answer is None:
         return Tmux()
-    features, _, mouse = said.rpartition(" ")
+    features, _, mouse = answer.rpartition(" ")
     overrides = _tmux("show-options", "-gv", "terminal-overrides") or ""
     passes = "RGB" in features.split(",") or ":RGB" in overrides or ":Tc" in overrides
     return Tmux(passes, {"on": True, "off": False}.get(mouse))

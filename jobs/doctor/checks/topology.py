@@ -25,7 +25,7 @@ _MOST_NAMED: Final = 4  # pairs in a sentence
 
 
 def check_topology(patient: Patient) -> Iterator[Finding]:
-    """What is between the GPUs that jobs would have."""
+    """Check the links between the GPUs that jobs would have."""
     if patient.nvml is None:
         return
     gpus = chosen(patient)
@@ -37,20 +37,20 @@ def check_topology(patient: Patient) -> Iterator[Finding]:
 
 def judge_paths(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> Finding:
     """The matrix of connections, as `nvidia-smi topo -m` has it. Pure."""
-    found = {
-        (one.index, other.index): paths.get((one.uuid, other.uuid), "?")
-        for one in gpus
+    path_of_pair = {
+        (gpu.index, other.index): paths.get((gpu.uuid, other.uuid), "?")
+        for gpu in gpus
         for other in gpus
-        if one is not other
+        if gpu is not other
     }
-    kinds = {"NVLink" if kind.startswith("NV") else kind for kind in found.values()}
+    kinds = {"NVLink" if kind.startswith("NV") else kind for kind in path_of_pair.values()}
     slow = sorted({kind for kind in kinds if kind in ("SYS", "NODE")})
-    far = [pair for pair, kind in found.items() if kind in slow and pair[0] < pair[1]]
-    facts = {"paths": [[*pair, kind] for pair, kind in found.items() if pair[0] < pair[1]]}
-    lines = tuple(matrix([gpu.index for gpu in gpus], found)) if len(kinds) > 1 else ()
+    far = [pair for pair, kind in path_of_pair.items() if kind in slow and pair[0] < pair[1]]
+    facts = {"paths": [[*pair, kind] for pair, kind in path_of_pair.items() if pair[0] < pair[1]]}
+    lines = tuple(matrix([gpu.index for gpu in gpus], path_of_pair)) if len(kinds) > 1 else ()
     if len(kinds) == 1:
         only = kinds.pop()
-        links = sorted(set(found.values()))
+        links = sorted(set(path_of_pair.values()))
         words = f"NVLink ({', '.join(links)})" if only == "NVLink" else _WORDS.get(only, only)
         finding = ok("topology", f"between any two GPUs: {words}", **facts)
     elif "NVLink" in kinds and far:
@@ -72,8 +72,9 @@ def judge_peers(gpus: Sequence[Gpu], torch: TorchFacts) -> Finding:
     numbers = {n: index.get(device["uuid"]) for n, device in enumerate(torch.devices or ())}
     apart = [
         (first, second)
-        for one, other in torch.apart
-        if (first := numbers.get(one)) is not None and (second := numbers.get(other)) is not None
+        for first_index, other in torch.apart
+        if (first := numbers.get(first_index)) is not None
+        and (second := numbers.get(other)) is not None
         if first < second
     ]
     if not apart:
@@ -98,14 +99,14 @@ def matrix(indices: Sequence[int], kinds: Mapping[tuple[int, int], str]) -> Iter
 def connected_by_nvlink(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> bool:
     """Whether there are NVLinks between any two of them. Pure."""
     return len(gpus) > 1 and all(
-        paths.get((one.uuid, other.uuid), "").startswith("NV")
-        for one in gpus
+        paths.get((gpu.uuid, other.uuid), "").startswith("NV")
+        for gpu in gpus
         for other in gpus
-        if one is not other
+        if gpu is not other
     )
 
 
 def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
-    named = ", ".join(f"{one}–{other}" for one, other in pairs[:_MOST_NAMED])
+    named = ", ".join(f"{first}–{other}" for first, other in pairs[:_MOST_NAMED])
     more = f" and {len(pairs) - _MOST_NAMED} more pairs" if len(pairs) > _MOST_NAMED else ""
     return f"GPUs {named}{more}"

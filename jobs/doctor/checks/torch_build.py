@@ -58,8 +58,8 @@ class TorchFacts:
 
 def ask_torch(patient: Patient) -> Iterator[Finding]:
     """Find out; says something only when torch does not answer."""
-    said = run_helper("engine.doctor", run_id=patient.run_id, seconds=SECONDS)
-    facts = said.facts
+    answer = run_helper("engine.doctor", run_id=patient.run_id, seconds=SECONDS)
+    facts = answer.facts
     if "torch" in facts:
         patient.torch = TorchFacts(
             version=facts["torch"],
@@ -71,25 +71,25 @@ def ask_torch(patient: Patient) -> Iterator[Finding]:
             seconds=facts["seconds"],
             error=facts.get("cuda_error"),
             devices=tuple(facts["devices"]) if "devices" in facts else None,
-            apart=tuple((one, other) for one, other in facts.get("apart", ())),
+            apart=tuple((first, other) for first, other in facts.get("apart", ())),
         )
-    if said.status is None:
+    if answer.status is None:
         where = "while looking for GPUs" if "torch" in facts else "during import"
         yield fail(
             "torch",
             f"hung {where}, for {SECONDS:g} s",
             "check `dmesg` for driver (Xid) or disk errors",
         )
-    elif said.status != 0 and "torch" in facts:
+    elif answer.status != 0 and "torch" in facts:
         yield fail(
             "torch",
-            f"died while looking for GPUs: {said.last_line or said.status}",
+            f"died while looking for GPUs: {answer.last_line or answer.status}",
             "check `dmesg` for driver (Xid) errors",
         )
-    elif said.status != 0:
+    elif answer.status != 0:
         yield fail(
             "torch",
-            f"cannot be imported: {said.last_line or said.status}",
+            f"cannot be imported: {answer.last_line or answer.status}",
             f"reinstall it in this environment; {_INSTALL}",
         )
 

@@ -88,7 +88,7 @@ _LONGEST: Final = 60
 
 
 def check_variables(_: Patient) -> Iterator[Finding]:
-    """What the environment that jobs will inherit says."""
+    """Check the environment that jobs will inherit."""
     yield from judge_variables(dict(os.environ), network_interfaces())
 
 
@@ -98,7 +98,7 @@ def network_interfaces() -> list[str]:
 
 
 def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> Iterator[Finding]:
-    """What bites first, then what else is set; looks into the directories that are named."""
+    """Report harmful variables, then the others; reads the directories they name."""
     bad = [
         warn(rule.name, f"is {_short(environ[rule.name])}, which {rule.what}", rule.advice)
         for rule in _RULES
@@ -110,11 +110,11 @@ def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> 
     if (folder := environ.get("TMPDIR")) and not os.access(folder, os.W_OK | os.X_OK):
         bad.append(fail("TMPDIR", f"{folder} is not a writable directory", "unset TMPDIR"))
     yield from bad
-    told = {finding.name for finding in bad}
+    reported = {finding.name for finding in bad}
     shown = {
         name: _short(value)
         for name, value in sorted(environ.items())
-        if (name in _SHOWN or name.startswith(_SHOWN_KINDS)) and name not in told
+        if (name in _SHOWN or name.startswith(_SHOWN_KINDS)) and name not in reported
     }
     if shown:
         yield ok("set", ", ".join(f"{name}={value}" for name, value in shown.items()), set=shown)
@@ -137,13 +137,13 @@ def _judge_interfaces(environ: Mapping[str, str], there: Collection[str]) -> Ite
         if not value or value.startswith("^"):
             continue
         exact = value.startswith("=") or name.startswith("GLOO")
-        wanted = [word.strip() for word in value.lstrip("=").split(",") if word.strip()]
+        prefixes = [word.strip() for word in value.lstrip("=").split(",") if word.strip()]
         fits = [
-            one
-            for one in there
-            if any(one == word if exact else one.startswith(word) for word in wanted)
+            interface
+            for interface in there
+            if any(interface == word if exact else interface.startswith(word) for word in prefixes)
         ]
-        if wanted and not fits:
+        if prefixes and not fits:
             yield fail(
                 name,
                 f"is {_short(value)}, but there is no such network interface",

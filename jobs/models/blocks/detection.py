@@ -36,11 +36,11 @@ class Detection:
     Attributes:
         model_family: What was asked for, if it was a family.
         model_flavour: The flavour of it.
-        pretrained_model: What was looked at: a path, a hub id, or a published config's hub id.
+        pretrained_model: The model: a path, a hub id, or a published config's hub id.
         model_class: Class of the model.
         total_params: Its parameters; shared ones count once.
         no_split_modules: What the model class says of itself.
-        cached: Whether this was remembered rather than looked at now.
+        cached: Whether this is from the cache.
         classes: The recommended ones first, then by how well they would do.
         dtype_bytes: Bytes of one parameter as the weights are stored.
         parts: What `coverage` needs.
@@ -60,15 +60,15 @@ class Detection:
     @property
     def recommended(self) -> list[str]:
         """The classes to wrap."""
-        return [one.class_name for one in self.classes if one.recommended]
+        return [block.class_name for block in self.classes if block.recommended]
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
-        """What wrapping these classes would do; instant."""
+        """Compute what wrapping these classes would do; instant."""
         return self.parts.coverage(chosen)
 
     @classmethod
-    def of(cls, target: Target, found: dict[str, Any], *, cached: bool) -> Detection:
-        """What `python -m engine.blocks` said of a target.
+    def of(cls, target: Target, answer: dict[str, Any], *, cached: bool) -> Detection:
+        """Read the answer of `python -m engine.blocks` for a target.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError: It is something else.
@@ -77,13 +77,13 @@ class Detection:
             model_family=target.model_family,
             model_flavour=target.model_flavour,
             pretrained_model=target.name,
-            model_class=str(found["model_class"]),
-            total_params=int(found["total_params"]),
-            no_split_modules=[str(name) for name in found["no_split_modules"]],
+            model_class=str(answer["model_class"]),
+            total_params=int(answer["total_params"]),
+            no_split_modules=[str(name) for name in answer["no_split_modules"]],
             cached=cached,
-            classes=[BlockClass(**one) for one in found["classes"]],
+            classes=[BlockClass(**values) for values in answer["classes"]],
             dtype_bytes=target.dtype_bytes,
-            parts=Parts.from_dict(found["parts"]),
+            parts=Parts.from_dict(answer["parts"]),
         )
 
 
@@ -96,7 +96,7 @@ def detect_blocks(
     progress: Progress = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Detection:
-    """Find the repeated blocks of a model; from memory if it was looked at before.
+    """Find the repeated blocks of a model, from the cache if they are there.
 
     Args:
         model_family: With `model_flavour`, a published model; with `pretrained_model`, what to
@@ -104,7 +104,7 @@ def detect_blocks(
         model_flavour: The first of the family if None.
         pretrained_model: A directory, a config.json, or a hub id in the local cache.
         refresh: Look again, and remember that instead.
-        progress: Told how far it has come.
+        progress: Called with the steps done and the total.
         cancelled: Asked many times a second, in the thread of the caller.
 
     Raises:
@@ -113,27 +113,27 @@ def detect_blocks(
         Cancelled: `cancelled` said so.
     """
     target = find_target(model_family, model_flavour, pretrained_model)
-    if not refresh and (known := _recall(target)) is not None:
-        return known
+    if not refresh and (cached := _recall(target)) is not None:
+        return cached
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
-        # A copy, so that what is remembered is of the config that was looked at.
+        # A copy, so that what is cached belongs to the config that was read.
         config = Path(name, "config.json")
         config.write_text(json.dumps(target.config), encoding="utf-8")
 
-        def told(line: str) -> None:
+        def on_line(line: str) -> None:
             match line.split():
                 case ["step", done, total] if done.isdigit() and total.isdigit():
                     progress(int(done), int(total))
 
         try:
-            found = ask("engine.blocks", [str(config)], Path(name, "answer"), told, cancelled)
+            answer = ask("engine.blocks", [str(config)], Path(name, "answer"), on_line, cancelled)
         except UserError as error:
             raise SpecError(f"{target.name}: {error.message}", error.hint) from None
     try:
-        detection = Detection.of(target, found, cached=False)
+        detection = Detection.of(target, answer, cached=False)
     except _NOT_OURS as error:
         raise ToolError(f"unexpected answer from python -m engine.blocks: {error!r}") from None
-    remember(target.key(SCHEMA), found)
+    remember(target.key(SCHEMA), answer)
     return detection
 
 
@@ -143,7 +143,7 @@ def cached_detection(
     model_flavour: str | None = None,
     pretrained_model: str | None = None,
 ) -> Detection | None:
-    """What is remembered of a model, or None; starts no process and never fails."""
+    """Return a model's cached detection, or None; starts no process and never fails."""
     try:
         return _recall(find_target(model_family, model_flavour, pretrained_model))
     except UserError:
@@ -151,8 +151,8 @@ def cached_detection(
 
 
 def _recall(target: Target) -> Detection | None:
-    found = recall(target.key(SCHEMA))
+    stored = recall(target.key(SCHEMA))
     try:
-        return Detection.of(target, found, cached=True) if found is not None else None
-    except _NOT_OURS:  # damaged; it is looked at again
+        return Detection.of(target, stored, cached=True) if stored is not None else None
+    except _NOT_OURS:  # damaged; detect again
         return None

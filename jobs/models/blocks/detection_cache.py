@@ -30,20 +30,20 @@ def lock_file() -> Path:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """What is remembered under a key, or None; a damaged file holds nothing."""
-    found = _entries().get(key)
-    value = found.get("found") if isinstance(found, dict) else None
+    """Read what is cached under a key, or None; a damaged file counts as empty."""
+    entry = _entries().get(key)
+    value = entry.get("found") if isinstance(entry, dict) else None
     return value if isinstance(value, dict) else None
 
 
-def remember(key: str, found: dict[str, Any]) -> None:
+def remember(key: str, answer: dict[str, Any]) -> None:
     """Keep JSON values under a key. That there is no room for them is no failure: it is a cache."""
     with suppress(OSError):
         cache_home().mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone():
             entries = _entries()
             entries.pop(key, None)
-            entries[key] = {"t": round(time.time()), "found": found}
+            entries[key] = {"t": round(time.time()), "found": answer}
             kept = dict(list(entries.items())[-_MOST:])
             write_atomic(cache_file(), json.dumps({"schema": SCHEMA, "entries": kept}))
 
@@ -57,7 +57,7 @@ def _entries() -> dict[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold the lock. Who waits too long goes on without: another's entry may then be lost, no more.
+    """Hold the lock. Continue without it after a long wait: at worst another entry is lost.
 
     The holder may have been stopped, and some file systems have no locks.
     """

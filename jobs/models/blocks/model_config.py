@@ -1,4 +1,4 @@
-"""Which model's config is to be looked at for blocks: a file, a directory, a hub id, a flavour."""
+"""Find the config to detect blocks from: a file, a directory, a hub id, a flavour."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def _component(root: Path) -> Path:
     """The directory with the denoiser's config: of a pipeline a folder in it, else itself."""
     if exists(root / "config.json"):
         return root
-    if found := next((root / n for n in _DENOISERS if exists(root / n / "config.json")), None):
-        return found
+    if folder := next((root / n for n in _DENOISERS if exists(root / n / "config.json")), None):
+        return folder
     others = sorted(path.parent.name for path in root.glob("*/config.json"))
     raise SpecError(
         f"{root} has neither a config.json nor a {' or '.join(_DENOISERS[:2])} with one",
@@ -135,19 +135,19 @@ def _component(root: Path) -> Path:
 
 def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any], Path | None]:
     """A flavour's config: of the hub's cache if it is there, else as we know it."""
-    known = family.flavours.get(flavour or "")
-    if known is None:
+    published = family.flavours.get(flavour or "")
+    if published is None:
         raise SpecError(
             f"{family.title} has no published model",
             "set pretrained_model_name_or_path to a directory or a config.json",
         )
     try:
-        return _look_at(known.hub_id)
+        return _look_at(published.hub_id)
     except SpecError:
         raise SpecError(
-            f"the config of {family.title} {flavour} ({known.hub_id}) is not available",
+            f"the config of {family.title} {flavour} ({published.hub_id}) is not available",
             "set pretrained_model_name_or_path to a directory or a config.json, or run "
-            f"`fsdp-tui fetch {known.hub_id}` first",
+            f"`fsdp-tui fetch {published.hub_id}` first",
         ) from None
 
 
@@ -172,30 +172,34 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dict[str, Any]:
-    """The config, in which it is said of what class it is.
+    """Add the class to a config that does not name it.
 
     Raises:
         SpecError: It does not say, or is of another family.
     """
     _refuse_giants(config, name)
-    found = config.get("_class_name")
+    class_name = config.get("_class_name")
     if family is None:
-        if found or config.get("model_type"):
+        if class_name or config.get("model_type"):
             return config
         raise SpecError(
             f"{name} is not a model: its config has neither _class_name nor model_type",
             "use the config.json of a diffusers model or of a transformers text encoder",
         )
-    if not found and not config.get("model_type"):  # the engine takes the family's class as well
+    if not class_name and not config.get(
+        "model_type"
+    ):  # the engine takes the family's class as well
         return config | {"_class_name": family.transformer}
-    if found in family.other_names:
+    if class_name in family.other_names:
         return config | {"_class_name": family.transformer}
-    if found != family.transformer:
+    if class_name != family.transformer:
         fits = [
-            one.name for one in FAMILIES.values() if found in (one.transformer, *one.other_names)
+            other.name
+            for other in FAMILIES.values()
+            if class_name in (other.transformer, *other.other_names)
         ]
         raise SpecError(
-            f"{name} is a {found or config['model_type']}, not the {family.transformer} of a "
+            f"{name} is a {class_name or config['model_type']}, not the {family.transformer} of a "
             f"{family.title} model",
             f"set model_family: {fits[0]}" if fits else "remove model_family to detect it",
         )
@@ -210,9 +214,9 @@ def _refuse_giants(config: dict[str, Any], name: str) -> None:
     """
     for key, value in config.items():
         most = _MOST_LAYERS if _COUNTS_LAYERS.search(key) else _LARGEST_SIZE
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, int | float) and one > most:
-                size = f"{one:.3g}" if one < _SHOWN else f"over {_SHOWN:.0e}"
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and number > most:
+                size = f"{number:.3g}" if number < _SHOWN else f"over {_SHOWN:.0e}"
                 raise SpecError(
                     f"{name}: {key} is {size}, and the limit is {most:,}",
                     "download the model's config.json again",
@@ -224,7 +228,7 @@ def _stored_bytes(folder: Path | None, config: dict[str, Any]) -> int:
     if folder is not None:
         # Not the copy in another precision that may lie beside it.
         weights = sorted(folder.glob("*.safetensors"), key=lambda path: (len(path.name), path.name))
-        # Who trains damaged weights is told; blocks can be found without.
+        # Training reports damaged weights; blocks can be detected without them.
         with suppress(DamagedError, LookupError, TypeError):
             kinds: Counter[str] = Counter()
             for path in weights[:1]:

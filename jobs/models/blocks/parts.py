@@ -92,7 +92,7 @@ class Parts:
     containers: tuple[str, ...] = ()
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
-        """What `engine.parallel.sharding.shard` would make of these classes."""
+        """Compute what `engine.parallel.sharding.shard` would make of these classes."""
         present = {part.class_name for part in self.parts}
         wrapped = {
             name: {c for c in (name, *self.ancestors.get(name, ())) if c in chosen}
@@ -150,17 +150,17 @@ class Parts:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Parts:
-        """What `to_dict` wrote.
+        """Read what `to_dict` wrote.
 
         Raises:
             ValueError, TypeError, KeyError: It is something else.
         """
         parts: list[Part] = []
         for name, own, children in data["parts"]:
-            found = tuple((int(child), int(times)) for child, times in children)
-            if any(not 0 <= child < len(parts) for child, _ in found):
+            counted = tuple((int(child), int(times)) for child, times in children)
+            if any(not 0 <= child < len(parts) for child, _ in counted):
                 raise ValueError("a part comes before its children")
-            parts.append(Part(str(name), int(own), found))
+            parts.append(Part(str(name), int(own), counted))
         if not parts:
             raise ValueError("no parts")
         ancestors = {str(k): tuple(map(str, v)) for k, v in data["ancestors"].items()}

@@ -72,10 +72,10 @@ def one(found: Iterable[Finding]) -> Finding:
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Versions of what is installed; a test says which."""
     versions: dict[str, str] = {}
-    wanted = packages.Wanted(
+    wanted = packages.Requirements(
         ">=3.11", ("torch>=2.11,<3", "numpy>=1.26"), {"video": ("av>=15,<19",)}
     )
-    monkeypatch.setattr(packages, "read_wanted", lambda: wanted)
+    monkeypatch.setattr(packages, "read_requirements", lambda: wanted)
     monkeypatch.setattr(packages, "_version", versions.get)
     return versions
 
@@ -111,7 +111,7 @@ def test_an_extra_need_not_be_there_but_must_fit(installed: dict[str, str]) -> N
 
 
 def test_ranges_are_those_of_pyproject(tmp_path: Path) -> None:
-    wanted = packages.read_wanted()
+    wanted = packages.read_requirements()
     assert any(text.startswith("torch>=") for text in wanted.needed)
     assert wanted.extras.keys() == {"optimizers", "datasets", "video"}
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
@@ -128,7 +128,7 @@ def test_installed_without_a_checkout_the_metadata_says(monkeypatch: pytest.Monk
     ]
     monkeypatch.setattr(packages, "_checkout", lambda path: None)
     monkeypatch.setattr(packages.metadata, "requires", lambda name: texts)
-    wanted = packages.read_wanted()
+    wanted = packages.read_requirements()
     assert wanted.needed == ("torch<3,>=2.11",)
     assert wanted.extras["video"] == ("av>=15; extra == 'video'",)
 
@@ -137,7 +137,7 @@ def test_installed_without_a_checkout_the_metadata_says(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(packages.metadata, "requires", missing)
     with pytest.raises(UserError, match="not installed"):
-        packages.read_wanted()
+        packages.read_requirements()
 
 
 # -- limits --------------------------------------------------------------------------------

@@ -288,6 +288,8 @@ def test_a_queue_that_another_keeps_is_not_waited_for_without_end(
     job = add()
     with open(store.home / "dispatch.lock", "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
+        dispatch(store)  # before the other process has written its id
+        assert store.get(job).reason == "another process holds the queue and does not respond"
         held.write("4321")
         held.flush()
         dispatch(store)

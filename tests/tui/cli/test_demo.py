@@ -35,6 +35,7 @@ def test_it_ends_with_how_many_samples_are_right(store: Store) -> None:
     for step in (5, 10):
         add_sample(samples / f"step-{step}", heart, heart)
         add_sample(samples / f"step-{step}", ring, heart)
+    add_sample(samples / "step-15", heart, heart)  # and the ring is not sampled yet
     assert results_of(job) == [
         "step   0: 0 of 1 hearts and 1 of 1 other shapes drawn correctly",
         "step  10: 1 of 1 hearts and 0 of 1 other shapes drawn correctly",

@@ -20,7 +20,7 @@ from tui.log.log_model import LogModel
 from tui.log.pages import last_page, last_top, page, top_for
 from tui.log.places import Filter, Line, Share, Time, place_of
 from tui.log.scan import Hits, Scan, nearest, step_from
-from tui.log.watch import Found, Watch
+from tui.log.watch import Answer, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -268,7 +268,7 @@ def test_a_watch_answers_what_is_asked_and_no_more_when_asked_for_nothing(tmp_pa
     came = Event()
 
     def post(what: Any) -> None:
-        if isinstance(what, Found):
+        if isinstance(what, Answer):
             answers.append(what)
             came.set()
 

@@ -13,7 +13,7 @@ from tui.log.finders import PatternFinder, compile_pattern
 from tui.log.guarded import TooSlowError, choices, marked_up_to, pattern_finders
 from tui.log.log_model import LogModel
 from tui.log.places import Filter
-from tui.log.watch import Found, Watch
+from tui.log.watch import Answer, Watch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +72,7 @@ def test_a_watch_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     told = {"search": Event(), "filter": Event()}
 
     def post(what: Any) -> None:
-        if isinstance(what, Found):
+        if isinstance(what, Answer):
             answers.append(what)
             told[what.name].set()
 

@@ -11,7 +11,7 @@ import yaml
 
 from tui.cli import commands
 from tui.keys.actions import ACTIONS, footer_actions
-from tui.keys.keymap import Known, known_bindings, settle_keymap
+from tui.keys.keymap import NamedBinding, known_bindings, settle_keymap
 from tui.settings.settings import Settings, as_file, read_settings, settings_file
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def test_every_setting_has_help_and_stands_in_the_file_to_edit() -> None:
 
 def settled(keymap: dict[str, str], **more: Any) -> tuple[dict[str, str], tuple[str, ...]]:
     known = {
-        name: Known(name, keys, name, places)
+        name: NamedBinding(name, keys, name, places)
         for name, keys, places in (
             ("jobs.stop", ("x",), {"Dashboard"}),
             ("jobs.start", ("s",), {"Dashboard"}),

@@ -216,7 +216,7 @@ def test_memory_has_a_limit(tmp_path: Path) -> None:
     kept = Thumbnails(most=3 * 100 * 100 * 3)
     for path in paths:
         kept.load(path, 1.0, 100)
-    assert [kept.known(path, 1.0, 100) is not None for path in paths] == [False] * 7 + [True] * 3
+    assert [kept.cached(path, 1.0, 100) is not None for path in paths] == [False] * 7 + [True] * 3
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\nrest", b"text", None, "half"])
@@ -436,7 +436,7 @@ async def test_what_is_broken_is_told_in_its_place(store: Store, job: Job) -> No
         def told() -> bool:
             cells = [cell for cells in grid._cells for cell in cells]
             words = {
-                cell.sample.step: cell.picture._said
+                cell.sample.step: cell.picture._shown_words
                 for cell in cells
                 if cell.sample and cell.sample.number == 0
             }
@@ -487,7 +487,7 @@ async def test_one_picture_fills_the_screen_and_two_are_compared(
         assert not screen.left.display
         assert screen.right.region.height >= 20
         await pilot.press("left")
-        await until(pilot, lambda: "broken" in screen.right.picture._said)
+        await until(pilot, lambda: "broken" in screen.right.picture._shown_words)
         await pilot.press("h", "j")
         await until(pilot, lambda: screen.place == Place(1, 3))
         title = screen.query_one("#sample-title")

@@ -41,7 +41,7 @@ class Stream:
         self._rest = ""
 
     def take(self, text: str) -> str:
-        """What can be printed of it by now."""
+        """Return what can be printed of it by now."""
         text = self._rest + text
         cut = _CUT_OFF.search(text)
         self._rest = text[cut.start() :] if cut else ""

@@ -48,7 +48,7 @@ def _key_options() -> list[click.Parameter]:
         kind: dict[str, Any] = {"type": click.Path()} if key_facts(name).path else {}
         if words := field_words(name):
             kind = {"shell_complete": partial(_words, words)}
-        if is_switch(name):  # its value may be left out
+        if is_switch(name):  # its value is optional
             kind |= {"is_flag": False, "flag_value": "true"}
         text = f"{field_group(name)}: {field.description or ''}"
         options.append(click.Option([f"--{name}"], help=text[:_SUMMARY], **kind))
@@ -67,8 +67,8 @@ def _job_files(ctx: click.Context, param: click.Parameter, start: str) -> list[C
 
 
 def _job_ids(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
-    found = [job for job in Store().all() if str(job.id).startswith(start)]
-    return [CompletionItem(str(job.id), help=f"{job.state} {job.name}") for job in found]
+    jobs = [job for job in Store().all() if str(job.id).startswith(start)]
+    return [CompletionItem(str(job.id), help=f"{job.state} {job.name}") for job in jobs]
 
 
 def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -96,9 +96,9 @@ WORDS: Final = click.argument(
 def _templates(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
     begun = start.lower()
     return [
-        CompletionItem(one.name, help=one.about[:_SUMMARY])
-        for one in list_templates()[0]
-        if one.name.lower().startswith(begun)
+        CompletionItem(template.name, help=template.about[:_SUMMARY])
+        for template in list_templates()[0]
+        if template.name.lower().startswith(begun)
     ]
 
 
@@ -139,15 +139,15 @@ def read_job(
 def _from_template(
     name: str, values: dict[str, Any], others: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The words that a template stands for, with those beside it."""
+    """Replace a template's name by its file or its values; flags win over the values."""
     if others:
         raise UserError(
             f'"{others[0]}" and the template "{name}" cannot be combined', "use one of them"
         )
-    found = find_template(name)
-    if found.path is not None:
-        return values, [str(found.path)]
-    return {**found.values, **values}, []
+    template = find_template(name)
+    if template.path is not None:
+        return values, [str(template.path)]
+    return {**template.values, **values}, []
 
 
 def warn(text: str) -> None:

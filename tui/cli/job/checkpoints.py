@@ -1,4 +1,4 @@
-"""Commands about checkpoints: look at them, delete some, go on from one."""
+"""Commands about checkpoints: list, verify, delete, resume from one."""
 
 from __future__ import annotations
 
@@ -75,45 +75,50 @@ def checkpoints(
     if as_json:
         facts = {
             "id": job_id,
-            "checkpoints": [one.to_dict() for one in listed],
-            "next": next((one.name for one in listed if one.next), None),
-            "total_bytes": sum(one.bytes for one in listed),
+            "checkpoints": [checkpoint.to_dict() for checkpoint in listed],
+            "next": next((checkpoint.name for checkpoint in listed if checkpoint.next), None),
+            "total_bytes": sum(checkpoint.bytes for checkpoint in listed),
             "free_bytes": free_bytes(job.run_dir),
-            "deleted": [one.name for one in deleted],
+            "deleted": [checkpoint.name for checkpoint in deleted],
         }
         echo(json.dumps(facts))
     else:
-        for one in deleted:
-            echo(f"deleted {one.name} ({size(one.bytes)})", err=True)
+        for checkpoint in deleted:
+            echo(f"deleted {checkpoint.name} ({size(checkpoint.bytes)})", err=True)
         echo(checkpoint_table(listed, free_bytes(job.run_dir)))
-    return int(contents and any(one.damage and one.set_aside != "damaged" for one in listed))
+    return int(
+        contents
+        and any(checkpoint.damage and checkpoint.set_aside != "damaged" for checkpoint in listed)
+    )
 
 
 def _delete(store: Store, job: Job, words: Sequence[str], *, ask: bool) -> list[Listed]:
     names = [name for word in words for name in word.split(",") if name.strip()]
-    found = service.find_deletable(store, job.id, names)
+    deletable = service.find_deletable(store, job.id, names)
     if ask and sys.stdin.isatty():
-        what = ", ".join(f"{one.name} ({size(one.bytes)})" for one in found)
+        what = ", ".join(
+            f"{checkpoint.name} ({size(checkpoint.bytes)})" for checkpoint in deletable
+        )
         click.confirm(f"delete {what} of job {job.id} “{job.name}”?", abort=True)
     return service.delete_checkpoints(store, job.id, names)
 
 
 def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
-    """Read all but what was set aside as damaged; those deleted meanwhile are left out."""
-    wanted = [one for one in listed if one.set_aside != "damaged"]
-    total, done = sum(one.bytes for one in wanted), 0
+    """Read all but those set aside as damaged; skip those deleted meanwhile."""
+    unread = [checkpoint for checkpoint in listed if checkpoint.set_aside != "damaged"]
+    total, done = sum(checkpoint.bytes for checkpoint in unread), 0
     with ProgressLine("reading checkpoints") as line:
 
-        def told(count: int) -> None:
+        def advance(count: int) -> None:
             nonlocal done
             done += count
             line(done, total, f"{size(done)} of {size(total)}")
 
-        found = []
-        for one in listed:
+        verified = []
+        for checkpoint in listed:
             with suppress(NotFoundError):
-                found.append(verify(one, told) if one in wanted else one)
-        return found
+                verified.append(verify(checkpoint, advance) if checkpoint in unread else checkpoint)
+        return verified
 
 
 @click.command(cls=JobCommand, context_settings=FLAGS)
@@ -144,7 +149,7 @@ def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ..
 
 
 def tell(plan: Plan) -> None:
-    """What a submit or resume changes, on standard error."""
+    """Print what a submit or resume changes, on standard error."""
     for line in plan_lines(plan):
         echo(f"fsdp-tui: {line}", err=True)
 
@@ -157,5 +162,5 @@ def _resumed(job: Job, plan: Plan) -> dict[str, Any]:
         "run_dir": str(job.run_dir.root),
         "step": plan.begin.step if plan.begin is not None else 0,
         "changes": plan.changes,
-        "set_aside": [one.path.name for one in plan.rewound],
+        "set_aside": [checkpoint.path.name for checkpoint in plan.rewound],
     }

@@ -48,7 +48,7 @@ def follow_job(store: Store, job_id: int) -> int:
 
 
 def follow_log(store: Store, job_id: int, path: Path, *, forever: bool) -> None:
-    """Print a log; with `forever`, go on until the job has ended."""
+    """Print a log; with `forever`, follow it until the job has ended."""
     if not forever:
         _Tail(path).copy_new()
         return
@@ -58,7 +58,7 @@ def follow_log(store: Store, job_id: int, path: Path, *, forever: bool) -> None:
 def _follow(store: Store, job: Job, path: Path, *, states: bool) -> Job:
     tail = _Tail(path)
     events = EventLog(job.run_dir.events)
-    said: Any = None
+    shown: Any = None
     phase: Any = None
     while True:
         service.refresh(store)
@@ -66,8 +66,8 @@ def _follow(store: Store, job: Job, path: Path, *, states: bool) -> Job:
         # The state first: what an ended job wrote is then complete when it is copied below.
         tail.copy_new()
         if states:
-            if (job.state, job.reason) != said:
-                said = (job.state, job.reason)
+            if (job.state, job.reason) != shown:
+                shown = (job.state, job.reason)
                 _note(state_text(job.state, job.reason))
             events.poll()
             if events.phase is not None and events.phase.name != phase:

@@ -1,4 +1,4 @@
-"""`fsdp-tui samples`: the pictures and videos that a job made of its prompts."""
+"""`fsdp-tui samples`: the images and videos that a job made of its prompts."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def samples(job_id: int, step: int | None, newest: bool, as_json: bool) -> None:
     fsdp-tui samples 3 --newest
     fsdp-tui samples 3 --json | jq -r '.[].picture'
     """
-    found = list_samples(Store().get(job_id).run_dir)
-    if newest and found:
-        step = found[-1].step
-    found = tuple(one for one in found if step is None or one.step == step)
+    chosen = list_samples(Store().get(job_id).run_dir)
+    if newest and chosen:
+        step = chosen[-1].step
+    chosen = tuple(sample for sample in chosen if step is None or sample.step == step)
     if as_json:
-        echo(json.dumps([one.to_dict() for one in found]))
-    elif not found:
+        echo(json.dumps([sample.to_dict() for sample in chosen]))
+    elif not chosen:
         echo("no samples" if step is None else f"no samples of step {step}")
     else:
         rows = [
             (
-                str(one.step),
-                str(one.number + 1),
-                cut(" ".join(one.prompt.split()) or MISSING, _PROMPT),
-                "×".join(map(str, one.size)) if one.size else MISSING,
-                size(one.bytes),
-                str(one.video or one.picture),
+                str(sample.step),
+                str(sample.number + 1),
+                cut(" ".join(sample.prompt.split()) or MISSING, _PROMPT),
+                "×".join(map(str, sample.size)) if sample.size else MISSING,
+                size(sample.bytes),
+                str(sample.video or sample.picture),
             )
-            for one in found
+            for sample in chosen
         ]
         echo(table(("STEP", "NO", "PROMPT", "PIXELS", "SIZE", "PATH"), rows))

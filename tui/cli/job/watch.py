@@ -83,8 +83,8 @@ def changed_sentences(
 
     Args:
         rows: Jobs, the oldest first.
-        seen: By job, what was said of it last.
-        first: Whether nothing was said yet; jobs that have ended are then only counted.
+        seen: By job, what was printed of it last.
+        first: Whether nothing was printed yet; ended jobs are then only counted.
     """
     ended = 0
     for row in rows:
@@ -108,24 +108,24 @@ def changed_sentences(
 def sentence(row: Mapping[str, Any]) -> str:
     """A job in words: `job 3 cats is running on GPU 0: step 40 of 200, loss 0.412`."""
     state = str(row["state"])
-    told = [f"job {row['id']} {row['name']} is {state}"]
+    parts = [f"job {row['id']} {row['name']} is {state}"]
     if row["gpus"] and state not in _ENDED:
-        told[0] += f" on GPU{'s' * (len(row['gpus']) > 1)} {_and(row['gpus'])}"
+        parts[0] += f" on GPU{'s' * (len(row['gpus']) > 1)} {_and(row['gpus'])}"
     if row["step"]:
-        told.append(f"step {row['step']} of {row['total_steps']}")
+        parts.append(f"step {row['step']} of {row['total_steps']}")
         if row["loss"] is not None:
-            told.append(f"loss {number(row['loss'])}")
+            parts.append(f"loss {number(row['loss'])}")
         if row["seconds_per_step"] is not None and state not in _ENDED:
-            told.append(f"{pace(row['seconds_per_step'])} seconds per step")
+            parts.append(f"{pace(row['seconds_per_step'])} seconds per step")
     if row["eta"] is not None:
-        told.append(f"about {in_words(row['eta'])} left")
+        parts.append(f"about {in_words(row['eta'])} left")
     if row["reason"]:
-        told.append(str(row["reason"]))
-    return ", ".join(told)
+        parts.append(str(row["reason"]))
+    return ", ".join(parts)
 
 
 def in_words(seconds: float) -> str:
-    """`2 hours`, `1 minute`: its largest unit, as that is said."""
+    """Write a duration in its largest unit: `2 hours`, `1 minute`."""
     whole = max(1, round(seconds))
     for size, name in _UNITS:
         if whole >= size:
@@ -135,5 +135,5 @@ def in_words(seconds: float) -> str:
 
 
 def _and(numbers: Sequence[int]) -> str:
-    texts = [str(one) for one in numbers]
+    texts = [str(number) for number in numbers]
     return " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else texts[0]

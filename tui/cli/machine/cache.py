@@ -25,14 +25,14 @@ def cache() -> None:
 @JSON
 def list_command(as_json: bool) -> None:
     """List the caches with sizes and paths."""
-    found = list_caches(Store())
+    caches = list_caches(Store())
     if as_json:
-        echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in found]))
+        echo(json.dumps([asdict(cache) | {"path": str(cache.path)} for cache in caches]))
         return
-    names = max(len(one.name) for one in found)
-    for one in found:
-        counted = f"{size(one.bytes):>10}  {one.files:>8} files"
-        echo(f"{one.name:<{names}}  {counted}  {one.title}  ({one.path})")
+    names = max(len(cache.name) for cache in caches)
+    for cache in caches:
+        counted = f"{size(cache.bytes):>10}  {cache.files:>8} files"
+        echo(f"{cache.name:<{names}}  {counted}  {cache.title}  ({cache.path})")
 
 
 @cache.command()

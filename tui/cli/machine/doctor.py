@@ -59,17 +59,17 @@ def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json:
         raise UserError(f"no such job file: {job}")
     names = read_names(gpus)
     look = style(environment_at_start(), tty=sys.stdout.isatty())
-    found: list[Finding] = []
+    findings: list[Finding] = []
     # Closed, whatever happens, so that what it started ends.
     with closing(_look(job, names, quick=quick, bar=look.utf8)) as coming:
         for finding in coming:
             if not as_json:
-                first = _is_first(finding, found)
+                first = _is_first(finding, findings)
                 echo("\n".join(lines(finding, look, first=first)), coloured=True)
-            found.append(finding)
-    counts = Counter(str(finding.verdict) for finding in found)
+            findings.append(finding)
+    counts = Counter(str(finding.verdict) for finding in findings)
     if as_json:
-        echo(json.dumps(facts(found)))
+        echo(json.dumps(facts(findings)))
     else:
         echo(f"\n{counts['fail']} failed, {counts['warn']} warnings, {counts['ok']} ok")
     return 1 if counts["fail"] else 0
@@ -104,13 +104,13 @@ def read_names(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def facts(found: Sequence[Finding]) -> dict[str, Any]:
-    """What `--json` prints."""
-    counts = Counter(finding.verdict for finding in found)
+def facts(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Collect what `--json` prints."""
+    counts = Counter(finding.verdict for finding in findings)
     return {
         "ok": not counts[Verdict.FAIL],
         "counts": {str(verdict): counts[verdict] for verdict in Verdict},
-        "findings": [finding.to_dict() for finding in found],
+        "findings": [finding.to_dict() for finding in findings],
     }
 
 
@@ -124,7 +124,7 @@ class Style:
 
 
 def style(environ: Mapping[str, str], *, tty: bool) -> Style:
-    """What fits the place it is written to."""
+    """Choose symbols and colors that fit the output."""
     columns = shutil.get_terminal_size().columns if tty else 80
     plain = bool(environ.get("NO_COLOR")) or environ.get("TERM", "dumb") == "dumb"
     width = max(_NARROWEST, min(columns, _WIDEST))

@@ -57,23 +57,23 @@ def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: jobs are stopped and removed
         signal.signal(number, lambda *_: sys.exit(_INTERRUPTED))
     look = style(environment_at_start(), tty=sys.stdout.isatty())
-    found: list[Finding] = []
+    findings: list[Finding] = []
     started = time.monotonic()
     with ProgressLine("self-test") as progress:
         for finding in jobs_selftest.run(
             store,
             chosen,
             len(chosen) or ranks,
-            say=lambda words: progress(len(found), jobs_selftest.COUNT, words),
+            say=lambda words: progress(len(findings), jobs_selftest.COUNT, words),
         ):
             if not as_json:
                 progress.clear()
-                first = not found or found[-1].group != finding.group
+                first = not findings or findings[-1].group != finding.group
                 echo("\n".join(lines(finding, look, first=first)), coloured=True)
-            found.append(finding)
-    counts = Counter(finding.verdict for finding in found)
+            findings.append(finding)
+    counts = Counter(finding.verdict for finding in findings)
     if as_json:
-        echo(json.dumps(facts(found)))
+        echo(json.dumps(facts(findings)))
     else:
         seconds = time.monotonic() - started
         echo(

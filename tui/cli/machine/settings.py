@@ -50,14 +50,14 @@ def _show(as_json: bool) -> None:
 
     problems = [*read.problems, *settle_keymap(read.settings, known_bindings()).problems]
     if as_json:
-        told = {
+        facts = {
             "path": str(settings_file()),
             "exists": settings_file().exists(),
             "problems": problems,
             "values": read.settings.model_dump(),
             "help": {name: field.description for name, field in Settings.model_fields.items()},
         }
-        echo(json.dumps(told))
+        echo(json.dumps(facts))
         return
     there = "" if settings_file().exists() else "  (none yet; --init writes it)"
     echo(f"{settings_file()}{there}")
@@ -79,14 +79,17 @@ def _show(as_json: bool) -> None:
 def _list_keys(as_json: bool) -> None:
     from tui.keys.keymap import known_bindings  # Textual takes half a second
 
-    found = sorted(known_bindings().values(), key=lambda one: one.id)
+    bindings = sorted(known_bindings().values(), key=lambda binding: binding.id)
     if as_json:
-        told = [{"id": one.id, "keys": list(one.keys), "does": one.does} for one in found]
-        echo(json.dumps(told))
+        facts = [
+            {"id": binding.id, "keys": list(binding.keys), "does": binding.does}
+            for binding in bindings
+        ]
+        echo(json.dumps(facts))
         return
-    longest = max(len(one.id) for one in found)
-    for one in found:
-        echo(f"{one.id.ljust(longest)}  {','.join(one.keys):<24}  {one.does}".rstrip())
+    longest = max(len(binding.id) for binding in bindings)
+    for binding in bindings:
+        echo(f"{binding.id.ljust(longest)}  {','.join(binding.keys):<24}  {binding.does}".rstrip())
 
 
 def _init() -> None:

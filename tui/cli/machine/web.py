@@ -68,7 +68,7 @@ def web(host: str, port: int, read_only: bool, token: bool | None) -> None:
 
 
 def others_have_accounts(proc: Path = Path("/proc"), homes: Path = Path("/home")) -> bool:
-    """Whether people other than this one can log in here, as far as can be told.
+    """Guess whether other people can log in to this machine.
 
     A directory service need not list its accounts; their processes and homes show.
     """

@@ -72,7 +72,7 @@ def detect(
     if path and pretrained and path != pretrained:
         raise UserError(f'expected one model, got "{path}" and "{pretrained}"')
     with ProgressLine("building the model") as progress:
-        found = detect_blocks(
+        detection = detect_blocks(
             model_family=model_family,
             model_flavour=model_flavour,
             pretrained_model=path or pretrained,
@@ -80,24 +80,24 @@ def detect(
             progress=progress,
         )
     if as_json:
-        echo(json.dumps(facts(found, ranks)))
+        echo(json.dumps(facts(detection, ranks)))
         return
-    for line in text(found, ranks, every=every).splitlines():
+    for line in text(detection, ranks, every=every).splitlines():
         # What a terminal would break is only an example of a path.
         echo(cut(line, shutil.get_terminal_size().columns) if sys.stdout.isatty() else line)
 
 
-def facts(found: Detection, ranks: int) -> dict[str, Any]:
-    """What `--json` prints; sizes in bytes, as the weights are stored."""
-    does, width = found.coverage(found.recommended), found.dtype_bytes
-    values = {name: value for name, value in vars(found).items() if name != "parts"}
+def facts(detection: Detection, ranks: int) -> dict[str, Any]:
+    """Collect what `--json` prints; sizes in bytes, as the weights are stored."""
+    does, width = detection.coverage(detection.recommended), detection.dtype_bytes
+    values = {name: value for name, value in vars(detection).items() if name != "parts"}
     return values | {
         "classes": [
-            asdict(one) | {"bytes_per_rank": _each(one.params_total, ranks) * width}
-            for one in found.classes
+            asdict(block) | {"bytes_per_rank": _each(block.params_total, ranks) * width}
+            for block in detection.classes
         ],
         "ranks": ranks,
-        "recommended": found.recommended,
+        "recommended": detection.recommended,
         "coverage": {
             "share": does.share,
             "units": does.units,
@@ -105,31 +105,33 @@ def facts(found: Detection, ranks: int) -> dict[str, Any]:
             "largest_unit_bytes": does.largest * width,
             "root_params": does.root,
             "root_bytes": does.root * width,
-            "bytes_per_rank": _each(found.total_params, ranks) * width,
+            "bytes_per_rank": _each(detection.total_params, ranks) * width,
         },
     }
 
 
-def text(found: Detection, ranks: int, *, every: bool = False) -> str:
-    """What a person reads."""
-    does, width = found.coverage(found.recommended), found.dtype_bytes
-    others = [one for one in found.classes if not one.recommended]
+def text(detection: Detection, ranks: int, *, every: bool = False) -> str:
+    """Describe a model's blocks for people."""
+    does, width = detection.coverage(detection.recommended), detection.dtype_bytes
+    others = [block for block in detection.classes if not block.recommended]
     shown = others if every else others[:_OTHERS]
     lines = [
-        f"{found.pretrained_model}: {found.model_class}, {found.total_params / 1e9:.3f} B "
-        f"parameters{', cached' if found.cached else ''}",
+        f"{detection.pretrained_model}: {detection.model_class}, "
+        f"{detection.total_params / 1e9:.3f} B parameters{', cached' if detection.cached else ''}",
         "",
-        *_table([one for one in found.classes if one.recommended], shown, found, ranks),
+        *_table(
+            [block for block in detection.classes if block.recommended], shown, detection, ranks
+        ),
     ]
     if len(shown) < len(others):
         lines.append(f"  and {len(others) - len(shown)} more (--all)")
-    if not found.recommended:
+    if not detection.recommended:
         return "\n".join([*lines, "", "no repeated class is worth wrapping"])
     return "\n".join(
         [
             *lines,
             "",
-            f"recommended: {','.join(found.recommended)}",
+            f"recommended: {','.join(detection.recommended)}",
             f"wraps {does.share:.1%} in {does.units} units; largest unit "
             f"{size(does.largest * width)}; root {size(does.root * width)} gathered on each rank",
         ]
@@ -137,22 +139,22 @@ def text(found: Detection, ranks: int, *, every: bool = False) -> str:
 
 
 def _table(
-    chosen: Iterable[BlockClass], others: Iterable[BlockClass], found: Detection, ranks: int
+    chosen: Iterable[BlockClass], others: Iterable[BlockClass], detection: Detection, ranks: int
 ) -> list[str]:
     wrapped = f"a rank of {ranks}" if ranks > 1 else "bytes"
     rows = [("", "class", "count", "each", "total", "share", wrapped, "e.g.")]
     rows += [
         (
-            "*" if one.recommended else "",
-            one.class_name,
-            str(one.count),
-            f"{one.params_each / 1e6:.1f} M",
-            f"{one.params_total / 1e6:.1f} M",
-            f"{one.share:.1%}",
-            size(_each(one.params_total, ranks) * found.dtype_bytes),
-            one.sample_paths[0] if one.sample_paths else "",
+            "*" if block.recommended else "",
+            block.class_name,
+            str(block.count),
+            f"{block.params_each / 1e6:.1f} M",
+            f"{block.params_total / 1e6:.1f} M",
+            f"{block.share:.1%}",
+            size(_each(block.params_total, ranks) * detection.dtype_bytes),
+            block.sample_paths[0] if block.sample_paths else "",
         )
-        for one in (*chosen, *others)
+        for block in (*chosen, *others)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""`fsdp-tui diff`: what another job was told differently."""
+"""`fsdp-tui diff`: the settings in which two jobs differ."""
 
 from __future__ import annotations
 
@@ -27,12 +27,20 @@ def diff(job_id: int, other: int, as_json: bool) -> None:
     """
     store = Store()
     ours, theirs = store.get(job_id), store.get(other)
-    found = differences(load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file))
+    changed = differences(load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file))
     if as_json:
-        echo(json.dumps([one.to_dict() for one in found]))
-    elif not found:
+        echo(json.dumps([difference.to_dict() for difference in changed]))
+    elif not changed:
         echo(f"jobs {job_id} and {other} have the same settings")
     else:
         head = ("", "KEY", f"#{ours.id} {ours.name}", f"#{theirs.id} {theirs.name}")
-        rows = [(one.kind, one.key, in_words(one.before), in_words(one.after)) for one in found]
+        rows = [
+            (
+                difference.kind,
+                difference.key,
+                in_words(difference.before),
+                in_words(difference.after),
+            )
+            for difference in changed
+        ]
         echo(table(head, rows))

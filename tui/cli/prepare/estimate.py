@@ -125,8 +125,8 @@ class _Facts:
         self.fewest: dict[str, int | None] = {}  # by kind of GPU
         self.changed: dict[str, int | None] = {}  # the same with all steps of the ladder
         self.candidates = [
-            asked.candidate(one, world_size(asked.spec))
-            for one in candidates(asked.spec, world_size(asked.spec))
+            asked.candidate(strategy, world_size(asked.spec))
+            for strategy in candidates(asked.spec, world_size(asked.spec))
         ]
 
 
@@ -136,12 +136,12 @@ def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None])
     for number, count in enumerate(ranks):
         progress(number, len(ranks))
         for strategy in candidates(asked.spec, count):
-            found = asked.predict(strategy, count)
+            result = asked.predict(strategy, count)
             fits: list[Fit] = []
-            if isinstance(found, Predicted):
+            if isinstance(result, Predicted):
                 here = asked.place.here
-                fits = [asked.fit(found)] if here else [asked.fit(found, r) for r in facts.rooms]
-            facts.rows.append((found, fits))
+                fits = [asked.fit(result)] if here else [asked.fit(result, r) for r in facts.rooms]
+            facts.rows.append((result, fits))
     if asked.place.on_gpus:
         facts.fewest = {room.name: asked.fewest(room) for room in facts.rooms}
         if facts.steps:
@@ -211,19 +211,19 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
         "fastest_that_fits": facts.advised,
         "fit": _fit(fit) if fit else None,
         "predictions": [
-            {**found.values, "fits": [_fit(one) for one in fits]}
-            for found, fits in facts.rows
-            if isinstance(found, Predicted)
+            {**result.values, "fits": [_fit(fit) for fit in fits]}
+            for result, fits in facts.rows
+            if isinstance(result, Predicted)
         ],
         "failed": [
             {
-                "strategy": found.strategy,
-                "ranks": found.ranks,
-                "error": found.error,
-                "hint": found.hint,
+                "strategy": result.strategy,
+                "ranks": result.ranks,
+                "error": result.error,
+                "hint": result.hint,
             }
-            for found, _ in facts.rows
-            if isinstance(found, Refused)
+            for result, _ in facts.rows
+            if isinstance(result, Refused)
         ],
         "ladder": [_step(step) for step in facts.steps],
         "faster": _step(facts.faster) if facts.faster else None,
@@ -275,12 +275,12 @@ def _measured(asked: Estimate, measured: Measured) -> dict[str, Any]:
         "reason": measured.reason,
         "compared": [
             {
-                "name": one.phase,
-                "predicted": one.predicted,
-                "measured": list(one.measured),
-                "ratio": one.ratio,
+                "name": phase.phase,
+                "predicted": phase.predicted,
+                "measured": list(phase.measured),
+                "ratio": phase.ratio,
             }
-            for one in _beside(asked, measured)
+            for phase in _beside(asked, measured)
         ],
     }
 

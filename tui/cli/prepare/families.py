@@ -36,7 +36,7 @@ def families(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
 
 
 def facts(family: Family) -> dict[str, Any]:
-    """What is known of a family, as JSON values."""
+    """Describe a family, as JSON values."""
     return {
         "name": family.name,
         "title": family.title,
@@ -103,7 +103,7 @@ def _paragraph(family: Family) -> str:
 
 def _sizes(family: Family) -> str:
     """The different sizes of a family's flavours, in their order."""
-    sizes = [_billions(PARAMETERS.get(one.hub_id)) for one in family.flavours.values()]
+    sizes = [_billions(PARAMETERS.get(flavour.hub_id)) for flavour in family.flavours.values()]
     return ", ".join(dict.fromkeys(sizes))
 
 

@@ -61,27 +61,29 @@ def fetch(
     fsdp-tui fetch --dataset ORG/NAME
     fsdp-tui fetch --job job.yaml --dry-run
     """
-    wanted = [_read(text, datasets=datasets) for text in names]
+    hub_names = [_read(text, datasets=datasets) for text in names]
     if job_file is not None:
-        wanted += names_in(read_job((job_file,), ignoring=NOT_NEEDED))
-    if not wanted and job_file is None:
+        hub_names += names_in(read_job((job_file,), ignoring=NOT_NEEDED))
+    if not hub_names and job_file is None:
         raise click.UsageError("name a model, or pass --job JOB.yaml")
-    found = []
-    for name in dict.fromkeys(wanted):
+    fetched = []
+    for name in dict.fromkeys(hub_names):
         missing, total = fetches.ask_size(name)
         if missing and not dry_run:
-            found.append(_fetch(name, background=background) | {"bytes": total})
+            fetched.append(_fetch(name, background=background) | {"bytes": total})
         else:
-            found.append({"name": str(name), "kind": name.kind, "bytes": total, "missing": missing})
+            fetched.append(
+                {"name": str(name), "kind": name.kind, "bytes": total, "missing": missing}
+            )
         if not as_json:
-            _tell(found[-1], name)
+            _tell(fetched[-1], name)
     if as_json:
-        echo(json.dumps(found))
+        echo(json.dumps(fetched))
     return 0
 
 
 def offer(spec: JobSpec, *, fetch: bool, dry_run: bool = False) -> list[HubName]:
-    """What a job may wait for: what the person agreed to fetch.
+    """Offer to fetch what a job lacks; return what the user agreed to.
 
     Nothing is asked of the hub where nobody could answer the question.
     """
@@ -101,10 +103,10 @@ def _read(text: str, *, datasets: bool) -> HubName:
     kind, name = "dataset" if datasets else "model", text
     if text.startswith("datasets/"):
         kind, name = "dataset", text.removeprefix("datasets/")
-    found = HubName.read(kind, name)  # type: ignore[arg-type]
-    if found is None:
+    hub_name = HubName.read(kind, name)  # type: ignore[arg-type]
+    if hub_name is None:
         raise UserError(f"{text} is not a name of the hub", "use ORG/NAME or ORG/NAME@REVISION")
-    return found
+    return hub_name
 
 
 def _fetch(name: HubName, *, background: bool) -> dict[str, object]:
@@ -135,12 +137,12 @@ def _fetch(name: HubName, *, background: bool) -> dict[str, object]:
     return {"name": str(name), "kind": name.kind, "path": ended.path}
 
 
-def _tell(found: dict[str, object], name: HubName) -> None:
-    if path := found.get("path"):
+def _tell(facts: dict[str, object], name: HubName) -> None:
+    if path := facts.get("path"):
         echo(path)
-    elif found.get("state"):
+    elif facts.get("state"):
         echo(f"{name} is being fetched")
-    elif missing := found["missing"]:
-        echo(f"{name}: {size(float(str(missing)))} to fetch of {size(float(str(found['bytes'])))}")
+    elif missing := facts["missing"]:
+        echo(f"{name}: {size(float(str(missing)))} to fetch of {size(float(str(facts['bytes'])))}")
     else:
         echo(name.find() or f"{name} is on this machine")

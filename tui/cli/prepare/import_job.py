@@ -138,7 +138,11 @@ def _report(imported: Imported, output: Path | None) -> str:
         lines += ["", title, *(_line(entry) for entry in assumed)]
     for title, sentences in (("warnings", report.warnings), ("to fill in", report.to_fill_in)):
         if sentences:
-            lines += ["", f"{title} ({len(sentences)})", *(f"  {one}" for one in sentences)]
+            lines += [
+                "",
+                f"{title} ({len(sentences)})",
+                *(f"  {sentence}" for sentence in sentences),
+            ]
     return "\n".join(lines)
 
 

@@ -52,7 +52,7 @@ def keys(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
 
 
 def facts(name: str) -> dict[str, Any]:
-    """What is known of a key, as JSON values."""
+    """Describe a key, as JSON values."""
     field = JobSpec.model_fields[name]
     return {
         "key": name,
@@ -66,7 +66,7 @@ def facts(name: str) -> dict[str, Any]:
 
 
 def values_of(name: str) -> str:
-    """What a key may be, in a few words."""
+    """Describe a key's allowed values in a few words."""
     field, words = JobSpec.model_fields[name], field_words(name)
     if words and not is_switch(name) and name != "model_family":
         return " · ".join(words) + (" · pkg.mod.name" if name == "fsdp_auto_wrap_policy" else "")
@@ -77,7 +77,7 @@ def values_of(name: str) -> str:
         return "number or list" if name in ("gpus", "resolution") else "list"
     if is_switch(name):
         return "true or false, or a number" if "int" in annotation else "true or false"
-    kinds = [said for part, said in _KINDS.items() if re.search(rf"\b{part}\b", annotation)]
+    kinds = [word for part, word in _KINDS.items() if re.search(rf"\b{part}\b", annotation)]
     return " ".join([" or ".join(dict.fromkeys(kinds)), *_limits(name)])
 
 
@@ -126,16 +126,16 @@ def _text(chosen: list[str], columns: int) -> str:
 
 
 def _choose(names: Iterable[str]) -> list[str]:
-    """The keys that names of keys and of groups mean, in the order of the job."""
+    """Expand names of keys and groups into keys, in the order of the job file."""
     groups = _by_group(JobSpec.model_fields)
-    wanted: set[str] = set()
+    chosen: set[str] = set()
     for written in names:
         name = normal_key(written)
         if name not in groups and name not in JobSpec.model_fields:
             meant = did_you_mean(name, [*groups, *JobSpec.model_fields])
             raise UserError(f'unknown key or group "{written}"{meant}')
-        wanted |= set(groups.get(name, [])) if name in groups else {name}
-    return [name for name in JobSpec.model_fields if name in wanted or not wanted]
+        chosen |= set(groups.get(name, [])) if name in groups else {name}
+    return [name for name in JobSpec.model_fields if name in chosen or not chosen]
 
 
 def _by_group(names: Iterable[str]) -> dict[str, list[str]]:

@@ -25,24 +25,24 @@ def templates(as_json: bool) -> None:
     Save your own in the dashboard's form (^t), or put job files into the directory printed
     at the end; they may be incomplete.
     """
-    found, problems = list_templates()
+    listed, problems = list_templates()
     for problem in problems:
         warn(problem)
     if as_json:
-        echo(json.dumps([_facts(one) for one in found]))
+        echo(json.dumps([_facts(template) for template in listed]))
         return
-    longest = max(len(one.name) for one in found)
+    longest = max(len(template.name) for template in listed)
     room = max(20, shutil.get_terminal_size((100, 24)).columns - longest - 2)
-    for one in found:
-        echo(f"{one.name.ljust(longest)}  {cut(one.about, room)}".rstrip())
+    for template in listed:
+        echo(f"{template.name.ljust(longest)}  {cut(template.about, room)}".rstrip())
     echo(f"\nYours are in {templates_home()}")
 
 
-def _facts(one: Template) -> dict[str, object]:
+def _facts(template: Template) -> dict[str, object]:
     return {
-        "name": one.name,
-        "title": one.title,
-        "about": one.about,
-        "path": str(one.path) if one.path else None,
-        "values": dict(one.values),
+        "name": template.name,
+        "title": template.title,
+        "about": template.about,
+        "path": str(template.path) if template.path else None,
+        "values": dict(template.values),
     }

@@ -63,11 +63,11 @@ def _graphs(
     left, right, cells = _USE, _MEMORY, graph_cells(width)
     rows: list[Row] = []
     both = zip(graph(busy, cells, lines), graph(filled, cells, lines), strict=True)
-    for number, (one, other) in enumerate(both):
+    for number, (use, other) in enumerate(both):
         rows.append(
             (
                 Span(left if not number else " " * len(left), "dim"),
-                Span(one, "bar"),
+                Span(use, "bar"),
                 Span(_BETWEEN + (right if not number else " " * len(right)), "dim"),
                 Span(other, "raw"),
             )

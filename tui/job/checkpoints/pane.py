@@ -1,4 +1,4 @@
-"""The checkpoints tab: go on from one, verify, export, delete."""
+"""The checkpoints tab: resume from one, verify, export, delete."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class CheckpointsPane(Pane, can_focus=True):
     class Verified(Message):
         """Reading a checkpoint is over; None when it was given up."""
 
-        found: Listed | None
+        checkpoint: Listed | None
 
     @dataclass
     class Planned(Message):
-        """The job can go on from a checkpoint, in this way."""
+        """The job can resume from a checkpoint, with this plan."""
 
         plan: Plan
 
@@ -160,7 +160,7 @@ class CheckpointsPane(Pane, can_focus=True):
     def on_checkpoints_pane_looked(self, message: Looked) -> None:
         self._looking = False
         self.job = message.job
-        listed = [self._as_known(one) for one in message.listed]
+        listed = [self._with_verification(checkpoint) for checkpoint in message.listed]
         self._complain("" if listed else EMPTY, harmless=True)
         self._put("totals", totals(listed, message.free))
         self.panel.update_from(listed)
@@ -171,12 +171,12 @@ class CheckpointsPane(Pane, can_focus=True):
             self._texts[name] = text
             self.query_one(f"#ckpt-{name}", Static).update(text)
 
-    def _as_known(self, one: Listed) -> Listed:
-        """With what reading it has found, if it is still the same."""
-        key = (one.name, one.time)
+    def _with_verification(self, checkpoint: Listed) -> Listed:
+        """Add what reading the checkpoint showed, if it has not changed since."""
+        key = (checkpoint.name, checkpoint.time)
         if key not in self._verified:
-            return one
-        return replace(one, damage=one.damage or self._verified[key], verified=True)
+            return checkpoint
+        return replace(checkpoint, damage=checkpoint.damage or self._verified[key], verified=True)
 
     def on_checkpoints_pane_failed(self, message: Failed) -> None:
         self._looking = False
@@ -195,8 +195,8 @@ class CheckpointsPane(Pane, can_focus=True):
 
     @on(CheckpointsPanel.Highlighted)
     def _show_about(self) -> None:
-        one = self.panel.highlighted
-        self._put("about", about(one, self.panel.listed) if one is not None else "")
+        checkpoint = self.panel.highlighted
+        self._put("about", about(checkpoint, self.panel.listed) if checkpoint is not None else "")
 
     def _show_work(self) -> None:
         """What is under way."""
@@ -222,22 +222,22 @@ class CheckpointsPane(Pane, can_focus=True):
     def action_go(self, by: int) -> None:
         self.panel.go(by)
 
-    # -- going on --------------------------------------------------------------------------
+    # -- resuming --------------------------------------------------------------------------
 
     def action_resume(self) -> None:
-        one = self.panel.highlighted
-        if one is None:
+        checkpoint = self.panel.highlighted
+        if checkpoint is None:
             return
         if not self.job.state.ended:
             self.app.say(f"job {self.job.id} is {self.job.state}; stop it first", "warning")
-        elif one.set_aside:
+        elif checkpoint.set_aside:
             self.app.say(
-                f"{one.name} is set aside; rename it to step-{one.step}, or start a new job with "
-                f"resume_from_checkpoint: {one.path}",
+                f"{checkpoint.name} is set aside; rename it to step-{checkpoint.step}, or start a "
+                f"new job with resume_from_checkpoint: {checkpoint.path}",
                 "warning",
             )
         else:
-            self._act(partial(self._plan, one.step))
+            self._act(partial(self._plan, checkpoint.step))
 
     def _plan(self, step: int) -> str:
         plan = plan_resume(self.store, self.job.id, back_to=step)
@@ -252,8 +252,8 @@ class CheckpointsPane(Pane, can_focus=True):
         self.screen.dismiss()
 
     def action_copy_path(self) -> None:
-        if (one := self.panel.highlighted) is not None:
-            self.copy(str(one.path))
+        if (checkpoint := self.panel.highlighted) is not None:
+            self.copy(str(checkpoint.path))
 
     # -- verifying -------------------------------------------------------------------------
 
@@ -262,24 +262,24 @@ class CheckpointsPane(Pane, can_focus=True):
         if self._reading is not None:
             self.workers.cancel_group(self, "verify")
             return
-        if (one := self.panel.highlighted) is not None:
-            self._reading = self.Read(one.name, 0, one.bytes)
+        if (checkpoint := self.panel.highlighted) is not None:
+            self._reading = self.Read(checkpoint.name, 0, checkpoint.bytes)
             self._show_work()
-            work = partial(self._verify, one)
+            work = partial(self._verify, checkpoint)
             self.run_worker(work, group="verify", exit_on_error=False, thread=True)
 
-    def _verify(self, one: Listed) -> None:
+    def _verify(self, checkpoint: Listed) -> None:
         worker, done = get_current_worker(), 0
 
-        def told(count: int) -> None:
+        def advance(count: int) -> None:
             nonlocal done
             done += count
             if worker.is_cancelled:
                 raise Cancelled
-            self.post_message(self.Read(one.name, done, one.bytes))
+            self.post_message(self.Read(checkpoint.name, done, checkpoint.bytes))
 
         try:
-            self.post_message(self.Verified(verify(one, told)))
+            self.post_message(self.Verified(verify(checkpoint, advance)))
         except Cancelled:
             self.post_message(self.Verified(None))
         except NotFoundError as error:
@@ -287,7 +287,9 @@ class CheckpointsPane(Pane, can_focus=True):
             self.post_message(self.Verified(None))
         except Exception as error:  # the edge: nothing a person asked for ends in silence
             self.app.post_message(
-                self.app.Said(f"cannot read {one.name}: {type(error).__name__}: {error}", "error")
+                self.app.Said(
+                    f"cannot read {checkpoint.name}: {type(error).__name__}: {error}", "error"
+                )
             )
             self.post_message(self.Verified(None))
 
@@ -297,11 +299,11 @@ class CheckpointsPane(Pane, can_focus=True):
 
     def on_checkpoints_pane_verified(self, message: Verified) -> None:
         self._reading = None
-        if (found := message.found) is not None:
-            self._verified[found.name, found.time] = found.damage
+        if (checkpoint := message.checkpoint) is not None:
+            self._verified[checkpoint.name, checkpoint.time] = checkpoint.damage
+            health = f"damaged: {checkpoint.damage}" if checkpoint.damage else "verified"
             self.app.say(
-                f"{found.name}: {f'damaged: {found.damage}' if found.damage else 'verified'}",
-                "error" if found.damage else "information",
+                f"{checkpoint.name}: {health}", "error" if checkpoint.damage else "information"
             )
         self.look()
 
@@ -309,32 +311,37 @@ class CheckpointsPane(Pane, can_focus=True):
 
     def action_export(self) -> None:
         """Export the highlighted one; or stop exporting."""
-        exports, one = self.app.dashboard.exports, self.panel.highlighted
+        exports, checkpoint = self.app.dashboard.exports, self.panel.highlighted
         if self.job.id in exports.running:
             exports.cancel(self.job.id)
-        elif one is not None and one.set_aside:
-            self.app.say(f"{one.name} is set aside; rename it to step-{one.step} first", "warning")
-        elif one is not None:
-            exports.start(self.job, one.step)
+        elif checkpoint is not None and checkpoint.set_aside:
+            self.app.say(
+                f"{checkpoint.name} is set aside; rename it to step-{checkpoint.step} first",
+                "warning",
+            )
+        elif checkpoint is not None:
+            exports.start(self.job, checkpoint.step)
             self._show_work()
 
     def action_delete(self) -> None:
-        one = self.panel.highlighted
-        if one is None:
+        checkpoint = self.panel.highlighted
+        if checkpoint is None:
             return
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self._act(partial(self._delete, one))
+                self._act(partial(self._delete, checkpoint))
 
-        detail = f"{size(one.bytes)} will be deleted permanently:\n{one.path}"
-        if one.next:
+        detail = f"{size(checkpoint.bytes)} will be deleted permanently:\n{checkpoint.path}"
+        if checkpoint.next:
             detail += "\n\nA resume would start from this checkpoint."
-        self.app.push_screen(ConfirmScreen(f"Delete {one.name}?", detail, "delete"), answered)
+        self.app.push_screen(
+            ConfirmScreen(f"Delete {checkpoint.name}?", detail, "delete"), answered
+        )
 
-    def _delete(self, one: Listed) -> str:
-        service.delete_checkpoints(self.store, self.job.id, [one.name])
-        return f"{one.name} deleted"
+    def _delete(self, checkpoint: Listed) -> str:
+        service.delete_checkpoints(self.store, self.job.id, [checkpoint.name])
+        return f"{checkpoint.name} deleted"
 
     def _act(self, act: Callable[[], str]) -> None:
         self.app.act(act)

@@ -34,13 +34,13 @@ class CheckpointsPanel(PickList):
         """Show these; given oldest first. What is highlighted stays so while others come and go."""
         before = self.highlighted
         self.listed = list(reversed(listed))
-        names = [one.name for one in self.listed]
+        names = [checkpoint.name for checkpoint in self.listed]
         if before is not None and before.name in names:
             self.index = names.index(before.name)
         elif before is not None:  # what has come into the place of one that is gone
             self.index = max(0, min(self.index, len(names) - 1))
         else:  # the one that a resume takes
-            self.index = next((n for n, one in enumerate(self.listed) if one.next), 0)
+            self.index = next((n for n, checkpoint in enumerate(self.listed) if checkpoint.next), 0)
         self.fill()
         if self.highlighted != before:
             self.post_message(self.Highlighted())

@@ -33,7 +33,7 @@ def build_pane(name: str, store: Store, job: Job) -> Pane:
         case "plots":
             return PlotsPane(store, job)
         case "samples":
-            from tui.job.samples.pane import SamplesPane  # pictures take a while to import
+            from tui.job.samples.pane import SamplesPane  # images take a while to import
 
             return SamplesPane(job)
         case "checkpoints":

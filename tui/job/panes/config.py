@@ -1,4 +1,4 @@
-"""The config tab: what the job was told, how it is launched, and what another job has instead."""
+"""The config tab: a job's settings, its launch, and its differences from another job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ConfigPane(TextPane):
         """The jobs are compared; or could not be."""
 
         other: Job
-        found: list[Difference]
+        changed: list[Difference]
         problem: str = ""
 
     def __init__(self, store: Store) -> None:
@@ -114,7 +114,7 @@ class ConfigPane(TextPane):
             self._say(f"differences in job {compared.other.id} “{compared.other.name}” · a: back")
             if compared.problem:
                 return [(Span(f"! {compared.problem}", "bad"),)]
-            return diff_rows(compared.found, look.job, compared.other, width)
+            return diff_rows(compared.changed, look.job, compared.other, width)
         if self.config is None:
             return [(Span("reading the job file …", "dim"),)]
         self._say(_TITLES[self.shown])
@@ -148,7 +148,7 @@ class ConfigPane(TextPane):
         """Ask with which job; they are read in a thread, since someone may hold the database."""
         from tui.job.panes.pick_job import PickJobScreen
 
-        others = [one for one in await asyncio.to_thread(self.store.all) if one.id != job.id]
+        others = [other for other in await asyncio.to_thread(self.store.all) if other.id != job.id]
         screen = PickJobScreen(others, f"compare job {job.id} with")
 
         def compare(other: Job | None) -> None:
@@ -164,10 +164,10 @@ class ConfigPane(TextPane):
     def _compare(self, ours: Job, theirs: Job) -> None:
         """In a thread."""
         try:
-            found = differences(
+            changed = differences(
                 load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file)
             )
-            self.post_message(self.Compared(theirs, found))
+            self.post_message(self.Compared(theirs, changed))
         except UserError as error:
             self.post_message(self.Compared(theirs, [], str(error)))
         except Exception as error:  # the edge: nothing a person asked for ends in silence

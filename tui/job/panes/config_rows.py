@@ -33,7 +33,7 @@ def yaml_rows(text: str) -> list[Row]:
 
 
 def command_rows(text: str, width: int) -> list[Row]:
-    """A shell script, its long lines going on below."""
+    """Show a shell script, with long lines wrapped."""
     rows: list[Row] = []
     for line in text.splitlines():
         role = "dim" if line.startswith("#") else ""
@@ -45,18 +45,18 @@ def command_rows(text: str, width: int) -> list[Row]:
     return rows
 
 
-def diff_rows(found: Sequence[Difference], ours: Job, theirs: Job, width: int) -> list[Row]:
-    """The keys that differ, the values of both jobs side by side.
+def diff_rows(changed: Sequence[Difference], ours: Job, theirs: Job, width: int) -> list[Row]:
+    """List the keys that differ, with the values of both jobs side by side.
 
     Args:
-        found: What differs; `before` is of our job, `after` of the other one.
-        ours: The job that is looked at.
+        changed: What differs; `before` is of our job, `after` of the other one.
+        ours: The job on the screen.
         theirs: The other one.
         width: Columns.
     """
-    if not found:
+    if not changed:
         return [(Span("both jobs have the same settings", "good"),)]
-    keys = min(_WIDEST_KEY, max(len(one.key) for one in found))
+    keys = min(_WIDEST_KEY, max(len(difference.key) for difference in changed))
     room = max(8, (width - keys - 6) // 2)
     rows: list[Row] = [
         (
@@ -67,17 +67,17 @@ def diff_rows(found: Sequence[Difference], ours: Job, theirs: Job, width: int) -
         )
     ]
     group = ""
-    for one in found:
-        if one.group != group:
-            group = one.group
+    for difference in changed:
+        if difference.group != group:
+            group = difference.group
             rows += [(), (Span(group, "title"),)]
-        sign, role = _SIGNS[one.kind]
-        mine, other = _wrapped(one.before, room), _wrapped(one.after, room)
+        sign, role = _SIGNS[difference.kind]
+        mine, other = _wrapped(difference.before, room), _wrapped(difference.after, room)
         for n in range(max(len(mine), len(other))):
             rows.append(
                 (
                     Span(f"{sign} " if n == 0 else "  ", role),
-                    Span(left(one.key if n == 0 else "", keys) + "  "),
+                    Span(left(difference.key if n == 0 else "", keys) + "  "),
                     Span(left(mine[n] if n < len(mine) else "", room), "dim"),
                     Span("  "),
                     Span(other[n] if n < len(other) else "", role),

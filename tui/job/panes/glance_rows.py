@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tui.text.format import Row
 
 _BLANK: Final[Row] = ()
-_NEWEST: Final = 8  # moments that are looked at; fewer are shown
+_NEWEST: Final = 8  # moments that are read; fewer are shown
 _LEAST_BAR, _LONGEST_BAR = 8, 60  # columns
 _SEPARATOR, _NARROW = "  ·  ", " · "
 _DONE, _NOW = "✓", "●"
@@ -115,20 +115,22 @@ def _line(parts: Sequence[str], width: int) -> Row:
 
 
 def start_rows(look: Look, width: int) -> list[Row]:
-    """What a job does before its first step, phase by phase, and how long each took."""
+    """List the phases before a job's first step, and how long each took."""
     job, steps = look.job, look.curve.steps
     if not job.state.active or job.started is None or (steps and steps[-1].t >= job.started):
         return []
     # Those of an attempt before this one are over.
-    stages = [one for one in look.stages if one.name != "train" and one.since >= job.started]
+    stages = [
+        stage for stage in look.stages if stage.name != "train" and stage.since >= job.started
+    ]
     first = stages[0].since if stages else None
     launched = (first if first is not None else look.t) - job.started
     rows: list[Row] = [heading("start")]
     rows.append(_stage("starting the ranks", launched, going=first is None))
-    for one in stages:
-        name = PHASES.get(one.name, one.name)
-        seconds = one.seconds if one.seconds is not None else look.t - one.since
-        rows.append(_stage(name, seconds, going=one.seconds is None))
+    for stage in stages:
+        name = PHASES.get(stage.name, stage.name)
+        seconds = stage.seconds if stage.seconds is not None else look.t - stage.since
+        rows.append(_stage(name, seconds, going=stage.seconds is None))
     if look.view.doing == FIRST_STEP and look.view.doing_since is not None:
         rows.append(_stage(FIRST_STEP, look.t - look.view.doing_since, going=True))
     return rows
@@ -141,7 +143,7 @@ def _stage(name: str, seconds: float, *, going: bool) -> Row:
 
 
 def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
-    """What is wrong, what to do as keys to press, and the traceback, folded to a line."""
+    """Show what is wrong, which keys help, and the traceback, folded to a line."""
     job = look.job
     if job.state not in (State.FAILED, State.LOST, State.STOPPED):
         return []
@@ -207,12 +209,12 @@ def device_part(look: Look, snapshot: Snapshot, width: int, room: int) -> list[R
 
 
 def news_rows(look: Look, width: int, room: int) -> list[Row]:
-    """The newest checkpoint, and what happened last, the newest at the end."""
+    """Show the newest checkpoint and the newest events, the latest at the end."""
     saved = f"step-{look.newest}" if look.newest is not None else "none yet"
     saved += "  ·  exported" if look.exported else ""
     saved += f"  ·  pushed step {look.push.pushed[-1]}" if look.push.pushed else ""
     saved += "  ·  6: all" if look.newest is not None else ""
     rows: list[Row] = [(Span("checkpoint  ", "title"), Span(saved))]
-    told = history_rows(look.history[-_NEWEST:], look.moments[-_NEWEST:], width)
-    told = [row for row in told if row and row[0].role != "title"]  # without the days
-    return [*rows, *told[-max(1, room - 1) :]]
+    happened = history_rows(look.history[-_NEWEST:], look.moments[-_NEWEST:], width)
+    happened = [row for row in happened if row and row[0].role != "title"]  # without the days
+    return [*rows, *happened[-max(1, room - 1) :]]

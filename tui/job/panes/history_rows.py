@@ -24,21 +24,21 @@ _SIGNS: Final = {"error": ("! error", "bad"), "warning": ("! warning", "warn")}
 def history_rows(
     history: Sequence[Change], moments: Sequence[Moment], width: int, *, states_only: bool = False
 ) -> list[Row]:
-    """What happened, the oldest first, each day under its date.
+    """List events, the oldest first, each day under its date.
 
     Args:
         history: States of the job.
-        moments: What happened in its run.
+        moments: Events of its run.
         width: Columns.
-        states_only: Leave the run out.
+        states_only: Without the events of its run.
     """
-    told = [(change.t, 0, _state(change, number)) for change, number in _attempts(history)]
+    entries = [(change.t, 0, _state(change, number)) for change, number in _attempts(history)]
     if not states_only:
-        told += [(moment.t, 1, _moment(moment)) for moment in moments]
-    told.sort(key=lambda one: one[:2])
+        entries += [(moment.t, 1, _moment(moment)) for moment in moments]
+    entries.sort(key=lambda entry: entry[:2])
     rows: list[Row] = []
     date = ""
-    for t, _, (what, role, words) in told:
+    for t, _, (what, role, words) in entries:
         if (today := day(t)) != date:
             date = today
             rows += [(), (Span(today, "title"),)] if rows else [(Span(today, "title"),)]
@@ -52,13 +52,13 @@ def history_rows(
 
 
 def _attempts(history: Sequence[Change]) -> list[tuple[Change, int]]:
-    """Each change with the number of the attempt that it begins; 0 for other changes."""
-    found, number = [], 0
+    """Pair each change with the number of the attempt that it starts; 0 for other changes."""
+    numbered, number = [], 0
     for change in history:
         begins = change.after is State.STARTING
         number += begins
-        found.append((change, number if begins else 0))
-    return found
+        numbered.append((change, number if begins else 0))
+    return numbered
 
 
 def _state(change: Change, attempt: int) -> tuple[str, str, str]:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tui.job.samples.loading import Loaded
     from tui.terminal.images.image import Picture
 
-_EACH: Final = 24  # columns of a picture, at least
+_EACH: Final = 24  # columns of an image, at least
 _MOST: Final = 4
 _ROOMY: Final = 40  # columns for a title with all in it
 _LONGEST: Final = 512  # pixels
 
 
 class NewestSamples(Vertical):
-    """As many of the newest step's pictures as there is room for, the first prompts first."""
+    """As many of the newest step's images as there is room for, the first prompts first."""
 
     BORDER_TITLE = "samples"
 
@@ -42,33 +42,33 @@ class NewestSamples(Vertical):
         self._fill()
 
     def _fill(self) -> None:
-        from tui.job.samples.loading import Loading  # pictures take a while to import
+        from tui.job.samples.loading import Loading  # images take a while to import
         from tui.terminal.images.image import Picture
         from tui.terminal.images.protocol import for_many
 
         width = self.size.width
         if not self._samples or not width:
             return
-        step = max(one.step for one in self._samples)
+        step = max(sample.step for sample in self._samples)
         newest = sorted((s for s in self._samples if s.step == step), key=lambda s: s.number)
-        wanted = newest[: max(1, min(_MOST, width // _EACH))]
-        if wanted == self._shown:
+        shown = newest[: max(1, min(_MOST, width // _EACH))]
+        if shown == self._shown:
             return
-        more = f" · {len(wanted)} of {len(newest)}" if len(wanted) < len(newest) else ""
+        more = f" · {len(shown)} of {len(newest)}" if len(shown) < len(newest) else ""
         long, short = f"samples of step {step}{more} · 5: all", f"step {step}{more}"
         self.border_title = long if width >= _ROOMY else short
-        if len(wanted) != len(self._pictures):
-            self._pictures = [Picture(for_many()) for _ in wanted]
+        if len(shown) != len(self._pictures):
+            self._pictures = [Picture(for_many()) for _ in shown]
             with self.app.batch_update():
                 self.remove_children()
                 self.mount(Horizontal(*self._pictures))
-        self._shown = wanted
+        self._shown = shown
         for picture in self._pictures:
             picture.say("…")
-        Loading(self, _LONGEST).want(wanted)
+        Loading(self, _LONGEST).want(shown)
 
     def on_loaded(self, message: Loaded) -> None:
-        """A picture is decoded, or cannot be."""
+        """An image is decoded, or cannot be."""
         message.stop()
         for sample, picture in zip(self._shown, self._pictures, strict=True):
             if sample == message.sample and picture.is_mounted:

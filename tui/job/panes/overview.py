@@ -88,17 +88,17 @@ class OverviewPane(Pane):
         self.call_after_refresh(self.fill)
 
     def fill(self) -> None:
-        """Show the look again; what stays the same is not painted again."""
+        """Show the newest look; unchanged lines are not painted again."""
         look, width = self.look, self.lines.scrollable_content_region.width
         if look is None or not width:
             return
         height = self.page.size.height
         snapshot = self._snapshot or Snapshot(t=look.t)
         head = head_rows(look, width)
-        told = start_rows(look, width)
-        told += failure_rows(look, width, unfolded=self._unfolded)
+        urgent = start_rows(look, width)
+        urgent += failure_rows(look, width, unfolded=self._unfolded)
         gap = [_BLANK] if height >= _AIRY else []
-        head += [*gap, *told] if told else []
+        head += [*gap, *urgent] if urgent else []
         devices = device_part(look, snapshot, width, max(3, int(height * _DEVICES) - 1))
         news = news_rows(look, width, _NEWS)
         parts = [part for part in (devices, news) if part]
@@ -160,6 +160,6 @@ class OverviewPane(Pane):
         self.copy(self.as_text())
 
     def as_text(self) -> str:
-        """What is shown, all of it but the pictures."""
+        """Return everything shown, without the images."""
         rows: Sequence[Row] = (*self.head.rows, *self.lines.rows)
         return "\n".join(plain(row).rstrip() for row in rows)

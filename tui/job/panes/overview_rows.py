@@ -24,7 +24,7 @@ _BLANK: Final[Row] = ()
 
 
 def detail_rows(look: Look, gpus: str, width: int) -> list[Row]:
-    """What is worth knowing beyond the glance.
+    """List the details beyond the glance.
 
     Args:
         look: The job.

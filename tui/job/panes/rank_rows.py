@@ -19,7 +19,7 @@ _MOST_NAMED: Final = 6
 _CALM: Final = 3.0  # seconds of a heartbeat's age that are not worth a repaint
 _STILL: Final = 30.0  # seconds without progress that are worth telling
 
-# Heading, columns, text; left out from the right where there is no room.
+# Heading, columns, text; dropped from the right where there is no room.
 _MORE: Final[tuple[tuple[str, int, Callable[[RankStatus], str]], ...]] = (
     ("allocated", 9, lambda rank: size(rank.allocated)),
     ("peak", 9, lambda rank: size(rank.peak)),
@@ -38,7 +38,7 @@ def is_late(rank: RankStatus, now: float) -> bool:
 
 
 def late_words(ranks: Sequence[RankStatus], now: float) -> str:
-    """Which ranks are late, in a sentence; "" when none is."""
+    """Name the late ranks in a sentence; "" when none is."""
     late = [rank for rank in ranks if is_late(rank, now)]
     if not late:
         return ""
@@ -85,7 +85,7 @@ def rank_rows(ranks: Sequence[RankStatus], ended: bool, now: float, width: int) 
 
 
 def heartbeat(rank: RankStatus, now: float) -> tuple[str, str]:
-    """How old the heartbeat is, and the role of its colour; calm while it is fresh."""
+    """Show the heartbeat's age, in a color that is calm while it is fresh."""
     age = now - rank.heartbeat
     if age > LATE_AFTER:
         return f"! late {duration(age)}", "bad"
@@ -95,7 +95,7 @@ def heartbeat(rank: RankStatus, now: float) -> tuple[str, str]:
 
 
 def about_rank(rank: RankStatus, ended: bool, now: float) -> str:
-    """What is known of one rank, in a few lines."""
+    """Describe one rank in a few lines."""
     uuid = f" ({rank.device_uuid})" if rank.device_uuid else ""
     where = f"rank {rank.rank} · pid {rank.pid} on {rank.host} · {rank.device}{uuid}"
     sizes = [

@@ -56,5 +56,5 @@ class TextPane(Pane):
         self.lines.scroll_relative(y=lines, animate=False)
 
     def as_text(self) -> str:
-        """What is shown, all of it."""
+        """Return everything shown."""
         return "\n".join(plain(row).rstrip() for row in self.lines.rows)

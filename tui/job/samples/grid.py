@@ -28,7 +28,7 @@ _LONGEST: Final = 384  # pixels
 
 
 class Cell(Vertical):
-    """A picture under its step."""
+    """An image under its step."""
 
     def __init__(self, protocol: Protocol) -> None:
         super().__init__(classes="sample-cell")
@@ -36,7 +36,7 @@ class Cell(Vertical):
         self.picture = Picture(protocol)
         self.sample: Sample | None = None
         self.waiting = False
-        self._told: Content | None = None
+        self._mark_text: Content | None = None
 
     def compose(self) -> ComposeResult:
         yield self.caption
@@ -47,8 +47,8 @@ class Cell(Vertical):
         sign = "▸ " if chosen else "  "
         text = Content(f"{sign}step {step}{' · marked' if marked else ''}")
         self.set_class(chosen, "-chosen")
-        if text != self._told:
-            self._told = text
+        if text != self._mark_text:
+            self._mark_text = text
             self.caption.update(text)
 
 
@@ -106,7 +106,7 @@ class SampleGrid(Vertical, can_focus=True):
             self.post_message(self.Chosen())
 
     def zoom_by(self, by: int) -> None:
-        """Fewer and larger pictures, or more and smaller ones."""
+        """Fewer and larger images, or more and smaller ones."""
         zoom = max(0, min(self.zoom + by, len(ZOOMS) - 1))
         if zoom != self.zoom:
             self.zoom = zoom
@@ -167,14 +167,14 @@ class SampleGrid(Vertical, can_focus=True):
             window(self._first.row, shape.rows, self.place.row, len(table.prompts)),
             window(self._first.column, shape.columns, self.place.column, len(table.steps)),
         )
-        wanted: list[Sample] = []
+        missing: list[Sample] = []
         for row, cells in enumerate(self._cells):
             self._tell_prompt(row)
             for column, cell in enumerate(cells):
                 place = Place(self._first.row + row, self._first.column + column)
-                self._fill_cell(cell, place, wanted)
-        if wanted:
-            self.decoder.want(wanted)
+                self._fill_cell(cell, place, missing)
+        if missing:
+            self.decoder.want(missing)
 
     def _tell_prompt(self, row: int) -> None:
         at = self._first.row + row
@@ -186,23 +186,23 @@ class SampleGrid(Vertical, can_focus=True):
             self._prompt_texts[row] = words
             self._prompts[row].update(words)
 
-    def _fill_cell(self, cell: Cell, place: Place, wanted: list[Sample]) -> None:
+    def _fill_cell(self, cell: Cell, place: Place, missing: list[Sample]) -> None:
         table, sample = self.table, self.table.at(place)
         key = (table.prompts[place.row], table.steps[place.column])
         cell.mark(key[1], place == self.place, key == self.marked)
         if sample is not None and sample == cell.sample:
             if cell.waiting:  # a newer wish takes the place of the older one
-                wanted.append(sample)
+                missing.append(sample)
             return
         cell.sample, cell.waiting = sample, False
         if sample is None:
             cell.picture.say("not sampled")
-        elif (image := self.decoder.known(sample)) is not None:
+        elif (image := self.decoder.cached(sample)) is not None:
             cell.picture.show(image)
         else:
             cell.picture.say("…")
             cell.waiting = True
-            wanted.append(sample)
+            missing.append(sample)
 
     def on_loaded(self, message: Loaded) -> None:
         for cell in (cell for cells in self._cells for cell in cells):

@@ -1,4 +1,4 @@
-"""Decode the pictures that can be seen, in a thread."""
+"""Decode the images that can be seen, in a thread."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Loaded(Message):
 
 
 class Loading:
-    """Decodes for a widget or screen, which gets a `Loaded` for each picture.
+    """Decodes for a widget or screen, which gets a `Loaded` for each image.
 
     Args:
         owner: Who gets them; only the newest wish counts.
-        longest: Pixels of a picture's longer side.
+        longest: Pixels of an image's longer side.
         kept: What was decoded already.
     """
 
@@ -42,9 +42,9 @@ class Loading:
         self._longest = longest
         self._kept = kept or Thumbnails()
 
-    def known(self, sample: Sample) -> Image | None:
-        """A picture that needs no decoding."""
-        return self._kept.known(sample.picture, sample.time, self._longest)
+    def cached(self, sample: Sample) -> Image | None:
+        """An image that needs no decoding."""
+        return self._kept.cached(sample.picture, sample.time, self._longest)
 
     def want(self, samples: Sequence[Sample]) -> None:
         """Decode these, in their order, and forget about earlier wishes."""

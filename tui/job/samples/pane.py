@@ -28,7 +28,7 @@ _NO_PROMPTS = "No samples: this job has no validation_prompts."
 
 
 class SamplesPane(Pane):
-    """The grid, and what the chosen picture was made from."""
+    """The grid, and what the chosen image was made from."""
 
     KEYS: ClassVar = (
         Key("move(0, 1)", "right,l", "← →", "step", "Next step"),

@@ -25,7 +25,7 @@ _LONGEST: Final = 1536  # pixels; few terminals have more
 
 
 class Side(Vertical):
-    """A picture over what it was made from."""
+    """An image over what it was made from."""
 
     def __init__(self) -> None:
         super().__init__(classes="sample-side")
@@ -39,7 +39,7 @@ class Side(Vertical):
 
 
 class SampleScreen(OfOneJob[Place]):
-    """Returns the place of the sample that was looked at last."""
+    """Shows a sample; returns the place of the last one shown."""
 
     CSS_PATH = "samples.tcss"
     AUTO_FOCUS = ""
@@ -114,11 +114,11 @@ class SampleScreen(OfOneJob[Place]):
             self.query_one("#sample-title", Static).update(
                 f"{self.table.prompts[self.place.row] + 1}  {prompt}"
             )
-        wanted = self._fill(self.right, sample)
+        missing = self._fill(self.right, sample)
         if self.comparing:
-            wanted = [*self._fill(self.left, self.beside), *wanted]
-        if wanted:
-            self.decoder.want(wanted)
+            missing = [*self._fill(self.left, self.beside), *missing]
+        if missing:
+            self.decoder.want(missing)
 
     def _fill(self, side: Side, sample: Sample | None) -> list[Sample]:
         """Show a sample on a side; what has to be decoded first is returned."""
@@ -128,7 +128,7 @@ class SampleScreen(OfOneJob[Place]):
             side.words.update("")
             return []
         side.words.update(about(sample))
-        if (image := self.decoder.known(sample)) is not None:
+        if (image := self.decoder.cached(sample)) is not None:
             side.picture.show(image)
             return []
         return [sample]  # the one before stays until this one is there: no flicker

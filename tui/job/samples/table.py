@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
     from jobs.run.samples import Sample
 
-ZOOMS: Final = ((14, 5), (22, 8), (34, 12), (54, 20))  # least columns and lines of a picture
+ZOOMS: Final = ((14, 5), (22, 8), (34, 12), (54, 20))  # least columns and lines of an image
 USUAL_ZOOM: Final = 1
 
 
 class Shape(NamedTuple):
-    """How many pictures are seen at once."""
+    """How many images are seen at once."""
 
     columns: int
     rows: int
@@ -47,9 +47,9 @@ class Table:
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Table:
         return cls(
-            tuple(sorted({one.number for one in samples})),
-            tuple(sorted({one.step for one in samples})),
-            {(one.number, one.step): one for one in samples},
+            tuple(sorted({sample.number for sample in samples})),
+            tuple(sorted({sample.step for sample in samples})),
+            {(sample.number, sample.step): sample for sample in samples},
         )
 
     def at(self, place: Place) -> Sample | None:
@@ -82,7 +82,7 @@ class Table:
 
 
 def shape_of(table: Table, width: int, height: int, zoom: int) -> Shape:
-    """How many pictures are shown at once; at least one.
+    """Count the images that fit at once; at least one.
 
     Args:
         table: What there is.
@@ -106,7 +106,7 @@ def window(first: int, shown: int, chosen: int, count: int) -> int:
 
 
 def about(sample: Sample) -> str:
-    """What a picture was made from, on one line."""
+    """Describe on one line what an image was made from."""
     facts = sample.facts
     parts = [f"step {sample.step}"]
     if sample.size is not None:

@@ -1,4 +1,4 @@
-"""A picture in half blocks: two pixels to a character, in any terminal with colours."""
+"""An image in half blocks: two pixels to a character, in any terminal with colours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BlockPicture(Widget):
-    """One picture, as large as there is room for. Painted when it changes, and never else."""
+    """One image, as large as there is room for. Painted when it changes, and never else."""
 
     DEFAULT_CSS = "BlockPicture { width: 1fr; height: 1fr; }"
 
@@ -65,7 +65,7 @@ class BlockPicture(Widget):
 
 
 def fitted(size: tuple[int, int], width: int, height: int) -> tuple[int, int]:
-    """Columns and lines that a picture takes.
+    """Columns and lines that an image takes.
 
     Args:
         size: Its width and height in pixels.

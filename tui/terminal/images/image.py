@@ -1,4 +1,4 @@
-"""A picture, or why there is none."""
+"""An image, or why there is none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CELL = (10, 20)  # pixels, where the terminal does not say
 
 
 class Picture(Container):
-    """Shows a picture as large as there is room for, by a protocol; or a text in its place."""
+    """Shows an image as large as there is room for, by a protocol; or a text in its place."""
 
     DEFAULT_CSS = """
     Picture { width: 1fr; height: 1fr; align: center middle; }
@@ -37,7 +37,7 @@ class Picture(Container):
         self.inner: Any = BlockPicture() if blocks else picture_class(protocol)()
         self._blocks = blocks
         self._words = Static("", markup=False)
-        self._said = ""
+        self._shown_words = ""
 
     def compose(self) -> ComposeResult:
         self.inner.display = False
@@ -49,7 +49,7 @@ class Picture(Container):
         return self.inner.image  # type: ignore[no-any-return]
 
     def show(self, image: Image) -> None:
-        """Show a picture."""
+        """Show an image."""
         if image is not self.inner.image:
             self.inner.image = image
             self._fit()
@@ -62,15 +62,15 @@ class Picture(Container):
         self.inner.display = False
         self.remove_class("-shown")
         self.set_class(bad, "-bad")
-        if words != self._said:
-            self._said = words
+        if words != self._shown_words:
+            self._shown_words = words
             self._words.update(words)
 
     def on_resize(self, event: Resize) -> None:
         self._fit()
 
     def _fit(self) -> None:
-        """The library's widgets fill what they are given, whatever the picture's shape."""
+        """The library's widgets fill what they are given, whatever the image's shape."""
         image, (width, height) = self.inner.image, self.size
         if self._blocks or image is None or not width or not height:
             return

@@ -1,4 +1,4 @@
-"""Which way of showing pictures the terminal understands. Decided once, before Textual starts."""
+"""Which way of showing images the terminal understands. Decided once, before Textual starts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ VARIABLE: Final = "FSDP_TUI_PICTURES"
 _WITHIN: Final = 1.0  # seconds; a slow link's answer must not arrive as if it were typed
 _KITTY_QUERY: Final = b"\x1b_Gi=31,s=1,v=1,a=q,t=d,f=24;AAAA\x1b\\"
 _CELL_QUERY: Final = b"\x1b[16t"
-_ATTRIBUTES_QUERY: Final = b"\x1b[c"  # every terminal answers it, so that nobody waits in vain
+_ATTRIBUTES_QUERY: Final = b"\x1b[c"  # every terminal answers it, so that nobody waits forever
 _ATTRIBUTES: Final = re.compile(rb"\x1b\[\?([\d;]*)c")
 _CELL: Final = re.compile(rb"\x1b\[6;(\d+);(\d+)t")
 _SIXEL: Final = b"4"  # among the attributes
-# Multiplexers pass pictures on in some configurations only; the others print what they are told.
+# Multiplexers pass images on in some configurations only; the others print it as text.
 _SILENT_TERMS: Final = ("dumb", "linux", "screen", "tmux", "vt", "cons", "unknown")
 _PRINTS_QUERIES: Final = ("Apple_Terminal",)
 
@@ -29,11 +29,11 @@ _chosen: Protocol = "blocks"
 _cell: tuple[int, int] | None = None
 
 
-def prepare(wanted: str | None = None) -> Protocol:
+def prepare(preferred: str | None = None) -> Protocol:
     """Find out what the terminal can do. Reads its answer, so that nothing else may be reading.
 
     Args:
-        wanted: kitty, sixel or blocks, whatever the terminal says; `$FSDP_TUI_PICTURES` goes
+        preferred: kitty, sixel or blocks, whatever the terminal says; `$FSDP_TUI_PICTURES` goes
             before it. Where neither names one, the terminal is asked.
     """
     global _chosen, _cell
@@ -46,7 +46,7 @@ def prepare(wanted: str | None = None) -> Protocol:
     interactive = all(
         stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stdout__)
     )
-    _chosen = choose(os.environ, wanted, interactive, ask)
+    _chosen = choose(os.environ, preferred, interactive, ask)
     if _chosen != "blocks" and find_spec("textual_image") is None:
         _chosen = "blocks"
     if answers and (match := _CELL.search(answers[0])):
@@ -55,15 +55,15 @@ def prepare(wanted: str | None = None) -> Protocol:
 
 
 def current() -> Protocol:
-    """What `prepare` found; half blocks while it has not been asked."""
+    """Return the protocol that `prepare` chose; half blocks before that."""
     return _chosen
 
 
 def for_many() -> Protocol:
-    """What many pictures at once are shown with.
+    """Return the protocol for many images at once.
 
-    Over SSH a page of real pictures is a megabyte, which keeps keys waiting on a slow link; and a
-    sixel picture is painted over by whatever changes near it.
+    Over SSH a page of real images is a megabyte, which keeps keys waiting on a slow link; and a
+    sixel image is painted over by whatever changes near it.
     """
     remote = "SSH_CONNECTION" in os.environ or "SSH_TTY" in os.environ
     return "kitty" if _chosen == "kitty" and not remote else "blocks"
@@ -76,7 +76,7 @@ def cell_size() -> tuple[int, int] | None:
 
 def choose(
     environment: Mapping[str, str],
-    wanted: str | None,
+    preferred: str | None,
     interactive: bool,
     ask: Callable[[], bytes],
 ) -> Protocol:
@@ -84,11 +84,11 @@ def choose(
 
     Args:
         environment: Of the process.
-        wanted: What the person wants, if anything.
+        preferred: What the person wants, if anything.
         interactive: Whether both ends are a terminal.
         ask: Asks the terminal; returns its answers.
     """
-    wish = (environment.get(VARIABLE, "").strip() or wanted or "").lower()
+    wish = (environment.get(VARIABLE, "").strip() or preferred or "").lower()
     for protocol in get_args(Protocol):
         if wish == protocol and interactive:
             return protocol  # type: ignore[no-any-return]
@@ -108,7 +108,7 @@ def choose(
 
 
 def read_answer(answer: bytes) -> Protocol:
-    """What a terminal's answers say.
+    """Choose a protocol by a terminal's answers.
 
     Sixel first: several terminals claim kitty's protocol without the placeholders that are needed
     here, and those of them have sixel; kitty has none.
@@ -149,5 +149,5 @@ def ask_terminal() -> bytes:
     except OSError:
         return b""
     finally:
-        termios.tcsetattr(source, termios.TCSAFLUSH, before)  # what else was said is dropped
+        termios.tcsetattr(source, termios.TCSAFLUSH, before)  # other answers are dropped
     return answer

@@ -1,8 +1,8 @@
-"""Pictures as characters: some of a bucket's samples in half blocks, two pixels to a character.
+"""Images as characters: some of a bucket's samples in half blocks, two pixels to a character.
 
 Half blocks in true colour go through tmux and SSH, which graphics protocols do not. The rendering
 is our own because it has to be small on the wire: neighbours that look the same share an escape
-sequence, which saves two thirds of the bytes of a smooth picture (a noisy one: 6 %).
+sequence, which saves two thirds of the bytes of a smooth image (a noisy one: 6 %).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jobs.spec.data_tool import STRIP_GAP
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_SPACE: Final = 2  # columns between pictures
-_LEAST: Final = 12  # pixels of a picture's longer side below which it says nothing
-_SIZE_COUNTS: Final = 0.65  # above 0.5 fewer and larger pictures win, below it more and smaller
+_SPACE: Final = 2  # columns between images
+_LEAST: Final = 12  # pixels of an image's longer side below which it says nothing
+_SIZE_COUNTS: Final = 0.65  # above 0.5 fewer and larger images win, below it more and smaller
 _ALIKE: Final = 8  # of 255 in each channel, by which two colours may differ and look the same
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How pictures are laid out.
+    """How images are laid out.
 
     Attributes:
         columns: How many stand side by side.
@@ -51,7 +51,7 @@ def find_grid(count: int, aspect: float, columns: int, lines: int) -> Grid | Non
     """The layout that shows most: many images, but not so small that they cannot be seen.
 
     Args:
-        count: How many pictures there are.
+        count: How many images there are.
         aspect: Width by height of each.
         columns: Of the area.
         lines: Of the area.
@@ -75,13 +75,13 @@ def find_grid(count: int, aspect: float, columns: int, lines: int) -> Grid | Non
 
 
 def pictures_of(strip: bytes, aspect: float) -> list[Image]:
-    """The pictures of a strip.
+    """The images of a strip.
 
     Args:
-        strip: A PNG: pictures of one size in a row, with gaps around them but not above.
+        strip: A PNG: images of one size in a row, with gaps around them but not above.
         aspect: Width by height of each.
     """
-    from PIL import Image  # only who looks at pictures waits for it
+    from PIL import Image  # only who looks at images waits for it
 
     with Image.open(io.BytesIO(strip)) as file:
         row = file.convert("RGB")
@@ -97,7 +97,7 @@ def pictures_of(strip: bytes, aspect: float) -> list[Image]:
 def draw(
     pictures: list[Image], grid: Grid, columns: int, background: tuple[int, int, int]
 ) -> list[list[Segment]]:
-    """Lines of segments, each `columns` wide; pictures that do not fit the grid are left out."""
+    """Lines of segments, each `columns` wide; images that do not fit the grid are skipped."""
     from PIL import Image
 
     used = -(-min(len(pictures), grid.room) // grid.columns)
@@ -127,8 +127,8 @@ def _line(canvas: Image, y: int) -> list[Segment]:
     return [_segment(*run) for run in runs]
 
 
-def _alike(one: bytes, other: bytes) -> bool:
-    return all(abs(a - b) <= _ALIKE for a, b in zip(one, other, strict=True))
+def _alike(first: bytes, other: bytes) -> bool:
+    return all(abs(a - b) <= _ALIKE for a, b in zip(first, other, strict=True))
 
 
 def _segment(count: int, upper: bytes, lower: bytes) -> Segment:

@@ -1,4 +1,4 @@
-"""Decoded pictures, small enough to keep some of them."""
+"""Decoded images, small enough to keep some of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LONGEST: Final = 120_000_000  # pixels; a larger file is no sample
 
 
 class BrokenPictureError(Exception):
-    """A file that is no picture, or not yet a whole one."""
+    """A file that is no image, or not yet a whole one."""
 
 
 class Thumbnails:
-    """The newest pictures that were looked at; safe to use from several threads."""
+    """The images used last; safe to use from several threads."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -28,8 +28,8 @@ class Thumbnails:
         self._bytes = 0
         self._lock = Lock()
 
-    def known(self, path: Path, time: float, longest: int) -> Image | None:
-        """A picture that needs no decoding."""
+    def cached(self, path: Path, time: float, longest: int) -> Image | None:
+        """An image that needs no decoding."""
         with self._lock:
             image = self._kept.get((path, time, longest))
             if image is not None:
@@ -37,17 +37,17 @@ class Thumbnails:
             return image
 
     def load(self, path: Path, time: float, longest: int) -> Image:
-        """Decode a picture, its longer side at most so long.
+        """Decode an image, its longer side at most so long.
 
         Args:
             path: The file.
-            time: When it was written; another time is another picture.
+            time: When it was written; another time is another image.
             longest: In pixels.
 
         Raises:
             BrokenPictureError: It cannot be decoded; says why.
         """
-        if (image := self.known(path, time, longest)) is not None:
+        if (image := self.cached(path, time, longest)) is not None:
             return image
         image = decode(path, longest)
         with self._lock:
@@ -60,12 +60,12 @@ class Thumbnails:
 
 
 def decode(path: Path, longest: int) -> Image:
-    """A picture in RGB, its longer side at most so long.
+    """An image in RGB, its longer side at most so long.
 
     Raises:
         BrokenPictureError: It cannot be decoded; says why.
     """
-    from PIL import Image, UnidentifiedImageError  # only who looks at pictures waits for it
+    from PIL import Image, UnidentifiedImageError  # only who looks at images waits for it
 
     try:
         with Image.open(path) as file:

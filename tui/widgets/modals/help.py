@@ -29,7 +29,7 @@ _WIDEST = 16  # columns of keys
 
 
 class Keys(Static):
-    """The list; what does not fit in a line goes on beneath its beginning."""
+    """The list; long lines wrap below their beginning."""
 
     def __init__(self, keys: list[ScreenKey]) -> None:
         super().__init__(id="keys")
@@ -78,11 +78,11 @@ def help_text(keys: list[ScreenKey], width: int) -> Content:
         if key.section != section:
             section = key.section
             lines += [Content(""), Content.from_markup("[b $primary]$title[/]", title=section)]
-        told = textwrap.wrap(key.help[:1].upper() + key.help[1:], room)
+        wrapped = textwrap.wrap(key.help[:1].upper() + key.help[1:], room)
         lines.append(
             Content.from_markup(
-                "  [b $accent]$key[/]  $help", key=key.shown.ljust(widest), help=told[0]
+                "  [b $accent]$key[/]  $help", key=key.shown.ljust(widest), help=wrapped[0]
             )
         )
-        lines += [Content(" " * (widest + 4) + more) for more in told[1:]]
+        lines += [Content(" " * (widest + 4) + more) for more in wrapped[1:]]
     return Content("\n").join(lines[1:])

@@ -38,7 +38,7 @@ class TwoPresses:
 def stop_job(app: FsdpTui, store: Store, job_id: int) -> None:
     """Stop a job at the second press within three seconds, more firmly each time.
 
-    A key that is pressed in haste, or in a terminal that is not looked at, must not cost hours of
+    A key that is pressed in haste, or in a terminal that nobody watches, must not cost hours of
     training.
     """
     second = app.stop_presses.press(job_id, time.monotonic())
@@ -56,7 +56,9 @@ def stop_job(app: FsdpTui, store: Store, job_id: int) -> None:
     def tell(job: Job) -> None:
         queued = job.state is State.QUEUED
         what = "remove it from the queue" if queued else _ENDS_BY[min(job.stop_level, 1)]
-        key = next(one.shown for one in job_actions(job, app.own_keys) if one.name == "stop_job")
+        key = next(
+            action.shown for action in job_actions(job, app.own_keys) if action.name == "stop_job"
+        )
         text = f"job {job.id} “{job.name}”: press {key} again within {WITHIN:g} s to {what}"
         app.notify(text, severity="warning", timeout=WITHIN, markup=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -11,7 +12,7 @@ import transformers
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import load_peft_weights
-from transformers.utils import DummyObject
+from transformers.utils import DummyObject, is_torchvision_available
 
 from engine.exports.components import INDEX, components_of
 from engine.exports.readback import DamagedError
@@ -138,13 +139,17 @@ def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = F
 
 
 def _is_missing_here(library: str, class_name: str) -> bool:
-    """Whether a class wants a library that training does not: FLUX.2's processor, torchvision.
+    """Whether a class wants a library that training does not: those processors, torchvision.
 
-    Transformers has an empty class in its place then.
+    Transformers has an empty class in the place of FLUX.2's then; Qwen-Image-Edit's cannot be made.
     """
-    if library != "transformers":
-        return False
-    return isinstance(getattr(transformers, class_name, None), DummyObject)
+    known = getattr(transformers, class_name, None) if library == "transformers" else None
+    if known is None or isinstance(known, DummyObject):
+        return known is not None
+    processes_videos = issubclass(known, transformers.ProcessorMixin) and (
+        "video_processor" in signature(known.__init__).parameters
+    )
+    return processes_videos and not is_torchvision_available()
 
 
 @contextmanager

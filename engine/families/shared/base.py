@@ -188,6 +188,19 @@ class Family(ABC):
                 caption is dropped; matters only with `NEGATIVES_APART`.
         """
 
+    def encode_with_images(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        """`encode` of models whose pipeline encodes conditioning images with the prompt.
+
+        Args:
+            pipeline: From `load_text_pipeline`, on the device.
+            prompt: The text, or what the picture should not be like.
+            max_sequence_length: Tokens.
+            images: At least one, as the pipeline shows them to its encoder.
+        """
+        raise NotImplementedError
+
     # -- latents ---------------------------------------------------------------------------
 
     def load_vae(self, root: Path, dtype: torch.dtype) -> Any:

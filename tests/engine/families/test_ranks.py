@@ -13,7 +13,15 @@ from PIL import Image
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir
 from jobs.spec.keys.prompts import requests_of
-from tests.support.engine.families import NEGATIVE, PROMPT, Case, cases, toys_root
+from tests.support.engine.families import (
+    CONDITIONED,
+    NEGATIVE,
+    PROMPT,
+    Case,
+    cases,
+    shrink_edits,
+    toys_root,
+)
 from tests.support.engine.ranks import family as family_ranks
 from tests.support.engine.toy_jobs import start_ranks
 from tests.support.forks.client import RanksFailedError
@@ -23,17 +31,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KINDS = ("lora", "full")
-ALONE = ("wan", "qwen_image", "flux:kontext")  # compared with one process
+ALONE = ("wan", "qwen_image:edit", "flux:kontext")  # compared with one process
 BOTH = (*ALONE, "sdxl")  # a U-Net's files are named otherwise
 RANKS = 2
 STEPS = 4
 # What has hardly learnt anything by then is trained for twice as long.
-LATE = {("qwen_image", "lora"), ("flux2", "lora"), ("flux2:klein-4b", "lora")}
+LATE = {
+    (name, "lora") for name in ("qwen_image", "qwen_image:edit-2509", "flux2", "flux2:klein-4b")
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    with one_thread():
+    with one_thread(), pytest.MonkeyPatch.context() as patched:
+        shrink_edits(patched.setattr)
         yield
 
 
@@ -104,7 +115,7 @@ def _trainings() -> list[Any]:
     one device `tests/cuda/test_jobs.py` trains all of every family.
     """
     others: dict[str, list[str]] = {}
-    for name in cases():
+    for name in (*cases(), *CONDITIONED):
         others.setdefault(name.partition(":")[0], []).append(name)
     pairs = []
     for family, (first, *more) in others.items():

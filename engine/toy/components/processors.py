@@ -1,7 +1,7 @@
-"""The processor of FLUX.2-dev, as files: Mistral's tokenizer, and how pictures become its input.
+"""The processors of FLUX.2-dev and Qwen-Image-Edit, as files: how pictures become their input.
 
-`PixtralProcessor` itself needs torchvision, which nothing else here does, so its settings are
-written as it would write them. What it makes of a prompt, the tokenizer alone makes too.
+The classes themselves need torchvision, which nothing else here does, so their settings are
+written as they would write them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,35 @@ from engine.toy.components.language_models import PATCH
 if TYPE_CHECKING:
     from pathlib import Path
 
-PROCESSOR = "PixtralProcessor"
-IMAGE_SETTINGS = {
+    from transformers import Qwen2Tokenizer
+
+_COMMON = {
     "do_convert_rgb": True,
     "do_normalize": True,
     "do_rescale": True,
     "do_resize": True,
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_processor_type": "PixtralImageProcessor",
     "image_std": [0.26862954, 0.26130258, 0.27577711],
     "patch_size": PATCH,
-    "processor_class": PROCESSOR,
     "resample": 3,
     "rescale_factor": 1 / 255,
+}
+PROCESSOR = "PixtralProcessor"
+IMAGE_SETTINGS = {
+    **_COMMON,
+    "image_processor_type": "PixtralImageProcessor",
+    "processor_class": PROCESSOR,
     "size": {"longest_edge": 1540},
+}
+QWEN_SETTINGS = {
+    **_COMMON,
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "max_pixels": 12845056,
+    "merge_size": 2,
+    "min_pixels": 3136,
+    "processor_class": "Qwen2_5_VLProcessor",
+    "size": {"longest_edge": 12845056, "shortest_edge": 3136},
+    "temporal_patch_size": 2,
 }
 SETTINGS = {
     "image_break_token": "[IMG_BREAK]",
@@ -53,6 +68,23 @@ def save_pixtral_processor(model_dir: Path) -> None:
     _write(directory / "tokenizer_config.json", {**settings, "processor_class": PROCESSOR})
     parts = _read(model_dir / "model_index.json")
     _write(model_dir / "model_index.json", {**parts, "tokenizer": ["transformers", PROCESSOR]})
+
+
+def save_qwen_processor(model_dir: Path, pipeline: str, tokenizer: Qwen2Tokenizer) -> None:
+    """Make a saved Qwen-Image one of the pipelines that edit, as the published models are.
+
+    Args:
+        model_dir: Written by `QwenImagePipeline.save_pretrained`.
+        pipeline: The class of the other pipeline.
+        tokenizer: Its tokenizer.
+    """
+    directory = model_dir / "processor"
+    tokenizer.save_pretrained(directory)
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        _write(directory / name, QWEN_SETTINGS)
+    parts = _read(model_dir / "model_index.json")
+    named = {"_class_name": pipeline, "processor": ["transformers", "Qwen2VLProcessor"]}
+    _write(model_dir / "model_index.json", {**parts, **named})
 
 
 def _read(path: Path) -> dict[str, Any]:

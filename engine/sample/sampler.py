@@ -295,7 +295,7 @@ class _Studio:
         pipeline, beside = self.pipeline, {}
         if pictures:
             beside = self._family.reference_arguments(pictures)
-            pipeline = self._family.pipeline_with_image(pipeline)
+            pipeline = self._family.pipeline_with_image(pipeline, condition)
             pipeline.set_progress_bar_config(disable=True)
         return pipeline(
             **self._family.sample_arguments(request, condition, negative),

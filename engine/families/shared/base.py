@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
-# The parts of a pipeline that encode prompts, by the beginnings of their names.
-_TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor")
+# The parts of a pipeline that encode prompts and the images beside them, by the beginnings of their
+# names.
+_TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
 
 
 class LoraStyle(Protocol):
@@ -335,8 +336,16 @@ class Family(ABC):
             arguments["num_frames"] = request.frames
         return arguments
 
-    def pipeline_with_image(self, pipeline: Any) -> Any:
-        """The stock pipeline that takes conditioning images, with the parts of the usual one."""
+    def pipeline_with_image(
+        self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
+        """The stock pipeline that takes conditioning images, with the parts of the usual one.
+
+        Args:
+            pipeline: The usual one.
+            condition: What is known of the image from `encode_with_images`, without a batch
+                dimension; None where the pipeline has what encodes it.
+        """
         return pipeline
 
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:

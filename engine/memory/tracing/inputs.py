@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.families.shared.references import FIRST_FRAME, REFERENCE
+from engine.families.shared.references import BEGINNING, FIRST_FRAME, REFERENCE
 from jobs.errors import UserError
-from jobs.spec.families import get_family, references_of
+from jobs.spec.families import get_family, needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.values.buckets import sizes_of
 
@@ -26,6 +26,8 @@ _LONGEST_VIDEO: Final = (
     81  # frames; `engine.data.index.data_index` reads no more where a job does not say
 )
 _CLIP_TOKENS: Final = 77
+_CLIP_PATCHES: Final = 257
+_WAN_TEXT: Final = 512  # tokens, of models that see the first frame
 _LARGE: Final = 1024  # times as large as a picture: no rule takes that without shrinking it
 _LLAMA_LAYERS: Final = 32  # of the Llama 3.1 8B that HiDream is used with
 
@@ -67,15 +69,17 @@ def latents_shape(
     cells = _CELLS.get(spec.model_family, Cells())
     if spec.model_family == "wan" and config["in_channels"] == 48:  # TI2V-5B has a VAE of its own
         cells = Cells(16, 4)
-    width, height = (side // cells.side for side in size)
-    channels = config["in_channels"] // (4 if spec.model_family in _PACKED else 1)
+    width, height = (pixels // cells.side for pixels in size)
+    # Of Wan, a first frame's may be beside the video's own.
+    kind = "out_channels" if spec.model_family == "wan" else "in_channels"
+    channels = config[kind] // (4 if spec.model_family in _PACKED else 1)
     if not cells.frames:
         return channels, height, width
     return channels, (frames - 1) // cells.frames + 1, height, width
 
 
 def reference_shapes(
-    spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], count: int
+    spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], count: int, frames: int = 1
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name → shape and precision of latents of conditioning images that are shaped as the picture.
 
@@ -84,9 +88,12 @@ def reference_shapes(
         config: The denoiser's.
         size: Of the picture beside them.
         count: How many.
+        frames: Of the video beside them.
     """
     if not count:
         return {}
+    if needs_first_frame(spec):
+        return {BEGINNING: (latents_shape(spec, config, size, frames), torch.float32)}
     takes = references_of(spec)
     if takes is None:
         return {FIRST_FRAME: (latents_shape(spec, config, size), torch.float32)}
@@ -97,6 +104,8 @@ def reference_shapes(
 
 def references(spec: JobSpec, *, training: bool) -> int:
     """The most conditioning images that a sample of the data, or one that is made, has."""
+    if needs_first_frame(spec):
+        return 1
     if training:
         return max(
             (one.references or int(one.first_frame) for one in spec.datasets or []), default=0
@@ -145,7 +154,10 @@ def caption_shapes(
         case "sana" | "pixart_sigma" | "ltxvideo":
             return text("caption_channels") | mask
         case "wan":
-            return text("text_dim")
+            if not config.get("image_dim"):
+                return text("text_dim")
+            seen = {"image_embeds": ((_CLIP_PATCHES, config["image_dim"]), torch.float32)}
+            return text("text_dim", _WAN_TEXT) | seen
         case "hunyuanvideo":
             return text("text_embed_dim") | pooled(config["pooled_projection_dim"]) | mask
         case "hidream":

@@ -245,7 +245,13 @@ def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
         name: torch.empty((count, *size), dtype=dtype)
         for name, (size, dtype) in (
             caption_shapes(spec, config)
-            | reference_shapes(spec, config, shape.size, references(spec, training=shape.training))
+            | reference_shapes(
+                spec,
+                config,
+                shape.size,
+                references(spec, training=shape.training),
+                shape.frames,
+            )
         ).items()
     }
     of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64

@@ -1,7 +1,7 @@
-"""The processors of FLUX.2-dev and Qwen-Image-Edit, as files: how pictures become their input.
+"""Processors as files: how pictures become the input of FLUX.2-dev, Qwen-Image-Edit and CLIP.
 
-The classes themselves need torchvision, which nothing else here does, so their settings are
-written as they would write them.
+The classes themselves need torchvision, which nothing else here does, or have other names without
+it, so their settings are written as they would write them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ _COMMON = {
     "do_resize": True,
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "patch_size": PATCH,
     "resample": 3,
     "rescale_factor": 1 / 255,
 }
 PROCESSOR = "PixtralProcessor"
 IMAGE_SETTINGS = {
     **_COMMON,
+    "patch_size": PATCH,
     "image_processor_type": "PixtralImageProcessor",
     "processor_class": PROCESSOR,
     "size": {"longest_edge": 1540},
+}
+CLIP_SETTINGS = {
+    **_COMMON,
+    "crop_size": {"height": 224, "width": 224},
+    "do_center_crop": True,
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 224},
 }
 QWEN_SETTINGS = {
     **_COMMON,
@@ -40,6 +47,7 @@ QWEN_SETTINGS = {
     "max_pixels": 12845056,
     "merge_size": 2,
     "min_pixels": 3136,
+    "patch_size": PATCH,
     "processor_class": "Qwen2_5_VLProcessor",
     "size": {"longest_edge": 12845056, "shortest_edge": 3136},
     "temporal_patch_size": 2,
@@ -87,10 +95,19 @@ def save_qwen_processor(model_dir: Path, pipeline: str, tokenizer: Qwen2Tokenize
     _write(model_dir / "model_index.json", {**parts, **named})
 
 
+def save_clip_processor(model_dir: Path) -> None:
+    """Give a saved pipeline the image processor of CLIP, by the name that published models have."""
+    _write(model_dir / "image_processor" / "preprocessor_config.json", CLIP_SETTINGS)
+    parts = _read(model_dir / "model_index.json")
+    named = {"image_processor": ["transformers", "CLIPImageProcessor"]}
+    _write(model_dir / "model_index.json", {**parts, **named})
+
+
 def _read(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -54,7 +54,10 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 
 # A flow that is not video, a flow that is, and a U-Net that predicts noise: all others are slow.
 # Layouts that make nothing without conditioning images.
-CONDITIONED: Final = ("qwen_image:edit", "qwen_image:edit-2509")
+CONDITIONED: Final = (
+    *("qwen_image:edit", "qwen_image:edit-2509"),
+    *("wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low"),
+)
 
 # Layouts whose jobs train with conditioning images, which some models take or leave.
 PAIRED: Final = frozenset({"flux:kontext", "flux2:klein-base-4b", "wan:2.2-ti2v-5b", *CONDITIONED})
@@ -265,7 +268,9 @@ class Case:
                 negative = request.negative_prompt if request.guided else None
                 texts = {"": request.prompt, "negative_": negative}
                 words = {
-                    f"{kind}prompt_embeds": self.encoded(text)["prompt_embeds"].unsqueeze(0)
+                    f"{kind}prompt_embeds": self.encoded(text, request=request)[
+                        "prompt_embeds"
+                    ].unsqueeze(0)
                     for kind, text in texts.items()
                     if text is not None
                 }

@@ -27,6 +27,8 @@ _LONGEST_VIDEO: Final = (
 )
 _CLIP_TOKENS: Final = 77
 _CLIP_PATCHES: Final = 257
+_SEEN_CELL: Final = 28  # pixels of the side of what is a token of Qwen2.5-VL
+_AROUND_SEEN: Final = 6  # tokens that say where an image begins and ends, and which one it is
 _WAN_TEXT: Final = 512  # tokens, of models that see the first frame
 _LARGE: Final = 1024  # times as large as a picture: no rule takes that without shrinking it
 _LLAMA_LAYERS: Final = 32  # of the Llama 3.1 8B that HiDream is used with
@@ -79,7 +81,13 @@ def latents_shape(
 
 
 def reference_shapes(
-    spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], count: int, frames: int = 1
+    spec: JobSpec,
+    config: Mapping[str, Any],
+    size: tuple[int, int],
+    count: int,
+    frames: int = 1,
+    *,
+    training: bool = True,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name → shape and precision of latents of conditioning images that are shaped as the picture.
 
@@ -89,6 +97,7 @@ def reference_shapes(
         size: Of the picture beside them.
         count: How many.
         frames: Of the video beside them.
+        training: Whether they are a sample's, and not a prompt's.
     """
     if not count:
         return {}
@@ -97,7 +106,8 @@ def reference_shapes(
     takes = references_of(spec)
     if takes is None:
         return {FIRST_FRAME: (latents_shape(spec, config, size), torch.float32)}
-    fitted = takes.fit(size[0] * _LARGE, size[1] * _LARGE, spec.conditioning_resolution)
+    side = spec.conditioning_resolution if training or not takes.fixed else None
+    fitted = takes.fit(size[0] * _LARGE, size[1] * _LARGE, side)
     shape = latents_shape(spec, config, fitted.size)
     return {f"{REFERENCE}{number}": (shape, torch.float32) for number in range(count)}
 
@@ -113,13 +123,38 @@ def references(spec: JobSpec, *, training: bool) -> int:
     return max((len(request.conditioning) for request in requests_of(spec)), default=0)
 
 
+def _seen_tokens(spec: JobSpec, size: tuple[int, int], count: int, *, training: bool) -> int:
+    """What conditioning images add to the tokens of a text whose encoder sees them."""
+    takes = references_of(spec)
+    if takes is None or takes.seen is None:
+        return 0
+    side = spec.conditioning_resolution if training else None
+    seen = takes.seen(size[0] * _LARGE, size[1] * _LARGE, side).size
+    patches = [max(1, round(pixels / _SEEN_CELL)) for pixels in seen]
+    return count * (patches[0] * patches[1] + _AROUND_SEEN)
+
+
 def caption_shapes(
-    spec: JobSpec, config: Mapping[str, Any]
+    spec: JobSpec,
+    config: Mapping[str, Any],
+    size: tuple[int, int] = (0, 0),
+    count: int = 0,
+    *,
+    training: bool = True,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name → shape and precision of what `Family.encode` gives at most, without a batch."""
+    """Name → shape and precision of what `Family.encode` gives at most, without a batch.
+
+    Args:
+        spec: The job.
+        config: The denoiser's.
+        size: Of the picture.
+        count: The conditioning images beside it.
+        training: Whether it is a sample's, and not a prompt's.
+    """
     from engine.model.precision import compute_dtype
 
-    dtype, length = compute_dtype(spec), spec.max_sequence_length
+    dtype = compute_dtype(spec)
+    length = spec.max_sequence_length + _seen_tokens(spec, size, count, training=training)
     mask = {"prompt_attention_mask": ((length,), torch.int64)}
 
     def text(width: str, tokens: int = length) -> dict[str, Any]:

@@ -23,7 +23,13 @@ from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import Text, TextKeys
 from engine.data.index.references import fit_whole
 from engine.diffusion.objective import Problem
-from engine.families.shared.references import FIRST_FRAME, REFERENCE, first_frame_of, judged
+from engine.families.shared.references import (
+    BEGINNING,
+    FIRST_FRAME,
+    REFERENCE,
+    first_frame_of,
+    judged,
+)
 from engine.memory.tracing.inputs import reference_shapes
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import read_json
@@ -190,6 +196,45 @@ def test_a_first_frame_is_held_as_in_the_pipeline(
     if name != "ltxvideo":  # its pipeline draws the first frame's latents, as training does not
         seen = case.family.unpack(pipeline, calls[0][0]["hidden_states"], request)
         assert torch.allclose(seen[:, :, :1], first, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low"])
+@torch.no_grad()
+def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What the model is given of it, and what it predicts from that."""
+    case = Case(name, toys_root(tmp_path_factory))
+    picture = min(one for one in case.paths.data.glob("*.png") if is_square(one))
+    frames = 2 * (case.frames - 1) + 1
+    request = case.request(
+        resolution=case.side, num_frames=frames, conditioning_image=str(picture), guidance=1.0
+    )
+    pipeline, calls = case.stock(), []
+    denoiser = getattr(pipeline, case.family.component)
+    denoiser.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
+    )
+    case.run(pipeline, request, output_type="latent")
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    image = case.pictures(request)[0].resize((case.side, case.side), Image.Resampling.LANCZOS)
+    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
+    behind = (0, 0, 0, 0, 0, frames - 1)
+    beginning = case.family.encode_pictures(
+        vae, torch.nn.functional.pad(pixels[None, :, None] / 127.5 - 1, behind)
+    )
+    text = batch_of(case.encoded(PROMPT, request=request)) | {BEGINNING: beginning}
+    assert calls
+    for told, expected in list(calls):
+        noisy, given = told["hidden_states"].split([16, 20], dim=1)
+        assert torch.allclose(given[:, 4:], beginning, rtol=1e-3, atol=1e-3)
+        found = case.family.predict(denoiser, noisy, told["timestep"] / 1000, text, 1.0)
+        limit = 1e-3 * float(expected.abs().max())
+        assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
+        others = text | {BEGINNING: beginning.flip(-1)}
+        plain = case.family.predict(denoiser, noisy, told["timestep"] / 1000, others, 1.0)
+        assert (plain - expected).abs().max() > 3 * limit, "it makes a difference"
 
 
 def test_the_loss_is_of_what_is_not_given() -> None:

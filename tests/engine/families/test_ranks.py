@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KINDS = ("lora", "full")
-ALONE = ("wan", "qwen_image:edit", "flux:kontext")  # compared with one process
+ALONE = ("wan", "wan:2.1-i2v-14b-480p", "qwen_image:edit", "flux:kontext")  # and with one process
+RESUMED = ALONE[1:]  # and from the middle, all with conditioning images
 BOTH = (*ALONE, "sdxl")  # a U-Net's files are named otherwise
 RANKS = 2
 STEPS = 4
@@ -93,6 +94,7 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
         train_batch_size=1,
         lora_rank=8,
         max_train_steps=steps_of(case.name, kind),
+        checkpointing_steps=STEPS // 2 if kind == "full" and case.name in RESUMED else 0,
         learning_rate=1e-2 if kind == "lora" else 1e-3,
         lr_scheduler="constant",
         timestep_sampling="uniform",
@@ -170,7 +172,7 @@ def test_two_ranks_train_as_one_process_does(
     launch(jobs, tmp_path, 1)
     for name in chosen:
         shared, alone = (
-            [(e["loss"], e["grad_norm"]) for e in events_of(run_dir) if e["kind"] == "step"]
+            steps_in(run_dir)
             for run_dir in (RunDir(runs / place(name, "full")), RunDir(tmp_path / name))
         )
         assert len(alone) == STEPS, (tmp_path / "output.txt").read_text()[-2000:]
@@ -190,6 +192,46 @@ def test_two_ranks_train_as_one_process_does(
             losses.append([event["loss"] for event in steps])
         assert len(losses[0]) == 2
         assert np.allclose(*losses, rtol=1e-4), "a checkpoint of one process goes on on two ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_resumed_with_conditioning_images_is_as_never_stopped(
+    runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """To the bit on as many ranks, and to rounding on another number."""
+    chosen = [n for n in RESUMED if RunDir(runs / place(n, "full")).events.exists()]
+    if not chosen:
+        pytest.skip("none is among the chosen tests")
+    hows = {RANKS: {}, 1: {"num_processes": 1, "strategy": "single", "train_batch_size": RANKS}}
+    for ranks, how in hows.items():
+        jobs = {}
+        for name in chosen:
+            start = RunDir(runs / place(name, "full")).checkpoint(STEPS // 2)
+            values = job(Case(name, toys_root(tmp_path_factory)), "full", runs) | how
+            values |= {"validation_prompts": [], "resume_from_checkpoint": str(start)}
+            jobs[str(tmp_path / f"{place(name, 'full')}-{ranks}")] = values
+        launch(jobs, tmp_path, ranks)
+    for name in chosen:
+        whole, same, other = (
+            RunDir(folder)
+            for folder in (
+                runs / place(name, "full"),
+                *(tmp_path / f"{place(name, 'full')}-{ranks}" for ranks in hows),
+            )
+        )
+        expected = steps_in(whole)[STEPS // 2 :]
+        assert len(expected) == STEPS // 2
+        assert steps_in(same) == expected, (tmp_path / "output.txt").read_text()[-2000:]
+        assert np.allclose(steps_in(other), expected, rtol=1e-4)
+        (trained,) = (whole.export / "transformer").glob("*.safetensors")
+        again = same.export / "transformer" / trained.name
+        assert again.read_bytes() == trained.read_bytes()
+
+
+def steps_in(run_dir: RunDir) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    return [(e["loss"], e["grad_norm"]) for e in events_of(run_dir) if e["kind"] == "step"]
 
 
 def events_of(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
@@ -68,11 +69,18 @@ def check_lora(
         if got is None or not torch.equal(got, tensor.to(got.dtype)):
             raise DamagedError(f"{stock} reads {name} of {file.name} differently")
     (adapter,) = model.peft_config
-    shapes = {n: t.shape for n, t in get_peft_model_state_dict(model, adapter_name=adapter).items()}
+    added = re.compile(recipe.family.LORA_FILLED_UP or r"(?!)")
+    shapes = {
+        name: tensor.shape
+        for name, tensor in get_peft_model_state_dict(model, adapter_name=adapter).items()
+        if name in layers or not added.match(name)
+    }
     if shapes != {name: tensor.shape for name, tensor in layers.items()}:
         raise DamagedError(f"{stock} applies the adapter of {file.name} to other modules")
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and module.scaling[adapter] != scales[name]:
+        if not isinstance(module, LoraLayer) or (name not in scales and added.match(name)):
+            continue
+        if module.scaling[adapter] != scales[name]:
             raise DamagedError(f"{stock} scales the adapter of {file.name} differently")
 
 

@@ -40,6 +40,8 @@ _LAYOUT: Final = Layout(
             for attention, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
             for module, part in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
         },
+        "blocks.#.attn2.add_k_proj": "blocks.#.cross_attn.k_img",
+        "blocks.#.attn2.add_v_proj": "blocks.#.cross_attn.v_img",
         "blocks.#.ffn.net.0.proj": "blocks.#.ffn.0",
         "blocks.#.ffn.net.2": "blocks.#.ffn.2",
     }
@@ -49,8 +51,13 @@ _LAYOUT: Final = Layout(
 class Wan(Family):
     """Wan 2.1, Wan 2.2's TI2V-5B, and each expert of Wan 2.2 by itself; text or image to video."""
 
-    # Every linear layer of the blocks: self-attention, cross-attention, feed-forward.
-    LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
+    # Every linear layer of the blocks: self-attention, cross-attention (to what CLIP sees too),
+    # feed-forward.
+    LORA_TARGETS = (
+        r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)"
+        r"|ffn\.net\.(0\.proj|2))"
+    )
+    LORA_FILLED_UP = r"blocks\.\d+\.attn2\.add_[kv]_proj"
     KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_wan"})
     COMFYUI = ComfyUI(_LAYOUT.rename)
 

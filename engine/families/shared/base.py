@@ -71,6 +71,10 @@ class Family(ABC):
     LORA_TARGETS: str
     """Regular expression of the module names that get an adapter."""
 
+    LORA_FILLED_UP: str | None = None
+    """Regular expression of the modules to which the stock pipeline adds an adapter of zeros where
+    a LoRA has none."""
+
     FULL_PRECISION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
     """Regular expression of the names of layers in blocks that `base_precision` leaves as they are:
     modulation and norms, which scale everything that comes after them."""

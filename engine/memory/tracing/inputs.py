@@ -210,6 +210,15 @@ def training_size(spec: JobSpec) -> tuple[int, int]:
     return max(sizes, key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])))
 
 
+def largest_encoded(spec: JobSpec) -> tuple[int, int]:
+    """Width and height of the largest picture that is encoded: of a bucket, or beside it."""
+    size, takes = training_size(spec), references_of(spec)
+    if takes is None or not references(spec, training=True):
+        return size
+    beside = takes.fit(size[0] * _LARGE, size[1] * _LARGE, spec.conditioning_resolution).size
+    return max(size, beside, key=lambda one: one[0] * one[1])
+
+
 def training_frames(spec: JobSpec) -> int:
     """The frames of a sample; the most that a video may have where the job does not say."""
     step = get_family(spec.model_family).frame_step

@@ -78,7 +78,6 @@ CONDITIONED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "edit": ("qwen_image:edit-2509", SHARDED | ALONE),
     "edit full": ("qwen_image:edit-2509", SHARDED | FULL | ALONE),
     "image to video": ("wan:2.1-i2v-14b-480p", SHARDED),
-    "wanfull": ("wan", SHARDED | FULL),
 }
 
 

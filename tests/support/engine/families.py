@@ -56,7 +56,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 # Layouts that make nothing without conditioning images.
 CONDITIONED: Final = (
     *("qwen_image:edit", "qwen_image:edit-2509"),
-    *("wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low"),
+    *("wan:2.2-i2v-a14b-low", "wan:2.1-i2v-14b-480p"),
 )
 
 # Layouts whose jobs train with conditioning images, which some models take or leave.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.data.encode.texts import NO_TEXT
 from engine.data.index.batch_plan import Draw, positions_of_rank
 from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import drops_caption, sample_generators
@@ -164,7 +163,7 @@ class Loader:
         """The sample's caption, or the empty one when this draw drops it."""
         probability = self._spec.caption_dropout_probability
         dropped = drops_caption(self._spec.seed, step, position, probability)
-        return NO_TEXT if dropped else self._data.caption_of(draw)
+        return self._data.dropped_of(draw) if dropped else self._data.caption_of(draw)
 
     def _encoded(self, texts: list[Text], pictures: list[Shown]) -> dict[str, torch.Tensor]:
         each = [self._data.texts.encoded(text) for text in texts]

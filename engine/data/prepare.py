@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.data.encode.latents import LatentKeys, prepare_latents
+from engine.data.encode.looks import looks_of, looks_of_prompt
 from engine.data.encode.masks import LossWeights, prepare_masks
 from engine.data.encode.shared_work import Team
 from engine.data.encode.tensor_cache import TensorCache
@@ -26,12 +27,12 @@ from engine.data.report.data_report import (
     sample_texts,
     summary,
 )
-from engine.families.shared.references import REFERENCE
+from engine.families.shared.references import BEGINNING, REFERENCE
 from engine.ranks.control import StoppedError
 from jobs.errors import UserError
 from jobs.paths import expand
 from jobs.run.rundir import write_atomic
-from jobs.spec.families import references_of
+from jobs.spec.families import needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.cascade import settle
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+    from engine.data.encode.texts import Look
     from engine.data.index.data_index import Sample
     from engine.data.index.views import Shown
     from engine.data.report.data_report import DataReport
@@ -91,9 +93,13 @@ class Prepared:
         """The conditioning images of a draw, as `Family.predict` names them."""
         return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
 
+    def holds_first(self, sample: Sample) -> bool:
+        """Whether the model is given the first frame of a sample in its place."""
+        return sample.from_first and not needs_first_frame(self.spec)
+
     def is_from_first(self, draw: Draw) -> bool:
-        """Whether the model is given the first frame of a draw."""
-        return self.index.samples[draw.sample].from_first
+        """Whether the model is given the first frame of a draw in its place."""
+        return self.holds_first(self.index.samples[draw.sample])
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
         """What the errors of a draw are multiplied with, as `LossWeights.of` says."""
@@ -108,11 +114,18 @@ class Prepared:
 
     def caption_of(self, draw: Draw) -> Text:
         """The text of a draw."""
-        return _caption(draw, self.captions, self.spec)
+        return _caption(draw, self.captions, self.index.samples, self.spec)
 
-    def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
+    def dropped_of(self, draw: Draw) -> Text:
+        """The text of a draw whose caption is dropped."""
+        return _dropped(draw, self.index.samples, self.spec)
+
+    def prompt(
+        self, text: str, *, negative: bool = False, images: Sequence[str] = ()
+    ) -> dict[str, torch.Tensor]:
         """A validation prompt, or a negative one, encoded."""
-        return self.texts.encoded(Text(prompt_text(text, self.spec), negative))
+        looks = looks_of_prompt(images, self.pictures, self.spec)
+        return self.texts.encoded(Text(prompt_text(text, self.spec), negative, looks))
 
     def held_latents(self, number: int) -> torch.Tensor:
         """The first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
@@ -127,12 +140,16 @@ class Prepared:
     def _references(
         self, number: int, view: int, samples: Sequence[Sample], offset: int = 0
     ) -> dict[str, torch.Tensor]:
-        """`reference_0` and so on, each `(C, h, w)` or `(C, 1, h, w)`; normalised, fp32."""
+        """`reference_0` and so on, each `(C, h, w)`; or `beginning` `(C, f, h, w)`. Fp32."""
+        keys, sample = self.latent_keys, samples[number]
+        if sample.from_first and not self.holds_first(sample):
+            key = keys.beginning(offset + number, view)
+            return {BEGINNING: self.latents.read(key)["latents"]}
         return {
-            f"{REFERENCE}{place}": self.latents.read(
-                self.latent_keys.reference(offset + number, view, place)
-            )["latents"]
-            for place in range(len(samples[number].references))
+            f"{REFERENCE}{place}": self.latents.read(keys.reference(offset + number, view, place))[
+                "latents"
+            ]
+            for place in range(len(sample.references))
         }
 
     def held_shown(self, number: int) -> Shown:
@@ -141,7 +158,7 @@ class Prepared:
 
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
         """Its first caption, encoded."""
-        return self.texts.encoded(Text(sample_texts(self.held[number], self.spec)[0]))
+        return self.texts.encoded(_held_text(self.held[number], self.spec))
 
 
 def prepare(
@@ -177,9 +194,10 @@ def prepare(
     index, held = hold_out(_index(spec, model_root, run_dir, team), spec)
     plan = make_plan(spec, index)
     captions = [sample_texts(sample, spec) for sample in index.samples]
-    views, texts = _drawn(spec, plan, captions)
+    views, texts = _drawn(spec, plan, captions, index.samples)
     views += [(len(index.samples) + number, 0) for number in range(len(held))]
-    texts += [Text(sample_texts(sample, spec)[0]) for sample in held] + _prompts(spec)
+    pictures = read_pictures(spec)
+    texts += [_held_text(sample, spec) for sample in held] + _prompts(spec, pictures)
     directory = cache_root(spec)
     encoded = prepare_texts(spec, family, model_root, directory, texts, team)
     cache = TensorCache(directory, "latents")
@@ -189,9 +207,7 @@ def prepare(
     prepare_masks(spec, masks, cache, keys, index.samples, views, team)
     weights = LossWeights(spec, index.samples, masks)
     loss_weights = weights if weights.active else None
-    return Prepared(
-        spec, index, plan, captions, cache, keys, encoded, held, loss_weights, read_pictures(spec)
-    )
+    return Prepared(spec, index, plan, captions, cache, keys, encoded, held, loss_weights, pictures)
 
 
 def view_number(draw: Draw, spec: JobSpec) -> int:
@@ -199,37 +215,59 @@ def view_number(draw: Draw, spec: JobSpec) -> int:
     return nth_variant(count_views(spec), draw.turn, spec.seed, "view", draw.sample)
 
 
-def _caption(draw: Draw, captions: Sequence[tuple[str, ...]], spec: JobSpec) -> Text:
+def _caption(
+    draw: Draw, captions: Sequence[tuple[str, ...]], samples: Sequence[Sample], spec: JobSpec
+) -> Text:
     own = captions[draw.sample]
-    return Text(own[nth_variant(len(own), draw.turn, spec.seed, "caption", draw.sample)])
+    words = own[nth_variant(len(own), draw.turn, spec.seed, "caption", draw.sample)]
+    return Text(words, looks=_looks(draw, samples, spec))
+
+
+def _dropped(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> Text:
+    return NO_TEXT._replace(looks=_looks(draw, samples, spec))
+
+
+def _looks(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> tuple[Look, ...]:
+    return looks_of(samples[draw.sample], view_number(draw, spec), spec)
+
+
+def _held_text(sample: Sample, spec: JobSpec) -> Text:
+    return Text(sample_texts(sample, spec)[0], looks=looks_of(sample, 0, spec))
 
 
 def _drawn(
-    spec: JobSpec, plan: BatchPlan, captions: Sequence[tuple[str, ...]]
+    spec: JobSpec,
+    plan: BatchPlan,
+    captions: Sequence[tuple[str, ...]],
+    samples: Sequence[Sample],
 ) -> tuple[list[tuple[int, int]], list[Text]]:
     """What the job's steps will look at: samples with views, and texts.
 
     A job that ends before it has seen everything prepares only what it sees.
     """
-    dropped = [NO_TEXT] if spec.caption_dropout_probability > 0 else []
-    views = count_views(spec)
+    drops, views = spec.caption_dropout_probability > 0, count_views(spec)
     everything = len(captions) * max(views, *(len(own) for own in captions))
     if spec.max_train_steps * plan.global_batch >= everything:
         pairs = [(sample, view) for sample in range(len(captions)) for view in range(views)]
-        return pairs, [*(Text(words) for own in captions for words in own), *dropped]
+        shown = [(sample, looks_of(samples[sample], view, spec)) for sample, view in pairs]
+        said = [Text(words, looks=looks) for sample, looks in shown for words in captions[sample]]
+        return pairs, [*said, *(NO_TEXT._replace(looks=looks) for _, looks in shown if drops)]
     steps = [draw for step in range(spec.max_train_steps) for draw in plan.draws(step)]
     pairs = sorted({(draw.sample, view_number(draw, spec)) for draw in steps})
-    return pairs, [*dict.fromkeys(_caption(draw, captions, spec) for draw in steps), *dropped]
+    drawn = dict.fromkeys(_caption(draw, captions, samples, spec) for draw in steps)
+    dropped = dict.fromkeys(_dropped(draw, samples, spec) for draw in steps if drops)
+    return pairs, [*drawn, *dropped]
 
 
-def _prompts(spec: JobSpec) -> list[Text]:
+def _prompts(spec: JobSpec, pictures: Mapping[str, Image]) -> list[Text]:
     """What is sampled, and the negative prompts that have an effect."""
-    requests = requests_of(spec)
-    negative = [r.negative_prompt for r in requests if r.guided and r.negative_prompt is not None]
-    return [
-        *(Text(prompt_text(request.prompt, spec)) for request in requests),
-        *(Text(prompt_text(words, spec), negative=True) for words in negative),
-    ]
+    found = []
+    for request in requests_of(spec):
+        looks = looks_of_prompt(request.conditioning, pictures, spec)
+        found.append(Text(prompt_text(request.prompt, spec), looks=looks))
+        if request.guided and request.negative_prompt is not None:
+            found.append(Text(prompt_text(request.negative_prompt, spec), True, looks))
+    return found
 
 
 def read_pictures(spec: JobSpec) -> dict[str, Image]:
@@ -240,17 +278,17 @@ def read_pictures(spec: JobSpec) -> dict[str, Image]:
     Raises:
         UserError: One cannot be read.
     """
-    takes = references_of(spec)  # none: a first frame, which the pipeline resizes itself
+    takes = references_of(spec)  # None: a first frame, which the pipeline resizes itself
     found: dict[str, Image] = {}
     for path in {path for request in requests_of(spec) for path in request.conditioning}:
         try:
             picture = decode(read_regular(expand(path), LARGEST_PICTURE))
         except (OSError, PictureError) as error:
             raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
-        if takes is None:
+        if takes is None or takes.fixed:
             found[path] = picture
             continue
-        fitted = fit_whole(picture, takes, spec.conditioning_resolution)
+        fitted = fit_whole(picture, takes.fit, spec.conditioning_resolution)
         if min(fitted.size) < takes.least or max(fitted.size) > takes.widest * min(fitted.size):
             raise UserError(
                 f"the conditioning image {path} is {fitted.width}x{fitted.height}; the pipeline "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -11,7 +13,7 @@ import transformers
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import load_peft_weights
-from transformers.utils import DummyObject
+from transformers.utils import DummyObject, is_torchvision_available
 
 from engine.exports.components import INDEX, components_of
 from engine.exports.readback import DamagedError
@@ -67,11 +69,18 @@ def check_lora(
         if got is None or not torch.equal(got, tensor.to(got.dtype)):
             raise DamagedError(f"{stock} reads {name} of {file.name} differently")
     (adapter,) = model.peft_config
-    shapes = {n: t.shape for n, t in get_peft_model_state_dict(model, adapter_name=adapter).items()}
+    added = re.compile(recipe.family.LORA_FILLED_UP or r"(?!)")
+    shapes = {
+        name: tensor.shape
+        for name, tensor in get_peft_model_state_dict(model, adapter_name=adapter).items()
+        if name in layers or not added.match(name)
+    }
     if shapes != {name: tensor.shape for name, tensor in layers.items()}:
         raise DamagedError(f"{stock} applies the adapter of {file.name} to other modules")
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and module.scaling[adapter] != scales[name]:
+        if not isinstance(module, LoraLayer) or (name not in scales and added.match(name)):
+            continue
+        if module.scaling[adapter] != scales[name]:
             raise DamagedError(f"{stock} scales the adapter of {file.name} differently")
 
 
@@ -138,13 +147,17 @@ def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = F
 
 
 def _is_missing_here(library: str, class_name: str) -> bool:
-    """Whether a class wants a library that training does not: FLUX.2's processor, torchvision.
+    """Whether a class wants a library that training does not: those processors, torchvision.
 
-    Transformers has an empty class in its place then.
+    Transformers has an empty class in the place of FLUX.2's then; Qwen-Image-Edit's cannot be made.
     """
-    if library != "transformers":
-        return False
-    return isinstance(getattr(transformers, class_name, None), DummyObject)
+    processor = getattr(transformers, class_name, None) if library == "transformers" else None
+    if processor is None or isinstance(processor, DummyObject):
+        return processor is not None
+    processes_videos = issubclass(processor, transformers.ProcessorMixin) and (
+        "video_processor" in signature(processor.__init__).parameters
+    )
+    return processes_videos and not is_torchvision_available()
 
 
 @contextmanager

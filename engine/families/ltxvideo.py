@@ -13,6 +13,7 @@ from engine.families.shared.references import held_first
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from PIL import Image
@@ -120,7 +121,9 @@ class LTXVideo(Family):
         coordinates[:, 0] *= 1 / self.fps
         return {"video_coords": coordinates}
 
-    def pipeline_with_image(self, pipeline: Any) -> Any:
+    def pipeline_with_image(
+        self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
         return LTXImageToVideoPipeline(**pipeline.components)
 
     # -- sampling --------------------------------------------------------------------------

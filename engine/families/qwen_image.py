@@ -1,4 +1,8 @@
-"""Qwen-Image: packed 2×2 latents of a video VAE, text of any length, rectified flow."""
+"""Qwen-Image: packed 2×2 latents of a video VAE, text of any length, rectified flow.
+
+Qwen-Image-Edit's conditioning images are tokens behind the picture's, and its text encoder sees
+them with the prompt.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 from torch.overrides import TorchFunctionMode
 
 from engine.families.shared.lora_names import ComfyUI, Kohya, as_in_diffusers
 from engine.families.shared.packing import PackedFamily, pack, unpack
+from engine.families.shared.references import references_in
+from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from PIL import Image
 
@@ -22,7 +30,7 @@ _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 5
 
 
 class QwenImage(PackedFamily):
-    """Qwen-Image."""
+    """Qwen-Image, and Qwen-Image-Edit with one or several conditioning images."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
     LORA_TARGETS = (
@@ -33,14 +41,26 @@ class QwenImage(PackedFamily):
     KOHYA = Kohya(as_in_diffusers, {"ss_network_module": "networks.lora_qwen_image"})
     COMFYUI = ComfyUI(as_in_diffusers)
 
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
+        """A pipeline with only what encodes prompts, and the images beside them."""
+        if self.pipeline_class() is not QwenImagePipeline and "processor" not in components:
+            components["processor"] = _load_processor(root)
+        return super().load_text_pipeline(root, dtype, **components)
+
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
         """`prompt_embeds (L, D)` and `prompt_embeds_mask (L,)`; L is as long as the prompt."""
-        # A single text has nothing filled up, and so no mask.
-        embeds, _ = pipeline.encode_prompt(prompt=prompt, max_sequence_length=max_sequence_length)
-        mask = torch.ones(embeds.shape[1], dtype=torch.bool, device=embeds.device)
-        return {"prompt_embeds": embeds[0].contiguous(), "prompt_embeds_mask": mask}
+        return _whole(
+            pipeline.encode_prompt(prompt=prompt, max_sequence_length=max_sequence_length)[0]
+        )
+
+    def encode_with_images(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        """The same; L counts the images' tokens too, whatever `max_sequence_length` is."""
+        shown = list(images) if self.pipeline_class() is QwenImageEditPlusPipeline else images[0]
+        return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         """A picture is a video of one frame to the VAE."""
@@ -63,16 +83,24 @@ class QwenImage(PackedFamily):
     ) -> torch.Tensor:
         batch, _, height, width = noisy.shape
         mask = condition.get("prompt_embeds_mask")
+        grids = [noisy, *references_in(condition)]
+        shapes = [(1, grid.shape[2] // 2, grid.shape[3] // 2) for grid in grids]
+        tokens = [pack(grid) for grid in grids]
         with nullcontext() if mask is None else filled_numbers(transformer):
             velocity = transformer(
-                hidden_states=pack(noisy),
+                hidden_states=torch.cat(tokens, dim=1) if len(tokens) > 1 else tokens[0],
                 timestep=level,
                 encoder_hidden_states=condition["prompt_embeds"],
                 encoder_hidden_states_mask=mask,
-                img_shapes=[[(1, height // 2, width // 2)]] * batch,
+                img_shapes=[shapes] * batch,
                 return_dict=False,
             )[0]
-        return unpack(velocity, height, width)
+        return unpack(velocity[:, : tokens[0].shape[1]], height, width)
+
+    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        """As they are: the pipelines resize them."""
+        several = self.pipeline_class() is QwenImageEditPlusPipeline
+        return {"image": list(pictures) if several else pictures[0]}
 
     def sample_arguments(
         self,
@@ -96,6 +124,34 @@ class QwenImage(PackedFamily):
             pixels, output_type="pil"
         )
         return pictures
+
+
+def _whole(embeds: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A single text has nothing filled up, and so the pipeline makes no mask."""
+    mask = torch.ones(embeds.shape[1], dtype=torch.bool, device=embeds.device)
+    return {"prompt_embeds": embeds[0].contiguous(), "prompt_embeds_mask": mask}
+
+
+def _load_processor(root: Path) -> Any:
+    """What prepares images and texts for the encoder.
+
+    Raises:
+        UserError: The model lacks its files.
+    """
+    # Here, as without torchvision transformers has a word to say when they are imported.
+    from transformers import Qwen2Tokenizer, Qwen2VLImageProcessor
+
+    from engine.families.shared.qwen_processor import ImagesAndTexts
+
+    if not (root / "processor" / "preprocessor_config.json").is_file():
+        raise UserError(
+            f"{root} is incomplete: processor/preprocessor_config.json is missing",
+            "download it again",
+        )
+    return ImagesAndTexts(
+        Qwen2VLImageProcessor.from_pretrained(root / "processor"),
+        Qwen2Tokenizer.from_pretrained(root / "tokenizer"),
+    )
 
 
 class _Filled(TorchFunctionMode):

@@ -1,20 +1,36 @@
-"""Wan: videos by flow matching, with cross-attention to text; two experts by noise level in 2.2."""
+"""Wan: videos by flow matching, with cross-attention to text; two experts by noise level in 2.2.
+
+Image-to-video has the first frame, with gray ones behind it, in channels of its own. In 2.1, CLIP
+looks at it too.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from diffusers import WanImageToVideoPipeline
+import torch
+from diffusers import WanImageToVideoPipeline, WanPipeline
+from torch.nn import functional
+from transformers import BatchFeature, CLIPVisionModel
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
-from engine.families.shared.references import held_first
+from engine.families.shared.references import BEGINNING, held_first
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from PIL import Image
+
+    from jobs.spec.keys.prompts import SampleRequest
 
 _HIGH: Final = "transformer"
 _LOW: Final = "transformer_2"
+_MASKS: Final = 4  # channels: one for each frame of a latent
+_TEXT: Final = 512  # tokens: where models that see an image look for the end of its tokens
+_IMAGE: Final = "image_embeds"
 
 
 _LAYOUT: Final = Layout(
@@ -24,6 +40,8 @@ _LAYOUT: Final = Layout(
             for attention, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
             for module, part in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
         },
+        "blocks.#.attn2.add_k_proj": "blocks.#.cross_attn.k_img",
+        "blocks.#.attn2.add_v_proj": "blocks.#.cross_attn.v_img",
         "blocks.#.ffn.net.0.proj": "blocks.#.ffn.0",
         "blocks.#.ffn.net.2": "blocks.#.ffn.2",
     }
@@ -31,16 +49,30 @@ _LAYOUT: Final = Layout(
 
 
 class Wan(Family):
-    """Wan 2.1, Wan 2.2's TI2V-5B, and each expert of Wan 2.2 by itself."""
+    """Wan 2.1, Wan 2.2's TI2V-5B, and each expert of Wan 2.2 by itself; text or image to video."""
 
-    # Every linear layer of the blocks: self-attention, cross-attention, feed-forward.
-    LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
+    # Every linear layer of the blocks: self-attention, cross-attention (to what CLIP sees too),
+    # feed-forward.
+    LORA_TARGETS = (
+        r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)"
+        r"|ffn\.net\.(0\.proj|2))"
+    )
+    LORA_FILLED_UP = r"blocks\.\d+\.attn2\.add_[kv]_proj"
     KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_wan"})
     COMFYUI = ComfyUI(_LAYOUT.rename)
 
     def lora_options(self) -> dict[str, Any]:
         """Files of both experts have the same names in them."""
         return {"load_into_transformer_2": True} if self.component == _LOW else {}
+
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
+        """A pipeline with only what encodes prompts, and first frames: in fp32, as published."""
+        if self._sees:
+            components.setdefault(
+                "image_encoder",
+                CLIPVisionModel.from_pretrained(root / "image_encoder", dtype=torch.float32),
+            )
+        return super().load_text_pipeline(root, dtype, **components)
 
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
@@ -49,10 +81,20 @@ class Wan(Family):
 
         The zeros are not masked: the model was trained with them.
         """
-        embeds, _ = pipeline.encode_prompt(
-            prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+        # Image-to-video's own takes for granted that ftfy is installed (diffusers 0.42).
+        embeds = WanPipeline._get_t5_prompt_embeds(
+            pipeline, prompt, max_sequence_length=max_sequence_length
         )
         return {"prompt_embeds": embeds[0].contiguous()}
+
+    def encode_with_images(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (512, D)`, and `image_embeds (257, D)` of CLIP."""
+        text = self.encode(pipeline, prompt, max_sequence_length)["prompt_embeds"]
+        seen = pipeline.encode_image(images[0], text.device)[0]
+        filled = functional.pad(text, (0, 0, 0, _TEXT - len(text)))
+        return {"prompt_embeds": filled, _IMAGE: seen.contiguous()}
 
     def predict(
         self,
@@ -62,6 +104,9 @@ class Wan(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
+        if BEGINNING in condition:
+            beginning = condition[BEGINNING].to(noisy.dtype)
+            noisy = torch.cat([noisy, _given(beginning), beginning], dim=1)
         # For TI2V-5B, the pipeline repeats the timestep for each token: it can hold the tokens of a
         # given frame back. Without one this says the same, and takes less memory.
         noisy, mask = held_first(noisy, condition)
@@ -72,14 +117,44 @@ class Wan(Family):
             hidden_states=noisy,
             timestep=timestep,
             encoder_hidden_states=condition["prompt_embeds"],
+            encoder_hidden_states_image=condition.get(_IMAGE),
             return_dict=False,
         )[0]
 
-    def pipeline_with_image(self, pipeline: Any) -> Any:
+    # -- sampling --------------------------------------------------------------------------
+
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """But for what CLIP saw: the pipeline takes no image together with that."""
+        found = super().sample_arguments(request, condition, negative)
+        return {name: value for name, value in found.items() if not name.endswith(_IMAGE)}
+
+    def pipeline_with_image(
+        self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
+        """Image-to-video's, with what has seen the image already in the place of CLIP."""
         parts = {name: part for name, part in pipeline.components.items() if part is not None}
+        known = (condition or {}).get(_IMAGE)
+        if known is not None:
+            parts |= {"image_processor": _no_pixels, "image_encoder": _HasSeen(known)}
+        settings = {"boundary_ratio": self._boundary, "expand_timesteps": not self._only_first}
         return WanImageToVideoPipeline(
-            **dict.fromkeys(("tokenizer", "text_encoder")) | parts, expand_timesteps=True
+            **dict.fromkeys(("tokenizer", "text_encoder")) | parts, **settings
         )
+
+    @property
+    def _only_first(self) -> bool:
+        """Whether the first frame is in channels of its own, and not in its place."""
+        return self.pipeline_class() is WanImageToVideoPipeline
+
+    @property
+    def _sees(self) -> bool:
+        """Whether CLIP looks at the first frame."""
+        return any(self._index.get("image_encoder") or ())
 
     # -- experts ---------------------------------------------------------------------------
 
@@ -100,6 +175,36 @@ class Wan(Family):
         """The sigma that parts the experts; None where there is one model for all."""
         ratio = self._index.get("boundary_ratio")
         return None if ratio is None else float(ratio)
+
+
+class _HasSeen(torch.nn.Module):
+    """In the place of an image encoder whose output is known.
+
+    Args:
+        embeds: `(257, D)`.
+    """
+
+    def __init__(self, embeds: torch.Tensor) -> None:
+        super().__init__()
+        self._embeds = embeds.unsqueeze(0)
+        self.device = embeds.device  # pipelines ask their modules
+
+    def forward(self, **_: Any) -> SimpleNamespace:
+        """The pipeline takes the last layer but one."""
+        return SimpleNamespace(hidden_states=(self._embeds, None))
+
+
+def _no_pixels(images: Any, return_tensors: str) -> BatchFeature:
+    """In the place of its image processor."""
+    return BatchFeature({})
+
+
+def _given(beginning: torch.Tensor) -> torch.Tensor:
+    """Which frames of latents `(B, C, f, h, w)` are given: the first, `(B, 4, f, h, w)`."""
+    batch, _, *size = beginning.shape
+    mask = beginning.new_zeros(batch, _MASKS, *size)
+    mask[:, :, 0] = 1
+    return mask
 
 
 FAMILY = Wan

@@ -50,7 +50,9 @@ class _Prompts:
     texts: Texts
     pictures: Mapping[str, Image] = field(default_factory=dict)
 
-    def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
+    def prompt(
+        self, text: str, *, negative: bool = False, images: Sequence[str] = ()
+    ) -> dict[str, torch.Tensor]:
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative))
 
 

@@ -45,8 +45,10 @@ class Prompts(Protocol):
         """The conditioning images of prompts, by their paths."""
         ...
 
-    def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
-        """A prompt, or a negative one, encoded."""
+    def prompt(
+        self, text: str, *, negative: bool = False, images: Sequence[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """A prompt, or a negative one, encoded; with the images at these paths, where models do."""
         ...
 
 
@@ -192,10 +194,11 @@ class Sampler:
         self, request: SampleRequest
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
         """The encoded prompt on the device, and the negative one where it has an effect."""
-        prompt = self._on_device(self.data.prompt(request.prompt))
-        if not request.guided or request.negative_prompt is None:
+        images, words = request.conditioning, request.negative_prompt
+        prompt = self._on_device(self.data.prompt(request.prompt, images=images))
+        if not request.guided or words is None:
             return prompt, None
-        return prompt, self._on_device(self.data.prompt(request.negative_prompt, negative=True))
+        return prompt, self._on_device(self.data.prompt(words, negative=True, images=images))
 
     def _on_device(self, text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # Ranks that share a sample's tokens need as many each.
@@ -292,7 +295,7 @@ class _Studio:
         pipeline, beside = self.pipeline, {}
         if pictures:
             beside = self._family.reference_arguments(pictures)
-            pipeline = self._family.pipeline_with_image(pipeline)
+            pipeline = self._family.pipeline_with_image(pipeline, condition)
             pipeline.set_progress_bar_config(disable=True)
         return pipeline(
             **self._family.sample_arguments(request, condition, negative),

@@ -135,7 +135,7 @@ class ValidationLoss:
         batch = self.family.arrange(collate(texts, multiple=self.world.context_size))
         batch |= self.family.sizes(self.spec, [self.data.held_shown(n) for n in samples])
         batch |= collate([self.data.held_references(number) for number in samples])
-        if self.data.held[samples[0]].from_first:
+        if self.data.holds_first(self.data.held[samples[0]]):
             batch |= first_frame_of(latents)
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 

@@ -10,7 +10,7 @@ from jobs.errors import SpecError
 from jobs.hub.names import HubName
 from jobs.paths import exists, expand
 from jobs.preflight.conditioning import check_places, check_prompt_images, split_samples
-from jobs.spec.families import get_family
+from jobs.spec.families import get_family, needs_first_frame
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.values.buckets import Buckets
 from jobs.spec.values.dataset_files import (
@@ -88,9 +88,11 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     masks = expand(dataset.mask_path) if dataset.mask_path else None
     pictures = without_masks(files.pictures, masks) if masked else files.pictures
     samples = files.videos + pictures if takes_videos else pictures
+    what = "images or videos" if takes_videos else "images"
+    kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
+    if needs_first_frame(spec):
+        samples, what, kinds = files.videos, "videos", VIDEO_SUFFIXES
     if not samples:
-        what = "images or videos" if takes_videos else "images"
-        kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
         others = files.foreign + ([] if takes_videos else files.videos)
         raise SpecError(
             f"0 {what} in the dataset folder {root}",

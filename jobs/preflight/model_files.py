@@ -47,7 +47,9 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
         fits = [f.name for f in FAMILIES.values() if pipeline in f.pipelines]
         raise SpecError(
             f"{root} is a {pipeline}, not a {family.title} model",
-            f"set model_family: {fits[0]}" if fits else None,
+            f"set model_family: {fits[0]}"
+            if fits
+            else f"use a model whose pipeline is {' or '.join(family.pipelines)}",
         )
     for part in (*_denoisers(spec, family, index), "vae"):
         _check_part(root, part)

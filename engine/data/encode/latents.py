@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn import functional
 
 from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
 from engine.data.encode.tensor_cache import TensorCache, fingerprint
@@ -21,6 +22,7 @@ from engine.data.index.views import FITTING, View, fit, view_of
 from engine.data.read.images import DECODER, decode
 from engine.model.release import Watch, give_back
 from jobs.errors import UserError
+from jobs.spec.families import needs_first_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,6 +59,12 @@ class LatentKeys:
             facts |= {"frames": found.bucket[2], "fps": self._spec.fps}
         return self._cache.key(content=found.digest, **facts, **self._facts)
 
+    def beginning(self, sample: int, view: int) -> str:
+        """The key of a view of a video's first frame, with gray ones behind it."""
+        found = self._index.samples[sample]
+        facts = view_of(found, view, self._spec).facts() | {"beginning": found.bucket[2]}
+        return self._cache.key(content=found.digest, **facts, **self._facts)
+
     def reference(self, sample: int, view: int, number: int) -> str:
         """The key of what is shown of a conditioning image beside a view of its sample."""
         found = self._index.samples[sample]
@@ -88,6 +96,8 @@ def prepare_latents(
         for number in range(len(found.references)):
             key = keys.reference(sample, view, number)
             drawn[key] = partial(reference_pixels, found, number, seen, spec)
+        if found.from_first and needs_first_frame(spec):
+            drawn[keys.beginning(sample, view)] = partial(beginning_pixels, found, seen, spec)
     missing = find_missing(cache, list(drawn), team)
 
     def load(key: str) -> torch.Tensor | None:
@@ -123,7 +133,8 @@ def to_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
     """
     with _readable(sample.name):
         if sample.is_video:
-            frames = [fit(Image.fromarray(frame), view) for frame in _frames(sample, spec)]
+            read = _frames(sample, spec, sample.bucket[2])
+            frames = [fit(Image.fromarray(frame), view) for frame in read]
         else:
             frames = [fit(decode(_content(sample, spec)), view)]
     pixels = _scaled(frames)
@@ -137,14 +148,41 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: JobSpec) -> 
     Raises:
         UserError: It is not what it was when it was looked at.
     """
+    picture = reference_picture(sample, number, spec)
+    pixels = _scaled(
+        [fit_reference(picture, reference_view(sample.references[number], sample, view))]
+    )
+    return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
+
+
+def reference_picture(sample: Sample, number: int, spec: JobSpec) -> Image.Image:
+    """A conditioning image as it is.
+
+    Raises:
+        UserError: It is not what it was when it was looked at.
+    """
     reference = sample.references[number]
     name = f"the conditioning image of {sample.name}"
     with _readable(name):
         content = read_reference(reference, sample, spec)
     _check(name, hashlib.sha256(content).hexdigest(), reference.digest)
-    picture = fit_reference(decode(content), reference_view(reference, sample, view))
-    pixels = _scaled([picture])
-    return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
+    return decode(content)
+
+
+def first_picture(sample: Sample, view: View, spec: JobSpec) -> Image.Image:
+    """A view of a video's first frame.
+
+    Raises:
+        UserError: It is not what it was when it was looked at.
+    """
+    with _readable(sample.name):
+        return fit(Image.fromarray(_frames(sample, spec, 1)[0]), view)
+
+
+def beginning_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
+    """A view of a video's first frame with gray ones behind it, `(1, 3, F, H, W)` in [-1, 1]."""
+    first = _scaled([first_picture(sample, view, spec)])
+    return functional.pad(first, (0, 0, 0, 0, 0, sample.bucket[2] - 1))
 
 
 def _scaled(frames: Sequence[Image.Image]) -> torch.Tensor:
@@ -159,12 +197,12 @@ def _content(sample: Sample, spec: JobSpec) -> bytes:
     return content
 
 
-def _frames(sample: Sample, spec: JobSpec) -> Any:
+def _frames(sample: Sample, spec: JobSpec, count: int) -> Any:
     from engine.data.read.videos import read_frames
 
     with open(sample.path, "rb") as file:
         _check(sample.name, hashlib.file_digest(file, "sha256").hexdigest(), sample.digest)
-    return read_frames(Path(sample.path), fps=spec.fps, frames=sample.bucket[2])
+    return read_frames(Path(sample.path), fps=spec.fps, frames=count)
 
 
 @contextmanager

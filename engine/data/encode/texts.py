@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -14,10 +14,13 @@ from engine.data.encode.tensor_cache import TensorCache, fingerprint
 from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from engine.model.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
+from jobs.spec.families import sees_images
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
+
+    from PIL.Image import Image
 
     from engine.data.encode.shared_work import Team
     from engine.families import Family
@@ -29,16 +32,31 @@ if TYPE_CHECKING:
 _REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
 
 
+@dataclass(frozen=True)
+class Look:
+    """An image that is encoded with a text.
+
+    Attributes:
+        key: What decides its pixels, for keys of caches.
+        read: Reads it, as the pipeline shows it to its encoder.
+    """
+
+    key: str
+    read: Callable[[], Image] = field(compare=False, repr=False)
+
+
 class Text(NamedTuple):
     """A text to encode.
 
     Attributes:
         words: The text.
         negative: What pictures should not be like; some pipelines encode that in another way.
+        looks: The images that are encoded with it, by models that do that.
     """
 
     words: str
     negative: bool = False
+    looks: tuple[Look, ...] = ()
 
 
 NO_TEXT: Final = Text("", negative=True)
@@ -147,6 +165,9 @@ class TextKeys:
         parts = sorted(
             p for p in root.iterdir() if p.name.startswith(("text_encoder", "tokenizer"))
         )
+        if sees_images(spec):
+            eyes = ("image_encoder", "image_processor", "processor")
+            parts += [root / name for name in eyes if (root / name).is_dir()]
         self._cache = cache
         self._apart = family.NEGATIVES_APART
         self._facts: dict[str, Any] = {
@@ -162,7 +183,9 @@ class TextKeys:
             self._facts["packed"] = spec.text_encoder_precision
 
     def __call__(self, text: Text) -> str:
-        apart = {"negative": True} if text.negative and self._apart else {}
+        apart: dict[str, Any] = {"negative": True} if text.negative and self._apart else {}
+        if text.looks:
+            apart["looks"] = [look.key for look in text.looks]
         return self._cache.key(text=text.words, **apart, **self._facts)
 
 
@@ -249,7 +272,14 @@ def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
 @torch.no_grad()
 def _encode(family: Family, pipeline: Any, text: Text, spec: JobSpec) -> dict[str, torch.Tensor]:
     # One at a time: in a batch, rounding would depend on the neighbours, and so on the ranks.
-    encoded = family.encode(pipeline, text.words, spec.max_sequence_length, negative=text.negative)
+    if text.looks:
+        encoded = family.encode_with_images(
+            pipeline, text.words, spec.max_sequence_length, [look.read() for look in text.looks]
+        )
+    else:
+        encoded = family.encode(
+            pipeline, text.words, spec.max_sequence_length, negative=text.negative
+        )
     return {name: tensor.cpu() for name, tensor in encoded.items()}
 
 

@@ -22,7 +22,7 @@ from engine.data.read.tables import RowError, read_table, table_of
 from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_video
 from jobs.errors import UserError
 from jobs.run.rundir import read_json, write_atomic
-from jobs.spec.families import Family, get_family, references_of
+from jobs.spec.families import Family, get_family, needs_first_frame, references_of
 from jobs.spec.values.buckets import Buckets
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
@@ -263,7 +263,8 @@ class Fitting:
         self._step = family.frame_step
         self._buckets = Buckets(spec, dataset)
         self._takes = references_of(spec)
-        self._first_frame = dataset.first_frame
+        self._only_first = needs_first_frame(spec)
+        self._first_frame = dataset.first_frame or self._only_first
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
         """A sample for each resolution that it is trained at, or why it is left out."""
@@ -277,6 +278,8 @@ class Fitting:
             if isinstance(length, str):
                 return length
             frames = (length,)
+            if self._only_first and length == 1:
+                return "a single frame: the model is trained on videos from their first frame"
         sizes = self._buckets.find(facts.width, facts.height).values()
         return [
             Sample(
@@ -373,9 +376,9 @@ def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
 def _sample(**values: Any) -> Sample:
     for name in ("captions", "bucket", "notes"):
         values[name] = tuple(values[name])
-    pairs = ("scaled", "size")
+    pairs = ("scaled", "size", "seen")
     values["references"] = tuple(
-        Reference(**one | {name: tuple(one[name]) for name in pairs})
+        Reference(**one | {name: tuple(one[name]) for name in pairs if name in one})
         for one in values.get("references", ())
     )
     return Sample(**values)

@@ -17,9 +17,12 @@ from engine.data.index.views import shown
 from jobs.spec.values.buckets import enlargement
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.data.index.data_index import Sample
     from engine.data.index.views import View
     from jobs.spec.families import References
+    from jobs.spec.families.references import Fit
 
 FITTING: Final = 1
 """Goes into cache keys: raise it when `fit_reference` makes other pixels."""
@@ -48,6 +51,7 @@ class Reference:
         aligned: Whether it has the shape of its sample.
         scaled: `(width, height)` that what is shown of it is resized to.
         size: `(width, height)` that is cut out of the middle of that.
+        seen: `(width, height)` at which the text encoder sees it; (0, 0) where it does not.
     """
 
     path: str
@@ -58,6 +62,7 @@ class Reference:
     aligned: bool = False
     scaled: tuple[int, int] = (0, 0)
     size: tuple[int, int] = (0, 0)
+    seen: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,9 @@ def placed(
         if takes.fit(*large, side).size[0] <= takes.fit(*shape, side).size[0]:
             shape = large
     fitted = takes.fit(*shape, side)
+    seen = takes.seen(*shape, side).size if takes.seen else (0, 0)
     return Reference(
-        place.path, place.column, width, height, digest, aligned, fitted.scaled, fitted.size
+        place.path, place.column, width, height, digest, aligned, fitted.scaled, fitted.size, seen
     )
 
 
@@ -151,8 +157,15 @@ def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
     return found.crop((left, top, left + view.size[0], top + view.size[1]))
 
 
-def fit_whole(picture: Image.Image, takes: References, side: int | None) -> Image.Image:
+def as_seen(picture: Image.Image, view: ReferenceView, size: tuple[int, int]) -> Image.Image:
+    """What a text encoder sees of the same, at its size."""
+    return fit_reference(picture, replace(view, scaled=size, size=size))
+
+
+def fit_whole(
+    picture: Image.Image, fit: Callable[[int, int, int | None], Fit], side: int | None
+) -> Image.Image:
     """A conditioning image of a sample picture, as a pipeline would show it whole."""
-    fitted = takes.fit(*picture.size, side)
+    fitted = fit(*picture.size, side)
     box = (0, 0, *picture.size)
     return fit_reference(picture, ReferenceView(box, *fitted, flip=False))

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
-# The parts of a pipeline that encode prompts, by the beginnings of their names.
-_TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor")
+# The parts of a pipeline that encode prompts and the images beside them, by the beginnings of their
+# names.
+_TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
 
 
 class LoraStyle(Protocol):
@@ -69,6 +70,10 @@ class Family(ABC):
 
     LORA_TARGETS: str
     """Regular expression of the module names that get an adapter."""
+
+    LORA_FILLED_UP: str | None = None
+    """Regular expression of the modules to which the stock pipeline adds an adapter of zeros where
+    a LoRA has none."""
 
     FULL_PRECISION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
     """Regular expression of the names of layers in blocks that `base_precision` leaves as they are:
@@ -187,6 +192,19 @@ class Family(ABC):
             negative: What the picture should not be like, or the empty text of a sample whose
                 caption is dropped; matters only with `NEGATIVES_APART`.
         """
+
+    def encode_with_images(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        """`encode` of models whose pipeline encodes conditioning images with the prompt.
+
+        Args:
+            pipeline: From `load_text_pipeline`, on the device.
+            prompt: The text, or what the picture should not be like.
+            max_sequence_length: Tokens.
+            images: At least one, as the pipeline shows them to its encoder.
+        """
+        raise NotImplementedError
 
     # -- latents ---------------------------------------------------------------------------
 
@@ -322,8 +340,16 @@ class Family(ABC):
             arguments["num_frames"] = request.frames
         return arguments
 
-    def pipeline_with_image(self, pipeline: Any) -> Any:
-        """The stock pipeline that takes conditioning images, with the parts of the usual one."""
+    def pipeline_with_image(
+        self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
+        """The stock pipeline that takes conditioning images, with the parts of the usual one.
+
+        Args:
+            pipeline: The usual one.
+            condition: What is known of the image from `encode_with_images`, without a batch
+                dimension; None where the pipeline has what encodes it.
+        """
         return pipeline
 
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:

@@ -19,6 +19,10 @@ FIRST_FRAME: Final = "first_frame"
 """The name of the latents of a video's first frame, `(B, C, 1, h, w)`, that the model is given."""
 
 
+BEGINNING: Final = "beginning"
+"""The name of the latents `(B, C, f, h, w)` of a video's first frame with gray ones behind it."""
+
+
 def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The latents of conditioning images, each `(B, C, h, w)`, in their order."""
     found: list[torch.Tensor] = []

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from engine import families
 from engine.memory.predicting.prediction import Parts, Phase
 from engine.memory.tracing import cuda
-from engine.memory.tracing.inputs import sampled, training_frames, training_size
+from engine.memory.tracing.inputs import largest_encoded, sampled, training_frames
 from engine.memory.tracing.live import Live, rounded
 from engine.model.encoder_files import encoder_bytes, encoder_names, kept_bytes
 from engine.model.packing import packing_of
@@ -25,6 +25,7 @@ from engine.model.sharded_encoder import is_quantised
 from engine.model.weights import parameters_on_meta, stored_tensors
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
+from jobs.spec.families import sees_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +45,8 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     dtype = compute_dtype(spec)
     try:
         packing = packing_of(spec.text_encoder_precision)
-        size = encoder_bytes(root, dtype, packing)
-        parts = Parts(parameters=size)
+        size, eyes = encoder_bytes(root, dtype, packing), _image_encoder_bytes(spec, root)
+        parts = Parts(parameters=size + eyes)
         if ranks == 1 or not _in_shards(spec, root):
             return Phase("text_cache", parts, _TEXT_NOTE)
         held, gathered = _sharded_encoders(root, dtype, ranks, packing)
@@ -54,7 +55,15 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     # What a job leaves open is decided by the GPUs' room (`engine.model.text_encoders`): this much
     # it needs in any case.
     note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
-    return Phase("text_cache", Parts(parameters=held, gathered=gathered), note)
+    return Phase("text_cache", Parts(parameters=held + eyes, gathered=gathered), note)
+
+
+def _image_encoder_bytes(spec: JobSpec, root: Path) -> int:
+    """An encoder of images that is there with those of texts, whole and in fp32."""
+    place = root / "image_encoder"
+    if not sees_images(spec) or not place.is_dir():
+        return 0
+    return sum(rounded(4 * tensor.elements) for tensor in stored_tensors(place).values())
 
 
 def _in_shards(spec: JobSpec, root: Path) -> bool:
@@ -91,7 +100,7 @@ def _sharded_encoders(
 
 def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
     """The autoencoder with the largest image; None where it cannot be traced."""
-    size, frames = training_size(spec), training_frames(spec)
+    size, frames = largest_encoded(spec), training_frames(spec)
     taken = _autoencoder(spec, root, size, frames, decodes=False)
     return taken and Phase("latent_cache", Parts(parameters=taken[0], activations=taken[1]))
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.families.shared.references import FIRST_FRAME, REFERENCE
+from engine.families.shared.references import BEGINNING, FIRST_FRAME, REFERENCE
 from jobs.errors import UserError
-from jobs.spec.families import get_family, references_of
+from jobs.spec.families import get_family, needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.values.buckets import sizes_of
 
@@ -26,6 +26,10 @@ _LONGEST_VIDEO: Final = (
     81  # frames; `engine.data.index.data_index` reads no more where a job does not say
 )
 _CLIP_TOKENS: Final = 77
+_CLIP_PATCHES: Final = 257
+_SEEN_CELL: Final = 28  # pixels of the side of what is a token of Qwen2.5-VL
+_AROUND_SEEN: Final = 6  # tokens that say where an image begins and ends, and which one it is
+_WAN_TEXT: Final = 512  # tokens, of models that see the first frame
 _LARGE: Final = 1024  # times as large as a picture: no rule takes that without shrinking it
 _LLAMA_LAYERS: Final = 32  # of the Llama 3.1 8B that HiDream is used with
 
@@ -67,15 +71,23 @@ def latents_shape(
     cells = _CELLS.get(spec.model_family, Cells())
     if spec.model_family == "wan" and config["in_channels"] == 48:  # TI2V-5B has a VAE of its own
         cells = Cells(16, 4)
-    width, height = (side // cells.side for side in size)
-    channels = config["in_channels"] // (4 if spec.model_family in _PACKED else 1)
+    width, height = (pixels // cells.side for pixels in size)
+    # Of Wan, a first frame's may be beside the video's own.
+    kind = "out_channels" if spec.model_family == "wan" else "in_channels"
+    channels = config[kind] // (4 if spec.model_family in _PACKED else 1)
     if not cells.frames:
         return channels, height, width
     return channels, (frames - 1) // cells.frames + 1, height, width
 
 
 def reference_shapes(
-    spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], count: int
+    spec: JobSpec,
+    config: Mapping[str, Any],
+    size: tuple[int, int],
+    count: int,
+    frames: int = 1,
+    *,
+    training: bool = True,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name → shape and precision of latents of conditioning images that are shaped as the image.
 
@@ -84,19 +96,26 @@ def reference_shapes(
         config: The denoiser's.
         size: Of the image beside them.
         count: How many.
+        frames: Of the video beside them.
+        training: Whether they are a sample's, and not a prompt's.
     """
     if not count:
         return {}
+    if needs_first_frame(spec):
+        return {BEGINNING: (latents_shape(spec, config, size, frames), torch.float32)}
     takes = references_of(spec)
     if takes is None:
         return {FIRST_FRAME: (latents_shape(spec, config, size), torch.float32)}
-    fitted = takes.fit(size[0] * _LARGE, size[1] * _LARGE, spec.conditioning_resolution)
+    side = spec.conditioning_resolution if training or not takes.fixed else None
+    fitted = takes.fit(size[0] * _LARGE, size[1] * _LARGE, side)
     shape = latents_shape(spec, config, fitted.size)
     return {f"{REFERENCE}{number}": (shape, torch.float32) for number in range(count)}
 
 
 def references(spec: JobSpec, *, training: bool) -> int:
     """The most conditioning images that a sample of the data, or one that is made, has."""
+    if needs_first_frame(spec):
+        return 1
     if training:
         return max(
             (dataset.references or int(dataset.first_frame) for dataset in spec.datasets or []),
@@ -105,13 +124,38 @@ def references(spec: JobSpec, *, training: bool) -> int:
     return max((len(request.conditioning) for request in requests_of(spec)), default=0)
 
 
+def _seen_tokens(spec: JobSpec, size: tuple[int, int], count: int, *, training: bool) -> int:
+    """What conditioning images add to the tokens of a text whose encoder sees them."""
+    takes = references_of(spec)
+    if takes is None or takes.seen is None:
+        return 0
+    side = spec.conditioning_resolution if training else None
+    seen = takes.seen(size[0] * _LARGE, size[1] * _LARGE, side).size
+    patches = [max(1, round(pixels / _SEEN_CELL)) for pixels in seen]
+    return count * (patches[0] * patches[1] + _AROUND_SEEN)
+
+
 def caption_shapes(
-    spec: JobSpec, config: Mapping[str, Any]
+    spec: JobSpec,
+    config: Mapping[str, Any],
+    size: tuple[int, int] = (0, 0),
+    count: int = 0,
+    *,
+    training: bool = True,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name → shape and precision of what `Family.encode` gives at most, without a batch."""
+    """Name → shape and precision of what `Family.encode` gives at most, without a batch.
+
+    Args:
+        spec: The job.
+        config: The denoiser's.
+        size: Of the image.
+        count: The conditioning images beside it.
+        training: Whether it is a sample's, and not a prompt's.
+    """
     from engine.model.precision import compute_dtype
 
-    dtype, length = compute_dtype(spec), spec.max_sequence_length
+    dtype = compute_dtype(spec)
+    length = spec.max_sequence_length + _seen_tokens(spec, size, count, training=training)
     mask = {"prompt_attention_mask": ((length,), torch.int64)}
 
     def text(width: str, tokens: int = length) -> dict[str, Any]:
@@ -146,7 +190,10 @@ def caption_shapes(
         case "sana" | "pixart_sigma" | "ltxvideo":
             return text("caption_channels") | mask
         case "wan":
-            return text("text_dim")
+            if not config.get("image_dim"):
+                return text("text_dim")
+            seen = {"image_embeds": ((_CLIP_PATCHES, config["image_dim"]), torch.float32)}
+            return text("text_dim", _WAN_TEXT) | seen
         case "hunyuanvideo":
             return text("text_embed_dim") | pooled(config["pooled_projection_dim"]) | mask
         case "hidream":
@@ -162,6 +209,15 @@ def training_size(spec: JobSpec) -> tuple[int, int]:
     """Width and height of the bucket with the most pixels; the squarest of them."""
     sizes = sizes_of(spec)
     return max(sizes, key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])))
+
+
+def largest_encoded(spec: JobSpec) -> tuple[int, int]:
+    """Width and height of the largest image that is encoded: of a bucket, or beside it."""
+    size, takes = training_size(spec), references_of(spec)
+    if takes is None or not references(spec, training=True):
+        return size
+    beside = takes.fit(size[0] * _LARGE, size[1] * _LARGE, spec.conditioning_resolution).size
+    return max(size, beside, key=lambda pixels: pixels[0] * pixels[1])
 
 
 def training_frames(spec: JobSpec) -> int:

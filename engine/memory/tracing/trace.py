@@ -241,11 +241,13 @@ class _Loader:
 def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
     spec, config = shape.spec, shape.config
     latents = torch.empty(count, *latents_shape(spec, config, shape.size, shape.frames))
+    beside = references(spec, training=shape.training)
+    place: dict[str, Any] = {"training": shape.training}
     condition = {
         name: torch.empty((count, *size), dtype=dtype)
         for name, (size, dtype) in (
-            caption_shapes(spec, config)
-            | reference_shapes(spec, config, shape.size, references(spec, training=shape.training))
+            caption_shapes(spec, config, shape.size, beside, **place)
+            | reference_shapes(spec, config, shape.size, beside, shape.frames, **place)
         ).items()
     }
     of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64

@@ -11,6 +11,8 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -49,6 +51,22 @@ def build_clip_with_projection(
     """
     model = CLIPTextModelWithProjection(_clip_config(tokenizer, dim, hidden_act))
     fill_random(model, seed, gain=_text_gain(dim))
+    return model.eval()
+
+
+def build_clip_vision(dim: int, *, seed: int) -> CLIPVisionModel:
+    """CLIP's eyes, `dim` wide, with the 257 tokens of published ones."""
+    config = CLIPVisionConfig(
+        hidden_size=dim,
+        intermediate_size=4 * dim,
+        projection_dim=dim,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=max(1, dim // CLIP_HEAD_DIM),
+        image_size=224,
+        patch_size=14,
+    )
+    model = CLIPVisionModel(config)
+    fill_random(model, seed)
     return model.eval()
 
 

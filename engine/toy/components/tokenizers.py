@@ -150,12 +150,14 @@ def build_other_clip_tokenizer(
     )
 
 
-def build_qwen_tokenizer(captions: Iterable[str]) -> Qwen2Tokenizer:
+def build_qwen_tokenizer(
+    captions: Iterable[str], template: str = QWEN_IMAGE_TEMPLATE
+) -> Qwen2Tokenizer:
     """Of Qwen2.5-VL (Qwen-Image) and Qwen3 (FLUX.2 klein, Z-Image): bytes, no start, chat."""
     # Untrained, to learn from texts in the pieces that the class cuts them into.
     pieces = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
     vocabulary, merges = _train(
-        _words_too([*captions, *_plain(QWEN_IMAGE_TEMPLATE)]),
+        _words_too([*captions, *_plain(template)]),
         pieces.pre_tokenizer,
         alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
 
 from engine.toy.components import parts
 from engine.toy.components.language_models import build_qwen2_5_vl
+from engine.toy.components.processors import save_qwen_processor
 from engine.toy.components.streams import open_gates, quieten
-from engine.toy.components.tokenizers import build_qwen_tokenizer
+from engine.toy.components.tokenizers import QWEN_IMAGE_TEMPLATE, build_qwen_tokenizer
 from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:
@@ -28,16 +31,30 @@ LATENT_CHANNELS = 16
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
-    """Write the model; there is one flavour."""
-    tokenizer = build_qwen_tokenizer(parts.captions())
+    """Write the model: those that edit have pipelines of their own, and a processor."""
+    kind = _pipeline_of(flavour)
+    edits = kind is not QwenImagePipeline
+    # The pipelines set their templates when they are made.
+    template = kind(*[None] * 6).prompt_template_encode if edits else QWEN_IMAGE_TEMPLATE
+    tokenizer = build_qwen_tokenizer(parts.captions(), template)
     pipeline = QwenImagePipeline(
         scheduler=build_scheduler(),
         vae=_build_vae(seed),
         text_encoder=build_qwen2_5_vl(tokenizer, TEXT_DIM, seed=seed),
         tokenizer=tokenizer,
-        transformer=_build_transformer(seed, HEADS * hidden_scale),
+        transformer=_build_transformer(
+            seed, HEADS * hidden_scale, **({"zero_cond_t": True} if "2511" in flavour else {})
+        ),
     )
     parts.save(pipeline, model_dir, dtype)
+    if edits:
+        save_qwen_processor(model_dir, kind.__name__, tokenizer)
+
+
+def _pipeline_of(flavour: str) -> type[Any]:
+    if flavour == "base":
+        return QwenImagePipeline
+    return QwenImageEditPipeline if flavour == "edit" else QwenImageEditPlusPipeline
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
@@ -55,7 +72,7 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
     )
 
 
-def _build_transformer(seed: int, heads: int) -> QwenImageTransformer2DModel:
+def _build_transformer(seed: int, heads: int, **config: Any) -> QwenImageTransformer2DModel:
     transformer = parts.random_model(
         QwenImageTransformer2DModel,
         seed=seed,
@@ -70,6 +87,7 @@ def _build_transformer(seed: int, heads: int) -> QwenImageTransformer2DModel:
         joint_attention_dim=TEXT_DIM,
         guidance_embeds=False,
         axes_dims_rope=(4, 14, 14),
+        **config,
     )
     for block in transformer.transformer_blocks:
         for modulation in (block.img_mod, block.txt_mod):

@@ -8,12 +8,14 @@ import torch
 from diffusers import (
     AutoencoderKLWan,
     UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
 
 from engine.toy.components import parts
-from engine.toy.components.clip_and_t5 import build_umt5
+from engine.toy.components.clip_and_t5 import build_clip_vision, build_umt5
+from engine.toy.components.processors import save_clip_processor
 from engine.toy.components.streams import mislead, open_gates, quieten
 from engine.toy.components.vocabulary import build_t5_tokenizer
 from engine.toy.components.weights import one_thread
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TEXT_DIM = 64
+IMAGE_DIM = 64
 HEADS, HEAD_DIM = 8, 16
 LARGE_HEADS = 14  # a token of the larger autoencoder has 192 numbers
 LAYERS = 2
@@ -38,11 +41,13 @@ LARGE_VAE = {
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
-    """Write the model: with two experts for Wan 2.2's A14B, with the other autoencoder for its 5B.
+    """Write the model: with two experts for Wan 2.2's A14B, with the other autoencoder for its 5B,
+    with channels for the first frame for image-to-video, and in 2.1 with CLIP besides.
 
-    Both flavours of the A14B are one model.
+    Both flavours of an A14B are one model.
     """
-    large, experts = "5b" in flavour, "a14b" in flavour
+    large, experts, from_image = "5b" in flavour, "a14b" in flavour, "-i2v" in flavour
+    sees = from_image and not experts
     tokenizer = build_t5_tokenizer(parts.captions())
     vae = _build_vae(seed, **(LARGE_VAE if large else {}))
     scheduler = UniPCMultistepScheduler(
@@ -53,20 +58,28 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     )
     heads = (LARGE_HEADS if large else HEADS) * hidden_scale
     channels = vae.config.z_dim
-    pipeline = WanPipeline(
+    eyes = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": heads * HEAD_DIM} if sees else {}
+    beside = {"in_channels": 2 * channels + 4, **eyes} if from_image else {}
+    kind = WanImageToVideoPipeline if from_image else WanPipeline
+    pipeline = kind(
         tokenizer=tokenizer,
         text_encoder=build_umt5(tokenizer, TEXT_DIM, seed=seed),
         vae=vae,
         scheduler=scheduler,
-        transformer=_build_transformer(seed, heads, channels),
-        transformer_2=_build_transformer(seed + 1, heads, channels) if experts else None,
-        boundary_ratio=0.875 if experts else None,
+        transformer=_build_transformer(seed, heads, channels, **beside),
+        transformer_2=_build_transformer(seed + 1, heads, channels, **beside) if experts else None,
+        boundary_ratio=(0.9 if from_image else 0.875) if experts else None,
         expand_timesteps=large,
+        **({"image_encoder": build_clip_vision(IMAGE_DIM, seed=seed)} if sees else {}),
     )
     parts.save(pipeline, model_dir, dtype)
+    if sees:
+        save_clip_processor(model_dir)
 
 
-def _build_transformer(seed: int, heads: int, channels: int) -> WanTransformer3DModel:
+def _build_transformer(
+    seed: int, heads: int, channels: int, **config: Any
+) -> WanTransformer3DModel:
     transformer = parts.random_model(
         WanTransformer3DModel,
         seed=seed,
@@ -75,7 +88,6 @@ def _build_transformer(seed: int, heads: int, channels: int) -> WanTransformer3D
         patch_size=(1, 2, 2),
         num_attention_heads=heads,
         attention_head_dim=HEAD_DIM,
-        in_channels=channels,
         out_channels=channels,
         text_dim=TEXT_DIM,
         freq_dim=256,
@@ -83,6 +95,7 @@ def _build_transformer(seed: int, heads: int, channels: int) -> WanTransformer3D
         num_layers=LAYERS,
         cross_attn_norm=True,
         qk_norm="rms_norm_across_heads",
+        **{"in_channels": channels} | config,
     )
     for block in transformer.blocks:
         open_gates(block.scale_shift_table, chunks=6, gates=(2, 5), dim=1)

@@ -210,7 +210,7 @@ def _prompts(draft: Draft, key: str, value: Any) -> None:
     made, lost = [], []
     for number, entry in enumerate(entries):
         settings, other = _of_mapping(entry) if isinstance(entry, dict) else _of_text(str(entry))
-        if models.references_of(draft) is None and settings.pop("conditioning_image", None):
+        if not models.takes_images(draft) and settings.pop("conditioning_image", None):
             other.append("ctrl_img")
         if draft.on("sample.walk_seed") and "seed" not in settings:
             settings["seed"] = int(draft.number("sample.seed") or 0) + number

@@ -24,6 +24,8 @@ _ARCHITECTURES: Final[dict[str, tuple[str, str | None]]] = {
     "flux2_klein_9b": ("flux2", "klein-base-9b"),
     "chroma": ("chroma", None),
     "qwen_image": ("qwen_image", "base"),
+    "qwen_image_edit": ("qwen_image", "edit"),
+    "qwen_image_edit_plus": ("qwen_image", "edit-2509"),
     "zimage": ("z_image", None),
     "hidream": ("hidream", None),
     "lumina2": ("lumina2", None),
@@ -32,9 +34,12 @@ _ARCHITECTURES: Final[dict[str, tuple[str, str | None]]] = {
     "pixart_sigma": ("pixart_sigma", None),
     "auraflow": ("auraflow", None),
     "wan21": ("wan", None),
+    "wan21_i2v": ("wan", "2.1-i2v-14b-720p"),
     "wan22_14b": ("wan", "2.2-t2v-a14b-high"),
+    "wan22_14b_i2v": ("wan", "2.2-i2v-a14b-high"),
     "wan22_5b": ("wan", "2.2-ti2v-5b"),
 }
+_HIGH: Final = ("2.2-t2v-a14b-high", "2.2-i2v-a14b-high")
 # Older configurations say it so.
 _OLDER: Final = {
     "is_flux": "flux",
@@ -93,14 +98,16 @@ def architecture(draft: Draft, key: str, value: Any) -> None:
     if word == "wan21" and tag:
         flavour = "2.1-t2v-1.3b" if tag.startswith("1b") else "2.1-t2v-14b"
         family = None if "i2v" in tag else family
+    if word == "wan21_i2v" and "480" in tag:
+        flavour = "2.1-i2v-14b-480p"
+    if word == "qwen_image_edit_plus" and "2511" in str(draft.theirs.get("model.name_or_path")):
+        flavour = "edit-2511"
     if word == "zimage" and tag:
         flavour = tag
-    if word == "wan22_14b" and is_off(
-        draft.theirs.get("model.model_kwargs.train_high_noise", True)
-    ):
-        flavour = "2.2-t2v-a14b-low"
     if word == "wan22_14b" and "i2v" in tag:
-        family = None
+        flavour = "2.2-i2v-a14b-high"
+    if flavour in _HIGH and is_off(draft.theirs.get("model.model_kwargs.train_high_noise", True)):
+        flavour = flavour.replace("-high", "-low")
     models.set_family(draft, key, family, flavour)
 
 

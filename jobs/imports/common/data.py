@@ -70,14 +70,18 @@ def conditioning_folder(part: Draft, key: str, value: Any) -> None:
     if takes is None:
         part.unsupported(key, f"{family_of(part).title} trains without conditioning images here")
     elif len(paths) > takes.most:
-        part.unsupported(key, "the model takes one conditioning image")
+        several = f"at most {takes.most} conditioning images"
+        most = several if takes.most > 1 else "one conditioning image"
+        part.unsupported(key, f"the model takes {most}")
     else:
         part.take(key, "conditioning_path", paths, "conditioning images have the samples' names")
 
 
 def first_frame(part: Draft, key: str, value: Any) -> None:
     """Videos from their first frame, for models that take it."""
-    if is_off(value):
+    if family_of(part).needs_first_frame(part.job.get("model_flavour")):
+        part.unneeded(key, "the model trains from nothing else")
+    elif is_off(value):
         part.unneeded(key, "off is the default")
     elif family_of(part).takes_first_frame(part.job.get("model_flavour")):
         part.take(key, "first_frame", True)

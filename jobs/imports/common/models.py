@@ -120,6 +120,12 @@ def references_of(draft: Draft) -> References | None:
     return family_of(draft).references_of(draft.job.get("model_flavour"))
 
 
+def takes_images(draft: Draft) -> bool:
+    """Whether a sample may have a conditioning image."""
+    first = family_of(draft).takes_first_frame(draft.job.get("model_flavour"))
+    return first or references_of(draft) is not None
+
+
 def takes_negatives(draft: Draft) -> bool:
     """Whether a negative prompt has an effect by guidance alone."""
     return family_of(draft).guidance_of(draft.job.get("model_flavour")) == "classifier_free"

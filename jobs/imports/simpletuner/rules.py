@@ -24,10 +24,18 @@ _FLAVOURS: Final = {
     "hidream": {name: name for name in ("full", "dev", "fast")},
     "ltxvideo": {"0.9.0": "2b-0.9"},
     "pixart_sigma": {"600M-512": "512", "600M-1024": "1024"},
-    "qwen_image": {"v1.0": "base"},
+    "qwen_image": {"v1.0": "base", "edit-v1": "edit", "edit-v2": "edit-2509"},
     "sd3": {"medium": "3.5-medium", "large": "3.5-large"},
     "sdxl": {"base-1.0": "base-1.0"},
-    "wan": {"t2v-480p-1.3b-2.1": "2.1-t2v-1.3b", "t2v-480p-14b-2.1": "2.1-t2v-14b"},
+    "wan": {
+        "t2v-480p-1.3b-2.1": "2.1-t2v-1.3b",
+        "t2v-480p-14b-2.1": "2.1-t2v-14b",
+        "i2v-14b-2.1": "2.1-i2v-14b-480p",
+        "i2v-14b-2.1-720p": "2.1-i2v-14b-720p",
+        "i2v-14b-2.2-high": "2.2-i2v-a14b-high",
+        "i2v-14b-2.2-low": "2.2-i2v-a14b-low",
+        "ti2v-5b-2.2": "2.2-ti2v-5b",
+    },
     "z_image": {"base": "base", "turbo": "turbo", "turbo-ostris-v2": "turbo"},
 }
 

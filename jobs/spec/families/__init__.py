@@ -32,7 +32,9 @@ __all__ = [
     "flavour_of",
     "get_family",
     "latent_step_of",
+    "needs_first_frame",
     "references_of",
+    "sees_images",
     "takes_first_frame",
     "wrapped_classes",
 ]
@@ -126,6 +128,18 @@ def takes_first_frame(spec: JobSpec) -> bool:
     """Whether a job's model also makes videos from their first frame."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.takes_first_frame(spec.model_flavour)
+
+
+def needs_first_frame(spec: JobSpec) -> bool:
+    """Whether a job's model makes no videos but from their first frame."""
+    family = FAMILIES.get(spec.model_family)
+    return family is not None and family.needs_first_frame(spec.model_flavour)
+
+
+def sees_images(spec: JobSpec) -> bool:
+    """Whether a job's texts are encoded together with what they are conditioned on."""
+    family = FAMILIES.get(spec.model_family)
+    return family is not None and family.sees_images(spec.model_flavour)
 
 
 def wrapped_classes(spec: JobSpec) -> list[str]:

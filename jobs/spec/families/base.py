@@ -29,7 +29,10 @@ class Flavour:
         marks: Entries of its model_index.json that tell it from the others; what is not there is
             false.
         references: How it takes conditioning images; the family's, if left out.
-        first_frame: Whether it also makes videos from their first frame.
+        first_frame: Whether it makes videos from their first frame.
+        needs_first_frame: Whether it makes no others. It has it in channels of its own then, for
+            all frames, and not in the place of the first.
+        sees_first_frame: Whether an image encoder looks at it too.
     """
 
     hub_id: str
@@ -42,6 +45,8 @@ class Flavour:
     marks: Mapping[str, Any] = field(default_factory=dict)
     references: References | None = None
     first_frame: bool = False
+    needs_first_frame: bool = False
+    sees_first_frame: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,21 @@ class Family:
         return (known.references if known else None) or self.references
 
     def takes_first_frame(self, flavour: str | None) -> bool:
-        """Whether a flavour also makes videos from their first frame."""
+        """Whether a flavour makes videos from their first frame."""
         known = self.flavours.get(flavour or "")
         return known is not None and known.first_frame
+
+    def needs_first_frame(self, flavour: str | None) -> bool:
+        """Whether a flavour makes no other videos."""
+        known = self.flavours.get(flavour or "")
+        return known is not None and known.needs_first_frame
+
+    def sees_images(self, flavour: str | None) -> bool:
+        """Whether what a flavour is conditioned on goes through an encoder of texts or images."""
+        known, takes = self.flavours.get(flavour or ""), self.references_of(flavour)
+        if known is not None and known.sees_first_frame:
+            return True
+        return takes is not None and takes.seen is not None
 
     def defaults_of(self, flavour: str | None) -> dict[str, Any]:
         """The keys of a job that have another default with this family and flavour."""

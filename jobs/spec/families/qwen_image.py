@@ -1,14 +1,39 @@
 """Qwen-Image of Alibaba."""
 
 from jobs.spec.families.base import Family, Flavour
+from jobs.spec.families.references import References, to_area, to_small_area
+
+_EDIT = References(to_area, required=True, seen=to_area, fixed=True)
+_EDIT_PLUS = References(to_area, most=3, required=True, seen=to_small_area, fixed=True)
+_PLUS = {"_class_name": "QwenImageEditPlusPipeline"}
 
 FAMILY = Family(
     name="qwen_image",
     title="Qwen-Image",
-    pipelines=("QwenImagePipeline",),
+    pipelines=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
     transformer="QwenImageTransformer2DModel",
     blocks=("QwenImageTransformerBlock",),
-    flavours={"base": Flavour("Qwen/Qwen-Image")},
+    flavours={
+        "base": Flavour("Qwen/Qwen-Image", marks={"_class_name": "QwenImagePipeline"}),
+        "edit": Flavour(
+            "Qwen/Qwen-Image-Edit",
+            note="edits a conditioning image",
+            marks={"_class_name": "QwenImageEditPipeline"},
+            references=_EDIT,
+        ),
+        "edit-2509": Flavour(
+            "Qwen/Qwen-Image-Edit-2509",
+            note="edits one to three conditioning images",
+            marks=_PLUS,
+            references=_EDIT_PLUS,
+        ),
+        "edit-2511": Flavour(
+            "Qwen/Qwen-Image-Edit-2511",
+            note="edits one to three conditioning images",
+            marks=_PLUS,
+            references=_EDIT_PLUS,
+        ),
+    },
     context_parallel=True,
     masks_text=True,
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 _USUAL_SIDE: Final = 1024  # of the square whose area all these models were trained with
 _STEP: Final = 16  # pixels of a token's side
+_QWEN_STEP: Final = 32
+_QWEN_SIDE: Final = 1024  # as `_USUAL_SIDE`
+_SEEN_SIDE: Final = 384  # of the square whose area Qwen-Image-Edit-Plus shows its text encoder
 
 # Width and height; FLUX.1 Kontext was trained with these.
 PREFERRED: Final = (
@@ -57,6 +60,8 @@ class References:
         required: Whether the model makes nothing without one.
         least: Pixels of a side, below which pipelines refuse an image.
         widest: How many times longer one side may be than the other, in pipelines.
+        seen: As `fit`, of what the text encoder sees of an image; None where it sees none.
+        fixed: Whether the pipeline resizes images itself, always to the usual area.
     """
 
     fit: Callable[[int, int, int | None], Fit]
@@ -64,6 +69,8 @@ class References:
     required: bool = False
     least: int = 1
     widest: float = math.inf
+    seen: Callable[[int, int, int | None], Fit] | None = None
+    fixed: bool = False
 
 
 def to_preferred(width: int, height: int, side: int | None) -> Fit:
@@ -83,3 +90,20 @@ def to_area_at_most(width: int, height: int, side: int | None) -> Fit:
         width, height = int(width * scale), int(height * scale)
     size = (max(_STEP, width // _STEP * _STEP), max(_STEP, height // _STEP * _STEP))
     return Fit((max(width, size[0]), max(height, size[1])), size)
+
+
+def to_area(width: int, height: int, side: int | None) -> Fit:
+    """As Qwen-Image-Edit's pipelines: of this area, sides rounded to multiples of 32."""
+    ratio = width / height
+    across = math.sqrt((side or _QWEN_SIDE) ** 2 * ratio)
+    size = (_rounded(across), _rounded(across / ratio))
+    return Fit(size, size)
+
+
+def to_small_area(width: int, height: int, side: int | None) -> Fit:
+    """As Qwen-Image-Edit-Plus shows images to its text encoder, whatever their other size."""
+    return to_area(width, height, _SEEN_SIDE)
+
+
+def _rounded(pixels: float) -> int:
+    return max(_QWEN_STEP, round(pixels / _QWEN_STEP) * _QWEN_STEP)

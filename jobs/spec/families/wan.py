@@ -1,35 +1,75 @@
-"""Wan 2.1 and 2.2 of Alibaba, text to video."""
+"""Wan 2.1 and 2.2 of Alibaba, text to video and first frame to video."""
 
 from jobs.spec.families.base import Family, Flavour
 
 _EXPERTS = {"validation_guidance": 4.0}  # of Wan 2.2's experts, as published
+_I2V_EXPERTS = {"validation_guidance": 3.5, "validation_num_inference_steps": 40}
+_T2V = {"_class_name": "WanPipeline"}
+_I2V = {"_class_name": "WanImageToVideoPipeline"}
 
 FAMILY = Family(
     name="wan",
     title="Wan",
-    pipelines=("WanPipeline",),
+    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     transformer="WanTransformer3DModel",
     blocks=("WanTransformerBlock",),
     flavours={
-        "2.1-t2v-1.3b": Flavour("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", note="480p"),
-        "2.1-t2v-14b": Flavour("Wan-AI/Wan2.1-T2V-14B-Diffusers", note="480p and 720p"),
+        "2.1-t2v-1.3b": Flavour("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", note="480p", marks=_T2V),
+        "2.1-t2v-14b": Flavour("Wan-AI/Wan2.1-T2V-14B-Diffusers", note="480p and 720p", marks=_T2V),
+        "2.1-i2v-14b-480p": Flavour(
+            "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+            note="480p, first frame to video",
+            marks=_I2V | {"boundary_ratio": False},
+            first_frame=True,
+            needs_first_frame=True,
+            sees_first_frame=True,
+        ),
+        "2.1-i2v-14b-720p": Flavour(
+            "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+            defaults={"resolution": 960},
+            note="720p, first frame to video",
+            marks=_I2V | {"boundary_ratio": False},
+            first_frame=True,
+            needs_first_frame=True,
+            sees_first_frame=True,
+        ),
         "2.2-ti2v-5b": Flavour(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
             defaults={"fps": 24.0, "resolution": 960},
             latent_step=32,
             note="720p, text or first frame to video; its VAE shrinks by 16",
+            marks=_T2V,
             first_frame=True,
         ),
         "2.2-t2v-a14b-high": Flavour(
             "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
             defaults=_EXPERTS,
             note="the expert for high noise",
+            marks=_T2V,
         ),
         "2.2-t2v-a14b-low": Flavour(
             "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
             component="transformer_2",
             defaults=_EXPERTS,
             note="the expert for low noise",
+            marks=_T2V,
+        ),
+        "2.2-i2v-a14b-high": Flavour(
+            "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+            defaults=_I2V_EXPERTS,
+            note="first frame to video, the expert for high noise",
+            marks=_I2V | {"boundary_ratio": 0.9},
+            first_frame=True,
+            needs_first_frame=True,
+        ),
+        "2.2-i2v-a14b-low": Flavour(
+            "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+            component="transformer_2",
+            defaults=_I2V_EXPERTS,
+            note="first frame to video, the expert for low noise",
+            marks=_I2V | {"boundary_ratio": 0.9},
+            first_frame=True,
+            needs_first_frame=True,
         ),
     },
     context_parallel=True,

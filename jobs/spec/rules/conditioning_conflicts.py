@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jobs.spec.families import FAMILIES, references_of, takes_first_frame
+from jobs.spec.families import (
+    FAMILIES,
+    needs_first_frame,
+    references_of,
+    takes_first_frame,
+)
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.values.datasets import CONDITIONING
 
 if TYPE_CHECKING:
     from jobs.spec.families import Family
     from jobs.spec.job_spec import JobSpec
+
+_WITH_FRAME = 512  # tokens, where Wan 2.1's image-to-video looks for the end of its text
 
 
 def _not_taken(spec: JobSpec) -> Conflict | None:
@@ -70,6 +77,44 @@ def _one_place(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def _needs(spec: JobSpec) -> Conflict | None:
+    """Of models that make nothing without a conditioning image."""
+    takes = references_of(spec)
+    if not needs_first_frame(spec) and (takes is None or not takes.required):
+        return None
+    if spec.num_class_images:
+        return Conflict(
+            "num_class_images",
+            "num_class_images: the model makes no images without a conditioning image; use a "
+            "dataset with regularization: true",
+        )
+    bare = [one for one in spec.validation_prompts if not one.conditioning_image]
+    if bare:
+        return Conflict(
+            "validation_prompts",
+            f'validation_prompts: "{bare[0].prompt}" has no conditioning image, which the model '
+            "needs; set conditioning_image",
+        )
+    return None
+
+
+def _longest_text(spec: JobSpec) -> Conflict | None:
+    family = FAMILIES.get(spec.model_family)
+    known = family.flavours.get(spec.model_flavour or "") if family is not None else None
+    if (
+        family is None
+        or known is None
+        or not known.sees_first_frame
+        or spec.max_sequence_length <= _WITH_FRAME
+    ):
+        return None
+    return Conflict(
+        "max_sequence_length",
+        f"max_sequence_length: {family.title} {spec.model_flavour} reads "
+        f"{_WITH_FRAME} tokens beside its first frame; use {_WITH_FRAME} at most",
+    )
+
+
 def _count(spec: JobSpec) -> Conflict | None:
     takes = references_of(spec)
     if takes is None:
@@ -87,13 +132,10 @@ def _count(spec: JobSpec) -> Conflict | None:
                 key, f"{key}: {what} has {count} conditioning images; the model takes {limit}"
             )
         if not count and takes.required:
-            how = (
-                "set conditioning_image"
-                if key == "validation_prompts"
-                else f"set one of {', '.join(CONDITIONING)} in datasets"
-            )
             return Conflict(
-                key, f"{key}: {what} has no conditioning image, which the model needs; {how}"
+                key,
+                f"{key}: {what} has no conditioning image, which the model needs; set one of "
+                f"{', '.join(CONDITIONING)} in datasets",
             )
     return None
 
@@ -109,4 +151,12 @@ def _split(spec: JobSpec) -> Conflict | None:
     )
 
 
-CONDITIONING_RULES = (_not_taken, _first_frame, _one_place, _count, _split)
+CONDITIONING_RULES = (
+    _not_taken,
+    _first_frame,
+    _one_place,
+    _needs,
+    _count,
+    _longest_text,
+    _split,
+)

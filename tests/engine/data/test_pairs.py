@@ -197,7 +197,7 @@ def test_sizes_are_those_of_the_pipelines() -> None:
     assert to_area_at_most(300, 200, None) == ((300, 200), (288, 192))
     assert to_area_at_most(3000, 2000, None) == ((1254, 836), (1248, 832))
     picture = Image.effect_noise((300, 200), 90).convert("RGB")
-    assert fit_whole(picture, References(to_preferred), None).size == (1248, 832)
+    assert fit_whole(picture, to_preferred, None).size == (1248, 832)
 
 
 def test_images_of_a_bucket_have_one_size_where_they_are_made_smaller() -> None:

@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+from engine.data.encode.latents import beginning_pixels, to_pixels
+from engine.data.encode.looks import looks_of
+from engine.data.index.data_index import build_index
+from engine.data.index.views import view_of
 from engine.data.read.videos import VideoError, frames_at, look_at_video, read_frames
 from jobs.errors import UserError
+from jobs.spec.file.load import load_spec
 from tests.support.images.videos import level, record
 
 if TYPE_CHECKING:
@@ -266,6 +273,42 @@ def test_a_video_cut_off_before_its_first_frame_is_refused(tmp_path: Path) -> No
     for size in range(40, content.index(b"mdat") + 60, 12):
         path.write_bytes(content[:size])
         assert len(refusal(path)) < 60
+
+
+@pytest.mark.parametrize("flavour", ["2.1-i2v-14b-480p", "2.2-i2v-a14b-low", "2.2-ti2v-5b"])
+def test_image_to_video_is_given_the_first_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flavour: str
+) -> None:
+    """In channels of its own, and of one model to an encoder of images too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    record(folder / "a.mp4", 6).with_suffix(".txt").write_text("a")
+    Image.new("RGB", (64, 48)).save(folder / "b.png")
+    (folder / "b.txt").write_text("b")
+    values = {"model_family": "wan", "model_flavour": flavour, "dataset": str(folder)}
+    spec = load_spec(
+        None, values | {"pretrained_model_name_or_path": "m", "resolution": 64, "fps": 8}
+    )
+    index = build_index(spec)
+    sample, *others = index.samples
+    assert (sample.name, sample.bucket[2]) == ("a.mp4", 5)
+    if flavour == "2.2-ti2v-5b":
+        assert (sample.from_first, len(others), looks_of(sample, 0, spec)) == (False, 1, ())
+        return
+    assert sample.from_first
+    assert [one.name for one in index.skipped] == ["b.png"]
+    assert index.skipped[0].why.startswith("a single frame")
+    view = view_of(sample, 0, spec)
+    whole, begun = to_pixels(sample, view, spec), beginning_pixels(sample, view, spec)
+    assert whole.shape == begun.shape
+    assert torch.equal(begun[:, :, 0], whole[:, :, 0])
+    assert not begun[:, :, 1:].any(), "gray"
+    looks = looks_of(sample, 0, spec)
+    assert len(looks) == int(flavour.startswith("2.1"))
+    for look in looks:
+        seen = torch.from_numpy(np.array(look.read())).permute(2, 0, 1) / 127.5 - 1
+        assert torch.equal(seen, whole[0, :, 0])
 
 
 def test_senseless_requests_are_errors_of_the_caller(tmp_path: Path) -> None:

@@ -199,14 +199,17 @@ LAYOUTS = {
         "convert_sd3_transformer_checkpoint_to_diffusers",
     ),
     "wan": Published(
-        "Wan-AI--Wan2.1-T2V-1.3B-Diffusers",
-        {"num_layers": 1},
+        "Wan-AI--Wan2.1-I2V-14B-480P-Diffusers",  # as wide as the smallest text-to-video model
+        {"num_layers": 1, "num_attention_heads": 12, "ffn_dim": 8960, "added_kv_proj_dim": 1536},
         prefixed(
             "blocks.0.",
             two_attentions(
                 1536,
                 8960,
-                tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"),
+                (
+                    *(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"),
+                    *("cross_attn.k_img", "cross_attn.v_img"),
+                ),
                 "ffn.0",
                 "ffn.2",
             ),

@@ -7,32 +7,60 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from diffusers import Flux2Pipeline, FluxKontextPipeline
+from diffusers import Flux2Pipeline, FluxKontextPipeline, QwenImageEditPipeline
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
+    CONDITION_IMAGE_SIZE,
+    VAE_IMAGE_SIZE,
+)
 from PIL import Image
 
+from engine import families
+from engine.data.encode.looks import looks_of_prompt
+from engine.data.encode.tensor_cache import TensorCache
+from engine.data.encode.texts import Text, TextKeys
 from engine.data.index.references import fit_whole
 from engine.diffusion.objective import Problem
-from engine.families.shared.references import FIRST_FRAME, REFERENCE, first_frame_of, judged
+from engine.families.shared.references import (
+    BEGINNING,
+    FIRST_FRAME,
+    REFERENCE,
+    first_frame_of,
+    judged,
+)
 from engine.memory.tracing.inputs import reference_shapes
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import read_json
-from jobs.spec.families import FAMILIES
-from jobs.spec.families.references import PREFERRED
-from tests.support.engine.families import PROMPT, Case, Spied, batch_of, toys_root
+from jobs.spec.families import FAMILIES, references
+from jobs.spec.families.references import _SEEN_SIDE, PREFERRED, to_area, to_small_area
+from jobs.spec.file.load import load_spec
+from tests.support.engine.families import PROMPT, Case, Spied, batch_of, shrink_edits, toys_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from jobs.spec.keys.prompts import SampleRequest
 
-CASES = {"flux:kontext": 1, "flux2": 2, "flux2:klein-base-4b": 2}
+_JOB = {
+    "pretrained_model_name_or_path": "m",
+    "datasets": [{"path": "d", "conditioning_path": "c"}],
+}
+CASES = {
+    "flux:kontext": 1,
+    "flux2": 2,
+    "flux2:klein-base-4b": 2,
+    "qwen_image:edit": 1,
+    "qwen_image:edit-2509": 2,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    with one_thread():
+    with one_thread(), pytest.MonkeyPatch.context() as patched:
+        shrink_edits(patched.setattr)
         yield
 
 
@@ -75,16 +103,15 @@ def test_a_prediction_is_what_the_pipelines_scheduler_gets(case: Case) -> None:
     references = encoded(case, request)
     assert len(references) == CASES[case.name]
     spied = Spied(case, request)
-    condition = batch_of(case.encoded(PROMPT)) | references
+    text = case.family.arrange(batch_of(case.encoded(PROMPT, request=request)))
+    condition = text | references
     denoiser = getattr(spied.pipeline, case.family.component)
     assert spied.seen
     for noisy, level, expected in spied.seen:
         found = case.family.predict(denoiser, noisy, level, condition, request.guidance)
         limit = 1e-4 * float(expected.abs().max())  # the pipeline's VAE sees pixels of a tensor
         assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
-        plain = case.family.predict(
-            denoiser, noisy, level, batch_of(case.encoded(PROMPT)), request.guidance
-        )
+        plain = case.family.predict(denoiser, noisy, level, text, request.guidance)
         assert (plain - expected).abs().max() > 20 * limit, "they make a difference"
 
 
@@ -92,13 +119,15 @@ def test_a_prediction_is_what_the_pipelines_scheduler_gets(case: Case) -> None:
 def test_a_batch_is_its_samples(case: Case) -> None:
     """Each sample has its own conditioning images."""
     denoiser = getattr(case.stock(), case.family.component)
-    references = encoded(case, asked(case))
+    request = asked(case)
+    references = encoded(case, request)
     some = next(iter(references.values()))
     noisy = torch.randn(2, *some.shape[1:], generator=torch.Generator().manual_seed(1))
     levels = torch.tensor([0.3, 0.8])
     both = {name: torch.cat([one, one.flip(-1)]) for name, one in references.items()}
-    text = case.encoded(PROMPT)
-    together = case.family.predict(denoiser, noisy, levels, batch_of(text, text) | both, 2.0)
+    text = case.encoded(PROMPT, request=request)
+    texts = case.family.arrange(batch_of(text, text))
+    together = case.family.predict(denoiser, noisy, levels, texts | both, 2.0)
     for number in range(2):
         part = slice(number, number + 1)
         own = {name: one[part] for name, one in both.items()}
@@ -169,6 +198,45 @@ def test_a_first_frame_is_held_as_in_the_pipeline(
         assert torch.allclose(seen[:, :, :1], first, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low"])
+@torch.no_grad()
+def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What the model is given of it, and what it predicts from that."""
+    case = Case(name, toys_root(tmp_path_factory))
+    picture = min(one for one in case.paths.data.glob("*.png") if is_square(one))
+    frames = 2 * (case.frames - 1) + 1
+    request = case.request(
+        resolution=case.side, num_frames=frames, conditioning_image=str(picture), guidance=1.0
+    )
+    pipeline, calls = case.stock(), []
+    denoiser = getattr(pipeline, case.family.component)
+    denoiser.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
+    )
+    case.run(pipeline, request, output_type="latent")
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    image = case.pictures(request)[0].resize((case.side, case.side), Image.Resampling.LANCZOS)
+    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
+    behind = (0, 0, 0, 0, 0, frames - 1)
+    beginning = case.family.encode_pictures(
+        vae, torch.nn.functional.pad(pixels[None, :, None] / 127.5 - 1, behind)
+    )
+    text = batch_of(case.encoded(PROMPT, request=request)) | {BEGINNING: beginning}
+    assert calls
+    for told, expected in list(calls):
+        noisy, given = told["hidden_states"].split([16, 20], dim=1)
+        assert torch.allclose(given[:, 4:], beginning, rtol=1e-3, atol=1e-3)
+        found = case.family.predict(denoiser, noisy, told["timestep"] / 1000, text, 1.0)
+        limit = 1e-3 * float(expected.abs().max())
+        assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
+        others = text | {BEGINNING: beginning.flip(-1)}
+        plain = case.family.predict(denoiser, noisy, told["timestep"] / 1000, others, 1.0)
+        assert (plain - expected).abs().max() > 3 * limit, "it makes a difference"
+
+
 def test_the_loss_is_of_what_is_not_given() -> None:
     target, frames = torch.zeros(2, 3, 4, 2, 2), torch.arange(4.0).view(1, 1, 4, 1, 1)
     problem = Problem(target, torch.zeros(2), target)
@@ -186,12 +254,12 @@ def test_a_conditioning_image_is_what_its_pipeline_makes_of_it(size: tuple[int, 
     picture = Image.effect_noise(size, 90).convert("RGB")
     kontext = FAMILIES["flux"].references_of("kontext")
     assert kontext is not None
-    fitted = fit_whole(picture, kontext, None)
+    fitted = fit_whole(picture, kontext.fit, None)
     processor = FluxKontextPipeline(*[None] * 7).image_processor
     assert np.array_equal(processor.resize(picture, fitted.height, fitted.width), fitted)
     flux2 = FAMILIES["flux2"].references
     assert flux2 is not None
-    fitted = fit_whole(picture, flux2, None)
+    fitted = fit_whole(picture, flux2.fit, None)
     own = Flux2Pipeline(*[None] * 5).image_processor
     assert isinstance(own, Flux2ImageProcessor)
     if size[0] * size[1] > 1024 * 1024:
@@ -200,3 +268,34 @@ def test_a_conditioning_image_is_what_its_pipeline_makes_of_it(size: tuple[int, 
     pixels = own.preprocess(picture, height=height, width=width, resize_mode="crop")[0]
     again = (pixels.permute(1, 2, 0).numpy() + 1) * 127.5
     assert np.abs(again - np.asarray(fitted)).max() < 0.01
+
+
+@pytest.mark.parametrize("size", [(300, 200), (310, 187), (64, 220)])
+def test_what_qwen_edits_is_as_large_as_in_its_pipeline(size: tuple[int, int]) -> None:
+    for side in (1024, 512, _SEEN_SIDE):
+        width, height, _ = calculate_dimensions(side**2, size[0] / size[1])
+        assert to_area(*size, side).size == (width, height)
+    assert to_small_area(*size, 9999) == to_area(*size, references._SEEN_SIDE)
+    assert CONDITION_IMAGE_SIZE == _SEEN_SIDE**2
+    assert VAE_IMAGE_SIZE == 1024**2
+    picture = Image.effect_noise(size, 90).convert("RGB")
+    fitted = fit_whole(picture, to_area, 256)
+    processor = QwenImageEditPipeline(*[None] * 6).image_processor
+    assert np.array_equal(processor.resize(picture, fitted.height, fitted.width), fitted)
+
+
+def test_texts_are_encoded_for_each_image(tmp_path: Path) -> None:
+    """Once for each text and what is seen with it, in the cache too."""
+    edit = load_spec(None, {"model_family": "qwen_image", "model_flavour": "edit", **_JOB})
+    plain = load_spec(None, {"model_family": "flux", "model_flavour": "kontext", **_JOB})
+    pictures = {name: Image.new("RGB", (64, 96), name) for name in ("red", "blue")}
+    red, blue = (looks_of_prompt([name], pictures, edit) for name in pictures)
+    assert red == looks_of_prompt(["red"], pictures, edit) != blue
+    assert looks_of_prompt(["red"], pictures, plain) == ()
+    assert [look.read().size for look in red] == [to_area(64, 96, None).size]
+    (tmp_path / "text_encoder").mkdir()
+    family = families.load("qwen_image", "edit")
+    keys = TextKeys(edit, family, TensorCache(tmp_path / "cache", "text"), tmp_path)
+    texts = [Text("a"), Text("a", looks=red), Text("a", looks=blue), Text("a", looks=red + blue)]
+    texts += [Text("a", looks=blue + red), Text("b", looks=red)]
+    assert len({keys(text) for text in texts}) == len(texts)

@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir
 from jobs.spec.keys.prompts import requests_of
-from tests.support.engine.families import NEGATIVE, PROMPT, Case, cases, toys_root
+from tests.support.engine.families import (
+    CONDITIONED,
+    NEGATIVE,
+    PROMPT,
+    Case,
+    cases,
+    shrink_edits,
+    toys_root,
+)
 from tests.support.engine.ranks import family as family_ranks
 from tests.support.engine.toy_jobs import start_ranks
 from tests.support.forks.client import RanksFailedError
@@ -23,17 +33,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KINDS = ("lora", "full")
-ALONE = ("wan", "qwen_image", "flux:kontext")  # compared with one process
+ALONE = ("wan", "wan:2.2-i2v-a14b-low", "qwen_image:edit", "flux:kontext")  # and with one process
+RESUMED = ALONE[1:]  # and from the middle, all with conditioning images
 BOTH = (*ALONE, "sdxl")  # a U-Net's files are named otherwise
 RANKS = 2
 STEPS = 4
 # What has hardly learnt anything by then is trained for twice as long.
-LATE = {("qwen_image", "lora"), ("flux2", "lora"), ("flux2:klein-4b", "lora")}
+LATE = {
+    (name, "lora") for name in ("qwen_image", "qwen_image:edit-2509", "flux2", "flux2:klein-4b")
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    with one_thread():
+    with one_thread(), pytest.MonkeyPatch.context() as patched:
+        shrink_edits(patched.setattr)
         yield
 
 
@@ -82,6 +96,7 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
         train_batch_size=1,
         lora_rank=8,
         max_train_steps=steps_of(case.name, kind),
+        checkpointing_steps=STEPS // 2 if kind == "full" and case.name in RESUMED else 0,
         learning_rate=1e-2 if kind == "lora" else 1e-3,
         lr_scheduler="constant",
         timestep_sampling="uniform",
@@ -104,7 +119,7 @@ def _trainings() -> list[Any]:
     one device `tests/cuda/test_jobs.py` trains all of every family.
     """
     others: dict[str, list[str]] = {}
-    for name in cases():
+    for name in (*cases(), *CONDITIONED):
         others.setdefault(name.partition(":")[0], []).append(name)
     pairs = []
     for family, (first, *more) in others.items():
@@ -159,7 +174,7 @@ def test_two_ranks_train_as_one_process_does(
     launch(jobs, tmp_path, 1)
     for name in chosen:
         shared, alone = (
-            [(e["loss"], e["grad_norm"]) for e in events_of(run_dir) if e["kind"] == "step"]
+            steps_in(run_dir)
             for run_dir in (RunDir(runs / place(name, "full")), RunDir(tmp_path / name))
         )
         assert len(alone) == STEPS, (tmp_path / "output.txt").read_text()[-2000:]
@@ -179,6 +194,49 @@ def test_two_ranks_train_as_one_process_does(
             losses.append([event["loss"] for event in steps])
         assert len(losses[0]) == 2
         assert np.allclose(*losses, rtol=1e-4), "a checkpoint of one process goes on on two ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_resumed_with_conditioning_images_is_as_never_stopped(
+    runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """To the bit on as many ranks, and to rounding on another number."""
+    chosen = [n for n in RESUMED if RunDir(runs / place(n, "full")).events.exists()]
+    if not chosen:
+        pytest.skip("none is among the chosen tests")
+    hows = {RANKS: {}, 1: {"num_processes": 1, "strategy": "single", "train_batch_size": RANKS}}
+    for ranks, how in hows.items():
+        jobs = {}
+        for name in chosen:
+            start = RunDir(runs / place(name, "full")).checkpoint(STEPS // 2)
+            values = job(Case(name, toys_root(tmp_path_factory)), "full", runs) | how
+            values |= {"validation_prompts": [], "resume_from_checkpoint": str(start)}
+            jobs[str(tmp_path / f"{place(name, 'full')}-{ranks}")] = values
+        launch(jobs, tmp_path, ranks)
+    for name in chosen:
+        whole, same, other = (
+            RunDir(folder)
+            for folder in (
+                runs / place(name, "full"),
+                *(tmp_path / f"{place(name, 'full')}-{ranks}" for ranks in hows),
+            )
+        )
+        expected = steps_in(whole)[STEPS // 2 :]
+        assert len(expected) == STEPS // 2
+        assert steps_in(same) == expected, (tmp_path / "output.txt").read_text()[-2000:]
+        assert np.allclose(steps_in(other), expected, rtol=1e-4)
+        component = Case(name, toys_root(tmp_path_factory)).family.component
+        (trained,) = (whole.export / component).glob("*.safetensors")
+        before, again = (
+            load_file(one) for one in (trained, same.export / component / trained.name)
+        )
+        assert all(torch.equal(again[key], tensor) for key, tensor in before.items())
+
+
+def steps_in(run_dir: RunDir) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    return [(e["loss"], e["grad_norm"]) for e in events_of(run_dir) if e["kind"] == "step"]
 
 
 def events_of(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -9,12 +9,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from engine.ranks.world import World, leave_world
 from engine.sample.second_denoiser import second_denoisers
 from engine.toy.components.weights import one_thread
-from tests.support.engine.families import DEVICE, PROMPT, Case, Spied, batch_of
+from tests.support.engine.exports import export_alone, recipe_of, trained_model
+from tests.support.engine.families import DEVICE, PROMPT, Case, Spied, batch_of, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +52,21 @@ def test_each_expert_says_what_the_pipeline_samples_with_at_its_levels(root: Pat
         turns.append(case.family.component)
     assert turns == sorted(turns), "first the one for high noise, then the other"
     assert set(turns) == {"transformer", "transformer_2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [None, ["to_q", "to_k"]], ids=["ours", "named"])
+def test_a_lora_of_image_to_video_is_exported_whatever_the_pipeline_fills_up(
+    root: Path, targets: list[str] | None, tmp_path: Path
+) -> None:
+    """It gives an adapter of zeros to what sees CLIP's tokens, where the file has none."""
+    case = Case("wan:2.1-i2v-14b-480p", root)
+    spec = case.spec(model_type="lora", lora_rank=4, lora_target_modules=targets)
+    with quiet():
+        model = trained_model(spec, case.paths.model)
+        exported = export_alone(model, recipe_of(spec, case.paths.model), tmp_path / "export").path
+    names = load_file(exported / "pytorch_lora_weights.safetensors")
+    assert any("add_k_proj" in name for name in names) is (targets is None)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ class Texts:
         self._pipeline = pipeline
         self.asked: list[str] = []
 
-    def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
+    def prompt(
+        self, text: str, *, negative: bool = False, images: Any = ()
+    ) -> dict[str, torch.Tensor]:
         self.asked.append(text)
         text = text.replace("[trigger]", "sks")
         return families.load("flux").encode(self._pipeline, text, 16)

@@ -35,7 +35,7 @@ from engine.toy.components.language_models import (
     build_qwen3,
     build_qwen3_lm,
 )
-from engine.toy.components.pixtral import save_pixtral_processor
+from engine.toy.components.processors import save_pixtral_processor
 from engine.toy.components.tokenizers import (
     LUMINA_TEMPLATE,
     QWEN_IMAGE_TEMPLATE,

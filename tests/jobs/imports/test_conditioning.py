@@ -51,6 +51,13 @@ def test_ai_toolkit(tmp_path: Path) -> None:
     (entry,) = several.datasets or []
     assert entry.references == 2
     assert several.conditioning_resolution is None
+    edit = ai_toolkit(tmp_path, "qwen_image_edit_plus", control_path_1="a", control_path_2="b")
+    assert edit.spec.model_flavour == "edit-2509"
+    assert [one.references for one in edit.spec.datasets or []] == [2]
+    assert any('"two" has no conditioning image' in line for line in edit.report.to_fill_in)
+    video = ai_toolkit(tmp_path, "wan22_14b_i2v", do_i2v=True).spec
+    assert video.model_flavour == "2.2-i2v-a14b-high"
+    assert requests_of(video)[0].conditioning == ("/x/a.png",)
     plain = ai_toolkit(tmp_path, "flux", control_path="before")
     assert plain.spec.dataset
     assert kinds(plain, "control_path") == kinds(plain, "ctrl_img") == {Kind.UNSUPPORTED}
@@ -59,14 +66,15 @@ def test_ai_toolkit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "kind", "taken"),
+    ("family", "flavour", "kind", "taken"),
     [
-        ("kontext", "reference_strict", True),
-        ("kontext", "mask", False),
-        ("dev", "reference_strict", False),
+        ("flux", "kontext", "reference_strict", True),
+        ("flux", "kontext", "mask", False),
+        ("flux", "dev", "reference_strict", False),
+        ("qwen_image", "edit-v1", "reference_strict", True),
     ],
 )
-def test_simpletuner(tmp_path: Path, flavour: str, kind: str, taken: bool) -> None:
+def test_simpletuner(tmp_path: Path, family: str, flavour: str, kind: str, taken: bool) -> None:
     backends = [
         {"id": "after", "instance_data_dir": "after", "conditioning_data": "before"},
         {
@@ -78,7 +86,7 @@ def test_simpletuner(tmp_path: Path, flavour: str, kind: str, taken: bool) -> No
     ]
     (tmp_path / "data.json").write_text(json.dumps(backends))
     config = tmp_path / "config.json"
-    values = {"model_family": "flux", "model_flavour": flavour, "data_backend_config": "data.json"}
+    values = {"model_family": family, "model_flavour": flavour, "data_backend_config": "data.json"}
     config.write_text(json.dumps(values))
     imported = import_simpletuner(config)
     entries = imported.spec.datasets or []

@@ -111,7 +111,10 @@ def test_a_model_of_another_family(
 ) -> None:
     other = make_model("sd", pipeline="StableDiffusionPipeline")
     spec = read(job_values, pretrained_model_name_or_path=str(other))
-    assert complaint(spec) == f"{other} is a StableDiffusionPipeline, not a FLUX.1 model"
+    assert complaint(spec) == (
+        f"{other} is a StableDiffusionPipeline, not a FLUX.1 model; use a model whose pipeline is "
+        "FluxPipeline or FluxKontextPipeline"
+    )
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])

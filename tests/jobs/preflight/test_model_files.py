@@ -334,6 +334,8 @@ def test_videos_need_their_library(
     assert said(sampled | {"model_family": "flux"}) is None
     text = said(sampled)
     assert text is None if installed else "validation_prompts are sampled as videos" in str(text)
+    text = str(said(values | {"model_flavour": "2.2-i2v-a14b-low"}))
+    assert text.startswith(f"0 videos in the dataset folder {folder}"), "from a first frame only"
     (folder / "film.mp4").touch()
     assert said(values | {"model_family": "flux"}) is None
     text = said(values)

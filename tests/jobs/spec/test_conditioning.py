@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec.job_spec import JobSpec
+
+
+I2V = "2.1-i2v-14b-480p"
 
 
 def read(*entries: dict[str, Any], **values: Any) -> JobSpec:
@@ -74,21 +78,67 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [{"path": "d", "do_i2v": True}],
             {"model_family": "wan", "model_flavour": "2.1-t2v-14b"},
-            "Wan 2.1-t2v-14b cannot be trained with first_frame; model_flavour 2.2-ti2v-5b can",
+            "Wan 2.1-t2v-14b cannot be trained with first_frame; model_flavour 2.1-i2v-14b-480p or "
+            "2.1-i2v-14b-720p or 2.2-ti2v-5b or 2.2-i2v-a14b-high or 2.2-i2v-a14b-low can",
         ),
         (
             [{"path": "d", "conditioning_path": "c"}],
             {"model_family": "wan", "model_flavour": "2.2-ti2v-5b"},
             "set first_frame: true instead",
         ),
+        (
+            [],
+            {"model_family": "qwen_image", "model_flavour": "edit"},
+            "d has no conditioning image, which the model needs; set one of conditioning_path",
+        ),
+        (
+            [{"path": "d", "conditioning_path": ["c", "e", "f", "g"]}],
+            {"model_family": "qwen_image", "model_flavour": "edit-2509"},
+            "d has 4 conditioning images; the model takes at most 3",
+        ),
+        (
+            [{"path": "d", "conditioning_path": "c"}],
+            {"model_family": "qwen_image", "model_flavour": "edit", "sample_prompts": ["bare"]},
+            '"bare" has no conditioning image, which the model needs; set conditioning_image',
+        ),
+        (
+            [],
+            {"model_family": "wan", "model_flavour": I2V, "sample_prompts": ["bare"]},
+            '"bare" has no conditioning image, which the model needs; set conditioning_image',
+        ),
+        (
+            [],
+            {"model_family": "wan", "model_flavour": I2V, "max_sequence_length": 600},
+            f"Wan {I2V} reads 512 tokens beside its first frame; use 512 at most",
+        ),
+        (
+            [],
+            {
+                "model_family": "wan",
+                "model_flavour": I2V,
+                "num_class_images": 4,
+                "class_prompt": "a cat",
+            },
+            "the model makes no images without a conditioning image; use a dataset with "
+            "regularization: true",
+        ),
+        (
+            [{"path": "d", "first_frame": True}],
+            {"model_family": "ltxvideo", "model_flavour": "13b-0.9.7-dev"},
+            "LTX-Video 13b-0.9.7-dev cannot be trained with first_frame; model_flavour 2b-0.9 can",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
     entries: list[dict[str, Any]], values: dict[str, Any], words: str
 ) -> None:
-    if "validation_prompts" in values:
+    bare = values.get("sample_prompts")
+    values = {key: value for key, value in values.items() if key != "sample_prompts"}
+    if bare:
+        values["validation_prompts"] = bare
+    elif "validation_prompts" in values:
         values = values | {"validation_prompts": [{"prompt": "p", "conditioning_image": "c"}]}
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=re.escape(words)):
         read(*entries, **values)
 
 

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 
 from engine import families
+from engine.data.encode.looks import looks_of_prompt
 from engine.data.prepare import read_pictures
 from engine.families.shared.collate import collate
 from engine.toy import write_toy
-from jobs.spec.families import FAMILIES
+from jobs.spec.families import FAMILIES, references
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from engine.families import Family
@@ -36,6 +38,7 @@ PICTURES: Final = 4
 PROMPT: Final = "a red circle on a blue background"
 NEGATIVE: Final = "a green star"
 DEVICE: Final = torch.device("cpu")
+_SMALL: Final = 64  # pixels
 
 # Families with models of more than one layout: another flavour to test, beside the usual one.
 OTHERS: Final[dict[str, tuple[str, ...]]] = {
@@ -50,8 +53,14 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 
 
 # A flow that is not video, a flow that is, and a U-Net that predicts noise: all others are slow.
+# Layouts that make nothing without conditioning images.
+CONDITIONED: Final = (
+    *("qwen_image:edit", "qwen_image:edit-2509"),
+    *("wan:2.2-i2v-a14b-low", "wan:2.1-i2v-14b-480p"),
+)
+
 # Layouts whose jobs train with conditioning images, which some models take or leave.
-PAIRED: Final = frozenset({"flux:kontext", "flux2:klein-base-4b", "wan:2.2-ti2v-5b"})
+PAIRED: Final = frozenset({"flux:kontext", "flux2:klein-base-4b", "wan:2.2-ti2v-5b", *CONDITIONED})
 
 FAST: Final = frozenset({"flux", "wan", "sdxl"})
 
@@ -73,6 +82,22 @@ def cases() -> list[str]:
         *FAMILIES,
         *(f"{family}:{flavour}" for family, names in OTHERS.items() for flavour in names),
     ]
+
+
+def shrink_edits(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Have Qwen-Image-Edit's pipelines, and us, make images of 64² pixels instead of 1024².
+
+    Args:
+        put: Sets an attribute.
+    """
+    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+
+        def smaller(area: int, ratio: float, own: Any = module.calculate_dimensions) -> Any:
+            return own(min(area, _SMALL**2), ratio)
+
+        put(module, "calculate_dimensions", smaller)
+    put(references, "_QWEN_SIDE", _SMALL)
+    put(references, "_SEEN_SIDE", _SMALL)
 
 
 @dataclass(frozen=True)
@@ -185,7 +210,8 @@ class Case:
             ],
             **({} if self.facts.frame_step else {"conditioning_resolution": self.side}),
         )
-        return list(read_pictures(spec).values())
+        found = read_pictures(spec)
+        return [found[path] for path in request.conditioning]
 
     def request(self, **changes: Any) -> SampleRequest:
         (request,) = requests_of(self.spec(validation_prompts=[{"prompt": PROMPT} | changes]))
@@ -197,10 +223,17 @@ class Case:
         with quiet():
             return self.family.load_text_pipeline(self.paths.model, torch.float32)
 
-    def encoded(self, prompt: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
-        """An encoded prompt, without a batch dimension."""
-        length = self.spec().max_sequence_length
+    def encoded(
+        self, prompt: str, *, negative: bool = False, request: SampleRequest | None = None
+    ) -> dict[str, torch.Tensor]:
+        """An encoded prompt, without a batch dimension; with a request's images, if models do."""
+        spec, paths = self.spec(), request.conditioning if request else ()
+        pictures = dict(zip(paths, self.pictures(request), strict=True)) if request else {}
+        looks = [look.read() for look in looks_of_prompt(paths, pictures, spec)]
+        length = spec.max_sequence_length
         with torch.no_grad():
+            if looks:
+                return self.family.encode_with_images(self.text, prompt, length, looks)
             return self.family.encode(self.text, prompt, length, negative=negative)
 
     def stock(self, root: Path | None = None) -> Any:
@@ -235,7 +268,9 @@ class Case:
                 negative = request.negative_prompt if request.guided else None
                 texts = {"": request.prompt, "negative_": negative}
                 words = {
-                    f"{kind}prompt_embeds": self.encoded(text)["prompt_embeds"].unsqueeze(0)
+                    f"{kind}prompt_embeds": self.encoded(text, request=request)[
+                        "prompt_embeds"
+                    ].unsqueeze(0)
                     for kind, text in texts.items()
                     if text is not None
                 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,11 +24,10 @@ from jobs.run.rundir import read_tail, write_atomic
 from jobs.slurm import commands
 from jobs.slurm.answer import KEPT
 from jobs.slurm.commands import AwayError
+from jobs.slurm.hand_in import find, hand_in
 from jobs.slurm.records import (
     HandedIn,
     Said,
-    forget_wishes,
-    handed_in_file,
     outcome_file,
     read_handed_in,
     read_said,
@@ -37,9 +35,7 @@ from jobs.slurm.records import (
     write_handed_in,
 )
 from jobs.slurm.rows import LOCK, move, slurm_jobs
-from jobs.slurm.script import SIGNAL_SECONDS, script_of
 from jobs.slurm.settle import ALIVE, Facts, Verdict, settle
-from jobs.spec.file.load import load_spec
 from jobs.untrusted.text import one_line
 
 if TYPE_CHECKING:
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
     from jobs.run.rundir import RunDir
     from jobs.slurm.commands import Listed
-    from jobs.spec.job_spec import JobSpec
 
 LOOK_EVERY: Final = 1.0  # seconds between two looks at the run directories
 ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
@@ -57,8 +52,6 @@ FRESH: Final = 60.0  # seconds in which a live warden says something
 IDLE_SECONDS: Final = 60.0
 _ANNOUNCED: Final[dict[State, Event]] = {State.COMPLETED: "completed", State.STOPPED: "stopped"}
 _CODE_EVERY: Final = 30.0  # seconds
-_EVENTS: Final = 1 << 20  # bytes of the newest events
-_SAVES_TAKE: Final = 2  # times the longest save that was measured
 
 
 @dataclass
@@ -181,7 +174,11 @@ class Keeper:
             else:
                 self.store.explain(job.id, "Slurm does not respond; the job is handed in later")
             return
-        listed = self._listed.get(record.id)
+        listed, other = self._listed.get(record.id), False
+        if listed is not None and listed.name != record.name:
+            # A controller that was killed had not written down the newest jobs, and gave their
+            # numbers again: ours is gone, and this one is not ours to judge, or to cancel.
+            listed, other = None, True
         facts = self._facts(job, record, listed)
         if job.stop_level and self._must_cancel(job, listed):
             commands.cancel(record.id)
@@ -190,7 +187,7 @@ class Keeper:
         if not self._final(job, verdict):
             return
         finished = listed is not None and _over(listed) and listed.state != "PREEMPTED"
-        if verdict.state is State.LOST and not finished:
+        if verdict.state is State.LOST and not finished and not other:
             commands.cancel(record.id)  # or Slurm may put it back into its queue after all
         if move(self.store, job, verdict):
             _say(f"job {job.id}: {verdict.state}: {verdict.reason}")
@@ -245,49 +242,16 @@ class Keeper:
     # -- handing in ------------------------------------------------------------------------
 
     def _hand_in(self, job: Job, record: HandedIn | None) -> None:
-        """Give a job to Slurm, exactly once, whatever ends this process on the way."""
-        run_dir = job.run_dir
-        with open(run_dir.root / ".handing-in", "a") as lock:
-            if not file_lock.take(lock):
-                return  # an earlier keeper is gone, but its sbatch still runs
-            if record is not None and (found := self._find(record)):
-                self._record(job, replace(record, id=found))
-                return
-            spec = load_spec(run_dir.job_file)
-            newest = run_dir.latest_checkpoint()
-            name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
-            record = HandedIn(name, job.attempt, step=newest[0] if newest else 0)
-            for path in (warden_file(run_dir), outcome_file(run_dir)):
-                path.unlink(missing_ok=True)
-            forget_wishes(run_dir)
-            script = run_dir.root / "job.sbatch"
-            text = script_of(
-                spec,
-                run_dir,
-                name=name,
-                python=sys.executable,
-                home=self.store.home,
-                signal_seconds=signal_seconds(run_dir),
-            )
-            run_dir.create()
-            write_atomic(script, text, durable=True)
-            with self.store.write():  # nobody edits it between this look and the record
-                if not self._as_it_was(job, spec):
-                    return
-                write_handed_in(run_dir, record)
-            try:
-                slurm_id = commands.submit(script, inherit=[lock.fileno()])
-            except UserError as error:
-                handed_in_file(run_dir).unlink(missing_ok=True)
-                reason = f"Slurm refused the job: {error}"
-                self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
-                return
-            self._record(job, replace(record, id=slurm_id))
-            self.store.explain(job.id, f"Slurm job {slurm_id}: handed in")
-        _say(f"job {job.id} is Slurm job {slurm_id}")
-        self._soon = True
+        handed = hand_in(self.store, job, record, self._listed)
+        if handed is None:
+            return
+        self._seen.pop(job.id, None)
+        _say(f"job {job.id} is Slurm job {handed.id}")
+        if handed.id not in self._listed:
+            self.store.explain(job.id, f"Slurm job {handed.id}: handed in")
+            self._soon = True
         if self.store.get(job.id).state.ended:  # removed from the queue meanwhile
-            commands.cancel(slurm_id)
+            commands.cancel(handed.id)
 
     def _stop_unknown(self, job: Job, record: HandedIn | None) -> None:
         """Stop a job of which `sbatch` did not say whether Slurm has it."""
@@ -298,27 +262,13 @@ class Keeper:
                 self._ask(time.monotonic())
             if self._away_since is not None:
                 self.store.explain(job.id, "Slurm does not respond; the job is stopped later")
-            elif record is not None and (found := self._find(record)):
-                self._record(job, replace(record, id=found))
+            elif record is not None and (found := find(record, self._listed)):
+                write_handed_in(job.run_dir, replace(record, id=found))
+                self._seen.pop(job.id, None)
                 self._soon = True  # and is then stopped as any other
             else:
                 reason = "removed from the queue"
                 self.store.change(job.id, State.STOPPED, reason, only_from={State.QUEUED})
-
-    def _as_it_was(self, job: Job, spec: JobSpec) -> bool:
-        """Whether a job still waits to be handed in as it was read."""
-        now = self.store.get(job.id)
-        waits = now.state is State.QUEUED and now.on_slurm and now.attempt == job.attempt
-        free = not (now.held or now.stop_level)
-        return waits and free and load_spec(job.run_dir.job_file) == spec
-
-    def _find(self, record: HandedIn) -> str:
-        """The job that an earlier keeper handed in before it was killed; "" if it did not."""
-        return next((one.id for one in self._listed.values() if one.name == record.name), "")
-
-    def _record(self, job: Job, record: HandedIn) -> None:
-        write_handed_in(job.run_dir, record)
-        self._seen.pop(job.id, None)
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -335,16 +285,6 @@ class Keeper:
         """Not again and again where no allocation is long enough for a new checkpoint."""
         outside = facts.listed is not None and facts.listed.state not in ("TIMEOUT", "DEADLINE")
         return outside or (facts.saved or 0) > record.step
-
-
-def signal_seconds(run_dir: RunDir) -> int:
-    """Seconds before the time limit at which to save: twice the longest save, and a minute."""
-    longest = 0.0
-    for line in read_tail(run_dir.events, _EVENTS).splitlines():
-        if '"checkpoint"' in line:
-            with suppress(ValueError, TypeError, LookupError):
-                longest = max(longest, float(json.loads(line)["seconds"]))
-    return max(SIGNAL_SECONDS, int(_SAVES_TAKE * longest + 60))
 
 
 def _over(listed: Listed) -> bool:

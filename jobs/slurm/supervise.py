@@ -23,7 +23,7 @@ from jobs.run.diagnosis.hang import Watch, find_hang
 from jobs.run.diagnosis.rank_exits import rank_exits
 from jobs.run.failure import keep_failure
 from jobs.run.fence import raise_fence
-from jobs.run.rundir import FLIGHT, REQUESTS, event
+from jobs.run.rundir import FLIGHT, REQUESTS, event, read_tail
 from jobs.slurm import commands
 from jobs.slurm.commands import AwayError
 from jobs.slurm.records import (
@@ -54,6 +54,7 @@ TRACKERS_TAKE: Final = 60.0  # seconds for trackers to report the end
 VERDICT_TAKES: Final = 600.0  # seconds for Slurm to carry out what it began with a SIGTERM
 _ASK_EVERY: Final = 5.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
+_NO_MORE_STEPS: Final = "already completing or completed"
 _NOT_UP: Final = ("start", "import")  # phases of a rank
 
 
@@ -291,7 +292,12 @@ class Warden:
                 return stopped
 
     def _is_ending(self) -> bool:
-        """Whether Slurm ends this allocation, so that ranks were killed for that reason."""
+        """Whether Slurm ends this allocation, so that ranks were killed for that reason.
+
+        Past its limit, a job is still RUNNING for up to a minute, but gets no more steps.
+        """
+        if _NO_MORE_STEPS in read_tail(self.run_dir.launcher_log, 4096):
+            return True
         with suppress(AwayError):
             return commands.state_of(self.allocation.id) not in ("RUNNING", "")
         return False

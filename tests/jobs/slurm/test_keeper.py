@@ -16,6 +16,7 @@ from jobs.queue.states import State
 from jobs.service import edit
 from jobs.service.plan import plan_change
 from jobs.service.repair import repair
+from jobs.slurm import hand_in as handing
 from jobs.slurm import keeper as keeping
 from jobs.slurm import settle
 from jobs.slurm.answer import slurm_facts
@@ -247,6 +248,28 @@ def test_slurm_forgets_a_job(
     assert "Slurm no longer knows job 1" in store.get(job.id).reason
 
 
+def test_slurm_gives_a_number_again(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is killed forgets what it took last: someone else gets the number."""
+    job = submit()
+    keeper.look()
+    slurm.set("1", "COMPLETED", name="someone-elses")
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED, "that was not our end"
+    assert "state" not in slurm_facts(store, job)["slurm"]
+    slurm.set("1", "RUNNING")
+    service.stop(store, job.id, now=True)
+    monkeypatch.setattr(settle, "UNKNOWN_FOR", 0.0)
+    keeper.look()
+    assert store.get(job.id).state is State.STOPPED
+    again = service.resume(store, job.id, {"auto_resume": False})
+    write_handed_in(job.run_dir, HandedIn("lost", again.attempt, "1"))
+    keeper.look()
+    assert store.get(job.id).state is State.LOST
+    assert slurm.get("1", "state") == "RUNNING", "and is not ours to cancel"
+
+
 def test_slurm_refuses_a_job(
     store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
 ) -> None:
@@ -373,13 +396,13 @@ def test_what_changes_while_a_job_is_handed_in(
 ) -> None:
     """The keeper looks again right before sbatch, and the next look goes by what is now."""
     job = submit()
-    write_script = keeping.script_of
+    write_script = handing.script_of
     before = load_spec(job.run_dir.job_file)
     local = {"launcher": "local", "num_machines": 1}
 
     def change(*args: Any, **more: Any) -> str:
         text = write_script(*args, **more)
-        monkeypatch.setattr(keeping, "script_of", write_script)
+        monkeypatch.setattr(handing, "script_of", write_script)
         if what == "held":
             service.hold(store, job.id)
         elif what == "stopped":
@@ -391,7 +414,7 @@ def test_what_changes_while_a_job_is_handed_in(
 
     monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
     monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
-    monkeypatch.setattr(keeping, "script_of", change)
+    monkeypatch.setattr(handing, "script_of", change)
     keeper.look()
     assert slurm.ids() == []
     assert read_handed_in(job.run_dir) is None

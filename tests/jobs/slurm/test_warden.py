@@ -28,6 +28,7 @@ from jobs.slurm.task import rank_environment
 from jobs.slurm.warden import warden_of
 from jobs.spec.file.load import load_spec
 from jobs.supervise.attempt import Attempt
+from jobs.supervise.outcome import Outcome
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -166,6 +167,26 @@ def test_signals_reach_the_ranks_whatever_the_number_of_their_step(
     warden._carry_out_stops(attempt)
     warden._end_a_hang(attempt, "no step for 30 min")
     assert slurm.signals() == ["--signal=TERM 1", "--signal=USR1 1"], "to all steps, not the script"
+
+
+def test_no_more_steps_past_the_time_limit(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm refuses a step before it says that it ends the job: what it says then decides."""
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    warden, waited = Warden(job.run_dir, Allocation("1"), job.attempt), []
+    monkeypatch.setattr(warden, "_await_verdict", lambda: waited.append(True))
+    failed = Outcome(State.FAILED, "the launcher failed: srun: error: …", worth_retrying=True)
+    for said in ("Job credential expired", "Job is pending"):
+        job.run_dir.launcher_log.write_text(f"srun: error: Unable to create step: {said}\n")
+        assert warden._not_asked(failed, load_spec(job.run_dir.job_file), None) == failed
+        assert waited == []
+    with open(job.run_dir.launcher_log, "a") as log:
+        log.write("srun: error: Unable to create step: Job/step already completing or completed\n")
+    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    assert waited == [True]
 
 
 @pytest.mark.slow

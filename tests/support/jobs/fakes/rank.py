@@ -45,7 +45,7 @@ from typing import Any
 
 from jobs.machine.processes import ProcessId
 from jobs.machine.procfs import started_at
-from jobs.run.fence import FENCE_VARIABLE, check_fence
+from jobs.run.fence import FENCE_VARIABLE, check_fence, taken_over
 from jobs.run.rundir import MANIFEST, RankStatus, RunDir, event, write_atomic
 
 SAVE_EVERY = int(os.environ.get("FAKE_SAVE_EVERY", "0"))
@@ -192,6 +192,8 @@ class Rank:
 
     def tell(self, phase: str | None = None) -> None:
         """Write the status; without a phase, only the heart beats."""
+        if taken_over(self.run_dir.root):
+            os._exit(1)
         if phase is not None:
             self.phase, self.progressed = phase, time.time()
         status = RankStatus(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import SpecError, UserError
 from jobs.machine import file_lock
 from jobs.notify.announce import Announcer
+from jobs.queue.job_list import JobList
 from jobs.queue.states import PAUSED, State
 from jobs.queue.summaries import keep_summary
 from jobs.run.rundir import read_tail, write_atomic
@@ -34,7 +36,7 @@ from jobs.slurm.records import (
     warden_file,
     write_handed_in,
 )
-from jobs.slurm.rows import LOCK, move, slurm_jobs
+from jobs.slurm.rows import LOCK, move, unended
 from jobs.slurm.settle import ALIVE, Facts, Verdict, settle
 from jobs.untrusted.text import one_line
 
@@ -62,6 +64,7 @@ class _Seen:
     beaten_at: float = 0.0
     missing_since: float | None = None
     preempted_at: float | None = None
+    waits: tuple[Job, Listed] | None = None  # settled, until one of the two changes
 
 
 @dataclass
@@ -81,6 +84,11 @@ class Keeper:
     _asked_at: float = float("-inf")
     _soon: bool = True
     _seen: dict[int, _Seen] = field(default_factory=dict)
+    _reasons: dict[int, str] = field(default_factory=dict)  # of jobs that wait, to be written
+    _rows: JobList = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = JobList(self.store)
 
     def look(self) -> bool:
         """Hand in what waits, carry out stops, ask if it is time, and settle every job.
@@ -88,22 +96,25 @@ class Keeper:
         Returns:
             Whether there is any job to look after.
         """
-        jobs = slurm_jobs(self.store)
+        jobs = unended(self._rows.look())
         if not jobs:
             return False
         now = time.monotonic()
         pause = ASK_SOON if self._soon or self._changing(jobs) else self.ask_every
         if now - self._asked_at >= min(pause, self.ask_every):
             self._ask(now)
-        paused = self.store.paused
-        self._cancel_strays(jobs)
+            self._cancel_strays(jobs)
         for job in jobs:
             try:
-                self._look_after(job, paused=paused)
+                if not self._still_waits(job):
+                    self._look_after(job, paused=self._rows.paused)
             except AwayError as error:
                 self._note_away(str(error))
             except (OSError, ValueError, UserError) as error:
                 _say(f"job {job.id}: {error}")
+        if self._reasons:
+            self.store.explain_all(self._reasons)
+        self._reasons = {}
         self._seen = {job.id: self._seen[job.id] for job in jobs if job.id in self._seen}
         return True
 
@@ -144,9 +155,11 @@ class Keeper:
 
     def _cancel_strays(self, jobs: list[Job]) -> None:
         """A job that Slurm took though `sbatch` had given up was handed in again since."""
-        for job in jobs:
+        names = Counter(one.name for one in self._listed.values() if not _over(one))
+        twice = {name for name, count in names.items() if count > 1}
+        for job in jobs if twice else ():
             record = read_handed_in(job.run_dir, job.attempt)
-            if record is None or not record.id:
+            if record is None or not record.id or record.name not in twice:
                 continue
             for one in self._listed.values():
                 if one.name == record.name and one.id != record.id and not _over(one):
@@ -156,6 +169,14 @@ class Keeper:
 
     # -- one job ---------------------------------------------------------------------------
 
+    def _still_waits(self, job: Job) -> bool:
+        """Whether a job waits in Slurm as it did at the last look: of 1,000, nearly all do."""
+        seen = self._seen.get(job.id)
+        if seen is None or seen.waits is None or self._away_since is not None:
+            return False
+        row, listed = seen.waits
+        return row == job and self._listed.get(listed.id) == listed
+
     def _look_after(self, job: Job, *, paused: bool) -> None:
         record = read_handed_in(job.run_dir, job.attempt)
         if record is None or not record.id:
@@ -164,7 +185,7 @@ class Keeper:
             if job.stop_level:
                 self._stop_unknown(job, record)
             elif job.held or paused:
-                self.store.explain(job.id, PAUSED if paused else "held until released")
+                self._explain(job, PAUSED if paused else "held until released")
             elif self._away_since is None and self._answered_at is not None:
                 try:
                     self._hand_in(job, record)
@@ -172,7 +193,7 @@ class Keeper:
                     reason = f"cannot be handed in to Slurm: {error}"
                     self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
             else:
-                self.store.explain(job.id, "Slurm does not respond; the job is handed in later")
+                self._explain(job, "Slurm does not respond; the job is handed in later")
             return
         listed, other = self._listed.get(record.id), False
         if listed is not None and listed.name != record.name:
@@ -189,10 +210,19 @@ class Keeper:
         finished = listed is not None and _over(listed) and listed.state != "PREEMPTED"
         if verdict.state is State.LOST and not finished and not other:
             commands.cancel(record.id)  # or Slurm may put it back into its queue after all
+        if job.state is verdict.state is State.QUEUED:
+            self._explain(job, verdict.reason)
+            if job.reason == verdict.reason and not job.stop_level and listed is not None:
+                self._seen[job.id].waits = job, listed
+            return
         if move(self.store, job, verdict):
             _say(f"job {job.id}: {verdict.state}: {verdict.reason}")
             if verdict.state.ended:
                 self._end(job, record, verdict, facts)
+
+    def _explain(self, job: Job, reason: str) -> None:
+        if job.reason != reason:
+            self._reasons[job.id] = reason
 
     def _facts(self, job: Job, record: HandedIn, listed: Listed | None) -> Facts:
         now, seen = time.monotonic(), self._seen.setdefault(job.id, _Seen())
@@ -261,7 +291,7 @@ class Keeper:
             if self._away_since is None:  # an answer from before sbatch had ended says nothing
                 self._ask(time.monotonic())
             if self._away_since is not None:
-                self.store.explain(job.id, "Slurm does not respond; the job is stopped later")
+                self._explain(job, "Slurm does not respond; the job is stopped later")
             elif record is not None and (found := find(record, self._listed)):
                 write_handed_in(job.run_dir, replace(record, id=found))
                 self._seen.pop(job.id, None)

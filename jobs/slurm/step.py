@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.launch import local
 from jobs.machine import devices, processes
 from jobs.memory.kept_prediction import keep
+from jobs.run.diagnosis.rank_exits import rank_exits
 from jobs.run.fence import FENCE_VARIABLE
 from jobs.run.rundir import read_json, read_tail, write_atomic
 from jobs.slurm import commands
@@ -24,18 +26,20 @@ from jobs.slurm.script import PYTHON_VARIABLE, on_gpus, per_machine
 from jobs.spec.rules.strategy import AS_ASKED, chosen_strategy, launched_strategy, world_size
 from jobs.supervise.attempt import Attempt
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from jobs.run.rundir import RunDir
+    from jobs.slurm.records import Allocation
+    from jobs.spec.job_spec import JobSpec
+
+
 ASK_EVERY: Final = 5.0  # seconds
 # What srun says when the controller is away, has just come back, or ends the job.
 _REFUSED: Final = re.compile(
     r"Unable to create step|Unable to confirm allocation|Expired or invalid job"
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from jobs.run.rundir import RunDir
-    from jobs.slurm.records import Allocation
-    from jobs.spec.job_spec import JobSpec
+_HALF: Final = "Application launch failed"  # a node did not respond
 
 
 def start_step(
@@ -93,10 +97,19 @@ def start_step(
 
 
 def was_refused(run_dir: RunDir) -> bool:
-    """Whether Slurm gave no step, so that no rank has started: that is nobody's failure."""
-    return (
-        not run_dir.rank_statuses() and _REFUSED.search(read_tail(run_dir.launcher_log)) is not None
-    )
+    """Whether Slurm gave no step, or could not start all ranks: that is nobody's failure."""
+    said = read_tail(run_dir.launcher_log)
+    none = _REFUSED.search(said) is not None and not run_dir.rank_statuses()
+    return none or _HALF in said
+
+
+def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:
+    """Whether SIGTERM that we did not send ended ranks.
+
+    A preemption begins so, with ranks alone; while they start, they cannot save.
+    """
+    ends = [one for one in rank_exits(run_dir) if one.rank not in ended_by_us]
+    return any(one.code == -signal.SIGTERM for one in ends)
 
 
 def await_answer(slurm_id: str) -> str:

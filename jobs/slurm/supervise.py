@@ -34,7 +34,7 @@ from jobs.slurm.records import (
     warden_file,
     write_said,
 )
-from jobs.slurm.step import await_answer, start_step, was_refused
+from jobs.slurm.step import await_answer, start_step, was_refused, were_terminated
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
 from jobs.supervise.outcome import Outcome, judge
@@ -132,6 +132,7 @@ class Warden:
                     continue
                 if not state:
                     return Outcome(State.LOST, f"Slurm no longer knows job {self.allocation.id}")
+                ending = True
             if not outcome.worth_retrying or restarts >= spec.max_restarts or ending:
                 for tracker in trackers:
                     with suppress(subprocess.TimeoutExpired):
@@ -271,7 +272,8 @@ class Warden:
             return outcome
         retries = outcome.worth_retrying and spec.max_restarts > 0 and spec.slurm_requeue
         if outcome.state is not State.STOPPED and not (self.time_up and retries):
-            if self.told_to_end or self._is_ending():
+            terminated = self.stop_level < 2 and were_terminated(self.run_dir, self.ended_by_us)
+            if self.told_to_end or terminated or self._is_ending():
                 self._await_verdict()
             return outcome
         if self.told_to_end or not self.time_up:

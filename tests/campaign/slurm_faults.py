@@ -57,6 +57,8 @@ TRUE_WITHIN: Final = 15.0  # seconds: a preempted job may come back for ten
 ENDS_WITHIN: Final = 240.0  # seconds
 LETS_GO_WITHIN: Final = 5.0  # seconds until ranks notice that they have been superseded
 APPEARS_WITHIN: Final = 20.0  # seconds
+DOWN_FOR: Final = 15.0  # seconds of a node; SlurmdTimeout should be less
+ASK_EVERY: Final = 2.0  # seconds between two questions to Slurm, of the keeper and of ours
 TRIES: Final = 5
 _STEPS: Final = 60
 _SHOWN: Final[dict[str, set[str]]] = {
@@ -93,7 +95,7 @@ def _store() -> Store:
     patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     patch.setenv("XDG_CONFIG_HOME", str(root / "config"))
     patch.setenv("PYTHONPATH", str(ROOT))
-    patch.setenv("FSDP_TUI_SLURM_INTERVAL", "1")
+    patch.setenv("FSDP_TUI_SLURM_INTERVAL", str(ASK_EVERY))
     patch.setenv("FAKE_LOCKSTEP", "1")
     patch.setattr("jobs.service.ensure_runner", lambda store: None)
     atexit.register(folder.cleanup)
@@ -125,6 +127,7 @@ class Trial:
     def run(self) -> None:
         """Submit it, disturb it, resume it, and look at what it left behind."""
         rng = self.rng
+        _revive()
         self.job = service.submit(self.store, load_spec(None, self._settings()))
         for attempt in range(TRIES):
             faults = rng.choice((1, 1, 2, 3)) if attempt == 0 else int(rng.random() < 0.3)
@@ -217,6 +220,9 @@ class Trial:
 
     def _compare(self) -> None:
         """What is shown against what Slurm says, unless its controller is away."""
+        if time.monotonic() - self.looked_at < ASK_EVERY:
+            return
+        self.looked_at = time.monotonic()
         try:
             mine = self._mine()
         except AwayError:
@@ -462,7 +468,7 @@ def _kill_node(one: Trial) -> None:
         _kill(conf, "SlurmdPidFile", node)
         for found in _of_node(node, one.job):
             found.signal(signal.SIGKILL)
-    one._watch(one.rng.choice((2.0, 25.0)))
+    one._watch(one.rng.choice((2.0, DOWN_FOR)))
     _revive()
 
 
@@ -482,7 +488,7 @@ def _cut_off(one: Trial) -> None:
     node = _some_node(one)
     with _daemons() as conf:
         _kill(conf, "SlurmdPidFile", node)
-    one._watch(25.0)
+    one._watch(DOWN_FOR)
     _revive()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,11 @@ from jobs.slurm.records import (
     write_handed_in,
     write_said,
 )
-from jobs.slurm.rows import look_after_slurm_jobs
+from jobs.slurm.rows import LOCK, look_after_slurm_jobs
+from jobs.slurm.script import script_of
 from jobs.spec.file.load import load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.jobs.many_slurm_jobs import as_squeue, many_slurm_jobs
 from tests.support.waiting import PATIENCE
 from tui.text.tables import slurm_line
 
@@ -53,6 +56,16 @@ def says(job: Job, state: State, reason: str, *, restart: int = 0, slurm_id: str
     said = Said(Allocation(slurm_id, restart), state, reason)
     job.run_dir.create()
     write_said(outcome_file(job.run_dir) if state.ended else warden_file(job.run_dir), said)
+
+
+def counted(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
+    """The same function, which adds each of its calls."""
+
+    def count(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        return function(*args, **more)
+
+    return count
 
 
 def path(store: Store, job: Job) -> list[str]:
@@ -396,7 +409,7 @@ def test_what_changes_while_a_job_is_handed_in(
 ) -> None:
     """The keeper looks again right before sbatch, and the next look goes by what is now."""
     job = submit()
-    write_script = handing.script_of
+    write_script = script_of
     before = load_spec(job.run_dir.job_file)
     local = {"launcher": "local", "num_machines": 1}
 
@@ -581,13 +594,48 @@ def test_a_keeper_of_older_code_makes_way(
     assert slurm.ids() == ["1"], "it worked until then, and left the job to the next"
 
 
-def test_one_question_for_many_jobs(slurm: FakeSlurm, submit: Submit, keeper: Keeper) -> None:
-    for number in range(5):
-        submit(name=f"job{number}")
-    keeper.look()
-    keeper.look()
-    assert len(slurm.ids()) == 5
-    assert slurm.calls("squeue") == 2
+def test_one_question_for_a_thousand_jobs(
+    store: Store, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One an interval; jobs that wait as before cost no file and no row."""
+    now = [time.monotonic()]
+    opened: list[object] = []
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
+    monkeypatch.setattr(keeping, "time", clock)
+    for name in ("read_handed_in", "read_said", "move"):
+        monkeypatch.setattr(keeping, name, counted(getattr(keeping, name), opened))
+    listed = many_slurm_jobs(store, 1000)
+    listed[7] = replace(listed[7], state="RUNNING", reason="", nodes="n1")
+    slurm.say("listing", as_squeue(listed))
+    keeper = Keeper(store)
+
+    def look(seconds: int) -> int:
+        opened.clear()
+        for _ in range(seconds):
+            keeper.look()
+            now[0] += keeping.LOOK_EVERY
+        return len(opened)
+
+    look(3)
+    assert {job.reason for job in store.all()} == {
+        *(f"Slurm job {job.id}: other jobs go first" for job in store.all() if job.id != 8),
+        "Slurm job 8 starts on n1",
+    }
+    rows, before = keeper._rows.look(), slurm.calls("squeue")
+    assert look(60) <= 60 * 5, "the files of the one that runs"
+    assert slurm.calls("squeue") - before == 60 / keeping.ASK_EVERY
+    assert keeper._rows.look() is rows, "nothing was written"
+    slurm.say("listing", as_squeue([*listed[:-1], replace(listed[-1], reason="Resources")]))
+    look(16)
+    assert store.get(1000).reason == "Slurm job 1000: waiting for free nodes"
+
+
+def test_only_one_process_asks_slurm(store: Store, slurm: FakeSlurm, submit: Submit) -> None:
+    submit()
+    with open(store.home / LOCK, "a") as lock:
+        assert file_lock.take(lock)
+        keeping.keep(store)
+    assert slurm.calls("squeue") == 0
 
 
 def test_what_a_slurm_job_may_not_say(

@@ -178,7 +178,8 @@ def test_no_more_steps_past_the_time_limit(
     job = submit()
     keeper.look()
     slurm.set("1", "RUNNING")
-    warden, waited = Warden(job.run_dir, Allocation("1"), job.attempt), []
+    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    waited: list[bool] = []
     monkeypatch.setattr(warden, "_await_verdict", lambda: waited.append(True))
     failed = Outcome(State.FAILED, "the launcher failed: srun: error: …", worth_retrying=True)
     for said in ("Job credential expired", "Job is pending"):
@@ -187,6 +188,28 @@ def test_no_more_steps_past_the_time_limit(
         assert waited == []
     with open(job.run_dir.launcher_log, "a") as log:
         log.write("srun: error: Unable to create step: Job/step already completing or completed\n")
+    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    assert waited == [True]
+
+
+def test_a_preemption_while_ranks_start(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot save yet, and die of the SIGTERM: what Slurm says next decides."""
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    waited: list[bool] = []
+    monkeypatch.setattr(warden, "_await_verdict", lambda: waited.append(True))
+    failed = Outcome(State.FAILED, "rank 0 was killed by SIGTERM while starting")
+    job.run_dir.launcher_log.write_text(
+        "srun: error: n1: task 0: Killed\nsrun: error: n1: task 1: Terminated\n"
+    )
+    warden.ended_by_us = {1}
+    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    assert waited == [], "we sent that one"
+    warden.ended_by_us = {0}
     warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
     assert waited == [True]
 
@@ -203,8 +226,9 @@ def test_slurm_gives_no_step(
     said = [
         "Unable to confirm allocation for job 1: Unable to contact slurm controller",
         "Unable to create step for job 1: Job credential revoked",
+        "Application launch failed: Communication connection failure",
     ]
-    outcomes = [Outcome(State.COMPLETED, "trained"), *[Outcome(State.FAILED, "no step")] * 2]
+    outcomes = [Outcome(State.COMPLETED, "trained"), *[Outcome(State.FAILED, "no step")] * 3]
 
     def start(*args: object) -> Attempt:
         text = f"srun: error: {said.pop()}\n" if said else "srun: ranks start\n"

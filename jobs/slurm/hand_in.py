@@ -8,8 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import UserError
+from jobs.errors import SpecError, UserError
+from jobs.hub.wanted import forget, noted
 from jobs.machine import file_lock
+from jobs.preflight.check_job import check
 from jobs.queue.states import State
 from jobs.run.rundir import read_tail, write_atomic
 from jobs.slurm import commands
@@ -53,7 +55,7 @@ def hand_in(
 
     Raises:
         AwayError: Slurm did not answer, and may have the job or not.
-        SpecError: The job file cannot be read.
+        SpecError: The job file cannot be read, or the model that was fetched does not suit it.
     """
     run_dir = job.run_dir
     with open(run_dir.root / ".handing-in", "a") as lock:
@@ -62,6 +64,8 @@ def hand_in(
         if record is not None and (found := find(record, listed)):
             return _record(run_dir, record, found)
         spec = load_spec(run_dir.job_file)
+        if noted(run_dir):
+            _check_fetched(spec, run_dir)
         newest = run_dir.latest_checkpoint()
         name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
         record = HandedIn(name, job.attempt, step=newest[0] if newest else 0)
@@ -93,6 +97,15 @@ def signal_seconds(run_dir: RunDir) -> int:
             with suppress(ValueError, TypeError, LookupError):
                 longest = max(longest, float(json.loads(line)["seconds"]))
     return max(SIGNAL_SECONDS, int(_SAVES_TAKE * longest + 60))
+
+
+def _check_fetched(spec: JobSpec, run_dir: RunDir) -> None:
+    """Look at a model that has come since the job was submitted."""
+    try:
+        check(spec)
+    except UserError as error:
+        raise SpecError(str(error)) from error
+    forget(run_dir)
 
 
 def _record(run_dir: RunDir, record: HandedIn, slurm_id: str) -> HandedIn:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError, UserError
+from jobs.hub.wanted import forget, why_waiting
+from jobs.launch.trackers import start_push
 from jobs.machine import file_lock
 from jobs.notify.announce import Announcer
 from jobs.queue.job_list import JobList
@@ -38,6 +40,7 @@ from jobs.slurm.records import (
 )
 from jobs.slurm.rows import LOCK, move, unended
 from jobs.slurm.settle import ALIVE, Facts, Verdict, settle
+from jobs.spec.file.load import load_spec
 from jobs.untrusted.text import one_line
 
 if TYPE_CHECKING:
@@ -186,6 +189,8 @@ class Keeper:
                 self._stop_unknown(job, record)
             elif job.held or paused:
                 self._explain(job, PAUSED if paused else "held until released")
+            elif absent := self._absent(job):
+                self._explain(job, absent)
             elif self._away_since is None and self._answered_at is not None:
                 try:
                     self._hand_in(job, record)
@@ -217,6 +222,8 @@ class Keeper:
             return
         if move(self.store, job, verdict):
             _say(f"job {job.id}: {verdict.state}: {verdict.reason}")
+            if verdict.state in (State.RUNNING, State.COMPLETED):
+                self._push(job)
             if verdict.state.ended:
                 self._end(job, record, verdict, facts)
 
@@ -283,6 +290,13 @@ class Keeper:
         if self.store.get(job.id).state.ended:  # removed from the queue meanwhile
             commands.cancel(handed.id)
 
+    def _absent(self, job: Job) -> str:
+        """What of the hub it still waits for, which this machine fetches; "" if nothing."""
+        reason, failed = why_waiting(job.run_dir)
+        if failed and self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED}):
+            forget(job.run_dir)
+        return reason
+
     def _stop_unknown(self, job: Job, record: HandedIn | None) -> None:
         """Stop a job of which `sbatch` did not say whether Slurm has it."""
         with open(job.run_dir.root / ".handing-in", "a") as lock:
@@ -310,6 +324,13 @@ class Keeper:
         lost = verdict.state is State.LOST
         if lost and job.auto_resume and not job.stop_level and self._worth_it(record, facts):
             self.store.requeue(job.id, f"resumed after: {verdict.reason}")
+
+    def _push(self, job: Job) -> None:
+        """From here, where there is a network; a push that runs already stays the one."""
+        try:
+            start_push(load_spec(job.run_dir.job_file), job)
+        except (OSError, UserError) as error:
+            _say(f"job {job.id}: cannot push its exports: {error}")
 
     def _worth_it(self, record: HandedIn, facts: Facts) -> bool:
         """Not again and again where no allocation is long enough for a new checkpoint."""

@@ -28,6 +28,7 @@ LOST: Final = {
     "PREEMPTED": "the job was preempted",
     "REVOKED": "Slurm moved the job to another cluster",
 }
+LAUNCH_FAILED: Final = "JobLaunchFailure"  # the reason beside FAILED
 # Slurm's words for why a job waits that say nothing to who does not know them.
 _WHY: Final = {
     "Priority": "other jobs go first",
@@ -163,6 +164,8 @@ def _ended(facts: Facts, listed: Listed) -> Verdict:
         return Verdict(State.STOPPED, f"stopped; {_resume(facts)}")
     if state in LOST:
         return Verdict(State.LOST, f"{LOST[state]}; {_resume(facts)}")
+    if listed.reason == LAUNCH_FAILED:
+        return Verdict(State.LOST, f"a node could not start the job; {_resume(facts)}")
     if state == "OUT_OF_MEMORY":
         what = "a node ran out of memory; ask for more with slurm_extra_args: --mem=…"
         return Verdict(State.FAILED, what)

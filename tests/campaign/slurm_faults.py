@@ -39,7 +39,7 @@ from jobs.slurm import commands
 from jobs.slurm.commands import AwayError, Listed
 from jobs.slurm.records import read_handed_in
 from jobs.slurm.rows import look_after_slurm_jobs
-from jobs.slurm.settle import ALIVE, LOST
+from jobs.slurm.settle import ALIVE, LAUNCH_FAILED, LOST
 from jobs.spec.file.load import load_spec
 from tests.campaign.faults import Broken, job_values, load
 from tests.campaign.journal import dice
@@ -224,6 +224,7 @@ class Trial:
             return
         self.looked_at = time.monotonic()
         try:
+            _resume()
             mine = self._mine()
         except AwayError:
             self.untrue_since = None
@@ -277,7 +278,7 @@ class Trial:
         allowed = {State.COMPLETED}.union(*(FAULTS_END.get(one, ()) for one in self.done))
         record = read_handed_in(job.run_dir, job.attempt)
         listed = next((one for one in self._known() if record and one.id == record.id), None)
-        if listed is None or listed.state in LOST:
+        if listed is None or listed.state in LOST or listed.reason == LAUNCH_FAILED:
             allowed.add(State.LOST)
         elif listed.state == "CANCELLED":
             allowed.add(State.STOPPED)
@@ -392,6 +393,15 @@ def _revive() -> None:
         for node in _nodes(_every_node(conf)):
             if (one := _pid(conf, "SlurmdPidFile", node)) is None or not one.alive():
                 subprocess.run(["slurmd", "-N", node], check=False, capture_output=True)
+
+
+def _resume() -> None:
+    """As who looks after the cluster: Slurm drains nodes, and holds jobs, that could not start."""
+    if drained := _run("sinfo", "--noheader", "--states=drain,draining", "--format=%N"):
+        _run("scontrol", "update", f"NodeName={drained}", "State=RESUME")
+    for one in commands.queue().values():
+        if one.state == "PENDING" and "held" in one.reason:
+            _run("scontrol", "release", one.id)
 
 
 def _every_node(conf: str) -> str:

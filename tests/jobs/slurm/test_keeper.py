@@ -11,6 +11,8 @@ import pytest
 
 from jobs import service
 from jobs.errors import SpecError, StateError, UserError
+from jobs.hub.names import HubName
+from jobs.hub.wanted import note, noted
 from jobs.machine import file_lock
 from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
@@ -103,6 +105,28 @@ def test_a_job_from_the_queue_to_its_end(
     asked = slurm.calls("squeue")
     assert not keeper.look()
     assert slurm.calls("squeue") == asked, "nothing is left to ask about"
+
+
+def test_exports_are_pushed_from_here(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes often have no network. Begun while it runs; at its end again, if that was cut off."""
+    monkeypatch.setattr("jobs.preflight.check_job._check_push", lambda spec: None)
+    pushed: list[int] = []
+    monkeypatch.setattr(keeping, "start_push", lambda spec, job: pushed.append(job.id))
+    job = submit(push_to_hub=True)
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    keeper.look()
+    assert pushed == []
+    says(job, State.RUNNING, "all ranks are up")
+    keeper.look()
+    keeper.look()
+    assert pushed == [job.id]
+    says(job, State.COMPLETED, "trained 6 steps")
+    slurm.set("1", "COMPLETED")
+    keeper.look()
+    assert pushed == [job.id] * 2
 
 
 def test_a_job_that_was_faster_than_we_looked(
@@ -295,6 +319,29 @@ def test_slurm_refuses_a_job(
     service.resume(store, job.id)
     keeper.look()
     assert slurm.ids() == ["1"]
+
+
+def test_what_must_be_fetched_comes_before_slurm(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine fetches it; then the job is looked at again, and handed in."""
+    job, other = submit(), submit(name="other")
+    said = {job.run_dir: ("waiting for its model: 3 of 9 GiB", False), other.run_dir: ("", False)}
+    monkeypatch.setattr(keeping, "why_waiting", said.__getitem__)
+    name = HubName.read("model", "org/name")
+    assert name is not None
+    note(job.run_dir, [name])
+    keeper.look()
+    assert store.get(job.id).reason == "waiting for its model: 3 of 9 GiB"
+    assert slurm.ids() == ["1"], "it holds up no other"
+    said[job.run_dir] = "", False
+    keeper.look()
+    assert noted(job.run_dir) == []
+    assert slurm.ids() == ["1", "2"]
+    gone = submit(name="gone")
+    said[gone.run_dir] = "its model could not be fetched: no access", True
+    keeper.look()
+    assert store.get(gone.id).state is State.FAILED
 
 
 def test_a_job_file_that_cannot_be_read_holds_up_no_other(
@@ -645,7 +692,6 @@ def test_what_a_slurm_job_may_not_say(
     for changes, words in (
         ({"gpus": 4}, "Slurm chooses the GPUs"),
         ({"accelerate_extra_args": ["--debug"]}, "use slurm_srun_args"),
-        ({"push_to_hub": True}, "run `fsdp-tui push ID` when the job has ended"),
         ({"num_processes": 3}, "cannot be divided evenly"),
         ({"machine_rank": 1}, "machine_rank is set by Slurm"),
         ({"slurm_extra_args": "--nodes=3"}, "--nodes is set by num_machines"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jobs.errors import DiskFullError, NotFiniteError, UserError
 from jobs.run.failure import Cause
-from jobs.run.fence import FENCE_VARIABLE
+from jobs.run.fence import FENCE_VARIABLE, taken_over
 from jobs.run.rundir import event, write_atomic
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
     }
     with suppress(OSError):  # the log may be on a full disk
         print(text, file=sys.stderr, flush=True)
+    if taken_over(run_dir.root):  # no failure of the ranks that have the run now
+        return
     try:
         write_atomic(run_dir.rank_error(rank), json.dumps(record | {"trace": text}) + "\n")
         # Appending is atomic on one machine only. Elsewhere the warden adds it afterwards.

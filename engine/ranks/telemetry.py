@@ -13,7 +13,7 @@ import psutil
 
 from engine.ranks.progress import Progress
 from jobs.machine.procfs import started_at
-from jobs.run.fence import FENCE_VARIABLE
+from jobs.run.fence import FENCE_VARIABLE, taken_over
 from jobs.run.rundir import FLIGHT, PHASES, RankStatus, event, write_atomic
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
 
 _STATUS_EVERY: Final = 1.0  # seconds
+_GAVE_WAY: Final = 1  # exit status
 # Phases whose peak memory is recorded. The others hold nothing, or hold phases of their own.
 _MEASURED: Final = ("encode", "latents", "load", "sample", "copy", "save", "export")
 
@@ -149,6 +150,7 @@ class Telemetry:
 
     def _keep_writing(self) -> None:
         while not self._ended.wait(_STATUS_EVERY):
+            self._give_way()
             self._write_status()
             if self.rank == 0:
                 self._pass_on()
@@ -157,6 +159,16 @@ class Telemetry:
                 with suppress(OSError, ValueError):
                     self.record_flight()
                 self.record_flight = None  # once: the job is about to be ended
+
+    def _give_way(self) -> None:
+        """End at once, without a word to other ranks, if another allocation has the run now.
+
+        This node was cut off, and Slurm has started the job elsewhere: what this rank wrote would
+        mix with what the new ranks write. No collective, no save: the others may be gone.
+        """
+        if self._shared and (other := taken_over(self.run_dir.root)):
+            self.say(f"allocation {other} of this job has taken over; exiting")
+            os._exit(_GAVE_WAY)
 
     def _pass_on(self) -> None:
         """Say what trackers warn of: rank 0 alone writes events."""

@@ -47,12 +47,6 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     from jobs.preflight.wrapped_classes import check_block_names
 
     on_slurm = spec.launcher == "slurm"
-    if on_slurm and absent:
-        name = next(iter(absent))
-        raise SpecError(
-            f"{name} is not on this machine",
-            f"run `fsdp-tui fetch {name}` first: a Slurm job cannot wait for it",
-        )
     if not any(name.kind == "model" for name in absent):
         check_model(spec, settings=True)
         check_block_names(spec)
@@ -62,6 +56,7 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     refuse_unwritable(cache_of(spec))
     if on_slurm:  # what this machine has says nothing about the nodes
         check_trackers(spec)
+        _check_push(spec)  # from this machine
         return check_slurm()
     requested = check_devices(spec)
     check_compiler(spec, on_gpus=requested is not None)

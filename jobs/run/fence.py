@@ -23,6 +23,20 @@ def raise_fence(run: Path, allocation: str) -> None:
     write_atomic(_file(run), json.dumps({"allocation": allocation}) + "\n", durable=True)
 
 
+def taken_over(run: Path, own: str | None = None) -> str:
+    """The allocation that has taken a run over; "" while it is our own, or we belong to none.
+
+    Args:
+        run: The run directory.
+        own: Our allocation (default: that of this process).
+    """
+    own = own or os.environ.get(FENCE_VARIABLE)
+    if not own:
+        return ""
+    found = str((read_json(_file(run)) or {}).get("allocation", own))
+    return "" if found == own else found
+
+
 def check_fence(run: Path) -> None:
     """Refuse to complete a checkpoint of a run that another allocation has taken over.
 
@@ -31,11 +45,8 @@ def check_fence(run: Path) -> None:
     Raises:
         UserError: Another one has.
     """
-    own = os.environ.get(FENCE_VARIABLE)
-    if not own:
-        return
-    found = (read_json(_file(run)) or {}).get("allocation", own)
-    if found != own:
+    if found := taken_over(run):
+        own = os.environ[FENCE_VARIABLE]
         raise UserError(
             f"allocation {found} of this job has taken over from {own}; this checkpoint is dropped"
         )

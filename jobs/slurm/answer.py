@@ -25,7 +25,9 @@ def slurm_facts(store: Store, job: Job) -> dict[str, Any]:
     listed = jobs.get(record.id) if isinstance(jobs, dict) else None
     warden = read_said(warden_file(job.run_dir))
     mine = warden is not None and warden.allocation.id == record.id
-    facts = {name: listed.get(name) for name in _SHOWN} if isinstance(listed, dict) else {}
+    if not isinstance(listed, dict) or listed.get("name") != record.name:
+        listed = {}
+    facts = {name: listed[name] for name in _SHOWN if name in listed}
     age = max(0.0, time.time() - asked) if isinstance(asked, float) else None
     host = warden.host if mine and warden is not None else None
     return {"slurm": {"job": record.id, "name": record.name, **facts, "age": age, "host": host}}

@@ -9,35 +9,36 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError, UserError
+from jobs.hub.wanted import forget, why_waiting
+from jobs.launch.trackers import start_push
 from jobs.machine import file_lock
 from jobs.notify.announce import Announcer
+from jobs.queue.job_list import JobList
 from jobs.queue.states import PAUSED, State
 from jobs.queue.summaries import keep_summary
 from jobs.run.rundir import read_tail, write_atomic
 from jobs.slurm import commands
 from jobs.slurm.answer import KEPT
 from jobs.slurm.commands import AwayError
+from jobs.slurm.hand_in import find, hand_in
 from jobs.slurm.records import (
     HandedIn,
     Said,
-    forget_wishes,
-    handed_in_file,
     outcome_file,
     read_handed_in,
     read_said,
     warden_file,
     write_handed_in,
 )
-from jobs.slurm.rows import LOCK, move, slurm_jobs
-from jobs.slurm.script import SIGNAL_SECONDS, script_of
+from jobs.slurm.rows import LOCK, move, unended
 from jobs.slurm.settle import ALIVE, Facts, Verdict, settle
 from jobs.spec.file.load import load_spec
 from jobs.untrusted.text import one_line
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
     from jobs.run.rundir import RunDir
     from jobs.slurm.commands import Listed
-    from jobs.spec.job_spec import JobSpec
 
 LOOK_EVERY: Final = 1.0  # seconds between two looks at the run directories
 ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
@@ -57,8 +57,6 @@ FRESH: Final = 60.0  # seconds in which a live warden says something
 IDLE_SECONDS: Final = 60.0
 _ANNOUNCED: Final[dict[State, Event]] = {State.COMPLETED: "completed", State.STOPPED: "stopped"}
 _CODE_EVERY: Final = 30.0  # seconds
-_EVENTS: Final = 1 << 20  # bytes of the newest events
-_SAVES_TAKE: Final = 2  # times the longest save that was measured
 
 
 @dataclass
@@ -69,6 +67,7 @@ class _Seen:
     beaten_at: float = 0.0
     missing_since: float | None = None
     preempted_at: float | None = None
+    waits: tuple[Job, Listed] | None = None  # settled, until one of the two changes
 
 
 @dataclass
@@ -88,6 +87,11 @@ class Keeper:
     _asked_at: float = float("-inf")
     _soon: bool = True
     _seen: dict[int, _Seen] = field(default_factory=dict)
+    _reasons: dict[int, str] = field(default_factory=dict)  # of jobs that wait, to be written
+    _rows: JobList = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = JobList(self.store)
 
     def look(self) -> bool:
         """Hand in what waits, carry out stops, ask if it is time, and settle every job.
@@ -95,22 +99,25 @@ class Keeper:
         Returns:
             Whether there is any job to look after.
         """
-        jobs = slurm_jobs(self.store)
+        jobs = unended(self._rows.look())
         if not jobs:
             return False
         now = time.monotonic()
         pause = ASK_SOON if self._soon or self._changing(jobs) else self.ask_every
         if now - self._asked_at >= min(pause, self.ask_every):
             self._ask(now)
-        paused = self.store.paused
-        self._cancel_strays(jobs)
+            self._cancel_strays(jobs)
         for job in jobs:
             try:
-                self._look_after(job, paused=paused)
+                if not self._still_waits(job):
+                    self._look_after(job, paused=self._rows.paused)
             except AwayError as error:
                 self._note_away(str(error))
             except (OSError, ValueError, UserError) as error:
                 _say(f"job {job.id}: {error}")
+        if self._reasons:
+            self.store.explain_all(self._reasons)
+        self._reasons = {}
         self._seen = {job.id: self._seen[job.id] for job in jobs if job.id in self._seen}
         return True
 
@@ -151,9 +158,11 @@ class Keeper:
 
     def _cancel_strays(self, jobs: list[Job]) -> None:
         """A job that Slurm took though `sbatch` had given up was handed in again since."""
-        for job in jobs:
+        names = Counter(one.name for one in self._listed.values() if not _over(one))
+        twice = {name for name, count in names.items() if count > 1}
+        for job in jobs if twice else ():
             record = read_handed_in(job.run_dir, job.attempt)
-            if record is None or not record.id:
+            if record is None or not record.id or record.name not in twice:
                 continue
             for one in self._listed.values():
                 if one.name == record.name and one.id != record.id and not _over(one):
@@ -163,6 +172,14 @@ class Keeper:
 
     # -- one job ---------------------------------------------------------------------------
 
+    def _still_waits(self, job: Job) -> bool:
+        """Whether a job waits in Slurm as it did at the last look: of 1,000, nearly all do."""
+        seen = self._seen.get(job.id)
+        if seen is None or seen.waits is None or self._away_since is not None:
+            return False
+        row, listed = seen.waits
+        return row == job and self._listed.get(listed.id) == listed
+
     def _look_after(self, job: Job, *, paused: bool) -> None:
         record = read_handed_in(job.run_dir, job.attempt)
         if record is None or not record.id:
@@ -171,7 +188,9 @@ class Keeper:
             if job.stop_level:
                 self._stop_unknown(job, record)
             elif job.held or paused:
-                self.store.explain(job.id, PAUSED if paused else "held until released")
+                self._explain(job, PAUSED if paused else "held until released")
+            elif absent := self._absent(job):
+                self._explain(job, absent)
             elif self._away_since is None and self._answered_at is not None:
                 try:
                     self._hand_in(job, record)
@@ -179,9 +198,13 @@ class Keeper:
                     reason = f"cannot be handed in to Slurm: {error}"
                     self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
             else:
-                self.store.explain(job.id, "Slurm does not respond; the job is handed in later")
+                self._explain(job, "Slurm does not respond; the job is handed in later")
             return
-        listed = self._listed.get(record.id)
+        listed, other = self._listed.get(record.id), False
+        if listed is not None and listed.name != record.name:
+            # A controller that was killed had not written down the newest jobs, and gave their
+            # numbers again: ours is gone, and this one is not ours to judge, or to cancel.
+            listed, other = None, True
         facts = self._facts(job, record, listed)
         if job.stop_level and self._must_cancel(job, listed):
             commands.cancel(record.id)
@@ -190,12 +213,23 @@ class Keeper:
         if not self._final(job, verdict):
             return
         finished = listed is not None and _over(listed) and listed.state != "PREEMPTED"
-        if verdict.state is State.LOST and not finished:
+        if verdict.state is State.LOST and not finished and not other:
             commands.cancel(record.id)  # or Slurm may put it back into its queue after all
+        if job.state is verdict.state is State.QUEUED:
+            self._explain(job, verdict.reason)
+            if job.reason == verdict.reason and not job.stop_level and listed is not None:
+                self._seen[job.id].waits = job, listed
+            return
         if move(self.store, job, verdict):
             _say(f"job {job.id}: {verdict.state}: {verdict.reason}")
+            if verdict.state in (State.RUNNING, State.COMPLETED):
+                self._push(job)
             if verdict.state.ended:
                 self._end(job, record, verdict, facts)
+
+    def _explain(self, job: Job, reason: str) -> None:
+        if job.reason != reason:
+            self._reasons[job.id] = reason
 
     def _facts(self, job: Job, record: HandedIn, listed: Listed | None) -> Facts:
         now, seen = time.monotonic(), self._seen.setdefault(job.id, _Seen())
@@ -245,49 +279,23 @@ class Keeper:
     # -- handing in ------------------------------------------------------------------------
 
     def _hand_in(self, job: Job, record: HandedIn | None) -> None:
-        """Give a job to Slurm, exactly once, whatever ends this process on the way."""
-        run_dir = job.run_dir
-        with open(run_dir.root / ".handing-in", "a") as lock:
-            if not file_lock.take(lock):
-                return  # an earlier keeper is gone, but its sbatch still runs
-            if record is not None and (found := self._find(record)):
-                self._record(job, replace(record, id=found))
-                return
-            spec = load_spec(run_dir.job_file)
-            newest = run_dir.latest_checkpoint()
-            name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
-            record = HandedIn(name, job.attempt, step=newest[0] if newest else 0)
-            for path in (warden_file(run_dir), outcome_file(run_dir)):
-                path.unlink(missing_ok=True)
-            forget_wishes(run_dir)
-            script = run_dir.root / "job.sbatch"
-            text = script_of(
-                spec,
-                run_dir,
-                name=name,
-                python=sys.executable,
-                home=self.store.home,
-                signal_seconds=signal_seconds(run_dir),
-            )
-            run_dir.create()
-            write_atomic(script, text, durable=True)
-            with self.store.write():  # nobody edits it between this look and the record
-                if not self._as_it_was(job, spec):
-                    return
-                write_handed_in(run_dir, record)
-            try:
-                slurm_id = commands.submit(script, inherit=[lock.fileno()])
-            except UserError as error:
-                handed_in_file(run_dir).unlink(missing_ok=True)
-                reason = f"Slurm refused the job: {error}"
-                self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
-                return
-            self._record(job, replace(record, id=slurm_id))
-            self.store.explain(job.id, f"Slurm job {slurm_id}: handed in")
-        _say(f"job {job.id} is Slurm job {slurm_id}")
-        self._soon = True
+        handed = hand_in(self.store, job, record, self._listed)
+        if handed is None:
+            return
+        self._seen.pop(job.id, None)
+        _say(f"job {job.id} is Slurm job {handed.id}")
+        if handed.id not in self._listed:
+            self.store.explain(job.id, f"Slurm job {handed.id}: handed in")
+            self._soon = True
         if self.store.get(job.id).state.ended:  # removed from the queue meanwhile
-            commands.cancel(slurm_id)
+            commands.cancel(handed.id)
+
+    def _absent(self, job: Job) -> str:
+        """What of the hub it still waits for, which this machine fetches; "" if nothing."""
+        reason, failed = why_waiting(job.run_dir)
+        if failed and self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED}):
+            forget(job.run_dir)
+        return reason
 
     def _stop_unknown(self, job: Job, record: HandedIn | None) -> None:
         """Stop a job of which `sbatch` did not say whether Slurm has it."""
@@ -297,28 +305,14 @@ class Keeper:
             if self._away_since is None:  # an answer from before sbatch had ended says nothing
                 self._ask(time.monotonic())
             if self._away_since is not None:
-                self.store.explain(job.id, "Slurm does not respond; the job is stopped later")
-            elif record is not None and (found := self._find(record)):
-                self._record(job, replace(record, id=found))
+                self._explain(job, "Slurm does not respond; the job is stopped later")
+            elif record is not None and (found := find(record, self._listed)):
+                write_handed_in(job.run_dir, replace(record, id=found))
+                self._seen.pop(job.id, None)
                 self._soon = True  # and is then stopped as any other
             else:
                 reason = "removed from the queue"
                 self.store.change(job.id, State.STOPPED, reason, only_from={State.QUEUED})
-
-    def _as_it_was(self, job: Job, spec: JobSpec) -> bool:
-        """Whether a job still waits to be handed in as it was read."""
-        now = self.store.get(job.id)
-        waits = now.state is State.QUEUED and now.on_slurm and now.attempt == job.attempt
-        free = not (now.held or now.stop_level)
-        return waits and free and load_spec(job.run_dir.job_file) == spec
-
-    def _find(self, record: HandedIn) -> str:
-        """The job that an earlier keeper handed in before it was killed; "" if it did not."""
-        return next((one.id for one in self._listed.values() if one.name == record.name), "")
-
-    def _record(self, job: Job, record: HandedIn) -> None:
-        write_handed_in(job.run_dir, record)
-        self._seen.pop(job.id, None)
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -331,20 +325,17 @@ class Keeper:
         if lost and job.auto_resume and not job.stop_level and self._worth_it(record, facts):
             self.store.requeue(job.id, f"resumed after: {verdict.reason}")
 
+    def _push(self, job: Job) -> None:
+        """From here, where there is a network; a push that runs already stays the one."""
+        try:
+            start_push(load_spec(job.run_dir.job_file), job)
+        except (OSError, UserError) as error:
+            _say(f"job {job.id}: cannot push its exports: {error}")
+
     def _worth_it(self, record: HandedIn, facts: Facts) -> bool:
         """Not again and again where no allocation is long enough for a new checkpoint."""
         outside = facts.listed is not None and facts.listed.state not in ("TIMEOUT", "DEADLINE")
         return outside or (facts.saved or 0) > record.step
-
-
-def signal_seconds(run_dir: RunDir) -> int:
-    """Seconds before the time limit at which to save: twice the longest save, and a minute."""
-    longest = 0.0
-    for line in read_tail(run_dir.events, _EVENTS).splitlines():
-        if '"checkpoint"' in line:
-            with suppress(ValueError, TypeError, LookupError):
-                longest = max(longest, float(json.loads(line)["seconds"]))
-    return max(SIGNAL_SECONDS, int(_SAVES_TAKE * longest + 60))
 
 
 def _over(listed: Listed) -> bool:

@@ -14,15 +14,18 @@ from jobs.queue.tables import insert, update
 from jobs.untrusted.text import harmless
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from jobs.queue.store import Job, Store
     from jobs.slurm.settle import Verdict
 
 LOCK: Final = "slurm.lock"
 
 
-def slurm_jobs(store: Store) -> list[Job]:
-    """Those that have not ended, in queue order."""
-    return [job for job in store.in_states([State.QUEUED, *ACTIVE]) if job.on_slurm]
+def unended(jobs: Iterable[Job]) -> list[Job]:
+    """The Slurm jobs among these that have not ended, in queue order."""
+    found = [job for job in jobs if not job.state.ended and job.on_slurm]
+    return sorted(found, key=lambda job: (-job.priority, job.queued, job.id))
 
 
 def look_after_slurm_jobs(store: Store) -> None:
@@ -55,6 +58,8 @@ def move(store: Store, job: Job, to: Verdict) -> bool:
     A job that Slurm has put back into its queue is queued again, which no local job ever is; one
     that we look at rarely has been through states that nobody saw.
     """
+    if (job.state, job.reason) == (to.state, to.reason):
+        return False
     now = store.get(job.id)
     if now.state.ended or (now.state, now.reason) == (to.state, to.reason):
         return False

@@ -20,7 +20,7 @@ _WAITING: Final = frozenset(
 _RUNNING: Final = frozenset({"RUNNING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT"})
 _PAUSED: Final = frozenset({"SUSPENDED", "STOPPED"})
 ALIVE: Final = _WAITING | _RUNNING | _PAUSED | {"COMPLETING"}
-_LOST: Final = {
+LOST: Final = {
     "TIMEOUT": "the time limit ended the job",
     "DEADLINE": "the deadline ended the job",
     "NODE_FAIL": "a node failed",
@@ -28,6 +28,7 @@ _LOST: Final = {
     "PREEMPTED": "the job was preempted",
     "REVOKED": "Slurm moved the job to another cluster",
 }
+LAUNCH_FAILED: Final = "JobLaunchFailure"  # the reason beside FAILED
 # Slurm's words for why a job waits that say nothing to who does not know them.
 _WHY: Final = {
     "Priority": "other jobs go first",
@@ -159,10 +160,12 @@ def _ended(facts: Facts, listed: Listed) -> Verdict:
     if said is not None:
         return Verdict(said.state, said.reason)
     state = listed.state
-    if state == "CANCELLED" or (facts.stopping and state in _LOST):
+    if state == "CANCELLED" or (facts.stopping and state in LOST):
         return Verdict(State.STOPPED, f"stopped; {_resume(facts)}")
-    if state in _LOST:
-        return Verdict(State.LOST, f"{_LOST[state]}; {_resume(facts)}")
+    if state in LOST:
+        return Verdict(State.LOST, f"{LOST[state]}; {_resume(facts)}")
+    if listed.reason == LAUNCH_FAILED:
+        return Verdict(State.LOST, f"a node could not start the job; {_resume(facts)}")
     if state == "OUT_OF_MEMORY":
         what = "a node ran out of memory; ask for more with slurm_extra_args: --mem=…"
         return Verdict(State.FAILED, what)

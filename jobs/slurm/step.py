@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from jobs.launch import local
 from jobs.machine import devices, processes
 from jobs.memory.kept_prediction import keep
+from jobs.run.diagnosis.rank_exits import rank_exits
 from jobs.run.fence import FENCE_VARIABLE
-from jobs.run.rundir import read_json, write_atomic
+from jobs.run.rundir import read_json, read_tail, write_atomic
+from jobs.slurm import commands
+from jobs.slurm.commands import AwayError
 from jobs.slurm.script import PYTHON_VARIABLE, on_gpus, per_machine
 from jobs.spec.rules.strategy import AS_ASKED, chosen_strategy, launched_strategy, world_size
 from jobs.supervise.attempt import Attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from jobs.run.rundir import RunDir
     from jobs.slurm.records import Allocation
     from jobs.spec.job_spec import JobSpec
+
+
+ASK_EVERY: Final = 5.0  # seconds
+# What srun says when the controller is away, has just come back, or ends the job.
+_REFUSED: Final = re.compile(
+    r"Unable to create step|Unable to confirm allocation|Expired or invalid job"
+)
+_HALF: Final = "Application launch failed"  # a node did not respond
 
 
 def start_step(
@@ -80,6 +94,30 @@ def start_step(
     write_atomic(run_dir.launch_file, json.dumps(record, indent=2) + "\n", durable=True)
     keep(run_dir, spec, strategy, world_size(spec), on_gpus=on_gpus(spec))
     return attempt
+
+
+def was_refused(run_dir: RunDir) -> bool:
+    """Whether Slurm gave no step, or could not start all ranks: that is nobody's failure."""
+    said = read_tail(run_dir.launcher_log)
+    none = _REFUSED.search(said) is not None and not run_dir.rank_statuses()
+    return none or _HALF in said
+
+
+def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:
+    """Whether SIGTERM that we did not send ended ranks.
+
+    A preemption begins so, with ranks alone; while they start, they cannot save.
+    """
+    ends = [one for one in rank_exits(run_dir) if one.rank not in ended_by_us]
+    return any(one.code == -signal.SIGTERM for one in ends)
+
+
+def await_answer(slurm_id: str) -> str:
+    """The state of a job that got no step, once Slurm responds; "" if Slurm does not know it."""
+    while True:
+        time.sleep(ASK_EVERY)
+        with suppress(AwayError):
+            return commands.state_of(slurm_id)
 
 
 def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:

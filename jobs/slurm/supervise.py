@@ -22,8 +22,8 @@ from jobs.queue.states import State
 from jobs.run.diagnosis.hang import Watch, find_hang
 from jobs.run.diagnosis.rank_exits import rank_exits
 from jobs.run.failure import keep_failure
-from jobs.run.fence import raise_fence
-from jobs.run.rundir import FLIGHT, REQUESTS, event
+from jobs.run.fence import raise_fence, taken_over
+from jobs.run.rundir import FLIGHT, REQUESTS, event, read_tail
 from jobs.slurm import commands
 from jobs.slurm.commands import AwayError
 from jobs.slurm.records import (
@@ -34,7 +34,7 @@ from jobs.slurm.records import (
     warden_file,
     write_said,
 )
-from jobs.slurm.step import start_step
+from jobs.slurm.step import await_answer, start_step, was_refused, were_terminated
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
 from jobs.supervise.outcome import Outcome, judge
@@ -53,7 +53,9 @@ KILL_TAKES: Final = 40.0  # seconds for srun to end its tasks
 TRACKERS_TAKE: Final = 60.0  # seconds for trackers to report the end
 VERDICT_TAKES: Final = 600.0  # seconds for Slurm to carry out what it began with a SIGTERM
 _ASK_EVERY: Final = 5.0  # seconds
+_REFUSALS: Final = 10  # starts of the ranks for which Slurm gave no step
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
+_NO_MORE_STEPS: Final = "already completing or completed"
 _NOT_UP: Final = ("start", "import")  # phases of a rank
 
 
@@ -113,7 +115,7 @@ class Warden:
     def _train(self, spec: JobSpec) -> Outcome:
         if self._persons_wish():
             return Outcome(State.STOPPED, "stopped before the ranks started")
-        restarts = 0
+        restarts = refusals = 0
         while True:
             self._say(State.STARTING, "starting ranks")
             attempt = start_step(spec, self.run_dir, self.allocation, self._run_id(), restarts)
@@ -122,6 +124,15 @@ class Warden:
             trackers = self._trackers(spec)
             outcome = self._watch(attempt)
             ending = self.time_up or self.told_to_end or self._persons_wish()
+            if was_refused(self.run_dir) and not ending and refusals < _REFUSALS:
+                refusals += 1
+                self._log(f"no step: {outcome.reason}")
+                self._say(State.STARTING, "waiting for Slurm to start the ranks")
+                if (state := await_answer(self.allocation.id)) == "RUNNING":
+                    continue
+                if not state:
+                    return Outcome(State.LOST, f"Slurm no longer knows job {self.allocation.id}")
+                ending = True
             if not outcome.worth_retrying or restarts >= spec.max_restarts or ending:
                 for tracker in trackers:
                     with suppress(subprocess.TimeoutExpired):
@@ -161,6 +172,11 @@ class Warden:
                 attempt.child.wait(LOOK_EVERY)
 
     def _look(self, attempt: Attempt) -> None:
+        if other := taken_over(self.run_dir.root, str(self.allocation)):
+            # This node was cut off; the new warden alone says what becomes of the job.
+            self._log(f"allocation {other} of this job has taken over; ending the ranks")
+            self._kill(attempt)
+            raise SystemExit(1)
         statuses, _ = self.run_dir.read_ranks()
         ranks = self.watch.look(statuses, time.monotonic())
         everyone = len(statuses) == world_size(attempt.spec)
@@ -256,7 +272,8 @@ class Warden:
             return outcome
         retries = outcome.worth_retrying and spec.max_restarts > 0 and spec.slurm_requeue
         if outcome.state is not State.STOPPED and not (self.time_up and retries):
-            if self.told_to_end or self._is_ending():
+            terminated = self.stop_level < 2 and were_terminated(self.run_dir, self.ended_by_us)
+            if self.told_to_end or terminated or self._is_ending():
                 self._await_verdict()
             return outcome
         if self.told_to_end or not self.time_up:
@@ -291,7 +308,12 @@ class Warden:
                 return stopped
 
     def _is_ending(self) -> bool:
-        """Whether Slurm ends this allocation, so that ranks were killed for that reason."""
+        """Whether Slurm ends this allocation, so that ranks were killed for that reason.
+
+        Past its limit, a job is still RUNNING for up to a minute, but gets no more steps.
+        """
+        if _NO_MORE_STEPS in read_tail(self.run_dir.launcher_log, 4096):
+            return True
         with suppress(AwayError):
             return commands.state_of(self.allocation.id) not in ("RUNNING", "")
         return False

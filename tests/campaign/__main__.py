@@ -9,7 +9,7 @@ from typing import Final
 
 from tests.campaign.journal import Journal
 
-KINDS: Final = ("faults", "real", "fuzz")
+KINDS: Final = ("faults", "real", "slurm", "fuzz")
 
 
 def main() -> int:
@@ -42,6 +42,8 @@ def run(
         return
     if journal.kind == "faults":
         from tests.campaign.faults import trial
+    elif journal.kind == "slurm":
+        from tests.campaign.slurm_faults import trial
     else:
         from tests.campaign.real import trial
     for number in only if only is not None else journal.trials(trials, hours):

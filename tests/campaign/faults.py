@@ -68,7 +68,7 @@ def trial(journal: Journal, number: int) -> None:
         p.setattr("jobs.service.ensure_runner", lambda store: None)
         done: list[str] = []
         try:
-            with opened(Store(root / "home"), _values(root), p, root / "gates") as lab:
+            with opened(Store(root / "home"), job_values(root), p, root / "gates") as lab:
                 _one(lab, rng, len(gpus), done)
         except (Broken, AssertionError) as error:
             journal.note(number, "+".join(done) or "none", f"{error} after {done}")
@@ -140,25 +140,25 @@ def _until_ended(lab: Lab, job: Job, *, disturbed: bool = False) -> Job:
             untrue_since = None
         else:
             untrue_since = untrue_since or time.monotonic()
-            if time.monotonic() - untrue_since > TRUE_WITHIN * _load():
+            if time.monotonic() - untrue_since > TRUE_WITHIN * load():
                 raise Broken(f"is {now.state} ({now.reason}) and has no process")
-        if disturbed and passed > HANGS_AFTER * _load() and not asked:
+        if disturbed and passed > HANGS_AFTER * load() and not asked:
             asked = True
             with suppress(StateError):
                 service.stop(lab.store, job.id, now=True)
-        if passed > ENDS_WITHIN * _load():
+        if passed > ENDS_WITHIN * load():
             raise Broken(f"does not end: {now.state}: {now.reason}")
         time.sleep(0.1)
     return lab.get(job)
 
 
-def _load() -> float:
+def load() -> float:
     """How much longer things take than on a machine that has nothing else to do."""
     return max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _check_ended(lab: Lab, job: Job, done: list[str]) -> None:
-    until = time.monotonic() + TRUE_WITHIN * _load()
+    until = time.monotonic() + TRUE_WITHIN * load()
     while left := with_run_id(job.run_id):
         if time.monotonic() > until:
             raise Broken(f"is {job.state}, and {[name_of(one) for one in left]} live")
@@ -272,7 +272,7 @@ FAULTS: Final[dict[str, Any]] = {
 }
 
 
-def _values(root: Path) -> dict[str, Any]:
+def job_values(root: Path) -> dict[str, Any]:
     """A job that passes every check."""
     empty = struct.pack("<Q", 2) + b"{}"
     model = root / "model"

@@ -55,16 +55,6 @@ def _accelerate(spec: JobSpec) -> Conflict | None:
     )
 
 
-def _push(spec: JobSpec) -> Conflict | None:
-    if spec.launcher != "slurm" or not spec.push_to_hub:
-        return None
-    return Conflict(
-        "push_to_hub",
-        "push_to_hub: compute nodes often have no network; remove it, and run `fsdp-tui push ID` "
-        "when the job has ended",
-    )
-
-
 def _even(spec: JobSpec) -> Conflict | None:
     ranks, machines = world_size(spec), spec.num_machines
     if spec.launcher != "slurm" or ranks % machines == 0:
@@ -99,4 +89,4 @@ def _refused(words: list[str], ours: Mapping[str, str]) -> str:
     return ""
 
 
-SLURM_RULES: Final = (_gpus, _accelerate, _push, _even, _options)
+SLURM_RULES: Final = (_gpus, _accelerate, _even, _options)

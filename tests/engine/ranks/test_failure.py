@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from engine.checkpoint.together import is_full
-from engine.ranks.failure import cause_of
+from engine.ranks.failure import cause_of, record_failure
+from engine.ranks.telemetry import Telemetry
 from jobs.errors import DiskFullError, NotFiniteError, UserError
 from jobs.run.failure import Cause
+from jobs.run.fence import FENCE_VARIABLE, raise_fence
 from jobs.run.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -41,6 +43,24 @@ def led_to(error: Exception, first: BaseException) -> Exception:
 def test_the_kind_of_a_failure(error: Exception, cause: Cause) -> None:
     assert cause_of(error) is cause
     assert is_full(error) == (cause is Cause.DISK_FULL)
+
+
+def test_a_rank_that_was_cut_off_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm has started its job elsewhere: it neither says how it is nor why it failed."""
+    run_dir, ends = RunDir(tmp_path), []
+    run_dir.create()
+    monkeypatch.setenv(FENCE_VARIABLE, "7.0")
+    raise_fence(tmp_path, "7.0")
+    monkeypatch.setattr("engine.ranks.telemetry.os._exit", ends.append)
+    telemetry = Telemetry(run_dir, 1)
+    telemetry._give_way()
+    assert ends == []
+    raise_fence(tmp_path, "7.1")
+    telemetry._give_way()
+    assert set(ends) == {1}, "the thread may have seen it too"
+    record_failure(run_dir, 1, ValueError("connection closed"), telemetry)
+    assert run_dir.rank_errors() == []
+    telemetry.close()
 
 
 def test_an_interrupt_ends_a_rank_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,15 @@ import pytest
 
 from jobs import service
 from jobs.errors import SpecError, StateError, UserError
+from jobs.hub.names import HubName
+from jobs.hub.wanted import note, noted
 from jobs.machine import file_lock
 from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
 from jobs.service import edit
 from jobs.service.plan import plan_change
 from jobs.service.repair import repair
+from jobs.slurm import hand_in as handing
 from jobs.slurm import keeper as keeping
 from jobs.slurm import settle
 from jobs.slurm.answer import slurm_facts
@@ -31,9 +35,11 @@ from jobs.slurm.records import (
     write_handed_in,
     write_said,
 )
-from jobs.slurm.rows import look_after_slurm_jobs
+from jobs.slurm.rows import LOCK, look_after_slurm_jobs
+from jobs.slurm.script import script_of
 from jobs.spec.file.load import load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.jobs.many_slurm_jobs import as_squeue, many_slurm_jobs
 from tests.support.waiting import PATIENCE
 from tui.text.tables import slurm_line
 
@@ -52,6 +58,16 @@ def says(job: Job, state: State, reason: str, *, restart: int = 0, slurm_id: str
     said = Said(Allocation(slurm_id, restart), state, reason)
     job.run_dir.create()
     write_said(outcome_file(job.run_dir) if state.ended else warden_file(job.run_dir), said)
+
+
+def counted(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
+    """The same function, which adds each of its calls."""
+
+    def count(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        return function(*args, **more)
+
+    return count
 
 
 def path(store: Store, job: Job) -> list[str]:
@@ -89,6 +105,28 @@ def test_a_job_from_the_queue_to_its_end(
     asked = slurm.calls("squeue")
     assert not keeper.look()
     assert slurm.calls("squeue") == asked, "nothing is left to ask about"
+
+
+def test_exports_are_pushed_from_here(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes often have no network. Begun while it runs; at its end again, if that was cut off."""
+    monkeypatch.setattr("jobs.preflight.check_job._check_push", lambda spec: None)
+    pushed: list[int] = []
+    monkeypatch.setattr(keeping, "start_push", lambda spec, job: pushed.append(job.id))
+    job = submit(push_to_hub=True)
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    keeper.look()
+    assert pushed == []
+    says(job, State.RUNNING, "all ranks are up")
+    keeper.look()
+    keeper.look()
+    assert pushed == [job.id]
+    says(job, State.COMPLETED, "trained 6 steps")
+    slurm.set("1", "COMPLETED")
+    keeper.look()
+    assert pushed == [job.id] * 2
 
 
 def test_a_job_that_was_faster_than_we_looked(
@@ -247,6 +285,28 @@ def test_slurm_forgets_a_job(
     assert "Slurm no longer knows job 1" in store.get(job.id).reason
 
 
+def test_slurm_gives_a_number_again(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is killed forgets what it took last: someone else gets the number."""
+    job = submit()
+    keeper.look()
+    slurm.set("1", "COMPLETED", name="someone-elses")
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED, "that was not our end"
+    assert "state" not in slurm_facts(store, job)["slurm"]
+    slurm.set("1", "RUNNING")
+    service.stop(store, job.id, now=True)
+    monkeypatch.setattr(settle, "UNKNOWN_FOR", 0.0)
+    keeper.look()
+    assert store.get(job.id).state is State.STOPPED
+    again = service.resume(store, job.id, {"auto_resume": False})
+    write_handed_in(job.run_dir, HandedIn("lost", again.attempt, "1"))
+    keeper.look()
+    assert store.get(job.id).state is State.LOST
+    assert slurm.get("1", "state") == "RUNNING", "and is not ours to cancel"
+
+
 def test_slurm_refuses_a_job(
     store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
 ) -> None:
@@ -259,6 +319,29 @@ def test_slurm_refuses_a_job(
     service.resume(store, job.id)
     keeper.look()
     assert slurm.ids() == ["1"]
+
+
+def test_what_must_be_fetched_comes_before_slurm(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine fetches it; then the job is looked at again, and handed in."""
+    job, other = submit(), submit(name="other")
+    said = {job.run_dir: ("waiting for its model: 3 of 9 GiB", False), other.run_dir: ("", False)}
+    monkeypatch.setattr(keeping, "why_waiting", said.__getitem__)
+    name = HubName.read("model", "org/name")
+    assert name is not None
+    note(job.run_dir, [name])
+    keeper.look()
+    assert store.get(job.id).reason == "waiting for its model: 3 of 9 GiB"
+    assert slurm.ids() == ["1"], "it holds up no other"
+    said[job.run_dir] = "", False
+    keeper.look()
+    assert noted(job.run_dir) == []
+    assert slurm.ids() == ["1", "2"]
+    gone = submit(name="gone")
+    said[gone.run_dir] = "its model could not be fetched: no access", True
+    keeper.look()
+    assert store.get(gone.id).state is State.FAILED
 
 
 def test_a_job_file_that_cannot_be_read_holds_up_no_other(
@@ -373,13 +456,13 @@ def test_what_changes_while_a_job_is_handed_in(
 ) -> None:
     """The keeper looks again right before sbatch, and the next look goes by what is now."""
     job = submit()
-    write_script = keeping.script_of
+    write_script = script_of
     before = load_spec(job.run_dir.job_file)
     local = {"launcher": "local", "num_machines": 1}
 
     def change(*args: Any, **more: Any) -> str:
         text = write_script(*args, **more)
-        monkeypatch.setattr(keeping, "script_of", write_script)
+        monkeypatch.setattr(handing, "script_of", write_script)
         if what == "held":
             service.hold(store, job.id)
         elif what == "stopped":
@@ -391,7 +474,7 @@ def test_what_changes_while_a_job_is_handed_in(
 
     monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
     monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
-    monkeypatch.setattr(keeping, "script_of", change)
+    monkeypatch.setattr(handing, "script_of", change)
     keeper.look()
     assert slurm.ids() == []
     assert read_handed_in(job.run_dir) is None
@@ -558,13 +641,48 @@ def test_a_keeper_of_older_code_makes_way(
     assert slurm.ids() == ["1"], "it worked until then, and left the job to the next"
 
 
-def test_one_question_for_many_jobs(slurm: FakeSlurm, submit: Submit, keeper: Keeper) -> None:
-    for number in range(5):
-        submit(name=f"job{number}")
-    keeper.look()
-    keeper.look()
-    assert len(slurm.ids()) == 5
-    assert slurm.calls("squeue") == 2
+def test_one_question_for_a_thousand_jobs(
+    store: Store, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One an interval; jobs that wait as before cost no file and no row."""
+    now = [time.monotonic()]
+    opened: list[object] = []
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
+    monkeypatch.setattr(keeping, "time", clock)
+    for name in ("read_handed_in", "read_said", "move"):
+        monkeypatch.setattr(keeping, name, counted(getattr(keeping, name), opened))
+    listed = many_slurm_jobs(store, 1000)
+    listed[7] = replace(listed[7], state="RUNNING", reason="", nodes="n1")
+    slurm.say("listing", as_squeue(listed))
+    keeper = Keeper(store)
+
+    def look(seconds: int) -> int:
+        opened.clear()
+        for _ in range(seconds):
+            keeper.look()
+            now[0] += keeping.LOOK_EVERY
+        return len(opened)
+
+    look(3)
+    assert {job.reason for job in store.all()} == {
+        *(f"Slurm job {job.id}: other jobs go first" for job in store.all() if job.id != 8),
+        "Slurm job 8 starts on n1",
+    }
+    rows, before = keeper._rows.look(), slurm.calls("squeue")
+    assert look(60) <= 60 * 5, "the files of the one that runs"
+    assert slurm.calls("squeue") - before == 60 / keeping.ASK_EVERY
+    assert keeper._rows.look() is rows, "nothing was written"
+    slurm.say("listing", as_squeue([*listed[:-1], replace(listed[-1], reason="Resources")]))
+    look(16)
+    assert store.get(1000).reason == "Slurm job 1000: waiting for free nodes"
+
+
+def test_only_one_process_asks_slurm(store: Store, slurm: FakeSlurm, submit: Submit) -> None:
+    submit()
+    with open(store.home / LOCK, "a") as lock:
+        assert file_lock.take(lock)
+        keeping.keep(store)
+    assert slurm.calls("squeue") == 0
 
 
 def test_what_a_slurm_job_may_not_say(
@@ -574,7 +692,6 @@ def test_what_a_slurm_job_may_not_say(
     for changes, words in (
         ({"gpus": 4}, "Slurm chooses the GPUs"),
         ({"accelerate_extra_args": ["--debug"]}, "use slurm_srun_args"),
-        ({"push_to_hub": True}, "run `fsdp-tui push ID` when the job has ended"),
         ({"num_processes": 3}, "cannot be divided evenly"),
         ({"machine_rank": 1}, "machine_rank is set by Slurm"),
         ({"slurm_extra_args": "--nodes=3"}, "--nodes is set by num_machines"),

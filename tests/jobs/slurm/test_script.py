@@ -12,7 +12,7 @@ import pytest
 from jobs.errors import SpecError
 from jobs.run.diagnosis.rank_exits import RankExit, rank_exits
 from jobs.run.rundir import RunDir
-from jobs.slurm.keeper import signal_seconds
+from jobs.slurm.hand_in import signal_seconds
 from jobs.slurm.script import script_by_hand, script_of
 from jobs.slurm.step import srun_command
 from jobs.spec.file.load import load_spec

@@ -59,6 +59,7 @@ DONE = said(State.COMPLETED, "trained 6 steps")
         (Facts("7", listed("TIMEOUT"), stopping=True), State.STOPPED, "stopped"),
         (Facts("7", listed("NODE_FAIL")), State.LOST, "a node failed"),
         (Facts("7", listed("BOOT_FAIL")), State.LOST, "a node did not boot"),
+        (Facts("7", listed("FAILED", "JobLaunchFailure")), State.LOST, "could not start the job"),
         (Facts("7", listed("PREEMPTED")), State.LOST, "was preempted"),
         (Facts("7", listed("DEADLINE")), State.LOST, "the deadline"),
         (Facts("7", listed("OUT_OF_MEMORY")), State.FAILED, "a node ran out of memory"),

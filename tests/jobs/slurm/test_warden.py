@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -11,9 +12,10 @@ import pytest
 from jobs import service
 from jobs.errors import UserError
 from jobs.queue.states import State
+from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.fence import FENCE_VARIABLE, check_fence, raise_fence
 from jobs.run.rundir import RunDir, read_json
-from jobs.slurm import supervise
+from jobs.slurm import step, supervise
 from jobs.slurm.records import (
     Allocation,
     HandedIn,
@@ -28,6 +30,7 @@ from jobs.slurm.task import rank_environment
 from jobs.slurm.warden import warden_of
 from jobs.spec.file.load import load_spec
 from jobs.supervise.attempt import Attempt
+from jobs.supervise.outcome import Outcome
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -168,6 +171,86 @@ def test_signals_reach_the_ranks_whatever_the_number_of_their_step(
     assert slurm.signals() == ["--signal=TERM 1", "--signal=USR1 1"], "to all steps, not the script"
 
 
+def test_no_more_steps_past_the_time_limit(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm refuses a step before it says that it ends the job: what it says then decides."""
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    waited: list[bool] = []
+    monkeypatch.setattr(warden, "_await_verdict", lambda: waited.append(True))
+    failed = Outcome(State.FAILED, "the launcher failed: srun: error: …", worth_retrying=True)
+    for said in ("Job credential expired", "Job is pending"):
+        job.run_dir.launcher_log.write_text(f"srun: error: Unable to create step: {said}\n")
+        assert warden._not_asked(failed, load_spec(job.run_dir.job_file), None) == failed
+        assert waited == []
+    with open(job.run_dir.launcher_log, "a") as log:
+        log.write("srun: error: Unable to create step: Job/step already completing or completed\n")
+    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    assert waited == [True]
+
+
+def test_a_preemption_while_ranks_start(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot save yet, and die of the SIGTERM: what Slurm says next decides."""
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    waited: list[bool] = []
+    monkeypatch.setattr(warden, "_await_verdict", lambda: waited.append(True))
+    failed = Outcome(State.FAILED, "rank 0 was killed by SIGTERM while starting")
+    job.run_dir.launcher_log.write_text(
+        "srun: error: n1: task 0: Killed\nsrun: error: n1: task 1: Terminated\n"
+    )
+    warden.ended_by_us = {1}
+    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    assert waited == [], "we sent that one"
+    warden.ended_by_us = {0}
+    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    assert waited == [True]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_slurm_gives_no_step(
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    knows: bool,
+) -> None:
+    """A controller that is away, or has just come back: no failure, and no restart."""
+    said = [
+        "Unable to confirm allocation for job 1: Unable to contact slurm controller",
+        "Unable to create step for job 1: Job credential revoked",
+        "Application launch failed: Communication connection failure",
+    ]
+    outcomes = [Outcome(State.COMPLETED, "trained"), *[Outcome(State.FAILED, "no step")] * 3]
+
+    def start(*args: object) -> Attempt:
+        text = f"srun: error: {said.pop()}\n" if said else "srun: ranks start\n"
+        job.run_dir.launcher_log.write_text(text)
+        return Attempt(spec, "srun", None, None, 0, 0, 0)
+
+    job = submit()
+    spec = load_spec(job.run_dir.job_file)
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    job.run_dir.create()
+    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    monkeypatch.setattr(step, "ASK_EVERY", 0.0)
+    monkeypatch.setattr(supervise, "start_step", start)
+    monkeypatch.setattr(warden, "_watch", lambda attempt: outcomes.pop())
+    if not knows:
+        slurm.forget("1")
+    ended = warden._train(spec)
+    assert ended.state is (State.COMPLETED if knows else State.LOST)
+    assert said == [] if knows else "no longer knows job 1" in ended.reason
+
+
 @pytest.mark.slow
 def test_a_job_that_was_never_up_is_killed_at_its_limit(
     store: Store,
@@ -235,6 +318,35 @@ def test_a_checkpoint_of_an_earlier_allocation_is_dropped(
     raise_fence(tmp_path, "7.1")
     with pytest.raises(UserError, match=r"allocation 7\.1 of this job has taken over from 7\.0"):
         check_fence(tmp_path)
+
+
+def test_srun_decides_who_failed_first(tmp_path: Path) -> None:
+    """Its `Killed` is the cause; what the others say of a lost connection follows from it."""
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    record = {"t": 1.0, "rank": 0, "type": "DistBackendError", "message": "Connection closed"}
+    run_dir.rank_error(0).write_text(json.dumps(record | {"phase": "train", "step": 3}))
+    assert "rank 0" in why_failed(run_dir, 1)
+    run_dir.launcher_log.write_text("srun: error: n1: task 1: Killed\n")
+    assert "rank 1" in why_failed(run_dir, 1)
+
+
+def test_what_a_cut_off_node_does(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has started the job elsewhere: the old warden ends its ranks and says nothing."""
+    job = submit()
+    keeper.look()
+    job.run_dir.create()
+    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    raise_fence(job.run_dir.root, "1.1")
+    killed: list[Attempt] = []
+    monkeypatch.setattr(warden, "_kill", killed.append)
+    attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
+    with pytest.raises(SystemExit):
+        warden._look(attempt)
+    assert killed == [attempt]
+    assert read_said(warden_file(job.run_dir)) is None
 
 
 def test_a_task_becomes_a_rank() -> None:

@@ -39,6 +39,7 @@ if [ "$2" = --jobs ]; then
   fi
   cat "$FAKE_SLURM/jobs/$3/state"; exit 0
 fi
+if [ -e "$FAKE_SLURM/listing" ]; then cat "$FAKE_SLURM/listing"; exit 0; fi
 for d in "$FAKE_SLURM"/jobs/*/; do
   [ -d "$d" ] || continue
   id=$(basename "$d"); printf '%s' "$id"; row "$id"; printf '\\037\\n'

@@ -45,6 +45,7 @@ from typing import Any
 
 from jobs.machine.processes import ProcessId
 from jobs.machine.procfs import started_at
+from jobs.run.fence import FENCE_VARIABLE, check_fence, taken_over
 from jobs.run.rundir import MANIFEST, RankStatus, RunDir, event, write_atomic
 
 SAVE_EVERY = int(os.environ.get("FAKE_SAVE_EVERY", "0"))
@@ -166,6 +167,7 @@ class Rank:
         while self.held_at("save") or self.misses_a_rank():
             self.wait()
         if self.rank == 0:
+            check_fence(self.run_dir.root)
             publish_checkpoint(aside, self.run_dir.checkpoint(self.step), self.step)
             self.emit("checkpoint", step=self.step)
 
@@ -190,6 +192,8 @@ class Rank:
 
     def tell(self, phase: str | None = None) -> None:
         """Write the status; without a phase, only the heart beats."""
+        if taken_over(self.run_dir.root):
+            os._exit(1)
         if phase is not None:
             self.phase, self.progressed = phase, time.time()
         status = RankStatus(
@@ -211,8 +215,9 @@ class Rank:
 
     def emit(self, kind: str, **values: Any) -> None:
         if self.rank == 0:
+            whose = {"allocation": os.environ.get(FENCE_VARIABLE, "")}
             with open(self.run_dir.events, "a", encoding="utf-8") as file:
-                file.write(event(kind, **values))
+                file.write(event(kind, **values, **whose))
 
     def log(self, text: str) -> None:
         with open(self.run_dir.rank_log(self.rank), "a", encoding="utf-8") as file:

@@ -43,7 +43,7 @@ from tui.cli.job.follow import follow_job, follow_log
 from tui.cli.job.push import push
 from tui.cli.job.queue import COMMANDS
 from tui.cli.job.samples import samples
-from tui.cli.job.watch import watch
+from tui.cli.job.watch import watch, watch_machine
 from tui.cli.machine.cache import cache
 from tui.cli.machine.doctor import doctor
 from tui.cli.machine.notify import notify
@@ -230,17 +230,28 @@ def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
     metavar="SECONDS",
     help="Seconds between updates (with --watch).",
 )
+@click.option(
+    "--machine",
+    is_flag=True,
+    help="The machine and its GPUs too (with --watch --json), as the boxes screen reads it.",
+)
 @JSON
-def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
+def list_jobs(forever: bool, interval: float, machine: bool, as_json: bool) -> None:
     """List all jobs, newest first.
 
     --watch prints plain sentences and redraws nothing, for screen readers and logs. With --json,
-    each line is the JSON object of a job that changed.
+    the JSON objects of all jobs come first, one per line, then those that changed. With --machine
+    too, later lines have only what changed, and each update ends with a line that has its time.
     """
+    if machine and not (forever and as_json):
+        raise click.UsageError("--machine needs --watch and --json")
     store = Store()
     if forever:
         with contextlib.suppress(KeyboardInterrupt):  # as it is meant to end
-            watch(store, interval, as_json=as_json)
+            if machine:
+                watch_machine(store, interval)
+            else:
+                watch(store, interval, as_json=as_json)
         return
     service.refresh(store)
     present = devices.gpus()

@@ -24,6 +24,7 @@ LONGEST: Final = 1 << 16  # bytes of a line
 MOST_JOBS: Final = 20_000
 MOST_GPUS: Final = 256
 REMOVED: Final = {"state": "removed"}
+_MOST_NOISE: Final = 100  # lines that a shell's start-up files may print before the head
 _LONGEST_TEXT: Final = 300  # characters
 _LARGEST: Final = 2**53  # that JSON of any language has
 
@@ -173,6 +174,7 @@ class Listener:
         self._read: dict[tuple[str, int], BoxJob | BoxGpu] = {}
         self._changed: set[tuple[str, int]] = set()
         self._newer = False
+        self._noise = 0
 
     def take(self, line: bytes) -> Told | None:
         """Read a line; what the box has told, if it ends a look.
@@ -180,6 +182,9 @@ class Listener:
         Raises:
             UnreadableError: It is of no box, or of one whose format is not known here.
         """
+        if self.head is None and not line.startswith(b"{") and self._noise < _MOST_NOISE:
+            self._noise += 1
+            return None
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -113,8 +113,8 @@ def test_a_newer_box_is_understood_as_far_as_it_can_be() -> None:
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        (["Welcome to \x1b[31mbig!"], 'it says "Welcome to ?[31mbig!"'),
-        (["[1]"], 'it says "[1]"'),
+        (["Welcome to \x1b[31mbig!"] * 101, 'it says "Welcome to ?[31mbig!"'),
+        (["Welcome", "{]"], 'it says "{]"'),
         (['{"id":3}'], "does not begin as"),
         (
             ['{"fleet":2,"version":"9.9"}'],

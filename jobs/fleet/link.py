@@ -25,7 +25,7 @@ _FIRST_WORD: Final = 30.0  # seconds from the start of ssh to the end of the box
 _ENDS_IN: Final = 2.0  # seconds that ssh has to end after it has closed its output
 _AGAIN: Final = (2.0, 4.0, 8.0, 15.0)  # seconds until the next try
 _AGAIN_SETTLED: Final = 60.0  # where ssh works, and what it finds there will not pass by itself
-_LOOKS_MISSED: Final = 2.5
+_LOOKS_MISSED: Final = 2.0
 _KEPT_ERRORS: Final = 4096  # bytes
 _AT_ONCE: Final = 1 << 16  # bytes
 

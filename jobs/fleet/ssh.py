@@ -99,7 +99,8 @@ def why_failed(box: Box, status: int, said: str) -> str:
         status: Of ssh; that of the command where ssh itself did not fail.
         said: What stood on standard error.
     """
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in said.splitlines() if "Permanently added" not in line]
+    lines = [line for line in lines if line]
     last = lines[-1].removeprefix("fsdp-tui: ") if lines else ""
     if status == _NOT_FOUND:
         return (

@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 _RESET: Final = "\x1b[?1000;1002;1003;1006;2004l\x1b[<u\x1b[?1049l\x1b[?25h\x1b[0m\r\n"
 
 
-def visit(box: Box, words: Sequence[str] = ()) -> int:
+def visit(box: Box, words: Sequence[str] = (), *, stay: bool = False) -> int:
     """Run fsdp-tui on a box in this terminal until it ends; its dashboard, without any words.
 
     What it draws is not filtered: whoever controls the box controls the terminal meanwhile, as with
     every `ssh -t`.
+
+    Args:
+        box: Which.
+        words: Of fsdp-tui's command line.
+        stay: Wait for a key after a failure, before something else covers what ssh said.
 
     Returns:
         The exit status of ssh.
@@ -37,4 +42,8 @@ def visit(box: Box, words: Sequence[str] = ()) -> int:
     if status == FAILED and sys.__stderr__ is not None:
         sys.__stderr__.write(_RESET)
         sys.__stderr__.flush()
+    if status and stay and sys.__stdin__ is not None and sys.__stderr__ is not None:
+        sys.__stderr__.write("fsdp-tui: press Enter to go back\n")
+        sys.__stderr__.flush()
+        sys.__stdin__.readline()
     return status

@@ -43,6 +43,12 @@ def status_text(view: BoxView, now: float) -> str:
     return f"{status}, seen {age(now - view.heard)}"
 
 
+def brief_status(view: BoxView, now: float) -> str:
+    """`away 3 min`, where there is no room for more."""
+    seen = "" if view.heard is None else f" {age(now - view.heard).removesuffix(' ago')}"
+    return f"{view.status_at(now)}{seen}"
+
+
 def gpus_text(view: BoxView) -> str:
     """`3 of 8 free`, or what the box has instead."""
     if view.told is None:

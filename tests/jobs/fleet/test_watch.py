@@ -97,7 +97,7 @@ def test_boxes_that_do_not_work(boxes: FakeBoxes) -> None:
 def test_a_box_that_misses_looks_is_silent(boxes: FakeBoxes) -> None:
     told = Told(Head.model_validate(HEAD), (), ())
     view = BoxView(boxes.fleet("big").machines[0], "here", told=told, heard=100.0)
-    assert [view.status_at(100.0 + late) for late in (0, 12, 13)] == ["here", "here", "silent"]
+    assert [view.status_at(100.0 + late) for late in (0, 10, 11)] == ["here", "here", "silent"]
 
 
 @pytest.fixture

@@ -1,0 +1,100 @@
+"""Three homes behind a real sshd: the first word, a box that dies, hangs and comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from jobs.fleet.config import config_file, read_fleet
+from jobs.queue.store import Store
+from tests.support.fleet import Watching
+from tests.support.paths import ROOT
+from tests.support.sshd import SSHD, Sshd
+from tests.support.tui.made_up_runs import add_job
+from tests.support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(SSHD is None, reason="no sshd is installed"),
+]
+
+
+@pytest.fixture
+def sshd(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
+    root = Path(tempfile.mkdtemp(dir="/tmp", prefix="sshd-"))
+    server = Sshd(root)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    machines = []
+    for name in ("one", "two", "three"):
+        (root / name).mkdir(mode=0o700)
+        variables = f"FSDP_TUI_HOME={root / name} PYTHONPATH={ROOT} FSDP_TUI_RUNNER_IDLE=1"
+        command = f"cd {root} && exec env {variables} {sys.executable} -m tui"
+        machines.append({"name": name, "command": command})
+    path = config_file()
+    path.parent.mkdir(parents=True)
+    path.write_text(yaml.safe_dump({"machines": machines, "interval": 1}), encoding="utf-8")
+    server.start()
+    yield server
+    server.stop()
+    eventually(lambda: not _left_of(root))  # with its connection, each ssh and each watch ends
+    shutil.rmtree(root)
+
+
+def _left_of(root: Path) -> str:
+    """Processes that have this folder in their environment or words."""
+    listed = subprocess.run(["ps", "axeww"], capture_output=True, text=True, check=False).stdout
+    return "\n".join(
+        line for line in listed.splitlines()
+        if (f"FSDP_TUI_HOME={root}" in line or f"{root}/fsdp-tui" in line or f"{root}/sshd" in line)
+        and str(os.getpid()) not in line.split()[:1]
+    )  # fmt: skip
+
+
+def test_three_homes(sshd: Sshd) -> None:
+    add_job(Store(sshd.root / "two"), "cats")
+    Store(sshd.root / "two").hold(1, True)  # so that nothing is started
+    fleet = read_fleet()
+    with Watching(fleet) as watching:
+        for which in range(3):
+            view = watching.until(lambda view: view.status == "here", which)
+            assert view.told is not None
+            assert [job.name for job in view.told.jobs] == (["cats"] if which == 1 else [])
+        on = [sys.executable, "-m", "tui", "--on"]
+        words = ["list", "--json"]
+        told = subprocess.run([*on, "two", *words], capture_output=True, check=True, cwd=ROOT)
+        assert json.loads(told.stdout)[0]["state"] == "queued"
+        assert len(sshd.sessions()) == 3, "the connection of the screen is shared"
+
+        sshd.signal_sessions(signal.SIGSTOP)
+        hung = watching.until(lambda view: view.status_at(time.monotonic() + 3) == "silent")
+        assert hung.told is not None
+        sshd.signal_sessions(signal.SIGCONT)
+        watching.until(lambda view: (view.heard or 0) > (hung.heard or 0))
+
+        sshd.stop()
+        for which in range(3):
+            view = watching.until(lambda view: view.status == "away", which)
+            assert view.told is not None
+        watching.watch.retry()
+        watching.until(lambda view: "Connection refused" in view.why)
+        away = subprocess.run([*on, "one", "list"], capture_output=True, check=False, cwd=ROOT)
+        assert away.returncode == 1
+        assert b"one is away: " in away.stderr
+        sshd.start()
+        watching.watch.retry()
+        watching.until(lambda view: view.status == "here", 1)

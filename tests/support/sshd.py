@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -95,7 +96,8 @@ class Sshd:
     def signal_sessions(self, number: int) -> None:
         """Stop, continue or kill what serves its connections, as a box that hangs or dies."""
         for pid in self.sessions():
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def stop(self) -> None:
         """End it with all of its connections."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from tests.support.fleet import Watching
 from tests.support.paths import ROOT
 from tests.support.sshd import SSHD, Sshd
 from tests.support.tui.made_up_runs import add_job
+from tests.support.tui.terminal import terminal
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def sshd(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
     machines = []
     for name in ("one", "two", "three"):
         (root / name).mkdir(mode=0o700)
-        variables = f"FSDP_TUI_HOME={root / name} PYTHONPATH={ROOT} FSDP_TUI_RUNNER_IDLE=1"
+        variables = f"FSDP_TUI_HOME={root / name} PYTHONPATH={ROOT} FSDP_TUI_HOST=box-{name}"
         command = f"cd {root} && exec env {variables} {sys.executable} -m tui"
         machines.append({"name": name, "command": command})
     path = config_file()
@@ -98,3 +100,21 @@ def test_three_homes(sshd: Sshd) -> None:
         sshd.start()
         watching.watch.retry()
         watching.until(lambda view: view.status == "here", 1)
+
+
+def test_a_visit_to_a_box_and_back(sshd: Sshd) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FSDP_TUI_HOST": "here"}
+    with terminal([sys.executable, "-m", "tui"], environment, (100, 30)) as dashboard:
+        dashboard.wait_for(lambda text: "here" in text)
+        dashboard.press("F")
+        dashboard.wait_for(lambda text: "3 machines" in text)
+        dashboard.forget()
+        dashboard.press("\r")
+        dashboard.wait_for(lambda text: "box-one" in text)
+        dashboard.forget()
+        dashboard.press("q")
+        dashboard.wait_for(lambda text: "3 machines" in text)
+        assert dashboard.process.poll() is None
+        dashboard.forget()
+        dashboard.press("\x1b")
+        dashboard.wait_for(lambda text: "here" in text)

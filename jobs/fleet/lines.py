@@ -121,7 +121,7 @@ class Teller:
                     key: row[key] for key in row if key not in before or before[key] != row[key]
                 }
                 yield _line({kind: name} | changed)
-        for kind, name in self._told.keys() - now.keys():
+        for kind, name in [key for key in self._told if key not in now]:
             yield _line({kind: name} | REMOVED)
         self._told = now
         yield _line({"t": round(t)} | ({"paused": True} if paused else {}))
@@ -172,7 +172,7 @@ class Listener:
         self.head: Head | None = None
         self._rows: dict[str, dict[int, dict[str, Any]]] = {"id": {}, "gpu": {}}
         self._read: dict[tuple[str, int], BoxJob | BoxGpu] = {}
-        self._changed: set[tuple[str, int]] = set()
+        self._changed: dict[tuple[str, int], None] = {}  # in the order of the lines
         self._newer = False
         self._noise = 0
 
@@ -209,11 +209,11 @@ class Listener:
         if row.get("state") == "removed":
             rows.pop(name, None)
             self._read.pop((kind, name), None)
-            self._changed.discard((kind, name))
+            self._changed.pop((kind, name), None)
             return
         known = BoxJob.model_fields if kind == "id" else BoxGpu.model_fields
         rows.setdefault(name, {}).update((key, row[key]) for key in row if key in known)
-        self._changed.add((kind, name))
+        self._changed[kind, name] = None
         if len(rows) > (MOST_JOBS if kind == "id" else MOST_GPUS):
             raise UnreadableError(
                 f"it lists more than {len(rows) - 1} {'jobs' if kind == 'id' else 'GPUs'}"
@@ -236,7 +236,7 @@ class Listener:
         gpus = sorted(
             (g for g in self._read.values() if isinstance(g, BoxGpu)), key=lambda g: g.gpu
         )
-        jobs = [job for job in self._read.values() if isinstance(job, BoxJob)]
+        jobs = sorted((j for j in self._read.values() if isinstance(j, BoxJob)), key=lambda j: j.id)
         return Told(
             self.head, tuple(gpus), tuple(jobs), look.paused, look.problem, newer=self._newer
         )

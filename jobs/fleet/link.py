@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from jobs.errors import UserError
 from jobs.fleet.lines import LONGEST, Listener, UnreadableError
 from jobs.fleet.ssh import FAILED, is_too_old, ssh_command, why_failed
+from jobs.machine.processes import wait_for_by_hand
 from jobs.untrusted.text import one_line
 
 if TYPE_CHECKING:
@@ -158,6 +159,8 @@ class Link:
             )
         except OSError as error:
             self._fail(now, f"cannot run ssh here ({error.strerror})", _AGAIN)
+        else:
+            wait_for_by_hand(self._process.pid)  # its exit status says what has happened
 
     def _take(self, data: bytes, now: float) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")

@@ -24,8 +24,9 @@ FAILED: Final = 255  # ssh's exit status for its own failures
 _NOT_FOUND: Final = 127  # a shell's for a command that is not there
 _STAYS: Final = 60  # seconds that an unused connection is kept for what comes next
 _LONGEST_FOLDER: Final = 70  # bytes; a socket's path has 108, of which ssh and the name take 34
-# A box that does not answer for as long is away: seconds, and how often.
-_ALIVE: Final = (5, 3)
+# A box that says nothing for so many seconds is asked, so often, and is then away. More than the
+# usual interval, so that nothing is asked of one that speaks.
+_ALIVE: Final = (8, 2)
 
 
 def ssh_command(
@@ -42,6 +43,7 @@ def ssh_command(
     options = [f"ConnectTimeout={CONNECTS_WITHIN}"]
     options += [f"ServerAliveInterval={_ALIVE[0]}", f"ServerAliveCountMax={_ALIVE[1]}"]
     options += ["Compression=yes", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes"]
+    options += ["RemoteCommand=none"]  # a configuration may have one for logins
     if not ask:
         options += ["BatchMode=yes"]
     options += _shared(box)

@@ -37,7 +37,7 @@ from tui.cli.common.help import EXAMPLES, STATUSES
 from tui.cli.common.job_arguments import FLAGS, ID, JSON, TEMPLATE, WORDS, JobCommand, read_job
 from tui.cli.completion import completion
 from tui.cli.fleet.fleet import fleet
-from tui.cli.fleet.on_box import OnBoxes, open_on
+from tui.cli.fleet.on_box import ON, OnBoxes, open_on
 from tui.cli.job.checkpoints import checkpoints, resume, tell
 from tui.cli.job.edit import edit
 from tui.cli.job.export import export
@@ -107,7 +107,7 @@ def _with_way_out(error: click.ClickException) -> str:
 @click.version_option(package_name="fsdp-tui", prog_name="fsdp-tui")
 @click.option("--read-only", is_flag=True, help="Open the dashboard in read-only mode.")
 @click.option("--ascii", "plain", is_flag=True, help="Draw the dashboard in ASCII only.")
-@click.option("--on", metavar="BOX", help="Run it on a machine of machines.yaml, over ssh.")
+@ON
 @click.pass_context
 def cli(context: click.Context, read_only: bool, plain: bool, on: str | None) -> int | None:
     """Train diffusion models on several GPUs from the terminal.

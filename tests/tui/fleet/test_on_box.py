@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,13 @@ def test_a_job_file_of_this_machine_is_sent(
     assert "<submit><there.yaml><--new_key><3>" in capsys.readouterr().out
     with pytest.raises(UserError, match="submit it, then follow it"):
         run("--on", "echo", "run", str(job))
+
+
+def test_a_job_is_read_from_standard_input(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"name: cats\nlora_rank: many\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    with pytest.raises(UserError, match=r"standard input: .*line 2: lora_rank"):
+        run("submit", "-", "--dry-run")
 
 
 def test_what_cannot_be_done_is_said(boxes: FakeBoxes, capsys: pytest.CaptureFixture[str]) -> None:

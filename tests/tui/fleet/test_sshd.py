@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 from tests.support.sshd import SSHD, Sshd
 from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.terminal import terminal
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,3 +118,12 @@ def test_a_visit_to_a_box_and_back(sshd: Sshd) -> None:
         dashboard.forget()
         dashboard.press("\x1b")
         dashboard.wait_for(lambda text: "here" in text)
+
+
+def test_ctrl_c_ends_what_goes_on_there(sshd: Sshd) -> None:
+    command = [sys.executable, "-m", "tui", "--on", "two", "list", "--watch"]
+    with terminal(command, os.environ | {"PYTHONPATH": str(ROOT)}) as watching:
+        watching.wait_for(lambda text: "no jobs" in text)
+        watching.press("\x03")
+        assert watching.process.wait(PATIENCE) == 0
+    eventually(lambda: "list --watch" not in "".join(_left_of(sshd.root)))

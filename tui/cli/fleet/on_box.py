@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from jobs.errors import SpecError, UserError
 from jobs.fleet.config import read_fleet
@@ -38,6 +39,21 @@ _REFUSED: Final = {
     "completion": "it is for shells of this machine",
 }
 _LINE_END: Final = "\x1b[K"  # of progress lines; nothing else of a box steers the terminal
+
+
+def _boxes(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    with suppress(UserError):
+        names = [box.name for box in read_fleet().machines]
+        return [CompletionItem(name) for name in names if name.startswith(start)]
+    return []
+
+
+ON: Final = click.option(
+    "--on",
+    metavar="BOX",
+    shell_complete=_boxes,
+    help="Run it on a machine of machines.yaml, over ssh.",
+)
 
 
 class OnBoxes(Sections):

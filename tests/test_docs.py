@@ -173,6 +173,8 @@ def check(words: list[str]) -> None:
         click.ClickException, UserError: It would be refused.
     """
     name, command, rest = "fsdp-tui", cli, list(words)
+    if rest[:1] == ["--on"]:  # another machine runs the rest, as this one would
+        rest = rest[2:]
     context: click.Context | None = None
     while isinstance(command, click.Group):
         at = next((at for at, word in enumerate(rest) if not word.startswith("-")), len(rest))

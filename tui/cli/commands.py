@@ -35,9 +35,11 @@ from jobs.slurm.answer import slurm_facts
 from jobs.untrusted.text import one_line
 from tui.app.start import open_dashboard
 from tui.cli.common.echo import echo
-from tui.cli.common.help import EXAMPLES, STATUSES, Sections
+from tui.cli.common.help import EXAMPLES, STATUSES
 from tui.cli.common.job_arguments import FLAGS, ID, JSON, TEMPLATE, WORDS, JobCommand, read_job
 from tui.cli.completion import completion
+from tui.cli.fleet.fleet import fleet
+from tui.cli.fleet.on_box import ON, OnBoxes, open_on
 from tui.cli.job.checkpoints import checkpoints, resume, tell
 from tui.cli.job.edit import edit
 from tui.cli.job.export import export
@@ -45,9 +47,10 @@ from tui.cli.job.follow import follow_job, follow_log
 from tui.cli.job.push import push
 from tui.cli.job.queue import COMMANDS
 from tui.cli.job.samples import samples
-from tui.cli.job.watch import watch
+from tui.cli.job.watch import watch, watch_machine
 from tui.cli.machine.cache import cache
 from tui.cli.machine.doctor import doctor
+from tui.cli.machine.gpus import gpus
 from tui.cli.machine.notify import notify
 from tui.cli.machine.selftest import selftest
 from tui.cli.machine.settings import settings
@@ -61,7 +64,7 @@ from tui.cli.prepare.fetch import FETCH, fetch, offer
 from tui.cli.prepare.import_job import import_job
 from tui.cli.prepare.keys import keys
 from tui.cli.prepare.templates import templates
-from tui.text.tables import describe, gpu_facts, gpu_table, job_table
+from tui.text.tables import describe, job_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +101,7 @@ def _with_way_out(error: click.ClickException) -> str:
 
 
 @click.group(
-    cls=Sections,
+    cls=OnBoxes,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"{EXAMPLES}\n{STATUSES}",
@@ -106,19 +109,23 @@ def _with_way_out(error: click.ClickException) -> str:
 @click.version_option(package_name="fsdp-tui", prog_name="fsdp-tui")
 @click.option("--read-only", is_flag=True, help="Open the dashboard in read-only mode.")
 @click.option("--ascii", "plain", is_flag=True, help="Draw the dashboard in ASCII only.")
+@ON
 @click.pass_context
-def cli(context: click.Context, read_only: bool, plain: bool) -> None:
+def cli(context: click.Context, read_only: bool, plain: bool, on: str | None) -> int | None:
     """Train diffusion models on several GPUs from the terminal.
 
     Without a command, opens the dashboard. Jobs run on their own: close the dashboard or the
     connection, and come back to them later.
     """
     if context.invoked_subcommand is None:
+        if on is not None:
+            return open_on(on, ["--read-only"] * read_only + ["--ascii"] * plain)
         open_dashboard(Store(), read_only=read_only, plain=plain)
     elif read_only or plain:
         raise click.UsageError(
             "--read-only and --ascii apply to the dashboard only, not to commands"
         )
+    return None
 
 
 @cli.command()
@@ -173,7 +180,8 @@ def submit(
     Every key of a job file is also a flag (`fsdp-tui keys` lists them); flags win over the file.
     Spelling is flexible: --lora_rank=8 and --lora-rank 8 are the same. A switch takes true, yes,
     on, 1 or no value; =no or --no-KEY turns it off. None unsets a key. Lists may use commas or
-    JSON, or repeat the flag. An invalid flag is an error, and nothing is queued.
+    JSON, or repeat the flag. An invalid flag is an error, and nothing is queued. The file may be
+    - for standard input.
 
     \b
     fsdp-tui submit job.yaml --gpus=0,1 --strategy=fsdp2
@@ -232,17 +240,28 @@ def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
     metavar="SECONDS",
     help="Seconds between updates (with --watch).",
 )
+@click.option(
+    "--machine",
+    is_flag=True,
+    help="The machine and its GPUs too (with --watch --json), as the boxes screen reads it.",
+)
 @JSON
-def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
+def list_jobs(forever: bool, interval: float, machine: bool, as_json: bool) -> None:
     """List all jobs, newest first.
 
     --watch prints plain sentences and redraws nothing, for screen readers and logs. With --json,
-    each line is the JSON object of a job that changed.
+    the JSON objects of all jobs come first, one per line, then those that changed. With --machine
+    too, later lines have only what changed, and each update ends with a line that has its time.
     """
+    if machine and not (forever and as_json):
+        raise click.UsageError("--machine needs --watch and --json")
     store = Store()
     if forever:
         with contextlib.suppress(KeyboardInterrupt):  # as it is meant to end
-            watch(store, interval, as_json=as_json)
+            if machine:
+                watch_machine(store, interval)
+            else:
+                watch(store, interval, as_json=as_json)
         return
     service.refresh(store)
     present = devices.gpus()
@@ -324,24 +343,13 @@ def stop(job_id: int, now: bool) -> None:
     echo(service.stop(Store(), job_id, now=now))
 
 
-@cli.command()
-@JSON
-def gpus(as_json: bool) -> None:
-    """List the GPUs, their load, and the jobs that use them."""
-    store = Store()
-    service.refresh(store)
-    present, claims = devices.gpus(), store.claims()
-    if as_json:
-        echo(json.dumps([gpu_facts(gpu, claims) for gpu in present]))
-    else:
-        echo(gpu_table(present, claims) if present else _no_gpus())
-
-
 for command in (
     data,
     detect,
     doctor,
     estimate_job,
+    fleet,
+    gpus,
     families,
     fetch,
     cache,
@@ -377,11 +385,6 @@ def _looked_at() -> Iterator[Store]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _no_gpus() -> str:
-    host = devices.host()
-    return f"no GPUs on this machine; jobs run on CPU ranks ({host.cores} cores)"
 
 
 def _complain(text: str, status: int) -> NoReturn:

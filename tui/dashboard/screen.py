@@ -278,6 +278,11 @@ class DashboardScreen(QueueControl):
 
         self.app.push_screen(GpusScreen(self.snapshot, self.jobs.selected))
 
+    def action_fleet(self) -> None:
+        from tui.fleet.screen import FleetScreen
+
+        self.app.push_screen(FleetScreen())
+
     def action_caches(self) -> None:
         from tui.dashboard.caches.screen import CachesScreen
 

@@ -259,6 +259,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "app.command_palette", "ctrl+p", "^p", "palette", "Find an action or a job by name", "app"
     ),
     Action("gpus", "u", "u", "gpus", "GPUs: graphs of use and memory, all processes", "app"),
+    Action("fleet", "F,shift+f", "F", "fleet", "Fleet: other machines, their GPUs and jobs", "app"),
     Action("caches", "C,shift+c", "C", "caches", "Show cache sizes, clear caches", "app"),
     Action("switch_theme", "t", "t", "theme", "Switch between the dark and light theme", "app"),
     Action("app.redraw", "f5", "F5", "redraw", "Redraw the screen", "app", everywhere=True),

@@ -12,6 +12,7 @@ from jobs.paths import exists
 from jobs.spec.job_spec import JobSpec, is_switch, takes_many, takes_none, takes_number
 from jobs.spec.values.spellings import as_bool, as_list, as_none, normal_key, unquoted
 from jobs.spec.values.value_types import read_words
+from jobs.spec.values.yaml_lines import STDIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +103,7 @@ def _check_stray(word: str, listed: str) -> None:
     Raises:
         SpecError: It is.
     """
-    if exists(Path(word)):
+    if word == STDIN or exists(Path(word)):
         return
     key, equals, value = word.partition("=")
     name = normal_key(key)

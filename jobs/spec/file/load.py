@@ -20,7 +20,7 @@ from jobs.spec.job_spec import JobSpec, field_names, key_facts
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.values.spellings import did_you_mean, normal_key
 from jobs.spec.values.value_types import read_settings
-from jobs.spec.values.yaml_lines import dump_mapping, read_mapping
+from jobs.spec.values.yaml_lines import STDIN, dump_mapping, read_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ def load_spec(
         SpecError: Anything that cannot be run as written, all problems in one line.
     """
     written, lines = ({}, {}) if path is None else read_mapping(path)
-    where = str(path) if path is not None else "flags"
+    where = "flags" if path is None else "standard input" if str(path) == STDIN else str(path)
     roots = [base or Path.cwd()] + ([path.absolute().parent] if path is not None else [])
     flags = {normal_key(key): value for key, value in (overrides or {}).items()}
     lines = {key: line for key, line in lines.items() if key not in flags}

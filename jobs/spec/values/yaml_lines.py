@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -15,6 +16,7 @@ from jobs.untrusted.text import harmless
 if TYPE_CHECKING:
     from pathlib import Path
 
+STDIN: Final = "-"  # as a file's name
 _MOST_VALUES: Final = 20_000  # keys and entries of lists count too
 _MOST_LEVELS: Final = 30
 _LONGEST_NUMBER: Final = 4300  # characters; Python reads no more
@@ -24,7 +26,7 @@ def read_mapping(path: Path, what: str = "job file") -> tuple[dict[str, Any], di
     """Values by normal key, and the line of each key.
 
     Args:
-        path: The file. JSON is YAML but for tabs between its words.
+        path: The file; `-` is standard input. JSON is YAML but for tabs between its words.
         what: What it should be, for errors.
 
     Raises:
@@ -135,6 +137,8 @@ def dump_mapping(values: dict[str, Any]) -> str:
 
 def _read(path: Path, what: str) -> str:
     try:
+        if str(path) == STDIN:
+            return sys.stdin.buffer.read(LARGEST_TEXT + 1).decode("utf-8")
         return read_regular(path).decode("utf-8")
     except FileNotFoundError:
         raise SpecError(f"no such {what}: {path}") from None

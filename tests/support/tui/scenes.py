@@ -16,6 +16,7 @@ from textual.command import CommandPalette
 
 from jobs.memory.fit import Verdict
 from jobs.queue.store import Store
+from tests.support.tui.made_up_fleet import make_up_fleet
 from tests.support.tui.made_up_runs import look_every
 from tests.support.tui.made_up_server import Clock, idle_gpus, look_back, make_up, nobody_starts
 from tests.support.tui.pilot import driven, rest, until
@@ -140,6 +141,7 @@ SCENES: Final = (
     Scene("edit-question", ("e",)),
     Scene("data", ("d",)),
     Scene("gpus", ("u",)),
+    Scene("fleet", ("F",)),
     Scene("caches", ("C",)),
     Scene("help", ("question_mark",)),
     Scene("palette", ("ctrl+p", *"check")),
@@ -153,7 +155,12 @@ SCENES: Final = (
 
 @asynccontextmanager
 async def opened(
-    root: Path, size: tuple[int, int], *, jobs: bool = True, host: str = "gpu-server"
+    root: Path,
+    size: tuple[int, int],
+    *,
+    jobs: bool = True,
+    host: str = "gpu-server",
+    machines: int = 4,
 ) -> AsyncIterator[Pilot[None]]:
     """The dashboard of a made-up server, with all of its panels filled.
 
@@ -162,6 +169,7 @@ async def opened(
         size: Columns and lines.
         jobs: Whether there are any.
         host: What the machine is called.
+        machines: How many others there are.
     """
     state = root / "state"
     state.mkdir(mode=0o700)
@@ -180,6 +188,7 @@ async def opened(
         cards = make_up(store, root / "data", clock) if jobs else idle_gpus()
         clock.pace = 0.0
         nobody_starts(patch, cards)
+        make_up_fleet(patch, machines)
         look_every(patch, _HOUR)  # nothing changes; what is opened is looked at once
         app = FsdpTui(store, select=RUNNING if jobs else None)
         look_back(app.collector._history, cards.gpus, clock.now)

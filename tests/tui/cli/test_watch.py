@@ -14,10 +14,19 @@ import pytest
 
 from jobs import service
 from jobs.errors import UserError
+from jobs.fleet.lines import BoxGpu
+from jobs.machine.gpu import Gpu, GpuProcess
 from tests.support.paths import ROOT
 from tests.support.tui.made_up_runs import add_job
 from tests.support.waiting import PATIENCE
-from tui.cli.job.watch import changed_objects, changed_sentences, in_words, sentence, watch
+from tui.cli.job.watch import (
+    brief_gpu,
+    changed_objects,
+    changed_sentences,
+    in_words,
+    sentence,
+    watch,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,13 +129,44 @@ def test_what_passes_does_not_end_it(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("jobs.service.refresh", refresh)
-    monkeypatch.setattr("tui.cli.job.watch.time.sleep", sleep)
+    monkeypatch.setattr("tui.cli.job.watch.pause", sleep)
     with pytest.raises(KeyboardInterrupt):
         watch(store, 0.2)
     out, err = capsys.readouterr()
     assert "job 1 cats is queued" in out
     assert err.count("cannot read the jobs") == 1
     assert "the jobs can be read again" in err
+
+
+def test_it_ends_with_its_reader(
+    store: Store, monkeypatch: pytest.MonkeyPatch, no_gpus: None
+) -> None:
+    """Whoever looked from another machine is gone, and there is nothing new to print."""
+    reading, writing = os.pipe()
+    looks = []
+
+    def look(store: Store) -> list[dict[str, Any]]:
+        looks.append(store)
+        if len(looks) == 2:
+            os.close(reading)
+        return []
+
+    monkeypatch.setattr("tui.cli.job.watch.look", look)
+    with open(writing, "w", encoding="utf-8") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        with pytest.raises(BrokenPipeError):
+            watch(store, 0.01, as_json=True)
+    assert len(looks) == 2
+
+
+def test_what_a_fleet_is_told_of_a_gpu() -> None:
+    used = GpuProcess(pid=7, memory=2**31)
+    gpu = Gpu(2, "GPU-2", "H200", 2**37, 2**31 + 2**20, 97, processes=(used,))
+    told = brief_gpu(gpu, {"GPU-2": 3})
+    assert BoxGpu.model_validate(told) == BoxGpu(
+        gpu=2, name="H200", memory_total=2**37, memory_used=2**31, utilisation=97, job=3
+    )
+    assert brief_gpu(gpu, {})["others"] is True
 
 
 @pytest.fixture

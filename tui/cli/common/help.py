@@ -21,7 +21,7 @@ _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         "fetch",
     ),
     "Train": ("submit", "run", "data", "estimate", "resume", "export", "push"),
-    "Look": ("list", "show", "logs", "samples", "diff", "checkpoints", "gpus", "web"),
+    "Look": ("list", "show", "logs", "samples", "diff", "checkpoints", "gpus", "fleet", "web"),
     "Steer": ("edit", "stop", "save-now", "sample-now", "hold", "release", "move", "pause"),
     "Clean up": ("remove", "prune", "cache"),
     "Set up": ("settings", "completion"),
@@ -35,6 +35,7 @@ Examples:
   fsdp-tui submit job.yaml --gpus=0,1 --lora-rank 32
   fsdp-tui submit job.yaml --dry-run                validate and print the job, queue nothing
   fsdp-tui show 3 --as flags                        flags that recreate job 3
+  fsdp-tui --on trainer2 submit job.yaml            on another machine; see fsdp-tui fleet --help
 """
 STATUSES: Final = """\b
 Exit status:

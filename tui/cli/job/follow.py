@@ -6,7 +6,6 @@ import codecs
 import os
 import signal
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from jobs import service
@@ -16,6 +15,7 @@ from jobs.run.disk_space import find_cut
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import PHASES
 from tui.cli.common.echo import Stream, echo
+from tui.cli.common.reader import pause
 from tui.text.format import state_text
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _follow(store: Store, job: Job, path: Path, *, states: bool) -> Job:
                     _note(f"{PHASES.get(phase, phase)} ({events.phase.total})")
         if job.state.ended:
             return job
-        time.sleep(_LOOK_EVERY)
+        pause(_LOOK_EVERY)
 
 
 class _Tail:

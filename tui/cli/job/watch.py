@@ -6,33 +6,42 @@ Nothing moves: no colours, no signs, no cursor; only what changed is printed.
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 import time
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
 from jobs.errors import UserError
+from jobs.fleet.lines import Teller
 from jobs.machine import devices
 from jobs.queue.states import ENDED
 from tui.cli.common.echo import echo
+from tui.cli.common.reader import pause
 from tui.text.format import number, pace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from jobs.machine.devices import Gpu
     from jobs.queue.store import Store
 
+# These pass, as a locked database does.
+_PASSES: Final = (UserError, OSError, sqlite3.Error)
+_GRAIN: Final = 1 << 26  # bytes
 _ENDED: Final = {str(state) for state in ENDED}
 _UNITS: Final = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
 
 
 def watch(store: Store, every: float, *, as_json: bool = False) -> None:
-    """Print what is so, and then what changes, until interrupted.
+    """Print what is so, and then what changes, until interrupted or nobody reads it.
 
     Args:
         store: The jobs.
         every: Seconds between two looks.
-        as_json: A job's object a line instead of a sentence.
+        as_json: A job's object a line instead of a sentence: all jobs first, then those that
+            changed.
     """
     seen: dict[int, str] = {}
     first, problem = True, ""
@@ -40,11 +49,11 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
         before = problem
         try:
             rows, problem = look(store), ""
-        except (UserError, OSError, sqlite3.Error) as error:  # passes, as a locked database does
+        except _PASSES as error:
             problem = str(error) or type(error).__name__
             if problem != before:
                 echo(f"fsdp-tui: warning: cannot read the jobs: {problem}; retrying", err=True)
-            time.sleep(every)
+            pause(every)
             continue
         if before:
             echo("fsdp-tui: the jobs can be read again", err=True)
@@ -55,7 +64,44 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
         for line in lines:
             echo(line if as_json else f"{time.strftime('%H:%M')}  {line}")
         first = False
-        time.sleep(every)
+        pause(every)
+
+
+def watch_machine(store: Store, every: float) -> None:
+    """Print what a fleet screen shows of this machine, and then what changes: `jobs.fleet.lines`.
+
+    Args:
+        store: The jobs.
+        every: Seconds between two looks.
+    """
+    teller = Teller()
+    echo(teller.head(version("fsdp-tui"), socket.gethostname(), devices.host().cores, every))
+    while True:
+        try:
+            jobs, present = look(store), devices.gpus()
+            claims, paused = store.claims(), store.paused
+            gpus = [brief_gpu(gpu, claims) for gpu in present]
+            lines = list(teller.look(time.time(), jobs, gpus, paused))
+        except _PASSES as error:
+            problem = str(error) or type(error).__name__
+            lines = [teller.trouble(time.time(), f"cannot read the jobs: {problem}")]
+        echo("\n".join(lines))
+        pause(every)
+
+
+def brief_gpu(gpu: Gpu, claims: Mapping[str, int]) -> dict[str, Any]:
+    """What a fleet shows of a GPU; memory in steps of 64 MiB, since each change is sent."""
+    used = gpu.memory_used
+    return {
+        "gpu": gpu.index,
+        "name": gpu.name,
+        "memory_total": gpu.memory_total,
+        "memory_used": None if used is None else round(used / _GRAIN) * _GRAIN,
+        "utilisation": gpu.utilisation,
+        "job": claims.get(gpu.uuid),
+        "others": bool(devices.foreign_users([gpu], (), claims)),
+        "problem": gpu.unusable,
+    }
 
 
 def look(store: Store) -> list[dict[str, Any]]:

@@ -1,0 +1,130 @@
+"""Which machines are in the fleet: `machines.yaml`, beside the other settings of a person."""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from jobs.errors import NotFoundError, UserError
+from jobs.paths import config_home
+from jobs.spec.values.spellings import did_you_mean
+from jobs.spec.values.yaml_lines import parse_yaml
+from jobs.untrusted.files import read_regular
+from jobs.untrusted.text import harmless
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMAND: Final = "fsdp-tui"
+EXAMPLE: Final = """\
+machines:
+  - trainer1                    # as ~/.ssh/config or DNS knows it
+  - name: trainer2
+    ssh: me@10.0.0.7            # where its name is no ssh alias
+    command: ~/venv/bin/fsdp-tui
+"""
+_MOST: Final = 64
+_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+
+
+def _no_option(text: str) -> str:
+    """ssh reads what begins with a dash as an option, and some options run commands."""
+    if text.startswith("-") or not text.isprintable() or " " in text or not text:
+        raise ValueError("is no machine that ssh could connect to")
+    return text
+
+
+def _printable(text: str) -> str:
+    if harmless(text) != text or "\n" in text or not text.strip():
+        raise ValueError("is no command")
+    return text
+
+
+class Box(BaseModel):
+    """A machine of the fleet.
+
+    Attributes:
+        name: What the fleet calls it.
+        ssh: What ssh calls it; an alias of the ssh configuration, or `user@host`.
+        command: How its login shell finds fsdp-tui.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[\w][\w.@-]{0,62}$")
+    ssh: Annotated[str, AfterValidator(_no_option)] = ""
+    command: Annotated[str, AfterValidator(_printable)] = COMMAND
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        value = {"name": value} if isinstance(value, str) else value
+        return {"ssh": value.get("name"), **value} if isinstance(value, dict) else value
+
+
+class Fleet(BaseModel):
+    """The keys of `machines.yaml`.
+
+    Attributes:
+        machines: The boxes, in the order of the screen.
+        interval: Seconds between two looks of a box at itself.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    machines: tuple[Box, ...] = Field((), max_length=_MOST)
+    interval: float = Field(5.0, ge=1, le=3600)
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Fleet:
+        names = [box.name for box in self.machines]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f'"{twice}" is listed twice')
+        return self
+
+    def find(self, name: str) -> Box:
+        """The box of this name.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        boxes = {box.name: box for box in self.machines}
+        if name not in boxes:
+            meant = did_you_mean(name, boxes)
+            there = f"; it has {', '.join(boxes) or 'none'}" if not meant else ""
+            raise NotFoundError(f'no machine "{name}" in {config_file()}{meant}{there}')
+        return boxes[name]
+
+
+def config_file() -> Path:
+    """Where the file is, if there is one."""
+    return config_home() / "machines.yaml"
+
+
+def read_fleet() -> Fleet:
+    """The machines; none where there is no file.
+
+    Raises:
+        UserError: It cannot be used, or others could change which commands run.
+    """
+    path = config_file()
+    try:
+        text = read_regular(path).decode()
+        others = path.stat().st_mode & _OTHERS
+    except FileNotFoundError:
+        return Fleet()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}") from error
+    if others:
+        raise UserError(f"{path} may be changed by others", f"chmod go-w {path}")
+    try:
+        return Fleet.model_validate(parse_yaml(text)[1] or {})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        raise UserError(f"{path}: {where}{first['msg'].removeprefix('Value error, ')}") from None
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        raise UserError(f"{path} is not valid YAML") from error

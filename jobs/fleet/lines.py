@@ -1,0 +1,257 @@
+"""What a box says of itself, an object a line: written there, read here. Pure.
+
+A stream begins with a head. Then come looks: a line for each job and GPU, whole the first time and
+later only what changed, and at the end the time of the look. Each side skips keys that it does not
+know, so boxes of different versions understand each other; a box of another `FORMAT` is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from jobs.errors import UserError
+from jobs.untrusted.text import harmless, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+FORMAT: Final = 1
+LONGEST: Final = 1 << 16  # bytes of a line
+MOST_JOBS: Final = 20_000
+MOST_GPUS: Final = 256
+REMOVED: Final = {"state": "removed"}
+_MOST_NOISE: Final = 100  # lines that a shell's start-up files may print before the head
+_LONGEST_TEXT: Final = 300  # characters
+_LARGEST: Final = 2**53  # that JSON of any language has
+
+
+def _text(value: Any) -> Any:
+    return harmless(one_line(value[:_LONGEST_TEXT])) if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Head(_Told):
+    """The first line: who speaks, and seconds between its looks."""
+
+    fleet: int
+    version: Text = "?"
+    host: Text = "?"
+    cores: Count = 0
+    interval: float = Field(10.0, gt=0, le=86400)
+
+
+class BoxGpu(_Told):
+    """A GPU of a box: bytes and percent. `others`: processes that are not of our jobs use it."""
+
+    gpu: Count
+    name: Text = ""
+    memory_total: Count = 0
+    memory_used: Count | None = None
+    utilisation: Count | None = None
+    job: Count | None = None
+    others: bool = False
+    problem: Text | None = None
+
+
+class BoxJob(_Told):
+    """A job of a box, as `list --json` has it."""
+
+    id: Count
+    name: Text
+    state: Text
+    reason: Text = ""
+    step: Count = 0
+    total_steps: Count = 0
+    loss: Real | None = None
+    seconds_per_step: Real | None = None
+    eta: Real | None = None
+    ranks: Count = 0
+    gpus: tuple[Count, ...] = Field((), max_length=MOST_GPUS)
+
+
+class _Look(_Told):
+    """The last line of a look, by the box's clock."""
+
+    t: Real
+    paused: bool = False
+    problem: Text = ""
+
+
+# -- written on the box ------------------------------------------------------------------------
+
+
+class Teller:
+    """Makes the lines."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, Any], Mapping[str, Any]] = {}
+
+    def head(self, version: str, host: str, cores: int, interval: float) -> str:
+        """The first line."""
+        head = Head(fleet=FORMAT, version=version, host=host, cores=cores, interval=interval)
+        return _line(head.model_dump())
+
+    def look(
+        self,
+        t: float,
+        jobs: Sequence[Mapping[str, Any]],
+        gpus: Sequence[Mapping[str, Any]],
+        paused: bool,
+    ) -> Iterator[str]:
+        """What has changed since the last look; ends with a line even if nothing has."""
+        now: dict[tuple[str, Any], Mapping[str, Any]]
+        now = {("id", row["id"]): _briefly(row) for row in jobs}
+        now |= {("gpu", row["gpu"]): row for row in gpus}
+        for (kind, name), row in now.items():
+            before = self._told.get((kind, name), {})
+            if before != row:
+                changed = {
+                    key: row[key] for key in row if key not in before or before[key] != row[key]
+                }
+                yield _line({kind: name} | changed)
+        for kind, name in [key for key in self._told if key not in now]:
+            yield _line({kind: name} | REMOVED)
+        self._told = now
+        yield _line({"t": round(t)} | ({"paused": True} if paused else {}))
+
+    def trouble(self, t: float, problem: str) -> str:
+        """The line of a look that failed."""
+        return _line({"t": round(t), "problem": problem})
+
+
+def _briefly(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a fleet shows of a job, in as many digits: each more is sent at each look."""
+    shown = {key: row[key] for key in BoxJob.model_fields if key in row}
+    for key in ("loss", "seconds_per_step"):
+        if shown.get(key) is not None:
+            shown[key] = float(f"{shown[key]:.4g}")
+    if shown.get("eta") is not None:
+        shown["eta"] = round(shown["eta"])
+    return shown
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":"))
+
+
+# -- read here ---------------------------------------------------------------------------------
+
+
+class UnreadableError(UserError):
+    """What a box says is not what a box of this format says; nothing more of it can be used."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a box has told at the end of a look. `newer`: it told what is not understood here."""
+
+    head: Head
+    gpus: tuple[BoxGpu, ...]
+    jobs: tuple[BoxJob, ...]
+    paused: bool = False
+    problem: str = ""
+    newer: bool = False
+
+
+class Listener:
+    """Reads the lines of one stream."""
+
+    def __init__(self) -> None:
+        self.head: Head | None = None
+        self._rows: dict[str, dict[int, dict[str, Any]]] = {"id": {}, "gpu": {}}
+        self._read: dict[tuple[str, int], BoxJob | BoxGpu] = {}
+        self._changed: dict[tuple[str, int], None] = {}  # in the order of the lines
+        self._newer = False
+        self._noise = 0
+
+    def take(self, line: bytes) -> Told | None:
+        """Read a line; what the box has told, if it ends a look.
+
+        Raises:
+            UnreadableError: It is of no box, or of one whose format is not known here.
+        """
+        if self.head is None and not line.startswith(b"{") and self._noise < _MOST_NOISE:
+            self._noise += 1
+            return None
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise UnreadableError(f'it says "{_text(line[:60].decode(errors="replace"))}"')
+        if self.head is None:
+            self.head = _head(row)
+        elif "t" in row:
+            return self._end(row)
+        else:
+            self._note(row)
+        return None
+
+    def _note(self, row: dict[str, Any]) -> None:
+        kind = next((kind for kind in self._rows if kind in row), "")
+        name = row.get(kind)
+        if not isinstance(name, int) or isinstance(name, bool):
+            self._newer = True
+            return
+        rows = self._rows[kind]
+        if row.get("state") == "removed":
+            rows.pop(name, None)
+            self._read.pop((kind, name), None)
+            self._changed.pop((kind, name), None)
+            return
+        known = BoxJob.model_fields if kind == "id" else BoxGpu.model_fields
+        rows.setdefault(name, {}).update((key, row[key]) for key in row if key in known)
+        self._changed[kind, name] = None
+        if len(rows) > (MOST_JOBS if kind == "id" else MOST_GPUS):
+            raise UnreadableError(
+                f"it lists more than {len(rows) - 1} {'jobs' if kind == 'id' else 'GPUs'}"
+            )
+
+    def _end(self, row: dict[str, Any]) -> Told:
+        assert self.head is not None
+        for kind, name in self._changed:
+            shape = BoxJob if kind == "id" else BoxGpu
+            try:
+                self._read[kind, name] = shape.model_validate(self._rows[kind][name])
+            except ValidationError:
+                self._newer = True
+                self._read.pop((kind, name), None)
+        self._changed.clear()
+        try:
+            look = _Look.model_validate(row)
+        except ValidationError as error:
+            raise UnreadableError("its looks end in another way") from error
+        gpus = sorted(
+            (g for g in self._read.values() if isinstance(g, BoxGpu)), key=lambda g: g.gpu
+        )
+        jobs = sorted((j for j in self._read.values() if isinstance(j, BoxJob)), key=lambda j: j.id)
+        return Told(
+            self.head, tuple(gpus), tuple(jobs), look.paused, look.problem, newer=self._newer
+        )
+
+
+def _head(row: dict[str, Any]) -> Head:
+    try:
+        head = Head.model_validate(row)
+    except ValidationError as error:
+        raise UnreadableError("it does not begin as a fleet's box does") from error
+    if head.fleet != FORMAT:
+        older = "there" if head.fleet < FORMAT else "here"
+        raise UnreadableError(
+            f"its fsdp-tui is {head.version}, which speaks another format ({head.fleet}, not "
+            f"{FORMAT})",
+            f"update fsdp-tui {older}",
+        )
+    return head

@@ -1,0 +1,217 @@
+"""The connection to one box: a long-lived ssh with `list --watch` at its other end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from jobs.errors import UserError
+from jobs.fleet.lines import LONGEST, Listener, UnreadableError
+from jobs.fleet.ssh import FAILED, is_too_old, ssh_command, why_failed
+from jobs.machine.processes import wait_for_by_hand
+from jobs.untrusted.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.fleet.config import Box
+    from jobs.fleet.lines import Told
+
+Status = Literal["connecting", "here", "silent", "away"]
+
+_FIRST_WORD: Final = 30.0  # seconds from the start of ssh to the end of the box's first look
+_ENDS_IN: Final = 2.0  # seconds that ssh has to end after it has closed its output
+_AGAIN: Final = (2.0, 4.0, 8.0, 15.0)  # seconds until the next try
+_AGAIN_SETTLED: Final = 60.0  # where ssh works, and what it finds there will not pass by itself
+_LOOKS_MISSED: Final = 2.0
+_KEPT_ERRORS: Final = 4096  # bytes
+_AT_ONCE: Final = 1 << 16  # bytes
+
+
+@dataclass(frozen=True)
+class BoxView:
+    """What is known of a box at one moment.
+
+    Attributes:
+        box: Which.
+        status: As the connection is; see `status_at`.
+        why: Why it is away, or what else is wrong, a sentence.
+        told: What it has told last, if it ever has.
+        heard: When that was, by our own monotonic clock.
+        received: Bytes of all that it has said.
+    """
+
+    box: Box
+    status: Status = "connecting"
+    why: str = ""
+    told: Told | None = None
+    heard: float | None = None
+    received: int = 0
+
+    def status_at(self, now: float) -> Status:
+        """A box that has missed looks is silent: its ssh lives, but it or the way there hangs."""
+        if self.status == "here" and self.told is not None and self.heard is not None:
+            late = now - self.heard > _LOOKS_MISSED * self.told.head.interval
+            return "silent" if late else "here"
+        return self.status
+
+
+class Link:
+    """Starts ssh, reads what comes, and starts it again when it has ended. For one thread."""
+
+    def __init__(self, box: Box, interval: float) -> None:
+        """
+        Args:
+            box: To which.
+            interval: Seconds between two looks there.
+        """
+        self.view = BoxView(box)
+        self.due = 0.0  # when something is to be done even if nothing comes, monotonic
+        self._words = ["list", "--watch", "--json", "--machine", "--interval", f"{interval:g}"]
+        self._asks_version = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listener = Listener()
+        self._rest = self._errors = b""
+        self._failures = 0
+
+    def files(self) -> Sequence[int]:
+        """What to wait for."""
+        if self._process is None:
+            return ()
+        pipes = (self._process.stdout, self._process.stderr)
+        return [pipe.fileno() for pipe in pipes if pipe is not None and not pipe.closed]
+
+    def tend(self, now: float) -> None:
+        """Do what is due."""
+        if now < self.due:
+            return
+        if self._process is None:
+            self._start(now)
+        elif self._process.stdout is not None and self._process.stdout.closed:
+            self._settle(now)
+        else:
+            self._fail(now, f"no answer within {_FIRST_WORD:.0f} s", _AGAIN)
+
+    def hurry(self) -> None:
+        """Try at once, if it is away."""
+        if self._process is None:
+            self.due, self._failures = 0.0, 0
+
+    def read(self, file: int, now: float) -> None:
+        """Read what has come."""
+        assert self._process is not None
+        out, errors = self._process.stdout, self._process.stderr
+        assert out is not None
+        assert errors is not None
+        data = os.read(file, _AT_ONCE)
+        if not errors.closed and file == errors.fileno():
+            self._errors = (self._errors + data)[-_KEPT_ERRORS:]
+            if not data:
+                errors.close()
+        elif data:
+            self.view = replace(self.view, received=self.view.received + len(data))
+            self._take(data, now)
+        else:
+            out.close()
+            self.due = now + _ENDS_IN
+            with suppress(subprocess.TimeoutExpired):  # it has nearly always ended by now
+                self._process.wait(0.02)
+                self._settle(now)
+
+    def end(self) -> None:
+        """Ask ssh to end; `forget` waits for it."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def forget(self) -> None:
+        """Make sure that it has ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_ENDS_IN)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    # -- its life --------------------------------------------------------------------------
+
+    def _start(self, now: float) -> None:
+        words = ["--version"] if self._asks_version else self._words
+        self._listener, self._rest, self._errors = Listener(), b"", b""
+        self.due = now + _FIRST_WORD
+        if self.view.status != "away":
+            self.view = replace(self.view, status="connecting")
+        try:
+            self._process = subprocess.Popen(
+                ssh_command(self.view.box, words),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C and Ctrl-Z in our terminal are not for it
+            )
+        except OSError as error:
+            self._fail(now, f"cannot run ssh here ({error.strerror})", _AGAIN)
+        else:
+            wait_for_by_hand(self._process.pid)  # its exit status says what has happened
+
+    def _take(self, data: bytes, now: float) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._asks_version:
+            self._rest = data[:100]
+            return
+        try:
+            for line in lines:
+                if (told := self._listener.take(line)) is not None:
+                    self._failures, self.due = 0, float("inf")
+                    self.view = replace(
+                        self.view, status="here", why=told.problem, told=told, heard=now
+                    )
+            if len(self._rest) > LONGEST:
+                raise UnreadableError(f"it sent a line of more than {LONGEST >> 10} KiB")
+        except UserError as error:
+            self._fail(now, str(error), (_AGAIN_SETTLED,))
+
+    def _settle(self, now: float) -> None:
+        """ssh has closed its output: say why."""
+        assert self._process is not None
+        status = self._process.poll()
+        if status is None:
+            self._process.kill()
+            status = self._process.wait()
+        self._read_last_errors()
+        said = self._errors.decode(errors="replace")
+        if self._asks_version and status != FAILED:
+            self._asks_version = False
+            version = self._rest.decode(errors="replace").rpartition(" ")[2].strip() or "unknown"
+            why = f"its fsdp-tui is {version}, too old for this; update it there"
+            self._fail(now, why, (_AGAIN_SETTLED,))
+        elif is_too_old(status, said):
+            self._asks_version = True
+            self._fail(now, "its fsdp-tui is too old for this; update it there", (0.0,))
+        else:
+            again = _AGAIN if status == FAILED or status <= 0 else (_AGAIN_SETTLED,)
+            self._fail(now, why_failed(self.view.box, status, said), again)
+
+    def _read_last_errors(self) -> None:
+        """What came after the end of its output; others may hold the pipe, so do not wait."""
+        errors = self._process.stderr if self._process is not None else None
+        if errors is None or errors.closed:
+            return
+        os.set_blocking(errors.fileno(), False)
+        with suppress(BlockingIOError):
+            while data := os.read(errors.fileno(), _AT_ONCE):
+                self._errors = (self._errors + data)[-_KEPT_ERRORS:]
+
+    def _fail(self, now: float, why: str, again: Sequence[float]) -> None:
+        self.forget()
+        self.due = now + again[min(self._failures, len(again) - 1)]
+        self._failures += 1
+        self.view = replace(self.view, status="away", why=one_line(why))

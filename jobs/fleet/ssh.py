@@ -1,0 +1,125 @@
+"""How ssh is called, and what its failures mean.
+
+One connection for each box, shared by all that runs over it (ssh's own multiplexing); who reaches a
+box, by which way and with which key is the business of the person's ssh configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.fleet.config import Box
+
+CONNECTS_WITHIN: Final = 10  # seconds
+FAILED: Final = 255  # ssh's exit status for its own failures
+_NOT_FOUND: Final = 127  # a shell's for a command that is not there
+_STAYS: Final = 60  # seconds that an unused connection is kept for what comes next
+_LONGEST_FOLDER: Final = 70  # bytes; a socket's path has 108, of which ssh and the name take 34
+# A box that says nothing for so many seconds is asked, so often, and is then away. More than the
+# usual interval, so that nothing is asked of one that speaks.
+_ALIVE: Final = (8, 2)
+
+
+def ssh_command(
+    box: Box, words: Sequence[str], *, terminal: bool = False, ask: bool = False
+) -> list[str]:
+    """The command that runs fsdp-tui on a box.
+
+    Args:
+        box: Which.
+        words: Of fsdp-tui's command line; the box's shell reads them as they stand here.
+        terminal: Give it a terminal, ours.
+        ask: Let ssh ask for a password or about a new host; else it fails where it would.
+    """
+    options = [f"ConnectTimeout={CONNECTS_WITHIN}"]
+    options += [f"ServerAliveInterval={_ALIVE[0]}", f"ServerAliveCountMax={_ALIVE[1]}"]
+    options += ["Compression=yes", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes"]
+    options += ["RemoteCommand=none"]  # a configuration may have one for logins
+    if not ask:
+        options += ["BatchMode=yes"]
+    options += _shared(box)
+    remote = " ".join([box.command, *map(shlex.quote, words)])
+    return [
+        "ssh",
+        "-t" if terminal else "-T",
+        *(part for option in options for part in ("-o", option)),
+        "--",
+        box.ssh,
+        remote,
+    ]
+
+
+def _shared(box: Box) -> list[str]:
+    """The options that share a connection, or none of the kind where there is no safe place."""
+    folder = runtime_folder()
+    if folder is None:
+        return ["ControlMaster=no", "ControlPath=none"]
+    name = hashlib.sha256(box.ssh.encode()).hexdigest()[:16]
+    return ["ControlMaster=auto", f"ControlPath={folder / name}", f"ControlPersist={_STAYS}"]
+
+
+def runtime_folder() -> Path | None:
+    """A folder for sockets that is ours alone, made if need be; None where none can be had.
+
+    Whoever could write there could offer ssh a connection of their own.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    places = [Path(runtime) / "fsdp-tui"] if runtime else []
+    places.append(Path(tempfile.gettempdir()) / f"fsdp-tui-{os.geteuid()}")
+    for place in places:
+        # ssh reads % and spaces of a path in its own way
+        plain = not set(str(place)) & set("% \"'\\")
+        if plain and len(os.fsencode(place)) <= _LONGEST_FOLDER and _is_ours(place):
+            return place
+    return None
+
+
+def _is_ours(place: Path) -> bool:
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        status = place.lstat()
+    except OSError:
+        return False
+    mode = stat.S_IMODE(status.st_mode)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not mode & 0o077
+
+
+def why_failed(box: Box, status: int, said: str) -> str:
+    """Why a command on a box has ended, in a sentence that continues "BOX is away: ".
+
+    Args:
+        box: Which.
+        status: Of ssh; that of the command where ssh itself did not fail.
+        said: What stood on standard error.
+    """
+    lines = [line.strip() for line in said.splitlines() if "Permanently added" not in line]
+    lines = [line for line in lines if line]
+    last = lines[-1].removeprefix("fsdp-tui: ") if lines else ""
+    if status == _NOT_FOUND:
+        return (
+            f"no {box.command} for commands over ssh there; set `command:` of {box.name} in "
+            "machines.yaml"
+        )
+    if status == FAILED:
+        if "Permission denied" in last:
+            return f"{last}; log in once (enter), or use a key or an agent"
+        if "Host key verification failed" in said:
+            return f"its host key is not known; connect once: ssh {box.ssh}"
+        return last or "the connection was lost"
+    if status < 0:
+        return f"ssh was ended by signal {-status}"
+    return last or f"fsdp-tui there ended with status {status}"
+
+
+def is_too_old(status: int, said: str) -> bool:
+    """Whether a box's fsdp-tui ended since it does not know what it was asked for."""
+    return status == 2 and "--machine" in said and "No such option" in said

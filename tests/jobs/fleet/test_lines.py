@@ -1,0 +1,148 @@
+"""What a box tells is read back, in few bytes, whatever the box is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jobs.fleet.lines import FORMAT, BoxJob, Listener, Teller, Told, UnreadableError
+
+EVIL = "\x1b]52;c;aGk=\x07cats\u202e\nx"
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": 3,
+        "name": "cats",
+        "state": "running",
+        "reason": "",
+        "step": 40,
+        "total_steps": 200,
+        "loss": 0.41234567891,
+        "seconds_per_step": 1.5000001,
+        "eta": 239.9,
+        "ranks": 2,
+        "gpus": [0, 1],
+        "run_dir": "/a",
+        "created": 1.0,
+    } | changes
+
+
+def gpu(**changes: Any) -> dict[str, Any]:
+    return {"gpu": 0, "name": "H200", "memory_total": 2**37, "memory_used": 2**30} | changes
+
+
+def hear(listener: Listener, *lines: str) -> Told | None:
+    told = None
+    for line in lines:
+        told = listener.take(line.encode()) or told
+    return told
+
+
+def begun(**head: Any) -> Listener:
+    listener = Listener()
+    words = {"fleet": FORMAT, "version": "9.9", "host": "big"} | head
+    assert listener.take(json.dumps(words).encode()) is None
+    return listener
+
+
+def test_the_whole_first_then_what_changed() -> None:
+    teller, listener = Teller(), Listener()
+    hear(listener, teller.head("1.2", "big", 64, 5.0))
+    first = list(teller.look(100.4, [job(), job(id=4, state="completed")], [gpu()], False))
+    assert len(first) == 4
+    told = hear(listener, *first)
+    assert told is not None
+    assert (told.head.version, told.head.host, told.head.interval) == ("1.2", "big", 5.0)
+    assert [one.id for one in told.jobs] == [3, 4]
+    assert told.jobs[0].loss == 0.4123
+    assert told.jobs[0].gpus == (0, 1)
+    assert told.gpus[0].memory_used == 2**30
+
+    second = list(teller.look(105.0, [job(step=41, eta=239.6)], [gpu()], True))
+    assert [json.loads(line) for line in second] == [
+        {"id": 3, "step": 41},
+        {"id": 4, "state": "removed"},
+        {"t": 105, "paused": True},
+    ]
+    told = hear(listener, *second)
+    assert told is not None
+    assert told.paused
+    assert [(one.id, one.step, one.name) for one in told.jobs] == [(3, 41, "cats")]
+    assert list(teller.look(110.0, [job(step=41)], [gpu()], False)) == ['{"t":110}']
+
+
+def test_nothing_in_it_steers_a_terminal() -> None:
+    teller, listener = Teller(), Listener()
+    hear(listener, teller.head(EVIL, EVIL, 1, 5.0))
+    told = hear(
+        listener,
+        *teller.look(1.0, [job(name=EVIL, reason=EVIL * 99)], [gpu(name=EVIL)], False),
+    )
+    assert told is not None
+    texts = [told.head.host, told.jobs[0].name, told.jobs[0].reason, told.gpus[0].name]
+    assert all(text.isprintable() and "cats" in text for text in texts)
+    assert max(map(len, texts)) <= 300
+    told = hear(listener, teller.trouble(2.0, EVIL))
+    assert told is not None
+    assert told.problem.isprintable()
+
+
+def test_a_newer_box_is_understood_as_far_as_it_can_be() -> None:
+    listener = begun(colour="red")
+    told = hear(
+        listener,
+        '{"id":3,"name":"cats","state":"dreaming","depth":[1]}',
+        '{"gpu":0,"name":"X","watts":3}',
+        '{"t":1,"mood":"good"}',
+    )
+    assert told is not None
+    assert told.jobs == (BoxJob(id=3, name="cats", state="dreaming"),)
+    assert not told.newer
+    told = hear(
+        listener, '{"id":3,"step":{"at":3}}', '{"tpu":3}', '{"id":4,"state":"running"}', '{"t":2}'
+    )
+    assert told is not None
+    assert told.jobs == ()
+    assert told.newer
+    assert [one.gpu for one in told.gpus] == [0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (["Welcome to \x1b[31mbig!"] * 101, 'it says "Welcome to ?[31mbig!"'),
+        (["Welcome", "{]"], 'it says "{]"'),
+        (['{"id":3}'], "does not begin as"),
+        (
+            ['{"fleet":2,"version":"9.9"}'],
+            "is 9.9, which speaks another format (2, not 1); update fsdp-tui here",
+        ),
+        (['{"fleet":1}', "[" * 3000], "it says"),
+        (['{"fleet":1}', '{"t":"noon"}'], "end in another way"),
+    ],
+)
+def test_what_is_no_box(lines: list[str], why: str) -> None:
+    with pytest.raises(UnreadableError) as error:
+        hear(Listener(), *lines)
+    assert why in str(error.value)
+
+
+def test_a_box_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.fleet.lines.MOST_JOBS", 3)
+    listener = begun()
+    with pytest.raises(UnreadableError, match="more than 3 jobs"):
+        hear(listener, *(f'{{"id":{n},"name":"a","state":"b"}}' for n in range(5)))
+
+
+def test_numbers_are_numbers() -> None:
+    listener = begun()
+    told = hear(listener, json.dumps(job(step=10**400)), json.dumps(job(id=4, loss=1)), '{"t":1}')
+    assert told is not None
+    assert [one.id for one in told.jobs] == [4]
+    hear(listener, '{"id":4,"loss":NaN}')
+    told = hear(listener, '{"t":1}')
+    assert told is not None
+    assert told.jobs == ()

@@ -1,0 +1,24 @@
+"""Wait for as long as somebody reads what is printed."""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+
+
+def pause(seconds: float) -> None:
+    """Wait, and end at once when the reader is gone: over ssh, nothing else tells.
+
+    Raises:
+        BrokenPipeError: Nobody reads standard output any more.
+    """
+    try:
+        watched = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):  # a test's, or closed
+        time.sleep(seconds)
+        return
+    poll = select.poll()
+    poll.register(watched, 0)  # the end of a pipe is told without being asked for
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(seconds * 1000)):
+        raise BrokenPipeError

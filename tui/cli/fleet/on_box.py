@@ -1,0 +1,216 @@
+"""`fsdp-tui --on BOX …`: any command, run by another machine's fsdp-tui over ssh."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+import click
+from click.shell_completion import CompletionItem
+
+from jobs.errors import SpecError, UserError
+from jobs.fleet.config import read_fleet
+from jobs.fleet.ssh import FAILED, is_too_old, ssh_command, why_failed
+from jobs.spec.file.flags import parse_flags
+from jobs.spec.values.yaml_lines import STDIN
+from jobs.untrusted.files import read_regular
+from tui.cli.common.echo import Stream, echo
+from tui.cli.common.help import Sections
+from tui.cli.common.job_arguments import JobCommand
+from tui.fleet.visit import visit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.fleet.config import Box
+
+_FULL_SCREEN: Final = ("demo", "edit")
+# They ask, or go on until Ctrl-C; the box must get what is typed here.
+_TALKING: Final = ("run", "logs", "list", "remove", "prune", "cache", "checkpoints")
+_REFUSED: Final = {
+    "web": "forward its port: ssh -L 8000:localhost:8000 BOX fsdp-tui web",
+    "fleet": "its screen is on this one",
+    "completion": "it is for shells of this machine",
+}
+_LINE_END: Final = "\x1b[K"  # of progress lines; nothing else of a box steers the terminal
+
+
+def _boxes(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    with suppress(UserError):
+        names = [box.name for box in read_fleet().machines]
+        return [CompletionItem(name) for name in names if name.startswith(start)]
+    return []
+
+
+ON: Final = click.option(
+    "--on",
+    metavar="BOX",
+    shell_complete=_boxes,
+    help="Run it on a machine of machines.yaml, over ssh.",
+)
+
+
+class OnBoxes(Sections):
+    """A group whose commands run on another machine where `--on` names one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """What stands behind `--on BOX` is for its fsdp-tui to read, of whatever version."""
+        if ctx.params.get("on") is None or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        return args[0], _THERE, args
+
+
+def _run_there(words: tuple[str, ...]) -> int:
+    context = click.get_current_context().parent
+    assert context is not None
+    group = context.command
+    assert isinstance(group, click.Group)
+    return run_on(context.params["on"], list(words), group.get_command(context, words[0]))
+
+
+_THERE: Final = click.Command(
+    "on",
+    params=[click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)],
+    callback=_run_there,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+
+
+def open_on(name: str, flags: Sequence[str]) -> int:
+    """Open the dashboard of a box in this terminal.
+
+    Raises:
+        UserError: There is no such box.
+    """
+    return visit(read_fleet().find(name), flags)
+
+
+def run_on(name: str, words: list[str], here: click.Command | None = None) -> int:
+    """Run a command on a box; what it prints passes through our filter.
+
+    Args:
+        name: Of the box.
+        words: The command, its options and arguments.
+        here: The command of this name here, which knows its options.
+
+    Returns:
+        Its exit status; 1 if the box cannot be reached.
+
+    Raises:
+        UserError: There is no such box, or this cannot be done over ssh.
+    """
+    box = read_fleet().find(name)
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if why := _REFUSED.get(words[0]):
+        raise UserError(f"`{words[0]}` cannot run on another machine", why)
+    if words[0] in _FULL_SCREEN and at_terminal:
+        return visit(box, words)
+    words, job = _with_job_file(words, here)
+    talks = words[0] in _TALKING and at_terminal
+    command = ssh_command(box, words, terminal=talks, ask=sys.stdin.isatty())
+    inherits = talks or (STDIN in words and job is None)
+    feed = None if inherits else subprocess.DEVNULL if job is None else subprocess.PIPE
+    return _run(box, command, feed, job)
+
+
+def _with_job_file(
+    words: list[str], command: click.Command | None
+) -> tuple[list[str], bytes | None]:
+    """The words with `-` in place of a job file of this machine, and what is in it.
+
+    Args:
+        words: The command and what follows it.
+        command: The same one here.
+
+    Raises:
+        UserError: It cannot be read, or sent.
+    """
+    if not isinstance(command, JobCommand) or {"-h", "--help"} & set(words):
+        return words, None
+    local = next((name for name in _others(command, words) if Path(name).is_file()), None)
+    if local is None:
+        return words, None
+    if words[0] == "run":
+        raise UserError(
+            f"{local} is on this machine, and `run` needs the input for Ctrl-C",
+            "submit it, then follow it: `--on BOX logs ID --follow`",
+        )
+    try:
+        job = read_regular(Path(local))
+    except OSError as error:
+        raise UserError(f"cannot read {local} ({error.strerror})") from error
+    for place in (at for at, word in enumerate(words) if word == local):
+        sent = [*words[:place], STDIN, *words[place + 1 :]]
+        if _others(command, sent) == [STDIN]:  # else it is the value of a flag
+            return sent, job
+    return words, None
+
+
+def _others(command: click.Command, words: Sequence[str]) -> list[str]:
+    """What of the words are no options of the command and no keys of a job."""
+    try:
+        context = command.make_context(words[0], list(words[1:]))
+        return parse_flags(context.params.get("words", ()))[1]
+    except (click.UsageError, SpecError):  # the box may know what this is
+        return []
+
+
+def _run(box: Box, command: Sequence[str], feed: int | None, job: bytes | None) -> int:
+    try:
+        process = subprocess.Popen(
+            command, stdin=feed, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    except OSError as error:
+        raise UserError(f"cannot run ssh ({error.strerror})") from error
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = _Copy(process.stderr, sys.stderr)
+    beside = threading.Thread(target=errors.run, daemon=True)
+    beside.start()
+    try:
+        if job is not None and process.stdin is not None:
+            with suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(job)
+        _Copy(process.stdout, sys.stdout).run()
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    beside.join()
+    if is_too_old(status, errors.end):
+        echo(f"fsdp-tui: the fsdp-tui of {box.name} is too old for this", err=True)
+    if status in (FAILED, 127):
+        why = why_failed(box, status, errors.end)
+        echo(
+            f"fsdp-tui: {box.name} is away: {why}" if status == FAILED else f"fsdp-tui: {why}",
+            err=True,
+        )
+        return 1
+    return status
+
+
+class _Copy:
+    """Copies what a box prints as it comes, with its colors, without what else it has."""
+
+    def __init__(self, source: IO[bytes], to: IO[str]) -> None:
+        self._source, self._to = source, to
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._text = Stream()
+        self.end = ""  # of it
+
+    def run(self) -> None:
+        while data := os.read(self._source.fileno(), 1 << 16):
+            text = self._text.take(self._decoder.decode(data).replace(_LINE_END, ""))
+            self.end = (self.end + text)[-4096:]
+            self._to.write(text)
+            self._to.flush()

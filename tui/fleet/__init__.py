@@ -1,0 +1,1 @@
+"""Several machines on one screen, and a visit to each."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from textual.widgets import Static
-
 from tui.form.fields import draft
 
 if TYPE_CHECKING:
@@ -51,4 +49,4 @@ class Earlier:
         self._form.fill(values)
         if untouched:
             self._form.opened = fields.said
-        self._form.query_one("#form-title", Static).update(self._form.heading)
+        self._form.show_heading()

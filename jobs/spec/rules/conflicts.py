@@ -9,9 +9,9 @@ from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
 from jobs.spec.rules.lora_conflicts import LORA_RULES
+from jobs.spec.rules.no_effect import no_recomputation
 from jobs.spec.rules.strategy import (
     SHARDING,
-    checkpoints_activations,
     chosen_strategy,
     replicas_of,
     shards,
@@ -36,7 +36,7 @@ GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
 
 
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
-    """Every conflict in the job, in the order of the table below."""
+    """Every conflict in the job, in the order of the table below, whose rules tell one each."""
     found = (rule(spec) for rule in _RULES)
     return [conflict for conflict in found if conflict is not None]
 
@@ -261,12 +261,20 @@ def _activation_checkpointing(spec: JobSpec) -> Conflict | None:
             "fsdp_activation_checkpointing",
             "fsdp_activation_checkpointing needs FSDP; without it, use gradient_checkpointing",
         )
-    if spec.gradient_checkpointing_policy != "full" and not checkpoints_activations(spec):
+    return None
+
+
+def _checkpointing_policy(spec: JobSpec) -> Conflict | None:
+    if spec.gradient_checkpointing_policy != "full" and no_recomputation(spec):
         return Conflict(
             "gradient_checkpointing_policy",
             "gradient_checkpointing_policy needs gradient_checkpointing: true",
         )
-    if spec.gradient_checkpointing_interval > 1 and not checkpoints_activations(spec):
+    return None
+
+
+def _checkpointing_interval(spec: JobSpec) -> Conflict | None:
+    if spec.gradient_checkpointing_interval > 1 and no_recomputation(spec):
         return Conflict(
             "gradient_checkpointing_interval",
             "gradient_checkpointing_interval needs gradient_checkpointing: true",
@@ -298,15 +306,23 @@ def _ema(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _objective(spec: JobSpec) -> Conflict | None:
+def _snr_gamma(spec: JobSpec) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if spec.snr_gamma is not None and family is not None and family.objective == "flow":
         return Conflict(
             "snr_gamma",
             f"snr_gamma weights epsilon and v-prediction; {family.title} is a flow-matching model",
         )
+    return None
+
+
+def _flow_shift(spec: JobSpec) -> Conflict | None:
     if spec.flow_shift is not None and spec.timestep_sampling not in ("shift", "uniform_shift"):
         return Conflict("flow_shift", "flow_shift needs timestep_sampling: shift or uniform_shift")
+    return None
+
+
+def _sigmas(spec: JobSpec) -> Conflict | None:
     if spec.sigma_min >= spec.sigma_max:
         return Conflict(
             "sigma_min",
@@ -315,12 +331,16 @@ def _objective(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _warmup(spec: JobSpec) -> Conflict | None:
+def _lr_end(spec: JobSpec) -> Conflict | None:
     if spec.lr_end >= spec.learning_rate:
         return Conflict(
             "lr_end",
             f"lr_end ({spec.lr_end:g}) is not below learning_rate ({spec.learning_rate:g})",
         )
+    return None
+
+
+def _warmup(spec: JobSpec) -> Conflict | None:
     if spec.lr_warmup_steps and spec.lr_scheduler == "constant":
         return Conflict(
             "lr_warmup_steps",
@@ -352,8 +372,13 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _state_dict,
     _wrap,
     _activation_checkpointing,
+    _checkpointing_policy,
+    _checkpointing_interval,
     _attention,
     _ema,
-    _objective,
+    _snr_gamma,
+    _flow_shift,
+    _sigmas,
+    _lr_end,
     _warmup,
 )

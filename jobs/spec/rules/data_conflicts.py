@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jobs.spec.families import FAMILIES
@@ -47,12 +48,10 @@ def datasets(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def captions(spec: JobSpec) -> Conflict | None:
-    for key in ("caption_shuffles", "keep_tags"):
-        default = type(spec).model_fields[key].default
-        if getattr(spec, key) != default and not spec.shuffle_captions:
-            return Conflict(key, f"{key} needs shuffle_captions: true")
-    return None
+def captions(key: str, spec: JobSpec) -> Conflict | None:
+    if getattr(spec, key) == type(spec).model_fields[key].default or spec.shuffle_captions:
+        return None
+    return Conflict(key, f"{key} needs shuffle_captions: true")
 
 
 def crops(spec: JobSpec) -> Conflict | None:
@@ -61,6 +60,10 @@ def crops(spec: JobSpec) -> Conflict | None:
         and spec.crop_variants != type(spec).model_fields["crop_variants"].default
     ):
         return Conflict("crop_variants", "crop_variants needs crop: random")
+    return None
+
+
+def square(spec: JobSpec) -> Conflict | None:
     ratio = type(spec).model_fields["max_bucket_aspect_ratio"].default
     if spec.crop == "square" and spec.max_bucket_aspect_ratio != ratio:
         return Conflict(
@@ -96,14 +99,14 @@ def regularization(spec: JobSpec) -> Conflict | None:
             "num_class_images needs the full base on the GPU, without swap_blocks; make the images "
             "in another job first",
         )
-    if known or spec.num_class_images:
-        return None
-    for key in ("prior_loss_weight", "class_prompt"):
-        if getattr(spec, key) != type(spec).model_fields[key].default:
-            return Conflict(
-                key, f"{key} needs num_class_images, or a dataset with regularization: true"
-            )
     return None
+
+
+def no_class_images(key: str, spec: JobSpec) -> Conflict | None:
+    known = spec.num_class_images or any(entry.regularization for entry in spec.datasets or [])
+    if known or getattr(spec, key) == type(spec).model_fields[key].default:
+        return None
+    return Conflict(key, f"{key} needs num_class_images, or a dataset with regularization: true")
 
 
 def masks(spec: JobSpec) -> Conflict | None:
@@ -147,10 +150,14 @@ def text_encoders(spec: JobSpec) -> Conflict | None:
 DATA_RULES = (
     no_dataset,
     datasets,
-    captions,
+    partial(captions, "caption_shuffles"),
+    partial(captions, "keep_tags"),
     crops,
+    square,
     resolutions,
     regularization,
+    partial(no_class_images, "prior_loss_weight"),
+    partial(no_class_images, "class_prompt"),
     masks,
     videos,
     text_encoders,

@@ -44,6 +44,10 @@ def machines(spec: JobSpec) -> Conflict | None:
             f"num_machines: {spec.num_machines} is not supported: a local job runs on one machine; "
             "set launcher: slurm, or num_machines: 1",
         )
+    return None
+
+
+def machine_rank(spec: JobSpec) -> Conflict | None:
     if spec.machine_rank and spec.launcher == "slurm":
         return Conflict("machine_rank", "machine_rank is set by Slurm; remove it")
     if spec.machine_rank:
@@ -78,4 +82,12 @@ def hub_model_id(spec: JobSpec) -> Conflict | None:
     )
 
 
-LAUNCH_RULES = (gpu_count, machines, *SLURM_RULES, extra_args, deepspeed, hub_model_id)
+LAUNCH_RULES = (
+    gpu_count,
+    machines,
+    machine_rank,
+    *SLURM_RULES,
+    extra_args,
+    deepspeed,
+    hub_model_id,
+)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.rules.strategy import shards, world_size
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
+_OF_PATTERNS: Final = (
+    "lora_target_modules",
+    "lora_exclude_modules",
+    "lora_rank_pattern",
+    "lora_alpha_pattern",
+    "keep_in_full_precision",
+)
+
 
 def _placement(spec: JobSpec) -> Conflict | None:
     if spec.model_type == "lora" and spec.lora_placement == "sharded" and not shards(spec):
@@ -20,19 +29,16 @@ def _placement(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _patterns(spec: JobSpec) -> Conflict | None:
-    for key in (
-        "lora_target_modules",
-        "lora_exclude_modules",
-        "lora_rank_pattern",
-        "lora_alpha_pattern",
-        "keep_in_full_precision",
-    ):
-        for pattern in getattr(spec, key) or ():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                return Conflict(key, f"{key}: {pattern} is not a regular expression: {error}")
+def _patterns(key: str, spec: JobSpec) -> Conflict | None:
+    for pattern in getattr(spec, key) or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return Conflict(key, f"{key}: {pattern} is not a regular expression: {error}")
+    return None
+
+
+def _whole_ranks(spec: JobSpec) -> Conflict | None:
     for pattern, rank in (spec.lora_rank_pattern or {}).items():
         if rank != int(rank):
             return Conflict(
@@ -89,7 +95,8 @@ def _swapping(spec: JobSpec) -> Conflict | None:
 
 LORA_RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _placement,
-    _patterns,
+    *(partial(_patterns, key) for key in _OF_PATTERNS),
+    _whole_ranks,
     _dora,
     _matmul,
     _swapping,

@@ -80,11 +80,12 @@ def no_context_parallelism(spec: JobSpec) -> str:
 
 
 def not_context_parallel(spec: JobSpec) -> str:
-    return "" if spec.context_parallel_size > 1 else "needs context_parallel_size > 1"
+    several = spec.context_parallel_size > 1 and not no_context_parallelism(spec)
+    return "" if several else "needs context_parallel_size > 1"
 
 
 def with_context_parallel(spec: JobSpec) -> str:
-    return "context parallelism chooses its own" if spec.context_parallel_size > 1 else ""
+    return "" if not_context_parallel(spec) else "context parallelism chooses its own"
 
 
 def on_cpu(spec: JobSpec) -> str:
@@ -175,7 +176,8 @@ def not_polynomial(spec: JobSpec) -> str:
 
 
 def no_recomputation(spec: JobSpec) -> str:
-    return "" if checkpoints_activations(spec) else "needs gradient_checkpointing: yes"
+    meant = checkpoints_activations(spec) and (spec.gradient_checkpointing or shards(spec))
+    return "" if meant else "needs gradient_checkpointing: yes"
 
 
 def not_compiled(spec: JobSpec) -> str:

@@ -37,7 +37,7 @@ _PERIODS: Final = {
 _DELAYS: Final = {
     "tui.plots.panel._REDRAW_EVERY": 0.02,
     "tui.form.data.images_panel._DRAW_AFTER": 0.005,
-    "tui.form.screen._CHECK_AFTER": 0.02,
+    "tui.form.checks._AFTER": 0.02,
     "tui.form.beside.fit._SETTLES_IN": 0.02,
 }
 

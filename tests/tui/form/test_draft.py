@@ -11,6 +11,7 @@ from PIL import Image
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec, field_names
+from jobs.spec.rules.conflicts import find_conflicts
 from tests.support.jobs.spec_strategies import REQUIRED, VALUES
 from tui.form.fields import draft, field_texts, pages
 
@@ -134,6 +135,30 @@ def test_what_would_be_refused_unasked_is_left_out(change: dict[str, Any], left_
     assert set(GOOD | change) - set(kept) == {left_out}
     assert reasons[left_out]
     assert draft.find_problems(kept) == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"snr_gamma": 5, "flow_shift": 3.0},
+        {"crop": "square", "crop_variants": 2, "max_bucket_aspect_ratio": 3.0},
+        {"prior_loss_weight": 2.0, "class_prompt": "a dog"},
+        {"gradient_checkpointing_policy": "selective", "gradient_checkpointing_interval": 3},
+    ],
+)
+def test_all_that_would_be_refused_is_left_out_at_once(change: dict[str, Any]) -> None:
+    kept, reasons = draft.in_force(GOOD | change)
+    assert set(GOOD | change) - set(kept) == set(change) - {"crop"}
+    assert draft.find_problems(kept) == {}
+    assert {one.key for one in find_conflicts(JobSpec(**GOOD, **change))} <= set(reasons)
+
+
+def test_a_key_that_does_not_apply_turns_no_other_one_off() -> None:
+    one_rank = GOOD | {"num_processes": 1}
+    values = one_rank | {"context_parallel_size": 2, "fsdp_activation_checkpointing": True}
+    kept, reasons = draft.in_force(values)
+    assert kept == one_rank
+    assert reasons == draft.in_force(one_rank)[1]
 
 
 def test_what_does_not_apply_but_does_no_harm_stays_in_the_job() -> None:

@@ -19,6 +19,7 @@ from tui.app.app import FsdpTui
 from tui.form.beside import fit as form_fit
 from tui.form.beside.fit import FitBars, bar_lines, look
 from tui.form.screen import NewJobScreen
+from tui.form.submission import Submission
 from tui.look.snapshot import Snapshot
 from tui.widgets.modals.confirm import ConfirmScreen
 
@@ -126,7 +127,7 @@ async def test_what_does_not_fit_is_asked_once_and_can_be_queued(
     def doubt(name: str, values: Any) -> str:
         return "2 of 3 images have no caption" if name == "dataset" else ""
 
-    monkeypatch.setattr(NewJobScreen, "_submit", lambda self, purpose, job: queued.append(job))
+    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job: queued.append(job))
     monkeypatch.setattr(form_fit, "look", slow)
     monkeypatch.setattr("tui.form.fields.draft.doubt_of", doubt)
     values = VALUES | {"train_batch_size": 3, "dataset": str(tmp_path)}
@@ -154,7 +155,7 @@ async def test_what_fits_is_queued_without_a_question(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queued: list[Any] = []
-    monkeypatch.setattr(NewJobScreen, "_submit", lambda self, purpose, job: queued.append(job))
+    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job: queued.append(job))
     async with form(store, VALUES | {"gradient_checkpointing": True}) as (_, pilot, bars):
         await until(pilot, lambda: "spare" in text(bars))
         await pilot.press("ctrl+r")

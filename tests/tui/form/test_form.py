@@ -523,7 +523,7 @@ async def test_who_leaves_while_a_job_is_queued_is_told_of_it(
     async with form(store, "e") as (app, pilot):
         field(app, "max_train_steps").put(77)
         await pilot.press("ctrl+r")
-        await until(pilot, lambda: screen(app)._busy)
+        await until(pilot, lambda: screen(app).submission.busy)
         await pilot.press("escape")
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         assert "leaving does not stop that" in app.screen.detail  # type: ignore[attr-defined]

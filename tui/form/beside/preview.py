@@ -16,11 +16,18 @@ _NOTHING: Final = {"yaml": "nothing yet", "command": "loading …"}
 
 
 class Preview(VerticalScroll, can_focus=False):
-    """Shows one of two texts. `kind` says which, `texts` what would be copied."""
+    """Shows one of two texts.
+
+    Attributes:
+        kind: Which.
+        texts: What would be copied.
+        reading: Whether it was asked for where it has no room beside the fields.
+    """
 
     def __init__(self) -> None:
         super().__init__(id="preview")
         self.kind = KINDS[0]
+        self.reading = False
         self.texts = dict.fromkeys(KINDS, "")
 
     def compose(self) -> ComposeResult:
@@ -29,6 +36,17 @@ class Preview(VerticalScroll, can_focus=False):
 
     def on_mount(self) -> None:
         self.turn_to(self.kind)
+
+    def turn(self, kind: str = "") -> None:
+        """Show this text, or the next; after the last, the fields if both have no room."""
+        if kind or not self.display:
+            self.reading = True
+            self.turn_to(kind or KINDS[0])
+        elif self.kind == KINDS[-1]:
+            self.reading = False
+            self.turn_to(KINDS[0])
+        else:
+            self.turn_to(KINDS[-1])
 
     def turn_to(self, kind: str) -> None:
         """Show this text."""

@@ -19,6 +19,7 @@ from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.file.value_errors import key_of
 from jobs.spec.job_spec import JobSpec, field_names
 from jobs.spec.rules.cascade import FOLLOWING
+from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import (
     SHARDING,
@@ -56,7 +57,6 @@ OF_IMAGES: Final = (
 """Decide which images are left out."""
 
 _MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them
-_ROUNDS: Final = 3  # of keys that apply no more because others do not
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,27 +110,23 @@ def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     Returns:
         The values, and the reason of each key that does not apply.
     """
-    kept, reasons = dict(values), find_inapplicable(_readable(values))
-    for _ in range(_ROUNDS):
-        useless = [key for key in find_problems(kept) if key in reasons and key in kept]
-        if not useless:
-            break
-        kept = {key: value for key, value in kept.items() if key not in useless}
-        reasons = find_inapplicable(_readable(kept)) | {key: reasons[key] for key in useless}
-    return kept, reasons
+    spec, unreadable = _readable(values)
+    reasons = find_inapplicable(spec)
+    refused = reasons.keys() & {*unreadable, *(one.key for one in find_conflicts(spec))}
+    return {key: value for key, value in values.items() if key not in refused}, reasons
 
 
-def _readable(values: Mapping[str, Any]) -> JobSpec:
-    """The job as far as its values can be read, the defaults for the rest."""
+def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
+    """The job as far as its values can be read, and the keys of those that cannot."""
     try:
-        return JobSpec.model_validate(dict(values))
+        return JobSpec.model_validate(dict(values)), set()
     except ValidationError as error:
         wrong = {key_of(one) for one in error.errors()}
         kept = {key: value for key, value in values.items() if key not in wrong}
         try:
-            return JobSpec.model_validate(kept)
+            return JobSpec.model_validate(kept), wrong
         except ValidationError:
-            return JobSpec()
+            return JobSpec(), wrong
 
 
 def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:

@@ -1,4 +1,4 @@
-"""Every screen at two sizes, dark and light, against the pictures in `__snapshots__`.
+"""Every screen at two sizes, the smaller one also in light, against `__snapshots__`.
 
 `pytest tests/tui/test_snapshots.py --snapshot-update` renews them; look at what changed.
 """
@@ -21,11 +21,8 @@ from tests.support.tui.scenes import SCENES, Scene, leave, opened, show
 from tui.app.themes import DARK, LIGHT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from syrupy.assertion import SnapshotAssertion
 
-THEMES: Final = (DARK.name, LIGHT.name)
 NAMED: Final = re.compile(r"server-[a-z0-9_]{1,8}")
 SIZES: Final = {"80x24": (80, 24), "120x40": (120, 40)}
 FIRST: Final = ("120x40", DARK.name)  # what a plain `pytest` takes
@@ -102,13 +99,20 @@ async def _take_all(root: Path, size: str, themes: list[str], jobs: bool, taken:
                     await leave(pilot, scene)
 
 
-def _marked(of: str, names: Iterable[str]) -> list[Any]:
-    """All but the first are slow."""
-    return [pytest.param(one, marks=() if one == of else pytest.mark.slow) for one in names]
+def _looks() -> list[Any]:
+    """Sizes with their themes: all but the first are slow, and light is seen in one size."""
+    return [
+        pytest.param(
+            size,
+            theme,
+            id=f"{size}-{theme}",
+            marks=() if (size, theme) == FIRST else pytest.mark.slow,
+        )
+        for size, theme in (FIRST, ("80x24", DARK.name), ("80x24", LIGHT.name))
+    ]
 
 
-@pytest.mark.parametrize("theme", _marked(FIRST[1], THEMES))
-@pytest.mark.parametrize("size", _marked(FIRST[0], SIZES))
+@pytest.mark.parametrize(("size", "theme"), _looks())
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_a_screen_looks_as_it_did(
     albums: Albums, snapshot: SnapshotAssertion, scene: Scene, size: str, theme: str

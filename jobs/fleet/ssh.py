@@ -24,8 +24,8 @@ FAILED: Final = 255  # ssh's exit status for its own failures
 _NOT_FOUND: Final = 127  # a shell's for a command that is not there
 _STAYS: Final = 60  # seconds that an unused connection is kept for what comes next
 _LONGEST_FOLDER: Final = 70  # bytes; a socket's path has 108, of which ssh and the name take 34
-# A box that says nothing for so many seconds is asked, so often, and is then away. More than the
-# usual interval, so that nothing is asked of one that speaks.
+# Seconds of silence after which ssh asks the box whether it lives, and how often it does before the
+# box is away. Longer than the usual interval, so that nothing is asked of a box that speaks.
 _ALIVE: Final = (8, 2)
 
 

@@ -10,7 +10,9 @@ import pytest
 from jobs.errors import UserError
 from tests.campaign import fuzz, targets
 from tests.campaign.__main__ import run
+from tests.campaign.faults import Broken
 from tests.campaign.journal import Journal
+from tests.campaign.slurm_faults import check_events
 
 if TYPE_CHECKING:
     import random
@@ -58,6 +60,34 @@ def test_the_fuzzer_notices(monkeypatch: pytest.MonkeyPatch, how: str, found: st
     monkeypatch.setattr(journal, "note", lambda trial, what, text, **facts: notes.append(text))
     fuzz.fuzz(journal, 0, size=1)
     assert re.match(found or "^$", notes[0]), notes
+
+
+def _launch(allocation: str, begin: int, end: int, t: float) -> list[dict[str, object]]:
+    """Events of ranks that trained from one step to another, and saved at the end."""
+    one = {"allocation": allocation, "t": t}
+    steps = [{"kind": "step", "step": step} for step in range(begin + 1, end + 1)]
+    last = {"kind": "checkpoint", "step": end}
+    return [one | event for event in ({"kind": "start", "step": begin}, *steps, last)]
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ([*_launch("7.0", 0, 20, 1), *_launch("7.1", 20, 60, 9)], ""),
+        ([*_launch("7.0", 0, 20, 1)[:-1], *_launch("7.1", 0, 60, 9)], ""),
+        ([*_launch("7.0", 0, 20, 1), *_launch("7.1", 0, 60, 9)], "begins after step 0, saved was"),
+        ([*_launch("7.0", 0, 60, 1), *_launch("7.1", 60, 60, 9), *_launch("7.0", 60, 60, 1e6)],
+         "7.0 still trains"),
+        ([*_launch("7.0", 0, 20, 1), *_launch("7.0", 20, 60, 9)[2:]], "trains step 22 after 20"),
+        (_launch("7.0", 0, 59, 1), "the last step is 59"),
+    ],
+)  # fmt: skip
+def test_the_slurm_campaign_notices(events: list[dict[str, object]], found: str) -> None:
+    if found:
+        with pytest.raises(Broken, match=found):
+            check_events(events)
+    else:
+        check_events(events)
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ LETS_GO_WITHIN: Final = 5.0  # seconds until ranks notice that they have been su
 APPEARS_WITHIN: Final = 20.0  # seconds
 DOWN_FOR: Final = 15.0  # seconds of a node; SlurmdTimeout should be less
 ASK_EVERY: Final = 2.0  # seconds between two questions to Slurm, of the keeper and of ours
-TRIES: Final = 5
+TRIES: Final = 12
 _STEPS: Final = 60
 _SHOWN: Final[dict[str, set[str]]] = {
     "PENDING": {"queued"},

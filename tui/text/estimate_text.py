@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jobs.memory.estimate import Need
     from jobs.memory.kept_prediction import Compared
     from jobs.memory.ladder import Step
+    from jobs.memory.network import Across
     from jobs.memory.question import Refused
     from jobs.service.dry_run import Measured
 
@@ -168,3 +169,22 @@ def measured_text(measured: Measured, compared: Sequence[Compared]) -> str:
 def paragraph(text: str, width: int) -> str:
     """A note, wrapped."""
     return textwrap.fill(text, width, initial_indent="- ", subsequent_indent="  ")
+
+
+def nodes_text(found: Sequence[Across], gigabits: float, step: float | None) -> str:
+    """What several machines move in a step, and whether they are faster than one."""
+    rows = []
+    for one in found:
+        if step is None:
+            verdict = f"slower than one if its step takes less than {one.slower_below:.2g} s"
+        else:
+            least, most = one.speed(step)
+            verdict = f"{least:.2f}-{most:.2f} times as many images per second"
+            verdict += "; slower than one machine" if least < 1 else ""
+        rows.append((str(one.nodes), one.strategy, size(one.sent), f"{one.seconds:.2g} s", verdict))
+    head = ("machines", "strategy", "sent per step", "takes", "compared with one machine")
+    note = "least: transfers do not overlap with computing; most: they do"
+    if step is None:
+        note = "if transfers do not overlap with computing; --step SECONDS says how much faster"
+    title = f"between machines, at {gigabits:g} Gbit/s each (simulated)"
+    return f"{title}\n{table(head, rows)}\n{note}"

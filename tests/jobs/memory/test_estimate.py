@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place, place_of
 from jobs.memory.fit import Fit, Room, Verdict, room_of
 from jobs.memory.ladder import LADDER, climb, loosen
+from jobs.memory.network import across
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, arranged
 from jobs.memory.question import predict as ask
@@ -575,6 +577,38 @@ def test_more_recomputation_than_is_needed_is_told() -> None:
     assert json.loads(run(*FULL, "--card", "141", "--json").output)["faster"] is None
 
 
+def test_what_crosses_the_network_between_machines() -> None:
+    """FLUX.1 and a LoRA of 65 M parameters on two machines: 24 GB against 0.26 GB."""
+    flux = partial(across, weights=24 * 10**9, trained=65 * 10**6, gathers=2, gigabits=100)
+    fsdp2, hsdp = flux("fsdp2", 2, full=False), flux("hsdp", 2, full=False)
+    assert hsdp.sent == flux("ddp", 2, full=False).sent == 260e6
+    assert fsdp2.sent == 24e9 + 260e6
+    assert hsdp.seconds == pytest.approx(0.0208)
+    least, most = hsdp.speed(1.0)
+    assert 1.9 < least < most == 2.0
+    assert fsdp2.speed(1.0)[1] == pytest.approx(2 / fsdp2.seconds), "the network decides"
+    assert fsdp2.speed(fsdp2.slower_below)[0] == pytest.approx(1.0)
+    assert flux("fsdp2", 8, full=False).sent == pytest.approx(fsdp2.sent * 2 * 7 / 8)
+    assert flux("fsdp2", 2, full=True).sent == 24e9 + 130e6, "gradients are sharded too"
+
+
+@pytest.mark.usefixtures("_faked")
+def test_when_two_machines_are_slower_than_one() -> None:
+    words = (*FULL, "--gradient_checkpointing=true", "--nodes", "1,2", "--network", "10")
+    said = run(*words).output
+    assert "between machines, at 10 Gbit/s each (simulated)" in said
+    assert "slower than one if its step takes less than" in said
+    assert (
+        "times as many images per second; slower than one machine"
+        in run(*words, "--step", "0.1").output
+    )
+    found = json.loads(run(*words, "--json", "--step", "1000").output)["nodes"]
+    assert [(one["nodes"], one["strategy"]) for one in found] == [
+        (2, strategy) for strategy in ("ddp", "hsdp", "fsdp2")
+    ]
+    assert all(1.9 < one["speed"][0] <= one["speed"][1] == 2 for one in found)
+
+
 @pytest.mark.usefixtures("_faked")
 def test_a_job_that_names_no_ranks_is_told_of_on_the_fewest_that_do() -> None:
     words = (*FULL[:2], "--gradient_checkpointing=true", "--card", "24", "--json", "--ranks")
@@ -589,6 +623,7 @@ def test_a_job_that_names_no_ranks_is_told_of_on_the_fewest_that_do() -> None:
     [
         ((*FULL, "--ranks", "2,x"), "expected rank counts"),
         ((*FULL, "--ranks", "0"), "expected rank counts"),
+        ((*FULL, "--nodes", "0"), "expected counts of machines"),
         (("--model_family=nothing",), "nothing"),
         ((), "no job given"),
     ],

@@ -15,6 +15,7 @@ from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, estimate, needs_of
 from jobs.memory.fit import Fit, Room, Verdict
 from jobs.memory.kept_prediction import compare
+from jobs.memory.network import SHARED, Across, across
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused
 from jobs.queue.store import Store
@@ -39,20 +40,21 @@ _MOST_RANKS: Final = 65_536
 _WIDEST: Final = 100  # columns; longer lines are hard to read
 
 
-def _read_ranks(context: click.Context, option: click.Parameter, text: str | None) -> list[int]:
+def _read_counts(context: click.Context, option: click.Parameter, text: str | None) -> list[int]:
     try:
         counts = [int(part) for part in (text or "").replace(" ", "").split(",") if part]
     except ValueError:
         counts = [0]
     if any(not 1 <= count <= _MOST_RANKS for count in counts):
-        raise click.BadParameter(f'expected rank counts such as 2,4,8, got "{text}"')
+        what = "rank counts" if option.name == "ranks" else "counts of machines"
+        raise click.BadParameter(f'expected {what} such as 2,4,8, got "{text}"')
     return list(dict.fromkeys(counts))
 
 
 @click.command(name="estimate", cls=JobCommand, context_settings=FLAGS)
 @click.option(
     "--ranks",
-    callback=_read_ranks,
+    callback=_read_counts,
     metavar="2,4,8,…",
     help="Rank counts to compare (default: the job's own).",
 )
@@ -62,12 +64,37 @@ def _read_ranks(context: click.Context, option: click.Parameter, text: str | Non
     help="GPU memory in GB to fit against (default: this machine's GPUs; 80 if it has none).",
 )
 @click.option(
+    "--nodes",
+    callback=_read_counts,
+    metavar="2,4,…",
+    help="Numbers of machines: also what crosses the network between them, and what it costs.",
+)
+@click.option(
+    "--network",
+    type=click.FloatRange(min=0.01, max=1e6),
+    default=100.0,
+    show_default=True,
+    help="With --nodes: the bandwidth of each machine, in Gbit/s.",
+)
+@click.option(
+    "--step",
+    type=click.FloatRange(min=1e-3, max=1e6),
+    help="With --nodes: seconds of a step on one machine.",
+)
+@click.option(
     "--measure", is_flag=True, help="Also run two real steps through the queue, then remove them."
 )
 @JSON
 @WORDS
 def estimate_job(
-    words: tuple[str, ...], ranks: list[int], card: str | None, measure: bool, as_json: bool
+    words: tuple[str, ...],
+    ranks: list[int],
+    card: str | None,
+    nodes: list[int],
+    network: float,
+    step: float | None,
+    measure: bool,
+    as_json: bool,
 ) -> int:
     """Predict each rank's memory before anything starts.
 
@@ -80,6 +107,7 @@ def estimate_job(
     \b
     fsdp-tui estimate job.yaml --ranks 2,4,8
     fsdp-tui estimate --model_family=flux2 --model_type=full --ranks 8,64 --card 80
+    fsdp-tui estimate job.yaml --nodes 2,4 --network 25 --step 3.1
     """
     spec = read_job(words, ignoring=_IGNORED)
     with ProgressLine("measuring the model") as progress:
@@ -88,14 +116,18 @@ def estimate_job(
         try:
             asked = _of_ranks(spec, ranks, server, int(card) if card else None)
             facts = _facts(asked, ranks or [world_size(spec)], progress)
+            facts.across = _across(asked, nodes, network)
         finally:
             server.close()
     measured = dry_run.measure(Store(), asked.spec, _tell) if measure else None
     status = _status(asked, measured)
     if as_json:
-        echo(json.dumps(_as_json(asked, facts, measured) | {"status": status}))
+        more = {"status": status, "nodes": [_on_nodes(one, network, step) for one in facts.across]}
+        echo(json.dumps(_as_json(asked, facts, measured) | more))
     else:
         echo(_as_text(asked, facts, measured))
+        if facts.across:
+            echo(f"\n{words_of.nodes_text(facts.across, network, step)}")
     return status
 
 
@@ -122,6 +154,7 @@ class _Facts:
         self.steps = [] if isinstance(self.own, Refused) else asked.steps()
         self.faster = None if isinstance(self.own, Refused) else asked.faster()
         self.rooms = _rooms(asked)
+        self.across: list[Across] = []
         self.fewest: dict[str, int | None] = {}  # by kind of GPU
         self.changed: dict[str, int | None] = {}  # the same with all steps of the ladder
         self.candidates = [
@@ -148,6 +181,42 @@ def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None])
             changed = facts.steps[-1].spec
             facts.changed = {room.name: asked.fewest(room, changed) for room in facts.rooms}
     return facts
+
+
+def _across(asked: Estimate, nodes: Sequence[int], gigabits: float) -> list[Across]:
+    """What crosses the network between machines, for each strategy."""
+    several = [count for count in nodes if count > 1]
+    found = asked.predict("single", 1) if several else None
+    if not isinstance(found, Predicted):
+        return []
+    spec = asked.spec
+    weights = max(phase.parts.get("parameters", 0) for phase in found.phases)
+    gathers = (2 if spec.fsdp_reshard_after_forward else 1) * spec.gradient_accumulation_steps
+    return [
+        across(
+            strategy,
+            count,
+            weights=weights,
+            trained=int(found.values["trained"]),
+            gathers=gathers,
+            gigabits=gigabits,
+            full=spec.model_type == "full",
+        )
+        for count in several
+        for strategy in SHARED
+    ]
+
+
+def _on_nodes(one: Across, gigabits: float, step: float | None) -> dict[str, Any]:
+    return {
+        "nodes": one.nodes,
+        "strategy": one.strategy,
+        "sent": round(one.sent),
+        "gigabits": gigabits,
+        "seconds": one.seconds,
+        "speed": list(one.speed(step)) if step else None,
+        "slower_below": one.slower_below,
+    }
 
 
 def _rooms(asked: Estimate) -> list[Room]:

@@ -30,7 +30,8 @@ from engine.families.shared.references import (
     first_frame_of,
     judged,
 )
-from engine.memory.tracing.inputs import reference_shapes
+from engine.memory.predicting.phases import text_cache
+from engine.memory.tracing.inputs import largest_encoded, reference_shapes
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, references
@@ -225,6 +226,13 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
         vae, torch.nn.functional.pad(pixels[None, :, None] / 127.5 - 1, behind)
     )
     text = batch_of(case.encoded(PROMPT, request=request)) | {BEGINNING: beginning}
+    counted = text_cache(case.spec(), case.paths.model, 1)
+    eyes = getattr(case.text, "image_encoder", None)
+    held = [case.text.text_encoder, *([eyes] if eyes else [])]
+    assert counted is not None
+    assert counted.peak == pytest.approx(
+        sum(4 * parameter.numel() for part in held for parameter in part.parameters()), rel=0.01
+    )
     assert calls
     for told, expected in list(calls):
         noisy, given = told["hidden_states"].split([16, 20], dim=1)
@@ -282,6 +290,15 @@ def test_what_qwen_edits_is_as_large_as_in_its_pipeline(size: tuple[int, int]) -
     fitted = fit_whole(picture, to_area, 256)
     processor = QwenImageEditPipeline(*[None] * 6).image_processor
     assert np.array_equal(processor.resize(picture, fitted.height, fitted.width), fitted)
+
+
+def test_what_is_encoded_may_be_larger_than_what_is_trained_on() -> None:
+    kontext = _JOB | {"model_family": "flux", "model_flavour": "kontext", "resolution": "512"}
+    assert largest_encoded(load_spec(None, kontext)) == (1024, 1024)
+    small = load_spec(None, kontext | {"conditioning_resolution": "256"})
+    assert largest_encoded(small) == (512, 512)
+    plain = {key: value for key, value in kontext.items() if key != "datasets"}
+    assert largest_encoded(load_spec(None, plain | {"dataset": "d"})) == (512, 512)
 
 
 def test_texts_are_encoded_for_each_image(tmp_path: Path) -> None:

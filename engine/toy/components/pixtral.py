@@ -1,4 +1,4 @@
-"""The processor of FLUX.2-dev, as files: Mistral's tokenizer, and how images become its input.
+"""The processor of FLUX.2-dev, as files: Mistral's tokenizer, and how pictures become its input.
 
 `PixtralProcessor` itself needs torchvision, which nothing else here does, so its settings are
 written as it would write them. What it makes of a prompt, the tokenizer alone makes too.

@@ -82,35 +82,35 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
                 f"{root} is a directory of the datasets library, which is not installed",
                 "pip install 'fsdp-tui[datasets]'",
             )
-        return 0  # rows are counted when they are read
+        return 0  # rows are counted when they are looked at
     takes_videos = get_family(spec.model_family).frame_step > 0
     masked = spec.masked_loss == "file"
     masks = expand(dataset.mask_path) if dataset.mask_path else None
     pictures = without_masks(files.pictures, masks) if masked else files.pictures
-    samples = files.videos + pictures if takes_videos else pictures
-    if not samples:
+    wanted = files.videos + pictures if takes_videos else pictures
+    if not wanted:
         what = "images or videos" if takes_videos else "images"
         kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
-        others = files.foreign + ([] if takes_videos else files.videos)
+        found = files.foreign + ([] if takes_videos else files.videos)
         raise SpecError(
             f"0 {what} in the dataset folder {root}",
-            (f"it has {others[0].name}: {_why_foreign(others[0])}; " if others else "")
+            (f"it has {found[0].name}: {_why_foreign(found[0])}; " if found else "")
             + f"supported: {' '.join(sorted(kinds))}",
         )
-    samples, _ = split_samples(dataset, samples)
+    wanted, _ = split_samples(dataset, wanted)
     if takes_videos and files.videos:
         _check_videos(f"{root} holds videos")
     captioned = files.metadata or any(
-        file.with_suffix(suffix).is_file() for file in samples for suffix in CAPTION_SUFFIXES
+        file.with_suffix(suffix).is_file() for file in wanted for suffix in CAPTION_SUFFIXES
     )
     if not captioned and spec.missing_captions == "skip":
         raise SpecError(
-            f"none of the {len(samples)} images in {root} has a caption",
+            f"none of the {len(wanted)} images in {root} has a caption",
             "add one for each, e.g. cat.txt for cat.png, or set missing_captions: empty",
         )
-    if not any(path in files.videos for path in samples) and not files.metadata:
-        _check_any_usable(root, samples, spec, Buckets(spec, dataset))
-    return len(samples)
+    if not any(path in files.videos for path in wanted) and not files.metadata:
+        _check_any_usable(root, wanted, spec, Buckets(spec, dataset))
+    return len(wanted)
 
 
 def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: Buckets) -> None:

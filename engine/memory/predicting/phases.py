@@ -90,10 +90,10 @@ def _sharded_encoders(
 
 
 def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
-    """The autoencoder with the largest image; None where it cannot be traced."""
+    """The autoencoder with the largest picture; None where it cannot be traced."""
     size, frames = training_size(spec), training_frames(spec)
-    taken = _autoencoder(spec, root, size, frames, decodes=False)
-    return taken and Phase("latent_cache", Parts(parameters=taken[0], activations=taken[1]))
+    found = _autoencoder(spec, root, size, frames, decodes=False)
+    return found and Phase("latent_cache", Parts(parameters=found[0], activations=found[1]))
 
 
 def decoding(spec: JobSpec, root: Path) -> Parts | None:

@@ -78,6 +78,18 @@ _CLEAN: Final = tuple(
     )
     for folder in folders.split()
 )
+# Files of those folders that are not clean yet.
+_LATER: Final = (
+    "engine/exports/stock.py",
+    "engine/memory/predicting/phases.py",
+    "engine/memory/tracing/inputs.py",
+    "engine/toy/components/pixtral.py",
+    "engine/toy/components/processors.py",
+    "jobs/preflight/dataset.py",
+    "tui/cli/common/reader.py",
+    "tui/cli/fleet/",
+    "tui/job/panes/glance_rows.py",
+)
 _ALLOWED_NAMES: Final = frozenset(
     {
         ("jobs/doctor/finding.py", "found"),  # a JSON field of `fsdp-tui doctor --json`
@@ -122,7 +134,7 @@ def _in_documents() -> Iterator[str]:
 
 def _in_docstrings() -> Iterator[str]:
     for place, source in _sources():
-        banned = _PRIVATE if place.startswith(_CLEAN) else _WORST
+        banned = _PRIVATE if _is_clean(place) else _WORST
         for number, text in (*_docstrings(source), *_comments(source)):
             for turn, instead in _turns(text, banned):
                 yield f'{place}:{number}: "{turn}"; write {instead}'
@@ -130,11 +142,15 @@ def _in_docstrings() -> Iterator[str]:
 
 def _in_names() -> Iterator[str]:
     for place, source in _sources():
-        if not place.startswith(_CLEAN):
+        if not _is_clean(place):
             continue
         for number, name in _names(ast.parse(source)):
             if name in _EMPTY_NAMES and (place, name) not in _ALLOWED_NAMES:
                 yield f'{place}:{number}: the name "{name}"; write what the thing is'
+
+
+def _is_clean(place: str) -> bool:
+    return place.startswith(_CLEAN) and not place.startswith(_LATER)
 
 
 def _sources() -> Iterator[tuple[str, str]]:

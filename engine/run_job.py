@@ -44,6 +44,7 @@ from engine.train.train_state import TrainState
 from engine.train.training_loop import Trainer
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
+from jobs.run.events import End, Start
 from jobs.spec.families import latent_step_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
@@ -117,16 +118,17 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     loader = Loader(spec, data, world, family, objective)
     stepper = Stepper(spec, family, objective, training, loader, world, peaks)
     telemetry.emit(
-        "start",
-        step=training.step,
-        total_steps=spec.max_train_steps,
-        world_size=world.size,
-        strategy=world.strategy,
-        strategy_reason=world.reason,
-        samples=len(data.index.samples),
-        steps_per_epoch=data.plan.steps_per_epoch,
-        trained_parameters=sum(p.numel() for p in training.trained().values()),
-        base_matmul=spec.base_matmul if may_scale(spec) else None,
+        Start(
+            step=training.step,
+            total_steps=spec.max_train_steps,
+            world_size=world.size,
+            strategy=world.strategy,
+            strategy_reason=world.reason,
+            samples=len(data.index.samples),
+            steps_per_epoch=data.plan.steps_per_epoch,
+            trained_parameters=sum(p.numel() for p in training.trained().values()),
+            base_matmul=spec.base_matmul if may_scale(spec) else None,
+        )
     )
     trainer = Trainer(
         spec,
@@ -168,7 +170,7 @@ def end(outcome: str, world: World, barrier: FileBarrier, telemetry: Telemetry) 
     if world.main:
         barrier.wait("end")
         barrier.close()
-    telemetry.emit("end", reason=outcome, step=telemetry.step)
+    telemetry.emit(End(outcome, telemetry.step))
     telemetry.say(outcome)
 
 
@@ -221,7 +223,7 @@ def build_model(
             gathered_in=precision_policy(spec).param_dtype,
         )
         telemetry.say(str(summary))
-        telemetry.emit("sharding", **vars(summary))
+        telemetry.emit(summary)
     return model
 
 

@@ -27,6 +27,7 @@ from engine.checkpoint.write import aside_of, keep_newest, write
 from engine.model.release import give_back
 from engine.ranks.host_memory import available_memory
 from jobs.errors import DiskFullError, UserError
+from jobs.run.events import Checkpoint
 from jobs.run.rundir import MANIFEST, read_json
 from jobs.units import size
 
@@ -285,11 +286,7 @@ class Saver:
     def _say(self, pending: _Pending) -> None:
         written, seconds = pending.outcome.result(), time.monotonic() - pending.begun
         self._telemetry.emit(
-            "checkpoint",
-            step=pending.step,
-            path=str(pending.path),
-            bytes=written,
-            seconds=round(seconds, 3),
+            Checkpoint(pending.step, str(pending.path), written, round(seconds, 3))
         )
         self._telemetry.say(f"saved {pending.path.name} ({size(written)}, {seconds:.1f} s)")
 

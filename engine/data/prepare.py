@@ -31,6 +31,7 @@ from engine.families.shared.references import BEGINNING, REFERENCE
 from engine.ranks.control import StoppedError
 from jobs.errors import UserError
 from jobs.paths import expand
+from jobs.run.events import Data
 from jobs.run.rundir import write_atomic
 from jobs.spec.families import needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
@@ -351,14 +352,15 @@ def _tell(
     if before is not None and (changes := changed_since(before, index)):
         telemetry.warn(f"the data has changed since the last attempt: {changes}")
     telemetry.emit(
-        "data",
-        samples=report.samples,
-        held_out=report.held_out,
-        skipped=len(report.skipped),
-        texts=report.texts,
-        buckets=[[*bucket.size, bucket.samples] for bucket in report.buckets],
-        steps_per_epoch=report.steps_per_epoch,
-        epochs=report.epochs,
+        Data(
+            samples=report.samples,
+            held_out=report.held_out,
+            skipped=len(report.skipped),
+            texts=report.texts,
+            buckets=[[*bucket.size, bucket.samples] for bucket in report.buckets],
+            steps_per_epoch=report.steps_per_epoch,
+            epochs=report.epochs,
+        )
     )
 
 

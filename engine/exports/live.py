@@ -9,6 +9,7 @@ from engine.exports.recipe import Recipe
 from engine.exports.source import LiveModel
 from engine.exports.writing import Writing
 from engine.model.adapters import is_lora
+from jobs.run.events import Export
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,7 @@ def export_trained(
     if exported is not None:
         for warning in exported.warnings:
             telemetry.warn(warning)
-        telemetry.emit("export", path=str(exported.path))
+        telemetry.emit(Export(str(exported.path)))
         telemetry.say(f"exported to {exported.path}")
 
 

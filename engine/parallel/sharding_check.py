@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import FSDPModule
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine.model.quantized_linear import weights_per_element
 from engine.ranks.mesh import sharding_mesh
+from jobs.run.events import Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,35 +20,8 @@ if TYPE_CHECKING:
     from engine.ranks.world import World
 
 
-@dataclass(frozen=True)
-class ShardingSummary:
-    """What sharding did on this rank. Counts of parameters (elements), sizes in bytes.
-
-    Attributes:
-        ranks: Over how many ranks each tensor is split.
-        replicas: How many such groups of ranks there are (1 but for HSDP).
-        units: Class name → number of FSDP units.
-        tensors: Sharded tensors.
-        parameters: Elements of them in the whole model.
-        local_parameters: Elements of them on this rank.
-        wrapped_parameters: Elements in units below the root.
-        local_bytes: This rank's shards.
-        largest_unit_bytes: The largest unit when it is gathered.
-        root_bytes: What no unit below the root holds, when it is gathered.
-        replicated_parameters: Elements of what is trained and whole on every rank.
-    """
-
-    ranks: int
-    replicas: int
-    units: dict[str, int]
-    tensors: int
-    parameters: int
-    local_parameters: int
-    wrapped_parameters: int
-    local_bytes: int
-    largest_unit_bytes: int
-    root_bytes: int
-    replicated_parameters: int
+class ShardingSummary(Sharding):
+    """What sharding did on this rank, in words for its log."""
 
     def __str__(self) -> str:
         units = ", ".join(f"{count} {name}" for name, count in self.units.items())

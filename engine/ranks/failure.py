@@ -12,9 +12,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jobs.errors import DiskFullError, NotFiniteError, UserError
+from jobs.run.events import Failed
 from jobs.run.failure import Cause
 from jobs.run.fence import FENCE_VARIABLE, taken_over
-from jobs.run.rundir import event, write_atomic
+from jobs.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from engine.ranks.telemetry import Telemetry
@@ -60,7 +61,7 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
         # Appending is atomic on one machine only. Elsewhere the warden adds it afterwards.
         if rank == 0 or FENCE_VARIABLE not in os.environ:
             with open(run_dir.events, "a", encoding="utf-8") as file:
-                file.write(event("error", **{k: v for k, v in record.items() if k != "t"}))
+                file.write(Failed.read(record).line())
     except OSError as problem:  # a full disk must not hide the first failure
         with suppress(OSError):
             print(f"could not record the failure: {problem}", flush=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from jobs.run.events import PhaseEvent
 
 if TYPE_CHECKING:
     from engine.ranks.telemetry import Telemetry
@@ -54,18 +56,15 @@ class Progress:
             self.ranks = self._of_all(done)
             done = sum(self.ranks)
         self._telemetry.emit(
-            "phase",
-            name=self._name,
-            state="progress",
-            done=done,
-            total=self.total,
-            seconds_left=self._left(done),
-            **self.details(),
+            PhaseEvent(
+                self._name,
+                "progress",
+                done,
+                self.total,
+                seconds_left=self._left(done),
+                ranks=self.ranks,
+            )
         )
-
-    def details(self) -> dict[str, Any]:
-        """For the events: what each rank did of shared work."""
-        return {"ranks": self.ranks} if self.ranks is not None else {}
 
     def _of_all(self, mine: int) -> list[int]:
         """What each rank has done; the others say it about once a second."""

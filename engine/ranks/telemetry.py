@@ -7,19 +7,21 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import psutil
 
 from engine.ranks.progress import Progress
 from jobs.machine.procfs import started_at
+from jobs.run.events import PhaseEvent, Warned
 from jobs.run.fence import FENCE_VARIABLE, taken_over
-from jobs.run.rundir import FLIGHT, PHASES, RankStatus, event, write_atomic
+from jobs.run.rundir import FLIGHT, PHASES, RankStatus, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engine.ranks.peaks import Peaks
+    from jobs.run.events import Event
     from jobs.run.rundir import RunDir
 
 _STATUS_EVERY: Final = 1.0  # seconds
@@ -59,12 +61,12 @@ class Telemetry:
 
     # -- events ----------------------------------------------------------------------------
 
-    def emit(self, kind: str, **values: Any) -> None:
+    def emit(self, event: Event) -> None:
         """Append an event (rank 0; on other ranks nothing happens)."""
         with self._one_at_a_time:  # caches are filled, and data read, by several threads
             if self._events is not None:
                 with suppress(OSError):  # a full disk must not end the training
-                    self._events.write(event(kind, **values))
+                    self._events.write(event.line())
 
     def say(self, text: str) -> None:
         """A line in this rank's log."""
@@ -74,7 +76,7 @@ class Telemetry:
     def warn(self, text: str) -> None:
         """A line in the log, and an event that the dashboard shows."""
         self.say(f"WARNING {text}")
-        self.emit("warning", message=text)
+        self.emit(Warned(text))
 
     def moved(self, step: int | None = None) -> None:
         """The work moved on: a step, a file, a tensor."""
@@ -99,21 +101,13 @@ class Telemetry:
         self.done = 0 if shared else None
         self.moved()
         self._write_status()
-        self.emit("phase", name=name, state="begin", done=0, total=total)
+        self.emit(PhaseEvent(name, "begin", total=total))
         progress = Progress(self, name, total, shared=shared)
         measured = self.peaks.phase(name) if self.peaks and name in _MEASURED else nullcontext()
         with measured:
             yield progress
         seconds = round(time.time() - begun, 3)
-        self.emit(
-            "phase",
-            name=name,
-            state="end",
-            done=total or 0,
-            total=total,
-            seconds=seconds,
-            **progress.details(),
-        )
+        self.emit(PhaseEvent(name, "end", total or 0, total, seconds=seconds, ranks=progress.ranks))
         self.done = None
         self.phase_name = before
         self.moved()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from engine.parallel.replica_check import check_replicas
 from engine.sample.sampler import Sampler
 from engine.train.validation_loss import ValidationLoss
+from jobs.run.events import Memory, Sample, Step, Validation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,18 +108,19 @@ class Trainer:
 
     def _report(self, result: StepResult) -> None:
         step = result.step
-        values: dict[str, Any] = {
-            "step": step,
-            "epoch": round(self.data.plan.epoch(step), 4),
-            "loss": result.loss,
-            "lr": result.rate,
-            "grad_norm": result.norm,
-            "seconds": round(result.seconds, 4),
-            "data_seconds": round(result.data_seconds, 4),
-            "images_per_second": round(self.data.plan.global_batch / result.seconds, 3),
-            "peak_bytes": self.peaks.memory().get("peak"),
-        }
-        self.telemetry.emit("step", **values)
+        self.telemetry.emit(
+            Step(
+                step=step,
+                epoch=round(self.data.plan.epoch(step), 4),
+                loss=result.loss,
+                lr=result.rate,
+                grad_norm=result.norm,
+                seconds=round(result.seconds, 4),
+                data_seconds=round(result.data_seconds, 4),
+                images_per_second=round(self.data.plan.global_batch / result.seconds, 3),
+                peak_bytes=self.peaks.memory().get("peak"),
+            )
+        )
         self.telemetry.say(step_line(result, self.spec.max_train_steps))
         if result.skipped:
             scale = f"; loss scale now {result.scale:g}" if result.scale is not None else ""
@@ -169,7 +171,7 @@ class Trainer:
         with self.training.averaged():
             files = sampler.sample(self.training.model, target, step)
         gc.collect(1)  # pipelines hold themselves, and the device's memory with them
-        self.telemetry.emit("sample", step=step, directory=str(target), files=files)
+        self.telemetry.emit(Sample(step, str(target), files))
 
     def sample_now(self) -> None:
         """Do what was asked for, or say why it cannot be done; a collective."""
@@ -196,12 +198,13 @@ class Trainer:
         if measured is None:
             return
         self.telemetry.emit(
-            "validation",
-            step=self.training.step,
-            loss=measured.loss,
-            levels=measured.levels,
-            samples=measured.samples,
-            seconds=round(measured.seconds, 3),
+            Validation(
+                step=self.training.step,
+                loss=measured.loss,
+                levels=measured.levels,
+                samples=measured.samples,
+                seconds=round(measured.seconds, 3),
+            )
         )
         self.telemetry.say(
             f"step {self.training.step}  validation loss {measured.loss:.5f}  "
@@ -213,10 +216,11 @@ class Trainer:
         mine = dict(self.peaks.phases)
         everyone = self.world.gather(mine)
         self.telemetry.emit(
-            "memory",
-            step=self.training.step,
-            measure=self.peaks.measure,
-            peaks={name: [rank.get(name) for rank in everyone] for name in mine},
+            Memory(
+                step=self.training.step,
+                measure=self.peaks.measure,
+                peaks={name: [rank.get(name) for rank in everyone] for name in mine},
+            )
         )
 
 

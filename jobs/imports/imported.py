@@ -100,7 +100,7 @@ def _finish(tool: str, source: str, draft: Draft) -> Imported:
         raise UserError(f"{source} has no keys of {tool}", "is it from another tool?")
     spec = _spec_of(draft)
     report = draft.report
-    if not any(text.startswith("model_family") for text in [*draft.values, *report.to_fill_in]):
+    if "model_family" not in draft.values and not report.unknown_family:
         report.to_fill_in.append("model_family: not set; the job uses flux")
     report.to_fill_in += [conflict.message for conflict in find_conflicts(spec)] + _missing(spec)
     report.to_fill_in[:] = dict.fromkeys(report.to_fill_in)

@@ -8,6 +8,16 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from jobs.run.events import (
+    Checkpoint,
+    End,
+    PhaseEvent,
+    Sample,
+    Start,
+    Step,
+    Validation,
+    Warned,
+)
 from jobs.untrusted.text import harmless_value
 
 if TYPE_CHECKING:
@@ -19,21 +29,6 @@ _LARGER: Final = 8  # times, each end than the one before
 # As `jobs.run.rundir.event` begins a line; of others every line is decoded.
 STEP_LINE: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "step"')
 _NEITHER_STEP_NOR_START: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "(?!step"|start")')
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step. `seconds` is wall time, `peak_bytes` the largest over ranks."""
-
-    step: int
-    t: float
-    loss: float
-    lr: float | None = None
-    grad_norm: float | None = None
-    seconds: float | None = None
-    images_per_second: float | None = None
-    epoch: float | None = None
-    peak_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class EventLog:
     """
 
     path: Path
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     phase: Phase | None = None
     end_reason: str | None = None
     checkpoints: list[int] = field(default_factory=list)
@@ -121,7 +116,7 @@ class EventLog:
         return self
 
     @property
-    def last(self) -> StepRecord | None:
+    def last(self) -> Step | None:
         return self.steps[-1] if self.steps else None
 
     def seconds_per_step(self, window: int = _PACE_WINDOW) -> float | None:
@@ -139,62 +134,56 @@ class EventLog:
     def _take(self, event: dict[str, Any]) -> None:
         try:
             match event.get("kind"):
-                case "step":
-                    self._take_step(event)
-                case "phase":
-                    self._take_phase(event)
-                case "start":
+                case Step.kind:
+                    self._take_step(Step.read(event))
+                case PhaseEvent.kind:
+                    self._take_phase(PhaseEvent.read(event))
+                case Start.kind:
                     self.end_reason = None
-                    self.notes["start"] = event
-                    resumed = int(event.get("step", 0))
+                    self.notes[Start.kind] = event
+                    resumed = Start.read(event).step
                     self.steps = [s for s in self.steps if s.step <= resumed]
                     self.validations = [v for v in self.validations if v[0] <= resumed]
-                case "end":
-                    self.end_reason = str(event.get("reason", ""))
+                case End.kind:
+                    self.end_reason = End.read(event).reason
                     self.phase = None
-                case "checkpoint":
-                    self.checkpoints.append(int(event["step"]))
-                case "sample":
+                case Checkpoint.kind:
+                    self.checkpoints.append(Checkpoint.read(event).step)
+                case Sample.kind:
                     self.samples.append(event)
-                case "validation":
-                    self._take_validation(int(event["step"]), float(event["loss"]))
-                case "warning":
-                    self.warnings.append(str(event.get("message", "")))
+                case Validation.kind:
+                    self._take_validation(Validation.read(event))
+                case Warned.kind:
+                    self.warnings.append(Warned.read(event).message)
                 case str() as kind:
                     self.notes[kind] = event
         except (KeyError, TypeError, ValueError, OverflowError):
             return  # a line that some other version wrote
 
-    def _take_step(self, event: dict[str, Any]) -> None:
-        values: dict[str, Any] = {
-            name: _number(event.get(name)) for name in StepRecord.__dataclass_fields__
-        }
-        values |= {"step": int(event["step"]), "loss": float(event["loss"])}
-        record = StepRecord(**values)
-        while self.steps and self.steps[-1].step >= record.step:
+    def _take_step(self, step: Step) -> None:
+        while self.steps and self.steps[-1].step >= step.step:
             self.steps.pop()
-        self.steps.append(record)
+        self.steps.append(step)
         self.phase = None
 
-    def _take_validation(self, step: int, loss: float) -> None:
-        while self.validations and self.validations[-1][0] >= step:
+    def _take_validation(self, measured: Validation) -> None:
+        while self.validations and self.validations[-1][0] >= measured.step:
             self.validations.pop()
-        self.validations.append((step, loss))
+        self.validations.append((measured.step, measured.loss))
 
-    def _take_phase(self, event: dict[str, Any]) -> None:
-        total, before = event.get("total"), self.phase
-        t = float(event.get("t", 0))
-        begins = event.get("state") == "begin"
-        known = before is not None and before.name == event["name"] and not before.finished
+    def _take_phase(self, event: PhaseEvent) -> None:
+        before = self.phase
+        known = before is not None and before.name == event.name and not before.finished
+        since = before.since if before is not None and known else 0.0
         self.phase = Phase(
-            name=str(event["name"]),
-            done=int(event.get("done", 0)),
-            total=int(total) if total is not None else None,
-            finished=event.get("state") == "end",
-            t=t,
-            seconds_left=_number(event.get("seconds_left")),
-            ranks=tuple(int(done) for done in event.get("ranks") or ()),
-            since=t if begins else before.since if before is not None and known else 0.0,
+            name=event.name,
+            done=event.done,
+            total=event.total,
+            finished=event.state == "end",
+            t=event.t,
+            seconds_left=event.seconds_left,
+            ranks=tuple(event.ranks or ()),
+            since=event.t if event.state == "begin" else since,
         )
 
 
@@ -215,8 +204,3 @@ def read_end(path: Path) -> EventLog:
         if offset == 0 or len(log.steps) >= _PACE_WINDOW:
             return log
         length *= _LARGER
-
-
-def _number(value: Any) -> float | None:
-    """A finite or infinite number, or None for whatever else stands there."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from jobs.run.eventlog import STEP_LINE, EventLog
+from jobs.run.events import Memory, Sharding, Start, Validation, Warned
 
 if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
+
+_E = TypeVar("_E", Start, Memory)
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,13 @@ class RunReport:
     @classmethod
     def of(cls, log: EventLog) -> RunReport:
         """The report of the events read so far."""
-        start, memory = log.notes.get("start", {}), log.notes.get("memory", {})
-        peaks = memory.get("peaks")
+        start, memory = _read(Start, log), _read(Memory, log)
         return cls(
-            strategy=str(start.get("strategy", "")),
-            reason=str(start.get("strategy_reason", "")),
-            sharding={k: v for k, v in log.notes.get("sharding", {}).items() if k not in _FRAME},
-            measure=str(memory.get("measure", "")),
-            peaks=_whole(peaks) if isinstance(peaks, dict) else {},
+            strategy=start.strategy,
+            reason=start.strategy_reason,
+            sharding={k: v for k, v in log.notes.get(Sharding.kind, {}).items() if k not in _FRAME},
+            measure=memory.measure,
+            peaks=_whole(memory.peaks),
             validations=tuple(log.validations[-_NEWEST:]),
             warnings=tuple(log.warnings[-_MOST_WARNINGS:]),
         )
@@ -54,8 +56,7 @@ _FRAME = ("t", "kind")  # what every event has
 _NEWEST: Final = 5  # validation losses
 _MOST_WARNINGS: Final = 500
 _MOST_VALIDATIONS: Final = 5000  # a resume takes back some of them
-_NOTES: Final = ("start", "sharding", "memory")
-_TOLD: Final = frozenset({*_NOTES, "validation", "warning"})
+_TOLD: Final = {one.kind for one in (Start, Sharding, Memory, Validation, Warned)}
 
 
 class ReportLog(EventLog):
@@ -108,6 +109,14 @@ class ReportLog(EventLog):
 def read_report(run_dir: RunDir) -> RunReport:
     """The report of a run directory."""
     return RunReport.of(ReportLog.begin(run_dir).read_all())
+
+
+def _read(kind: type[_E], log: EventLog) -> _E:
+    """The newest event of a kind; an empty one where there is none that can be read."""
+    try:
+        return kind.read(log.notes.get(kind.kind, {}))
+    except (TypeError, ValueError, OverflowError):
+        return kind()
 
 
 def _whole(peaks: dict[Any, Any]) -> dict[str, list[int]]:

@@ -7,6 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from jobs.run.eventlog import EventLog
+from jobs.run.events import (
+    Checkpoint,
+    End,
+    Event,
+    Export,
+    Failed,
+    PhaseEvent,
+    Sample,
+    Start,
+    Step,
+    Validation,
+    Warned,
+)
 from jobs.run.rundir import PHASES
 from jobs.units import size
 
@@ -56,9 +69,9 @@ class Timeline(EventLog):
     def _take(self, event: dict[str, Any]) -> None:
         super()._take(event)
         kind = event.get("kind")
-        if kind == "step" or not isinstance(kind, str):
+        if kind == Step.kind or not isinstance(kind, str):
             return
-        if kind == "phase":
+        if kind == PhaseEvent.kind:
             self._take_stage(event)
         try:
             t = float(event["t"])
@@ -69,7 +82,8 @@ class Timeline(EventLog):
 
     def _take_stage(self, event: dict[str, Any]) -> None:
         try:
-            name, state, t = str(event["name"]), event.get("state"), float(event["t"])
+            told, t = PhaseEvent.read(event), float(event["t"])
+            name, state = told.name, told.state
             if name == _FIRST and state == "begin":
                 self.stages.clear()  # another attempt
             if self.stages and self.stages[-1].name == _LAST_STAGE:
@@ -93,47 +107,48 @@ def in_words(kind: str, event: dict[str, Any]) -> str:
     Raises:
         KeyError: It lacks what such an event has; as `TypeError` and `ValueError`.
     """
-    match kind:
-        case "start":
-            step = int(event.get("step", 0))
+    read = _READ.get(kind)
+    match read.read(event) if read is not None else None:
+        case Start(step=step, world_size=ranks):
             place = f"after step {step}" if step else "from step 0"
-            ranks = event.get("world_size")
             return f"trains {place}" + (f" on {ranks} ranks" if ranks else "")
-        case "phase":
-            return _phase(event)
-        case "checkpoint":
-            took = f", {float(event['seconds']):.1f} s" if "seconds" in event else ""
-            much = f" ({size(int(event['bytes']))}{took})" if "bytes" in event else ""
-            return f"saved step-{int(event['step'])}{much}"
-        case "sample":
-            count = len(event.get("files") or ())
-            return f"sampled {count} prompt{'s' * (count != 1)} at step {int(event['step'])}"
-        case "validation":
-            return f"validation loss {float(event['loss']):.5f} at step {int(event['step'])}"
-        case "warning":
-            return str(event.get("message", ""))
-        case "error":
+        case PhaseEvent() as phase:
+            return _phase(phase)
+        case Checkpoint() as saved:
+            took = f", {saved.seconds:.1f} s" if saved.seconds is not None else ""
+            much = f" ({size(saved.bytes)}{took})" if saved.bytes is not None else ""
+            return f"saved step-{saved.step}{much}"
+        case Sample(step=step, files=files):
+            return f"sampled {len(files)} prompt{'s' * (len(files) != 1)} at step {step}"
+        case Validation(step=step, loss=loss):
+            return f"validation loss {loss:.5f} at step {step}"
+        case Warned(message=message):
+            return message
+        case Failed() as error:
             return (
-                f"rank {event['rank']}: {event['type']} at step {event.get('step')} during "
-                f"{event.get('phase')}: {event.get('message', '')}"
+                f"rank {error.rank}: {error.type} at step {error.step} during "
+                f"{error.phase}: {error.message}"
             )
-        case "export":
-            return f"exported to {event['path']}"
-        case "end":
-            return f"the ranks ended: {event.get('reason', '')}"
+        case Export(path=path):
+            return f"exported to {path}"
+        case End(reason=reason):
+            return f"the ranks ended: {reason}"
     return ""
 
 
-def _phase(event: dict[str, Any]) -> str:
+_TOLD: Final = (Start, PhaseEvent, Checkpoint, Sample, Validation, Warned, Failed, Export, End)
+_READ: Final[dict[str, type[Event]]] = {one.kind: one for one in _TOLD}
+
+
+def _phase(event: PhaseEvent) -> str:
     """A phase that is over and took a while, or counted something."""
-    name = str(event["name"])
-    if event.get("state") != "end" or name in _LONG_STORIES:
+    if event.state != "end" or event.name in _LONG_STORIES:
         return ""
-    seconds, total = float(event.get("seconds", 0)), event.get("total")
+    seconds = event.seconds or 0.0
     if seconds < _LEAST_SECONDS:
         return ""
-    count = f" ({total})" if total else ""
-    return f"{PHASES.get(name, name)} took {_took(seconds)}{count}"
+    count = f" ({event.total})" if event.total else ""
+    return f"{PHASES.get(event.name, event.name)} took {_took(seconds)}{count}"
 
 
 def _took(seconds: float) -> str:

@@ -332,7 +332,8 @@ def _out_of_memory(stage: Stage) -> Iterator[Finding]:
     )
     job = stage.ended(stage.submit(values))
     stage.expect(job, State.FAILED)
-    if "ran out of GPU memory" not in job.reason:
+    failure = read_failure(job.run_dir)
+    if failure is None or failure.cause is not Cause.GPU_MEMORY:
         raise SceneFailed(f"it reports the wrong reason: {job.reason}", job)
     if with_run_id(job.run_id):
         raise SceneFailed("it left processes behind", job)

@@ -279,7 +279,9 @@ def test_a_failed_job_says_why(store: Store) -> None:
 
 def test_how_the_ranks_share_the_work_is_told_where_there_is_room(store: Store) -> None:
     job = add_job(store, state=State.RUNNING, total_steps=240)
-    view = JobView(job, Progress(120, 0.4, 0.5, 60.0), strategy="ddp: a full copy fits")
+    view = JobView(
+        job, Progress(120, 0.4, 0.5, 60.0), strategy="ddp", strategy_reason="a full copy fits"
+    )
     assert "ddp: a full copy fits" in said(view, 116)
     assert "ddp" in said(view, 76)
     assert "full copy" not in said(view, 76)

@@ -88,7 +88,7 @@ def _progress(view: JobView, width: int, now: float | None) -> Row:
     if not tail and tails and room - len(tails[-1]) >= _LEAST_BAR // 2:
         tail = tails[-1]  # how long it takes says more than a longer bar
     room -= len(tail)
-    strategy = _strategy(view.strategy, room)
+    strategy = _strategy(view, room)
     return (
         Span(words, "accent"),
         Span(count, "strong"),
@@ -98,9 +98,11 @@ def _progress(view: JobView, width: int, now: float | None) -> Row:
     )
 
 
-def _strategy(text: str, room: int) -> str:
+def _strategy(view: JobView, room: int) -> str:
     """`  fsdp2: why`, or `  fsdp2`, or nothing, so that enough is left of the room for a bar."""
-    for words in filter(None, (text, text.partition(":")[0])):
+    if not view.strategy:
+        return ""
+    for words in (f"{view.strategy}: {view.strategy_reason}", view.strategy):
         if room - len(words) - 2 >= _LEAST_BAR:
             return f"  {words}"
     return ""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from textual.events import Resize
     from textual.timer import Timer
 
-    from jobs.run.eventlog import StepRecord
+    from jobs.run.events import Step
     from tui.look.snapshot import JobView, Snapshot
 
 # A curve is the most expensive thing on the screen: seven bytes a cell, and all of it moves.
@@ -200,7 +200,7 @@ class CurvePanel(Lines):
         return f"[b]avg {number(average, 3)}[/b] · val {held_out}"  # the loss is in the table
 
 
-def newest_average(steps: Sequence[StepRecord]) -> float | None:
+def newest_average(steps: Sequence[Step]) -> float | None:
     """The smoothed loss at the newest step, of those that still count for it."""
     span = smoothing_span(len(steps))
     losses = [step.loss for step in steps[-10 * span :]]

@@ -206,9 +206,8 @@ class Collector:
             clocks = self._clocks.of(job, time.time())
             ranks = in_step(clocks, progress, time.time(), training=training)
             report = RunReport.of(log)
-            strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
             phase = None if log.behind else log.phase
-            return JobView(job, progress, where, phase, ranks, strategy)
+            return JobView(job, progress, where, phase, ranks, report.strategy, report.reason)
         if chosen:
             return JobView(job, self._progress(job, self._follow(job)), where)
         view = JobView(job, self._ended_progress(job), where)

@@ -134,7 +134,6 @@ class Looker:
             self._moments = tuple(log.moments)
             self._curve = Curve(job.id, tuple(log.steps), newest)
         report = RunReport.of(log)
-        strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
         progress = service.progress(job, log)
         view = JobView(
             job,
@@ -146,7 +145,8 @@ class Looker:
                 time.time(),
                 training=log.phase is None,
             ),
-            strategy=strategy,
+            strategy=report.strategy,
+            strategy_reason=report.reason,
         )
         saved = job.run_dir.latest_checkpoint()
         errors = tuple(job.run_dir.rank_errors()) if job.state.ended else ()

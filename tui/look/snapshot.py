@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from jobs.machine.devices import Gpu, Host
     from jobs.queue.store import Job
-    from jobs.run.eventlog import Phase, StepRecord
+    from jobs.run.eventlog import Phase
+    from jobs.run.events import Step
     from jobs.run.rundir import RankStatus
 
 _SAID_EVERY = 1.0  # seconds between two words of a rank
@@ -28,7 +29,7 @@ LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called la
 class JobView:
     """A job, how far it is, and where. `ranks` and `phase` only while it is active.
 
-    `strategy` says how its ranks share the work and why, once they have started.
+    `strategy` says how its ranks share the work, `strategy_reason` why, once they have started.
     """
 
     job: Job
@@ -37,6 +38,7 @@ class JobView:
     phase: Phase | None = None
     ranks: tuple[RankStatus, ...] = ()
     strategy: str = ""
+    strategy_reason: str = ""
 
     @property
     def doing(self) -> str | None:
@@ -70,7 +72,7 @@ class Curve:
     """
 
     job: int
-    steps: tuple[StepRecord, ...] = ()
+    steps: tuple[Step, ...] = ()
     validation: float | None = None
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from jobs.run.eventlog import StepRecord
+    from jobs.run.events import Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Run:
     job: int
     name: str
     root: Path
-    steps: Sequence[StepRecord]
+    steps: Sequence[Step]
     validations: Sequence[tuple[int, float]] = ()
 
     @property
@@ -51,7 +51,7 @@ class Measure:
 
     name: str
     title: str
-    value: Callable[[StepRecord], float | None] | None
+    value: Callable[[Step], float | None] | None
     smooth: bool = True
     text: Callable[[float | None], str] = number
 

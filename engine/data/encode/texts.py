@@ -14,6 +14,7 @@ from engine.data.encode.tensor_cache import TensorCache, fingerprint
 from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from engine.model.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
+from jobs.run.events import Freed
 from jobs.spec.families import sees_images
 
 if TYPE_CHECKING:
@@ -292,4 +293,4 @@ def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
         f"text encoders freed: {mib['held']} of weights; {memory.measure} {mib['before']} "
         f"before, {mib['loaded']} with them, {mib['after']} after"
     )
-    telemetry.emit("freed", what="text encoders", **facts)
+    telemetry.emit(Freed("text encoders", **facts))

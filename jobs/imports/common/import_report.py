@@ -62,12 +62,14 @@ class Report:
         entries: One for each of its keys, in their order.
         assumed: Keys that it leaves out, and whose defaults there are others than here.
         to_fill_in: Why the job cannot run as it is, a sentence each.
+        unknown_family: Whether it names a model that is not supported here.
         warnings: What runs, but perhaps not as meant, a sentence each.
     """
 
     entries: list[Entry] = field(default_factory=list)
     assumed: list[Entry] = field(default_factory=list)
     to_fill_in: list[str] = field(default_factory=list)
+    unknown_family: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def of(self, kind: Kind) -> list[Entry]:

@@ -86,6 +86,7 @@ def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = N
     """The family that a tool's word stands for; what is not here is said."""
     if name is None or name not in FAMILIES:
         draft.unsupported(key, f"not a supported family: {', '.join(FAMILIES)}")
+        draft.report.unknown_family = True
         draft.report.to_fill_in.append(
             f"model_family: {draft.get(key)} is not a supported family; the job "
             f"uses {family_of(draft).name}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _SHARDED: Final = "needs strategy: fsdp2 or hsdp"
-_ONE_RANK: Final = "no effect on 1 rank"
+ONE_RANK: Final = "no effect on 1 rank"
 _NO_PROMPTS: Final = "needs validation_prompts"
 
 
@@ -48,7 +48,7 @@ def _family(spec: JobSpec) -> Family | None:
 
 
 def one_rank(spec: JobSpec) -> str:
-    return _ONE_RANK if world_size(spec) == 1 else ""
+    return ONE_RANK if world_size(spec) == 1 else ""
 
 
 def several_ranks(spec: JobSpec) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import find_overruled
 from jobs.spec.rules.conflicts import find_conflicts
-from jobs.spec.rules.no_effect import find_inapplicable
+from jobs.spec.rules.no_effect import ONE_RANK, find_inapplicable
 from jobs.spec.rules.validation_conflicts import validation_warnings
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ _ALWAYS: Final = {
 }
 # Keys that other tools' configs say without need.
 _NO_WARNING: Final = ("fsdp_enable", "fsdp_version")
-_NONE: Final = "no effect"
 
 
 def find_warnings(spec: JobSpec) -> list[str]:
@@ -73,6 +72,6 @@ def _without_effect(spec: JobSpec) -> list[str]:
         if key in reasons and key not in (*_NO_WARNING, *_ALWAYS, *refused):
             keys.setdefault(reasons[key], []).append(key)
     return [
-        f"{', '.join(named)}: {'' if why.startswith(_NONE) else f'{_NONE}; '}{why}"
+        f"{', '.join(named)}: {'' if why == ONE_RANK else 'no effect; '}{why}"
         for why, named in keys.items()
     ]

@@ -24,7 +24,7 @@ from tests.support.forks import client as forks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.run.eventlog import StepRecord
+    from jobs.run.events import Step
 
 
 PATIENCE = 400.0  # seconds; a slow machine under load, not an expectation
@@ -135,7 +135,7 @@ class Run:
     files: RunDir
 
     @property
-    def steps(self) -> list[StepRecord]:
+    def steps(self) -> list[Step]:
         return list(EventLog(self.files.events).read_all().steps)
 
     @property

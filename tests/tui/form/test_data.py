@@ -541,7 +541,9 @@ def test_two_pixels_share_a_character_and_alike_neighbours_an_escape_sequence() 
 def activity(store: Store, phase: Phase, width: int, name: str = "demo") -> str:
     job = next((j for j in store.all() if j.name == name), None)
     job = job or add_job(store, name, state=State.RUNNING)
-    view = JobView(job, phase=phase, strategy="fsdp2: a full copy would fill a GPU")
+    view = JobView(
+        job, phase=phase, strategy="fsdp2", strategy_reason="a full copy would fill a GPU"
+    )
     (row,) = activity_rows(view, width)
     return plain(row)
 

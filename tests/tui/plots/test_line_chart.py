@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import UserError
-from jobs.run.eventlog import StepRecord
+from jobs.run.events import Step
 from tui.plots.drawing import (
     MARKS,
     SPANS,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def run_of(job: int = 1, count: int = 100, root: Path | None = None, **changes: float) -> Run:
     steps = [
-        StepRecord(
+        Step(
             step=n,
             t=1000.0 + 2 * n,
             loss=1 / n,
@@ -138,7 +138,7 @@ def test_every_value_has_a_place_between_the_ends(values: list[float], log: bool
 
 
 def test_values_that_are_no_numbers_are_left_out() -> None:
-    steps = [StepRecord(n, 10.0 + n, loss) for n, loss in enumerate([1.0, math.nan, 3.0], 1)]
+    steps = [Step(n, loss, t=10.0 + n) for n, loss in enumerate([1.0, math.nan, 3.0], 1)]
     run = Run(1, "x", None, steps, [(2, math.inf), (3, 0.5)])  # type: ignore[arg-type]
     assert series_of(run, LOSS, by_time=False).ys == [1.0, 3.0]
     assert list(series_of(run, LOSS, by_time=True).xs) == [0.0, 2.0]
@@ -147,7 +147,7 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
 
 
 def test_a_clock_that_was_set_back_does_not_turn_the_axis_round() -> None:
-    steps = [StepRecord(n, t, 1.0) for n, t in enumerate([10.0, 20.0, 15.0, 30.0], 1)]
+    steps = [Step(n, 1.0, t=t) for n, t in enumerate([10.0, 20.0, 15.0, 30.0], 1)]
     run = Run(1, "x", None, steps)  # type: ignore[arg-type]
     assert list(series_of(run, LOSS, by_time=True).xs) == [0, 10, 10, 20]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.queue.states import State
 from jobs.run.diagnosis.why_failed import causes_of
 from jobs.run.rundir import PHASES
-from jobs.supervise.remedies import advice
+from jobs.supervise.remedies import RESUME, advice
 from tui.dashboard.device_rows import device_head, device_rows
 from tui.dashboard.panels import newest_average
 from tui.job.panes.history_rows import history_rows
@@ -21,7 +21,6 @@ from tui.widgets.job_rows import GLYPHS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.queue.store import Job
     from tui.look.job_look import Look
     from tui.look.snapshot import Snapshot
     from tui.text.format import Row
@@ -151,7 +150,7 @@ def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
     if job.state is State.FAILED:
         rows += [heading("what is wrong"), *fact("  ✗", job.reason, width, "bad", label=4)]
     rows.append(heading("what to do"))
-    for words in _remedies(job, look):
+    for words in (one for one in advice(job.state, look.failure) if one != RESUME):  # a key does
         rows += fact("  ·", words, width, label=4)
     newest = look.newest
     place = f"after step {newest}" if newest is not None else "from step 0"
@@ -177,12 +176,6 @@ def failed_rank(look: Look) -> int | None:
     """The rank that failed first; None where none left a word."""
     failed = causes_of(look.errors) or look.errors
     return int(failed[0]["rank"]) if failed else None
-
-
-def _remedies(job: Job, look: Look) -> list[str]:
-    """Advice in sentences of one line each."""
-    parts = advice(job.state, look.failure).split("; ")
-    return [part.removeprefix("or ") for part in parts if part and "resume it" not in part]
 
 
 def _key(key: str, does: str) -> Row:

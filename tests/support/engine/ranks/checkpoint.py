@@ -24,6 +24,7 @@ from engine.ranks.world import World, leave_world, start_world
 from engine.run_job import run_job
 from engine.train.train_state import TrainState
 from jobs.errors import UserError
+from jobs.run.events import Event, Step
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
 
@@ -38,9 +39,9 @@ class Stopping(Telemetry):
 
     stop_at: int | None = None
 
-    def emit(self, kind: str, **values: Any) -> None:
-        super().emit(kind, **values)
-        if kind == "step" and self.rank == 0 and values["step"] == self.stop_at:
+    def emit(self, event: Event) -> None:
+        super().emit(event)
+        if isinstance(event, Step) and self.rank == 0 and event.step == self.stop_at:
             self.run_dir.request("stop")
 
 

@@ -158,6 +158,8 @@ def test_each_phase_takes_what_was_predicted(
     spec = load_spec(None, values_of(case, toy, tmp_path))
     predicted = estimator.estimate(spec)
     names = MEASURED_AS if case in RUNS | HSDP_RUNS else STEPS
+    if case == "edit":  # its table of positions, no weight, is more than a toy's optimizer step
+        names = STEPS[:2]
     for name in names:
         phase = predicted.phase(name)
         assert phase is not None

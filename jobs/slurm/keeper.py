@@ -39,7 +39,7 @@ from jobs.slurm.records import (
     write_handed_in,
 )
 from jobs.slurm.rows import LOCK, move, unended
-from jobs.slurm.settle import ALIVE, Facts, Verdict, settle
+from jobs.slurm.settle import ALIVE, Facts, Verdict, age, settle
 from jobs.spec.file.load import load_spec
 from jobs.untrusted.text import one_line
 
@@ -67,7 +67,7 @@ class _Seen:
     beaten_at: float = 0.0
     missing_since: float | None = None
     preempted_at: float | None = None
-    waits: tuple[Job, Listed] | None = None  # settled, until one of the two changes
+    waits: tuple[Job, Listed, str] | None = None  # settled, until one of these changes
 
 
 @dataclass
@@ -175,10 +175,17 @@ class Keeper:
     def _still_waits(self, job: Job) -> bool:
         """Whether a job waits in Slurm as it did at the last look: of 1,000, nearly all do."""
         seen = self._seen.get(job.id)
-        if seen is None or seen.waits is None or self._away_since is not None:
+        if seen is None or seen.waits is None:
             return False
-        row, listed = seen.waits
-        return row == job and self._listed.get(listed.id) == listed
+        row, listed, silence = seen.waits
+        same = row == job and self._listed.get(listed.id) == listed
+        return same and silence == self._silence()
+
+    def _silence(self) -> str:
+        """For how long Slurm has not responded, as it is shown; "" while it does."""
+        if self._away_since is None:
+            return ""
+        return age(time.monotonic() - (self._answered_at or self._away_since))
 
     def _look_after(self, job: Job, *, paused: bool) -> None:
         record = read_handed_in(job.run_dir, job.attempt)
@@ -218,7 +225,7 @@ class Keeper:
         if job.state is verdict.state is State.QUEUED:
             self._explain(job, verdict.reason)
             if job.reason == verdict.reason and not job.stop_level and listed is not None:
-                self._seen[job.id].waits = job, listed
+                self._seen[job.id].waits = job, listed, self._silence()
             return
         if move(self.store, job, verdict):
             _say(f"job {job.id}: {verdict.state}: {verdict.reason}")

@@ -109,7 +109,11 @@ def _write_events(path: Path, count: int) -> None:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "HOME", "LANG", "FAKE_SLURM")
+        if name in os.environ
+    }
     return kept | {
         "FSDP_TUI_HOME": str(home),
         "XDG_CACHE_HOME": str(home / "cache"),
@@ -134,14 +138,13 @@ def command(home: Path, name: str, *words: str) -> Row:
     return name, f"{cpu:.2f} s", f"{took:.2f} s by the clock, {used.ru_maxrss / 1024:.0f} MiB"
 
 
-def keeper(home: Path, seconds: float) -> Row:
-    """The share of a core that the queue keeper takes."""
+def keeper(home: Path, seconds: float, module: str = "jobs.queue.keeper") -> Row:
+    """The share of a core that the queue keeper takes, or that of Slurm jobs."""
     process = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "from jobs.queue.keeper import keep; from jobs.queue.store import "
-            "Store; keep(Store(), 1000)",
+            f"from {module} import keep; from jobs.queue.store import Store; keep(Store(), 1000)",
         ],
         env=_environment(home),
         cwd=home,

@@ -675,6 +675,10 @@ def test_one_question_for_a_thousand_jobs(
     slurm.say("listing", as_squeue([*listed[:-1], replace(listed[-1], reason="Resources")]))
     look(16)
     assert store.get(1000).reason == "Slurm job 1000: waiting for free nodes"
+    slurm.away()
+    look(80)
+    assert "has not responded for" in store.get(1000).reason
+    assert look(30) < 30 * 1000, "nor while Slurm is silent, until the age is said differently"
 
 
 def test_only_one_process_asks_slurm(store: Store, slurm: FakeSlurm, submit: Submit) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from tui.dashboard.gpu_tags import heat_role, tag_of
-from tui.dashboard.rank_lines import heartbeat
+from tui.look.snapshot import is_late
 from tui.text.format import MISSING, Row, Span, cut, percent, right
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _cell(
     calm = "" if (gpu.utilisation or 0) >= 5 else "dim"
     heat = MISSING if gpu.temperature is None else f"{gpu.temperature}°"
     room = width - _FIXED
-    late = next((s for s in seats if heartbeat(s.rank, now).role == "bad"), None)
+    late = next((s for s in seats if is_late(s.rank, now)), None)
     tag = tag_of(gpu, seats, active, room)
     if late is not None:
         tag = Span(f"! #{late.view.job.id} r{late.rank.rank} late", "bad")

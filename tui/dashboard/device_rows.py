@@ -11,7 +11,8 @@ from tui.dashboard.device_pairs import PAIRS_FROM, pair_head, pair_rows
 from tui.dashboard.gpu_tags import heat_role, tag_of
 from tui.dashboard.memory_split import Split, split_bar, split_of
 from tui.dashboard.process_rows import TABLE_FROM, process_rows
-from tui.dashboard.rank_lines import Seat, cpu_rank_row, gpu_rank_row, heartbeat
+from tui.dashboard.rank_lines import Seat, cpu_rank_row, gpu_rank_row
+from tui.look.snapshot import is_late
 from tui.text.format import (
     MISSING,
     Row,
@@ -82,7 +83,7 @@ def device_rows(
     homeless = [s for s in seats if s.rank.device_uuid not in by_gpu]
     active = [view for view in snapshot.jobs if view.job.state.active]
     rest = [gpu_rank_row(seat, snapshot.t, width, indent=False) for seat in homeless]
-    late = [seat for seat in seats if heartbeat(seat.rank, snapshot.t).role == "bad"]
+    late = [seat for seat in seats if is_late(seat.rank, snapshot.t)]
     if is_paired(snapshot, width, room):
         return (*pair_rows(snapshot, by_gpu, active, width), *rest)
     processes = process_rows(snapshot, by_gpu, width)
@@ -147,7 +148,7 @@ def devices_title(snapshot: Snapshot) -> str:
         f"#{view.job.id} r{rank.rank}"
         for view in snapshot.jobs
         for rank in view.ranks
-        if heartbeat(rank, snapshot.t).role == "bad"
+        if is_late(rank, snapshot.t)
     ]
     if late:
         more = f" and {len(late) - 3} more" if len(late) > 3 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jobs.run.rundir import PHASES
-from tui.look.snapshot import LATE_AFTER
+from tui.look.snapshot import LATE_AFTER, is_late
 from tui.text.format import Row, Span, bar, duration, gib, left, load_role, ranges, right, size
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def cpu_rank_row(seat: Seat, memory_total: int | None, now: float, width: int) -
 def heartbeat(rank: RankStatus, now: float) -> Span:
     """The age of the heartbeat; calm while it is fresh, so that nothing is repainted."""
     age = now - rank.heartbeat
-    if age > LATE_AFTER:
+    if is_late(rank, now):
         return Span(f"! late {duration(age)}", "bad")
     if age >= 3:
         return Span(f"beat {age:.0f}s", "warn" if age > LATE_AFTER / 2 else "dim")

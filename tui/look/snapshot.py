@@ -105,6 +105,11 @@ class Snapshot:
         return sum(self._in_state[state] for state in states)
 
 
+def is_late(rank: RankStatus, now: float) -> bool:
+    """Whether a rank has not been heard of for too long."""
+    return now - rank.heartbeat > LATE_AFTER
+
+
 def in_step(
     ranks: Sequence[RankStatus], progress: Progress, now: float, *, training: bool = False
 ) -> tuple[RankStatus, ...]:

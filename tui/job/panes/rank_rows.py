@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.run.rundir import PHASES
-from tui.look.snapshot import LATE_AFTER
+from tui.look.snapshot import is_late
 from tui.text.format import MISSING, Span, duration, left, right, size
 
 if TYPE_CHECKING:
@@ -30,11 +30,6 @@ _MORE: Final[tuple[tuple[str, int, Callable[[RankStatus], str]], ...]] = (
     ("host", 16, lambda rank: rank.host),
 )
 _CPU_MORE: Final = (_MORE[3], *_MORE[4:])  # torch counts nothing there
-
-
-def is_late(rank: RankStatus, now: float) -> bool:
-    """Whether a rank has not been heard of for too long."""
-    return now - rank.heartbeat > LATE_AFTER
 
 
 def late_words(ranks: Sequence[RankStatus], now: float) -> str:
@@ -87,7 +82,7 @@ def rank_rows(ranks: Sequence[RankStatus], ended: bool, now: float, width: int) 
 def heartbeat(rank: RankStatus, now: float) -> tuple[str, str]:
     """Show the heartbeat's age, in a color that is calm while it is fresh."""
     age = now - rank.heartbeat
-    if age > LATE_AFTER:
+    if is_late(rank, now):
         return f"! late {duration(age)}", "bad"
     if now - rank.progressed > _STILL:
         return f"still {duration(now - rank.progressed)}", "warn"

@@ -44,6 +44,7 @@ _NAMES = (
     "z_image",
     "sd3",
     "sdxl",
+    "stable_diffusion",
     "chroma",
     "lumina2",
     "sana",

@@ -77,7 +77,7 @@ class Forwards:
         if self.made != expected:
             raise RuntimeError(
                 f"{type(pipeline).__name__} made {self.made} forwards of the denoiser instead of "
-                f"{expected}; forwards_per_step of the family, or its scheduler, is "
+                f"{expected}; forwards_of the family, or its scheduler, is "
                 "not what this version of diffusers does"
             )
 

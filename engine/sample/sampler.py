@@ -92,7 +92,7 @@ class Sampler:
             The names of the images, in the order of their prompts.
         """
         requests = requests_of(self.spec)
-        planned = [request.steps * self.family.forwards_per_step(request) for request in requests]
+        planned = [self.family.forwards_of(request) for request in requests]
         written, failed = [False] * len(requests), False
         was_training, done = transformer.training, 0
         transformer.eval()

@@ -1,5 +1,7 @@
 """The names of an SDXL LoRA in kohya's scripts and ComfyUI: those of Stability's own UNet.
 
+ComfyUI has the same of Stable Diffusion 1 and 2, whose UNet is one block deeper.
+
 Of `convert_state_dict_to_kohya` in diffusers come other names, after its own UNet, which kohya's
 scripts do not know for SDXL.
 """
@@ -83,6 +85,19 @@ def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
         UserError: A module has no counterpart in Stability's UNet.
     """
     return {_renamed(module): adapter for module, adapter in adapters.items()}
+
+
+def rename_of_four_blocks(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
+    """The same for Stable Diffusion 1 and 2: their first block on the way up has no transformer.
+
+    Raises:
+        UserError: A module has no counterpart in Stability's UNet.
+    """
+    found = rename(adapters)
+    upsampler = "output_blocks.2.2.conv"  # a place earlier, since there is none
+    if upsampler in found:
+        found["output_blocks.2.1.conv"] = found.pop(upsampler)
+    return found
 
 
 def _renamed(module: str) -> str:

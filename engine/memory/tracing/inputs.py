@@ -181,6 +181,8 @@ def caption_shapes(
             beside = 6 * config["addition_time_embed_dim"]
             width = config["projection_class_embeddings_input_dim"] - beside
             return text("cross_attention_dim", _CLIP_TOKENS) | pooled(width)
+        case "stable_diffusion":
+            return text("cross_attention_dim", _CLIP_TOKENS)
         case "chroma":
             return text("joint_attention_dim") | {"prompt_attention_mask": ((length,), torch.bool)}
         case "lumina2":

@@ -28,7 +28,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "save.save_every": 1000,
     "save.max_step_saves_to_keep": 5,
 }
-_LORA_DEFAULTS: Final[dict[str, Any]] = {"network.linear_alpha": 1.0}
+_LORA_DEFAULTS: Final[dict[str, Any]] = {"network.linear": 4, "network.linear_alpha": 1.0}
 _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
     "sample.sample_every": 100,
     "sample.guidance_scale": 7,
@@ -49,6 +49,7 @@ def read(path: Path) -> Draft:
     draft = Draft(around | theirs, path.absolute().parent, defaults=_defaults(process))
     for number in range(1, others + 1):
         draft.unsupported(f"process[{number}]", "a job is one training run; use a file for each")
+    rules.use_default_architecture(draft)
     draft.apply(_RULES, _PREFIXES, _FIRST)
     if "resolution" not in draft.values and process.get("datasets"):
         draft.values["resolution"] = 512
@@ -95,6 +96,15 @@ def _defaults(process: dict[str, Any]) -> dict[str, Any]:
         defaults |= _LORA_DEFAULTS
         if network.get("alpha") is not None:
             del defaults["network.linear_alpha"]
+        if network.get("rank") is not None:
+            del defaults["network.linear"]
+    train = process.get("train")
+    train = train if isinstance(train, dict) else {}
+    optimizer = str(train.get("optimizer", "adamw"))
+    if optimizer.lower().startswith(("adam", "prodigy")):
+        defaults["train.optimizer_params.eps"] = 1e-6
+    if optimizer.lower().startswith("adamw"):  # torch's own, and bitsandbytes'
+        defaults["train.optimizer_params.weight_decay"] = 1e-2
     if isinstance(sample, dict) and (sample.get("prompts") or sample.get("samples")):
         defaults |= _SAMPLE_DEFAULTS
     return defaults

@@ -31,6 +31,8 @@ _ARCHITECTURES: Final[dict[str, tuple[str, str | None]]] = {
     "lumina2": ("lumina2", None),
     "sd3": ("sd3", None),
     "sdxl": ("sdxl", None),
+    "sd1": ("stable_diffusion", None),
+    "sd2": ("stable_diffusion", "2.1"),
     "pixart_sigma": ("pixart_sigma", None),
     "auraflow": ("auraflow", None),
     "wan21": ("wan", None),
@@ -45,13 +47,12 @@ _OLDER: Final = {
     "is_flux": "flux",
     "is_v3": "sd3",
     "is_xl": "sdxl",
+    "is_v2": "stable_diffusion",
     "is_pixart_sigma": "pixart_sigma",
     "is_auraflow": "auraflow",
     "is_lumina2": "lumina2",
 }
-SWITCHES: Final = " ".join(
-    f"model.{name}" for name in (*_OLDER, "is_v2", "is_pixart", "is_ssd", "is_vega")
-)
+SWITCHES: Final = " ".join(f"model.{name}" for name in (*_OLDER, "is_pixart", "is_ssd", "is_vega"))
 _DTYPES: Final = {
     "float16": "fp16",
     "fp16": "fp16",
@@ -118,7 +119,22 @@ def switch(draft: Draft, key: str, value: Any) -> None:
     elif draft.get("model.arch"):
         draft.unneeded(key, "set by arch")
     else:
-        models.set_family(draft, key, _OLDER.get(key.rpartition(".")[2]))
+        word = key.rpartition(".")[2]
+        models.set_family(draft, key, _OLDER.get(word), "2.1" if word == "is_v2" else None)
+
+
+def use_default_architecture(draft: Draft) -> None:
+    """Where neither `arch` nor a switch says what the model is, the tool takes it for the oldest.
+
+    Unless its name says otherwise: with another model the tool would fail.
+    """
+    said = (draft.get("model.arch"), *(draft.on(switch) for switch in SWITCHES.split()))
+    name = draft.get("model.name_or_path")
+    if any(said) or name is None:
+        return
+    family = models.guess_family(draft, str(name)) or "stable_diffusion"
+    draft.values["model_family"] = family
+    draft.assume("model.arch", "from the model's name", model_family=family)
 
 
 def low_noise(draft: Draft, key: str, value: Any) -> None:

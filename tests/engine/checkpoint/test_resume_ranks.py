@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STEPS: Final = 12
 HALF: Final = 6
+DORA: Final = {"lora_variant": "dora", "base_precision": "none", "validation_prompts": []}
 # A global batch of 4 on any number of ranks.
 BATCH: Final = {1: 4, 2: 2, 4: 1}
 
@@ -105,6 +106,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
         made.job("full-halves", model_type="full"),
         made.job("whole-files", 4, **whole),
         made.job("moving", 4, lora_placement="sharded"),
+        made.job("dora", **DORA),
+        made.job("dora-moving", 4, lora_placement="sharded", **DORA),
         made.job("branch", resume_from_checkpoint=str(made.run("lora-halves").checkpoint(HALF))),
     )
     return made
@@ -134,10 +137,11 @@ def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
 
 def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     """And from a sharded adapter to a whole one, and to one process that shards nothing."""
-    folder.train(4, folder.job("moving", 8, ranks=4))
+    folder.train(4, folder.job("moving", 8, ranks=4), folder.job("dora-moving", 8, ranks=4, **DORA))
     folder.train(
         1,
         folder.job("moving", ranks=1),
+        folder.job("dora-moving", ranks=1, **DORA),
         folder.job(
             "whole-files",
             ranks=1,
@@ -145,7 +149,7 @@ def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
             fsdp_state_dict_type="SHARDED_STATE_DICT",
         ),
     )
-    for name, before in (("moving", "lora"), ("whole-files", "full")):
+    for name, before in (("moving", "lora"), ("dora-moving", "dora"), ("whole-files", "full")):
         straight, moved = folder.losses(before), folder.losses(name)
         assert [step for step, *_ in moved] == list(range(1, STEPS + 1))
         for (_, loss, norm), (step, wanted, wanted_norm) in zip(moved, straight, strict=True):

@@ -277,10 +277,21 @@ LAYOUTS = {
     ),
 }
 
-# The files that a LoRA is exported to; `tests/engine/families/test_sdxl_kohya.py` has SDXL's names.
+# The files that a LoRA is exported to; `tests/engine/families/test_sdxl_kohya.py` and
+# `test_stable_diffusion.py` beside it have the names of U-Nets.
 FORMATS = {
     **dict.fromkeys(
-        ("flux", "chroma", "sdxl", "sd3", "lumina2", "flux2", "qwen_image", "wan"),
+        (
+            "flux",
+            "chroma",
+            "sdxl",
+            "stable_diffusion",
+            "sd3",
+            "lumina2",
+            "flux2",
+            "qwen_image",
+            "wan",
+        ),
         ("diffusers", "kohya"),
     ),
     **dict.fromkeys(("hunyuanvideo", "z_image"), ("diffusers", "kohya", "comfyui")),
@@ -291,7 +302,7 @@ FORMATS = {
 
 def test_every_family_is_exported_for_every_tool_that_has_it() -> None:
     assert {name: load(name).lora_formats for name in FAMILIES} == FORMATS
-    assert LAYOUTS.keys() == FAMILIES.keys() - {"sdxl", "sana"}
+    assert LAYOUTS.keys() == FAMILIES.keys() - {"sdxl", "stable_diffusion", "sana"}
 
 
 # What converters of diffusers look at besides the blocks' layers.

@@ -196,8 +196,8 @@ def test_a_family_that_plans_other_forwards_than_its_pipeline_makes_is_found(ben
         def __getattr__(self, name: str) -> Any:
             return getattr(families.load("flux"), name)
 
-        def forwards_per_step(self, request: Any) -> int:
-            return 1
+        def forwards_of(self, request: Any) -> int:
+            return int(request.steps)
 
     with pytest.raises(RuntimeError, match=r"FluxPipeline made 4 forwards .* instead of 2"):
         bench.sample([GUIDED], Wrong())

@@ -22,7 +22,7 @@ from engine.train.optimizer import (
 )
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
-from tests.support.engine.ranks.optim import CPU, RATES, STEPS, Run, round_trip, work
+from tests.support.engine.ranks.optim import CPU, RATES, REPLICAS, STEPS, Run, round_trip, work
 from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
@@ -190,6 +190,7 @@ def test_eight_bit_state_cut_through_a_block_is_explained() -> None:
     [
         *((name, "parity") for name in SHARDING),
         *((name, "offload") for name in ("adamw", "adamw_8bit", "prodigy")),
+        *(("prodigy", how) for how in REPLICAS),
     ],
 )
 def test_shards_train_like_whole_tensors(

@@ -172,6 +172,7 @@ def test_simpletuner_flux_lora() -> None:
     assert "(not shown)" in [e.value for e in imported.report.entries]
     assert {e.key for e in imported.report.assumed} == {
         "adam_weight_decay",
+        "ema_decay",
         "lora_dropout",
         "max_grad_norm",
         "multidatabackend.json[0].disable_multiline_split",
@@ -614,6 +615,10 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"train__min_snr_gamma": 5.0, "model__is_flux": False, "model__is_xl": True},
         {"snr_gamma": 5.0},
     ),
+    ({"train": {"lr": 1e-4}}, {"weight_decay": 0.01, "adam_epsilon": 1e-6}),
+    ({"train": {"optimizer": "adam8bit"}}, {"weight_decay": 0.0, "adam_epsilon": 1e-6}),
+    ({"train": {"optimizer": "lion"}}, {"weight_decay": 0.0}),
+    ({"network": {"type": "lora"}}, {"lora_rank": 4, "lora_alpha": 1.0}),
     ({"train__train_text_encoder": True}, Lost),
     ({"train__dist_mode": "fsdp"}, {"fsdp_enable": True}),
     ({"train__fsdp_cpu_offload": True, "train__dist_mode": "fsdp"}, {"fsdp_cpu_offload": True}),
@@ -631,6 +636,15 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"model__quantize": True, "model__qtype": "qint8"}, {"base_precision": "int8"}),
     ({"model__quantize": False}, Needless),
     ({"model__arch": "flux2"}, {"model_family": "flux2"}),
+    ({"model__arch": "sd1"}, {"model_family": "stable_diffusion", "model_flavour": None}),
+    (
+        {"model__is_v2": True, "model__is_flux": False},
+        {"model_family": "stable_diffusion", "model_flavour": "2.1"},
+    ),
+    (
+        {"model__is_flux": False, "model__name_or_path": "a/b"},
+        {"model_family": "stable_diffusion"},
+    ),
     ({"model__arch": "wan21:1b"}, {"model_flavour": "2.1-t2v-1.3b"}),
     ({"model__arch": "wan21_i2v:14b480p"}, {"model_flavour": "2.1-i2v-14b-480p"}),
     ({"model__arch": "qwen_image_edit"}, {"model_flavour": "edit"}),
@@ -742,6 +756,8 @@ SCRIPT_NAMES: Final = [
     ("train_dreambooth_lora_qwen_image.py", "qwen_image", "lora"),
     ("train_dreambooth_lora_z_image.py", "z_image", "lora"),
     ("my_supported_train_sana_lora.py", "sana", "lora"),
+    ("train_dreambooth_lora.py", "stable_diffusion", "lora"),
+    ("train_text_to_image.py", "stable_diffusion", "full"),
 ]
 
 
@@ -751,8 +767,32 @@ def test_a_script_s_name_says_what_is_trained(script: str, family: str, kind: st
     assert (spec.model_family, spec.model_type) == (family, kind)
 
 
+def test_what_tools_leave_out_is_theirs(tmp_path: Path) -> None:
+    """Read from their sources; `tests/bench/imports.py` shows when those change."""
+    for words, expected in (
+        ({"use_ema": True}, 0.995),
+        ({"use_ema": True, "ema_decay": 0.9}, 0.9),
+        ({"use_ema": False}, 0.999),
+    ):
+        assert simple(tmp_path, **words).spec.ema_decay == expected
+    assert simple(tmp_path, seed=1).spec.caption_dropout_probability == 0.1
+    for script, tokens in (
+        ("train_dreambooth_flux.py", 77),
+        ("train_dreambooth_lora_flux.py", 512),
+        ("train_dreambooth_lora_sd3.py", 77),
+    ):
+        spec = import_script(["accelerate", "launch", script, "--seed=1"]).spec
+        assert spec.max_sequence_length == tokens
+
+
 @pytest.mark.parametrize(
-    "script", ["train_controlnet_flux.py", "textual_inversion.py", "train_dreambooth_lora.py"]
+    "script",
+    [
+        "train_controlnet_flux.py",
+        "textual_inversion.py",
+        "train_unconditional.py",
+        "train_diffusion_dpo_sdxl.py",
+    ],
 )
 def test_a_script_that_does_something_else_is_not_taken_for_this(script: str) -> None:
     imported = import_script(["accelerate", "launch", script, "--seed=1"])

@@ -48,6 +48,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
     "sd3": ("3-medium",),
     "wan": ("2.2-ti2v-5b", "2.2-t2v-a14b-low"),
     "sana": ("1.6b",),
+    "stable_diffusion": ("2.1",),
     "hidream": ("dev",),
 }
 

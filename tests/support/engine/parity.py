@@ -235,7 +235,10 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(Case("fsdp2 2, accumulated", "lora", "sgd", extra=extra) for extra in MIXED),
         *(
             Case(layout, "lora", "sgd", extra="dora")
-            for layout in ("fsdp2 2", "fsdp2 2, sharded lora")
+            for layout in (
+                *("fsdp2 2", "fsdp2 2, sharded lora"),
+                *("hsdp 2x2", "hsdp 2x2, sharded lora"),
+            )
         ),
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
         *(

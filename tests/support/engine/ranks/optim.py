@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +30,8 @@ RATES = {"adamw": 1e-2, "adamw_8bit": 1e-2, "sgd": 0.1, "lion": 1e-3, "prodigy":
 RATES["adafactor"] = 1e-2
 STEPS = {"prodigy": 100}  # it starts at a millionth of the rate
 BATCH = 8
+# Replicas, and ranks of each, under HSDP.
+REPLICAS = {"two replicas": (2, 1), "one replica": (1, 2)}
 
 
 class Net(torch.nn.Module):
@@ -60,8 +63,13 @@ class Run:
         self.how = how
         self.model = Net()
         if how != "whole":
-            offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-            options: dict[str, Any] = offload if how == "offload" else {}
+            options: dict[str, Any] = {}
+            if how == "offload":
+                options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+            if how in REPLICAS:
+                options["mesh"] = init_device_mesh(
+                    "cpu", REPLICAS[how], mesh_dim_names=("replicate", "shard")
+                )
             fully_shard(self.model.blocks, **options)
             fully_shard(self.model, **options)
         self.spec = JobSpec(
@@ -215,6 +223,7 @@ def work(rank: int, _: int, directory: Path) -> None:
     result = {
         "parity": {name: parity(name, "sharded") for name in sharding},
         "offload": {name: parity(name, "offload") for name in ("adamw", "adamw_8bit", "prodigy")},
+        **{how: {"prodigy": parity("prodigy", how)} for how in REPLICAS},
         "round_trip": {name: round_trip(name, "sharded", directory) for name in sharding},
         "overflow": {name: overflow(name) for name in ("adamw", "sgd", "prodigy")},
         "refusal": {name: refusal(name) for name in WHOLE_ONLY},

@@ -1,0 +1,94 @@
+"""A small Stable Diffusion: the published classes and settings, tiny sizes.
+
+Its schedulers are the published ones too: PNDM, which takes one forward more than it has steps,
+and DDIM for v-prediction.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from diffusers import (
+    DDIMScheduler,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
+
+from engine.toy.components import parts
+from engine.toy.components.clip_and_t5 import build_clip
+from engine.toy.components.four_channel_vae import CHANNELS, build_four_channel_vae
+from engine.toy.components.vocabulary import build_clip_tokenizer, save_clip_vocabulary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CLIP_DIM = 32
+WIDTHS = (32, 32, 64, 64)
+HEADS = (2, 2, 4, 4)
+
+
+def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
+    """Write the model in the layout of `StableDiffusionPipeline.save_pretrained`."""
+    clip = build_clip_tokenizer(parts.captions())
+    pipeline = StableDiffusionPipeline(
+        vae=build_four_channel_vae(seed),
+        text_encoder=build_clip(clip, CLIP_DIM, seed=seed),
+        tokenizer=clip,
+        unet=_build_unet(seed, hidden_scale, first=flavour == "1.5"),
+        scheduler=build_scheduler(flavour),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    parts.save(pipeline, model_dir, dtype)
+    save_clip_vocabulary(clip, model_dir / "tokenizer")
+
+
+def build_scheduler(flavour: str) -> PNDMScheduler | DDIMScheduler:
+    """The published one."""
+    words: dict[str, Any] = {
+        "num_train_timesteps": 1000,
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "set_alpha_to_one": False,
+        "steps_offset": 1,
+    }
+    if flavour == "2.1":
+        return DDIMScheduler(**words, clip_sample=False, prediction_type="v_prediction")
+    return PNDMScheduler(**words, skip_prk_steps=True)
+
+
+def _build_unet(seed: int, scale: int, *, first: bool) -> UNet2DConditionModel:
+    """The UNet of Stable Diffusion 1, or of 2."""
+    own: dict[str, Any] = {"attention_head_dim": 2 * scale}  # the number of heads
+    if not first:
+        own = {
+            "attention_head_dim": tuple(scale * heads for heads in HEADS),
+            "use_linear_projection": True,
+        }
+    return parts.random_model(
+        UNet2DConditionModel,
+        seed=seed,
+        gain=_gain,
+        bias=0.005,
+        sample_size=64,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        down_block_types=(*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
+        up_block_types=("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
+        block_out_channels=tuple(scale * width for width in WIDTHS),
+        layers_per_block=2,
+        cross_attention_dim=CLIP_DIM,
+        **own,
+    )
+
+
+def _gain(name: str) -> float:
+    """Factors on the scale that keeps sizes, by parameter."""
+    if name == "conv_out.weight":
+        return 1.5
+    if name.endswith(("conv1.weight", "conv2.weight")):
+        return 0.3
+    return 1.0

@@ -1,6 +1,6 @@
 """What crosses the network between machines in each step, and what that costs. Pure.
 
-A simulation: bytes follow from the model, seconds from a bandwidth that somebody has measured or
+A simulation: bytes follow from the model, seconds from a bandwidth that someone has measured or
 read off the adapter. Whether transfers hide behind computing is not known; both ends are said.
 """
 

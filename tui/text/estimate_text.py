@@ -171,17 +171,19 @@ def paragraph(text: str, width: int) -> str:
     return textwrap.fill(text, width, initial_indent="- ", subsequent_indent="  ")
 
 
-def nodes_text(found: Sequence[Across], gigabits: float, step: float | None) -> str:
-    """What several machines move in a step, and whether they are faster than one."""
+def nodes_text(moves: Sequence[Across], gigabits: float, step: float | None) -> str:
+    """What several machines move in a step, and whether they are faster than move."""
     rows = []
-    for one in found:
+    for move in moves:
         if step is None:
-            verdict = f"slower than one if its step takes less than {one.slower_below:.2g} s"
+            verdict = f"slower than one if its step takes less than {move.slower_below:.2g} s"
         else:
-            least, most = one.speed(step)
+            least, most = move.speed(step)
             verdict = f"{least:.2f}-{most:.2f} times as many images per second"
             verdict += "; slower than one machine" if least < 1 else ""
-        rows.append((str(one.nodes), one.strategy, size(one.sent), f"{one.seconds:.2g} s", verdict))
+        rows.append(
+            (str(move.nodes), move.strategy, size(move.sent), f"{move.seconds:.2g} s", verdict)
+        )
     head = ("machines", "strategy", "sent per step", "takes", "compared with one machine")
     note = "least: transfers do not overlap with computing; most: they do"
     if step is None:

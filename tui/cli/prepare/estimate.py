@@ -122,7 +122,7 @@ def estimate_job(
     measured = dry_run.measure(Store(), asked.spec, _tell) if measure else None
     status = _status(asked, measured)
     if as_json:
-        more = {"status": status, "nodes": [_on_nodes(one, network, step) for one in facts.across]}
+        more = {"status": status, "nodes": [_on_nodes(row, network, step) for row in facts.across]}
         echo(json.dumps(_as_json(asked, facts, measured) | more))
     else:
         echo(_as_text(asked, facts, measured))
@@ -186,18 +186,18 @@ def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None])
 def _across(asked: Estimate, nodes: Sequence[int], gigabits: float) -> list[Across]:
     """What crosses the network between machines, for each strategy."""
     several = [count for count in nodes if count > 1]
-    found = asked.predict("single", 1) if several else None
-    if not isinstance(found, Predicted):
+    predicted = asked.predict("single", 1) if several else None
+    if not isinstance(predicted, Predicted):
         return []
     spec = asked.spec
-    weights = max(phase.parts.get("parameters", 0) for phase in found.phases)
+    weights = max(phase.parts.get("parameters", 0) for phase in predicted.phases)
     gathers = (2 if spec.fsdp_reshard_after_forward else 1) * spec.gradient_accumulation_steps
     return [
         across(
             strategy,
             count,
             weights=weights,
-            trained=int(found.values["trained"]),
+            trained=int(predicted.values["trained"]),
             gathers=gathers,
             gigabits=gigabits,
             full=spec.model_type == "full",
@@ -207,15 +207,15 @@ def _across(asked: Estimate, nodes: Sequence[int], gigabits: float) -> list[Acro
     ]
 
 
-def _on_nodes(one: Across, gigabits: float, step: float | None) -> dict[str, Any]:
+def _on_nodes(row: Across, gigabits: float, step: float | None) -> dict[str, Any]:
     return {
-        "nodes": one.nodes,
-        "strategy": one.strategy,
-        "sent": round(one.sent),
+        "nodes": row.nodes,
+        "strategy": row.strategy,
+        "sent": round(row.sent),
         "gigabits": gigabits,
-        "seconds": one.seconds,
-        "speed": list(one.speed(step)) if step else None,
-        "slower_below": one.slower_below,
+        "seconds": row.seconds,
+        "speed": list(row.speed(step)) if step else None,
+        "slower_below": row.slower_below,
     }
 
 

@@ -74,7 +74,11 @@ def trial(journal: Journal, number: int) -> None:
     began = time.monotonic()
     try:
         one.run()
+    except SystemExit:
+        one.give_up()
+        raise
     except Exception as error:
+        one.keep_files()
         one.give_up()
         what = "" if isinstance(error, Broken) else f"{type(error).__name__}: "
         journal.note(number, "+".join(one.done) or "none", f"{what}{error} after {one.done}")
@@ -98,6 +102,7 @@ def _store() -> Store:
     patch.setenv("FSDP_TUI_SLURM_INTERVAL", str(ASK_EVERY))
     patch.setenv("FAKE_LOCKSTEP", "1")
     patch.setattr("jobs.service.ensure_runner", lambda store: None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # or nobody would clean up
     atexit.register(folder.cleanup)
     atexit.register(end_all_of, root)
     return Store(root / "home")
@@ -162,21 +167,21 @@ class Trial:
                 self._watch(0.3)
         self.done.remove(fault)
 
-    def give_up(self) -> None:
-        """Take it out of everybody's way; its directory stays for whoever looks."""
+    def keep_files(self) -> None:
+        """For whoever looks."""
         with suppress(Exception):
             kept = Path(tempfile.gettempdir(), f"broken-{os.getpid()}-{self.job.id}")
             subprocess.run(["cp", "-a", self.job.run_dir.root, kept], check=False)
             subprocess.run(["cp", self.store.home / "slurm.log", kept], check=False)
-            self._note(f"kept in {kept}")
+            print(f"kept in {kept}", file=sys.stderr, flush=True)
+
+    def give_up(self) -> None:
+        """Take it out of everybody's way."""
         with suppress(Exception):
             for one in self._mine():
                 commands.cancel(one.id)
             for slurm_id in self.urgent:
                 commands.cancel(slurm_id)
-
-    def _note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     def _settings(self) -> dict[str, Any]:
         rng, machines = self.rng, self.rng.choice((1, 1, 2))

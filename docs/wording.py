@@ -78,18 +78,6 @@ _CLEAN: Final = tuple(
     )
     for folder in folders.split()
 )
-# Files of those folders that are not clean yet.
-_LATER: Final = (
-    "engine/exports/stock.py",
-    "engine/memory/predicting/phases.py",
-    "engine/memory/tracing/inputs.py",
-    "engine/toy/components/pixtral.py",
-    "engine/toy/components/processors.py",
-    "jobs/preflight/dataset.py",
-    "tui/cli/common/reader.py",
-    "tui/cli/fleet/",
-    "tui/job/panes/glance_rows.py",
-)
 _ALLOWED_NAMES: Final = frozenset(
     {
         ("jobs/doctor/finding.py", "found"),  # a JSON field of `fsdp-tui doctor --json`
@@ -150,7 +138,7 @@ def _in_names() -> Iterator[str]:
 
 
 def _is_clean(place: str) -> bool:
-    return place.startswith(_CLEAN) and not place.startswith(_LATER)
+    return place.startswith(_CLEAN)
 
 
 def _sources() -> Iterator[tuple[str, str]]:

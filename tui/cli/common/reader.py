@@ -1,4 +1,4 @@
-"""Wait for as long as somebody reads what is printed."""
+"""Wait while someone reads what is printed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def pause(seconds: float) -> None:
         time.sleep(seconds)
         return
     poll = select.poll()
-    poll.register(watched, 0)  # the end of a pipe is told without being asked for
+    poll.register(watched, 0)  # poll reports the end of a pipe unasked
     if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(seconds * 1000)):
         raise BrokenPipeError

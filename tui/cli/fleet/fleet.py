@@ -75,17 +75,17 @@ def _look(machines: Fleet, patience: float) -> tuple[BoxView, ...]:
 
 
 def _facts(view: BoxView, now: float) -> dict[str, Any]:
-    told = view.told
+    report = view.told
     return {
         "name": view.box.name,
         "status": view.status_at(now),
         "why": view.why,
-        "host": told.head.host if told else None,
-        "version": told.head.version if told else None,
-        "cores": told.head.cores if told else None,
-        "paused": told.paused if told else None,
-        "gpus": [gpu.model_dump() for gpu in told.gpus] if told else None,
-        "jobs": [job.model_dump() for job in told.jobs] if told else None,
+        "host": report.head.host if report else None,
+        "version": report.head.version if report else None,
+        "cores": report.head.cores if report else None,
+        "paused": report.paused if report else None,
+        "gpus": [gpu.model_dump() for gpu in report.gpus] if report else None,
+        "jobs": [job.model_dump() for job in report.jobs] if report else None,
     }
 
 

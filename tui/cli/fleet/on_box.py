@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jobs.fleet.config import Box
 
 _FULL_SCREEN: Final = ("demo", "edit")
-# They ask, or go on until Ctrl-C; the box must get what is typed here.
+# They ask, or run until Ctrl-C; the box must get what is typed here.
 _TALKING: Final = ("run", "logs", "list", "remove", "prune", "cache", "checkpoints")
 _REFUSED: Final = {
     "web": "forward its port: ssh -L 8000:localhost:8000 BOX fsdp-tui web",

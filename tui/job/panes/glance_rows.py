@@ -150,7 +150,7 @@ def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
     if job.state is State.FAILED:
         rows += [heading("what is wrong"), *fact("  ✗", job.reason, width, "bad", label=4)]
     rows.append(heading("what to do"))
-    for words in (one for one in advice(job.state, look.failure) if one != RESUME):  # a key does
+    for words in (text for text in advice(job.state, look.failure) if text != RESUME):  # a key does
         rows += fact("  ·", words, width, label=4)
     newest = look.newest
     place = f"after step {newest}" if newest is not None else "from step 0"

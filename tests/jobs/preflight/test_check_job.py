@@ -109,10 +109,10 @@ def test_a_directory_that_is_no_model(
 def test_a_model_of_another_family(
     job_values: dict[str, Any], make_model: Callable[..., Path]
 ) -> None:
-    other = make_model("sd", pipeline="StableDiffusionPipeline")
+    other = make_model("kandinsky", pipeline="KandinskyPipeline")
     spec = read(job_values, pretrained_model_name_or_path=str(other))
     assert complaint(spec) == (
-        f"{other} is a StableDiffusionPipeline, not a FLUX.1 model; use a model whose pipeline is "
+        f"{other} is a KandinskyPipeline, not a FLUX.1 model; use a model whose pipeline is "
         "FluxPipeline or FluxKontextPipeline"
     )
 

@@ -97,7 +97,9 @@ def alone(code: int) -> int:
 
 def start(run_dir: Path, rank: int, ranks: int, steps: int) -> int:
     """Fork a rank; its pid."""
-    from rank import Rank  # type: ignore[import-not-found]  # beside this script
+    # Beside this script; whoever starts a keeper keeps Python from looking there.
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from rank import Rank  # type: ignore[import-not-found]
 
     from jobs.run.rundir import RunDir
 

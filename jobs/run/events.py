@@ -8,6 +8,7 @@ missing or odd.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
@@ -23,6 +24,7 @@ class Event:
     """Something that happened. `t` is when, in Unix seconds; of what is written, the time then."""
 
     kind: ClassVar[str]
+    strict: ClassVar[frozenset[str]] = frozenset()  # fields that are good, or the line is not
 
     t: float = field(default=0.0, kw_only=True)
 
@@ -36,21 +38,26 @@ class Event:
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """The event that a line says.
+        """Read a line; an odd field that has a default is as if it were not there.
 
         Raises:
-            KeyError: It lacks what such an event has. So do the others: what is there is odd.
-            TypeError: See above.
+            KeyError: A field without a default is missing.
+            TypeError: Such a field, or the time, cannot be used.
             ValueError: See above.
             OverflowError: See above.
         """
-        values = {
-            name: convert(facts[name])
-            for name, convert, needed in cls._fields()
-            if needed or name in facts
-        }
-        values["t"] = _number(facts.get("t")) or 0.0
+        values = {"t": cls._time(facts.get("t"))}
+        for name, convert, needed in cls._fields():
+            if needed or (name in cls.strict and name in facts):
+                values[name] = convert(facts[name])
+            elif name in facts:
+                with suppress(TypeError, ValueError, OverflowError):
+                    values[name] = convert(facts[name])
         return cls(**values)
+
+    @classmethod
+    def _time(cls, value: Any) -> float:
+        return float(_number(value) or 0.0)
 
     @classmethod
     @cache
@@ -69,6 +76,7 @@ class Start(Event):
     """Training begins, after step `step`. `base_matmul` is that of a base in fp8."""
 
     kind = "start"
+    strict = frozenset({"step"})  # what was trained after it is trained again
 
     step: int = 0
     total_steps: int | None = None
@@ -104,6 +112,10 @@ class PhaseEvent(Event):
     seconds_left: float | None = None
     seconds: float | None = None
     ranks: list[int] | None = None
+
+    @classmethod
+    def _time(cls, value: Any) -> float:
+        return float(value)  # without it, nothing can be said of how long the phase takes
 
     def facts(self) -> dict[str, Any]:
         """What this state has, and no more."""
@@ -197,7 +209,7 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class Sample(Event):
-    """Images or videos were made after a step: where they are, and how their files are called."""
+    """Images or videos were made after a step: where they are, and what their files are named."""
 
     kind = "sample"
 
@@ -286,8 +298,15 @@ class End(Event):
 
 
 def _number(value: Any) -> float | None:
-    """A finite or infinite number, or None for whatever else stands there."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A finite or infinite number, or None for anything else.
+
+    Raises:
+        OverflowError: An integer that no float can hold.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    float(value)
+    return value
 
 
 def _whole(value: Any) -> int | None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from jobs.run import events
+from jobs.run.eventlog import EventLog
 from jobs.run.failure import Cause
 from jobs.run.rundir import event
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHARDED: dict[str, Any] = {
     "ranks": 2,
@@ -116,3 +120,36 @@ def test_a_step_of_another_version_is_read_as_far_as_it_goes() -> None:
     assert (step.step, step.loss, step.lr, step.seconds) == (3, 0.5, None, None)
     with pytest.raises(KeyError):
         events.Step.read({"loss": 0.5})
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "phase", "name": "encode", "state": "begin", "t": HUGE},
+        {"kind": "phase", "name": "encode", "state": "begin", "t": None},
+        {"kind": "phase", "name": "encode", "state": "begin", "t": []},
+        {"kind": "step", "step": 1, "loss": 0.5, "t": HUGE},
+    ],
+)
+def test_a_time_that_cannot_be_used_skips_the_line(tmp_path: Path, line: dict[str, Any]) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(line) + "\n" + event("step", step=2, loss=0.25))
+    log = EventLog(path).read_all()
+    assert log.phase is None
+    assert [step.step for step in log.steps] == [2]
+
+
+@pytest.mark.parametrize("odd", ["many", [], HUGE])
+def test_an_odd_field_with_a_default_does_not_cost_the_event(odd: Any) -> None:
+    now = {"t": 1.0}
+    assert events.End.read(now | {"reason": "completed", "step": odd}).reason == "completed"
+    assert events.Checkpoint.read(now | {"step": 5, "bytes": odd}).step == 5
+    assert events.Validation.read(now | {"step": 5, "loss": 0.5, "samples": odd}).loss == 0.5
+    assert events.Start.read(now | {"step": 5, "world_size": odd}).step == 5
+    phase = events.PhaseEvent.read(now | {"name": "encode", "state": "end", "total": odd})
+    assert (phase.state, phase.total) == ("end", None if odd != HUGE else HUGE)
+    step = events.Step.read(now | {"step": 5, "loss": 0.5, "seconds": odd})
+    assert (step.step, step.seconds) == (5, None)

@@ -169,7 +169,7 @@ def test_the_timeline_tells_what_happened_and_keeps_the_steps(store: Store) -> N
 
 
 def test_phases_that_train_are_no_moment() -> None:
-    assert in_words("phase", {"name": "train", "state": "end", "seconds": 9999.0}) == ""
+    assert in_words("phase", {"t": 1.0, "name": "train", "state": "end", "seconds": 9999.0}) == ""
 
 
 # -- advice --------------------------------------------------------------------------------

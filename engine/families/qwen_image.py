@@ -7,6 +7,7 @@ them with the prompt.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jobs.spec.keys.prompts import SampleRequest
 
 _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 512 if not told
+_TOKEN_TYPES: Final = "mm_token_type_ids"
 
 
 class QwenImage(PackedFamily):
@@ -40,6 +42,7 @@ class QwenImage(PackedFamily):
     )
     KOHYA = Kohya(as_in_diffusers, {"ss_network_module": "networks.lora_qwen_image"})
     COMFYUI = ComfyUI(as_in_diffusers)
+    ENCODING_WITH_IMAGES = 1  # 0: without `image_tokens`
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """A pipeline with only what encodes prompts, and the images beside them."""
@@ -60,7 +63,8 @@ class QwenImage(PackedFamily):
     ) -> dict[str, torch.Tensor]:
         """The same; L counts the images' tokens too, whatever `max_sequence_length` is."""
         shown = list(images) if self.pipeline_class() is QwenImageEditPlusPipeline else images[0]
-        return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
+        with image_tokens(pipeline):
+            return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         """A picture is a video of one frame to the VAE."""
@@ -132,13 +136,35 @@ def _whole(embeds: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"prompt_embeds": embeds[0].contiguous(), "prompt_embeds_mask": mask}
 
 
+@contextmanager
+def image_tokens(pipeline: Any) -> Iterator[None]:
+    """Tell the text encoder which tokens are an image's.
+
+    Diffusers (0.42) does not pass on the processor's `mm_token_type_ids`. Without them,
+    transformers (5.23) gives an image's patches the positions of a line of text: they lose their
+    grid, and the text behind them gets other positions (diffusers issue 14194).
+    """
+
+    def tell(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _TOKEN_TYPES not in signature(encoder.forward).parameters:  # older transformers
+            return None
+        types = (kwargs["input_ids"] == pipeline.processor.image_token_id).int()
+        return args, {_TOKEN_TYPES: types} | kwargs
+
+    hook = pipeline.text_encoder.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _load_processor(root: Path) -> Any:
     """What prepares images and texts for the encoder.
 
     Raises:
         UserError: The model lacks its files.
     """
-    # Here, as without torchvision transformers has a word to say when they are imported.
+    # Imported here: transformers warns without torchvision.
     from transformers import Qwen2Tokenizer, Qwen2VLImageProcessor
 
     from engine.families.shared.qwen_processor import ImagesAndTexts

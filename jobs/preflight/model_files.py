@@ -195,8 +195,8 @@ def _check_first_frame(
 ) -> None:
     """Whether the denoiser takes a first frame as its flavour does, beside the video and seen."""
     flavour_name = spec.model_flavour or next(iter(family.flavours), "")
-    known = family.flavours.get(flavour_name)
-    if known is None or not any(one.needs_first_frame for one in family.flavours.values()):
+    flavour = family.flavours.get(flavour_name)
+    if flavour is None or not any(other.needs_first_frame for other in family.flavours.values()):
         return
     place = f"{component_of(spec)}/config.json"
     if config.get("pos_embed_seq_len") is not None:
@@ -207,10 +207,10 @@ def _check_first_frame(
         )
     inputs, outputs = config.get("in_channels"), config.get("out_channels")
     # Beside the video, the channels of the first frame's video, and of its mask.
-    wanted = outputs and (2 * outputs + _MASKS if known.needs_first_frame else outputs)
-    if inputs is not None and wanted is not None and inputs != wanted:
-        differs = f"in_channels is {inputs}, not {wanted}"
-    elif "image_dim" in config and (config["image_dim"] is not None) != known.sees_first_frame:
+    expected = outputs and (2 * outputs + _MASKS if flavour.needs_first_frame else outputs)
+    if inputs is not None and expected is not None and inputs != expected:
+        differs = f"in_channels is {inputs}, not {expected}"
+    elif "image_dim" in config and (config["image_dim"] is not None) != flavour.sees_first_frame:
         differs = f"image_dim is {json.dumps(config['image_dim'])}"
     else:
         return

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from jobs.spec.keys.prompts import SampleRequest
 
+END = "<|im_end|>\n<|im_start|>assistant\n"
 _JOB = {
     "pretrained_model_name_or_path": "m",
     "datasets": [{"path": "d", "conditioning_path": "c"}],
@@ -149,6 +150,13 @@ def test_images_keep_their_grid_in_the_text_encoder(
     expected = whole[pipeline.prompt_template_encode_start_idx :]
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert (stock - expected).abs().max() > 1e-3, "it makes a difference"
+    length = len(pipeline.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+    for most in (3, length, length + 1):
+        cut = case.family.encode_with_images(pipeline, PROMPT, most, shown)["prompt_embeds"]
+        assert len(cut) == len(found) - length + min(most, length)
+    cut = case.family.encode_with_images(pipeline, PROMPT, 3, shown)["prompt_embeds"]
+    same = len(found) - length - len(pipeline.tokenizer(END)["input_ids"]) + 3
+    assert torch.allclose(cut[:same], found[:same], rtol=1e-5, atol=1e-6), "its beginning"
 
 
 @torch.no_grad()

@@ -78,8 +78,9 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [{"path": "d", "do_i2v": True}],
             {"model_family": "wan", "model_flavour": "2.1-t2v-14b"},
-            "Wan 2.1-t2v-14b cannot be trained with first_frame; choose model_flavour: 2.1-i2v-14b-480p "
-            "or 2.1-i2v-14b-720p or 2.2-ti2v-5b or 2.2-i2v-a14b-high or 2.2-i2v-a14b-low",
+            "Wan 2.1-t2v-14b cannot be trained with first_frame; choose model_flavour: "
+            "2.1-i2v-14b-480p or 2.1-i2v-14b-720p or 2.2-ti2v-5b or 2.2-i2v-a14b-high or "
+            "2.2-i2v-a14b-low",
         ),
         (
             [{"path": "d", "conditioning_path": "c"}],
@@ -146,7 +147,8 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [{"path": "d", "first_frame": True}],
             {"model_family": "ltxvideo", "model_flavour": "13b-0.9.7-dev"},
-            "LTX-Video 13b-0.9.7-dev cannot be trained with first_frame; choose model_flavour: 2b-0.9",
+            "LTX-Video 13b-0.9.7-dev cannot be trained with first_frame; choose model_flavour: "
+            "2b-0.9",
         ),
     ],
 )

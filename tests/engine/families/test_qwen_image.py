@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from engine.families import qwen_image
 from engine.families.shared.collate import collate
 from engine.families.shared.references import REFERENCE
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.conflicts import find_conflicts
 from tests.support.engine.families import NEGATIVE, PROMPT, Case, quiet
 
 
@@ -94,3 +96,46 @@ def test_what_is_filled_is_what_was_asked_for(rows: list[list[int]]) -> None:
         found = torch.tensor(rows, device="cpu", dtype=torch.int)
     assert torch.equal(found, expected)
     assert found.dtype == expected.dtype
+
+
+def test_a_long_text_is_not_cut_when_it_is_sampled(case: Case) -> None:
+    """The pipeline cuts at 512 tokens, also what it is given encoded."""
+    with torch.no_grad():
+        text = case.family.encode(case.text, f"{PROMPT}, " * 100, 700)
+    assert len(text["prompt_embeds"]) == 700
+    pipeline, seen = case.stock(), []
+    pipeline.transformer.register_forward_pre_hook(
+        lambda _, args, named: seen.append(named["encoder_hidden_states"].shape[1]),
+        with_kwargs=True,
+    )
+    request = case.request()
+    assert not request.guided
+    latents(case, pipeline, case.family.sample_arguments(request, text, None))
+    assert set(seen) == {700}
+
+
+def test_a_longest_text_is_kept_to(case: Case) -> None:
+    with torch.no_grad():
+        text = case.family.encode(case.text, PROMPT, 6)
+    assert {name: len(tensor) for name, tensor in text.items()} == {
+        "prompt_embeds": 6,
+        "prompt_embeds_mask": 6,
+    }
+
+
+@pytest.mark.parametrize(("strategy", "refused"), [("allgather", True), ("alltoall", False)])
+def test_flash_attention_in_a_ring_takes_no_masked_texts(strategy: str, refused: bool) -> None:
+    spec = JobSpec(
+        model_family="qwen_image",
+        pretrained_model_name_or_path="m",
+        dataset="d",
+        gpus=2,
+        num_processes=2,
+        strategy="fsdp2",
+        context_parallel_size=2,
+        context_parallel_comm_strategy=strategy,
+    )
+    found = [c for c in find_conflicts(spec) if c.key == "context_parallel_comm_strategy"]
+    assert bool(found) is refused
+    if refused:
+        assert "Qwen-Image masks padded captions" in found[0].message

@@ -286,16 +286,13 @@ def read_pictures(spec: JobSpec) -> dict[str, Image]:
             picture = decode(read_regular(expand(path), LARGEST_PICTURE))
         except (OSError, PictureError) as error:
             raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
-        if takes is None or takes.fixed:
+        if takes is None:
             found[path] = picture
             continue
-        fitted = fit_whole(picture, takes.fit, spec.conditioning_resolution)
-        if min(fitted.size) < takes.least or max(fitted.size) > takes.widest * min(fitted.size):
-            raise UserError(
-                f"the conditioning image {path} is {fitted.width}x{fitted.height}; the pipeline "
-                f"takes sides from {takes.least} pixels on, and at most {takes.widest:g}:1"
-            )
-        found[path] = fitted
+        side = None if takes.fixed else spec.conditioning_resolution
+        if why := takes.why_unfit((takes.seen or takes.fit)(*picture.size, side).size):
+            raise UserError(f"the conditioning image {path} cannot be used ({why})")
+        found[path] = picture if takes.fixed else fit_whole(picture, takes.fit, side)
     return found
 
 

@@ -7,6 +7,7 @@ them with the prompt.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jobs.spec.keys.prompts import SampleRequest
 
 _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 512 if not told
+_TOKEN_TYPES: Final = "mm_token_type_ids"
 
 
 class QwenImage(PackedFamily):
@@ -40,6 +42,7 @@ class QwenImage(PackedFamily):
     )
     KOHYA = Kohya(as_in_diffusers, {"ss_network_module": "networks.lora_qwen_image"})
     COMFYUI = ComfyUI(as_in_diffusers)
+    ENCODING_WITH_IMAGES = 1  # 0: without `image_tokens`, and of any length
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """A pipeline with only what encodes prompts, and the images beside them."""
@@ -58,9 +61,11 @@ class QwenImage(PackedFamily):
     def encode_with_images(
         self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
     ) -> dict[str, torch.Tensor]:
-        """The same; L counts the images' tokens too, whatever `max_sequence_length` is."""
+        """The same; L is that of the prompt, kept to `max_sequence_length`, and of the images."""
+        prompt = _first_tokens(pipeline.tokenizer, prompt, max_sequence_length)
         shown = list(images) if self.pipeline_class() is QwenImageEditPlusPipeline else images[0]
-        return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
+        with image_tokens(pipeline):
+            return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         """A picture is a video of one frame to the VAE."""
@@ -86,7 +91,8 @@ class QwenImage(PackedFamily):
         grids = [noisy, *references_in(condition)]
         shapes = [(1, grid.shape[2] // 2, grid.shape[3] // 2) for grid in grids]
         tokens = [pack(grid) for grid in grids]
-        with nullcontext() if mask is None else filled_numbers(transformer):
+        moves = mask is not None or transformer.config.get("zero_cond_t")
+        with filled_numbers(transformer) if moves else nullcontext():
             velocity = transformer(
                 hidden_states=torch.cat(tokens, dim=1) if len(tokens) > 1 else tokens[0],
                 timestep=level,
@@ -126,10 +132,38 @@ class QwenImage(PackedFamily):
         return pictures
 
 
+def _first_tokens(tokenizer: Any, text: str, most: int) -> str:
+    """The beginning of a text, of this many tokens at most."""
+    ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return text[: ends[most - 1][1]] if len(ends) > most else text
+
+
 def _whole(embeds: torch.Tensor) -> dict[str, torch.Tensor]:
     """A single text has nothing filled up, and so the pipeline makes no mask."""
     mask = torch.ones(embeds.shape[1], dtype=torch.bool, device=embeds.device)
     return {"prompt_embeds": embeds[0].contiguous(), "prompt_embeds_mask": mask}
+
+
+@contextmanager
+def image_tokens(pipeline: Any) -> Iterator[None]:
+    """Tell the text encoder which tokens are an image's.
+
+    Diffusers (0.42) does not pass on the processor's `mm_token_type_ids`. Without them,
+    transformers (5.23) gives an image's patches the positions of a line of text: they lose their
+    grid, and the text behind them gets other positions (diffusers issue 14194).
+    """
+
+    def tell(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _TOKEN_TYPES not in signature(encoder.forward).parameters:  # older transformers
+            return None
+        types = (kwargs["input_ids"] == pipeline.processor.image_token_id).int()
+        return args, {_TOKEN_TYPES: types} | kwargs
+
+    hook = pipeline.text_encoder.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _load_processor(root: Path) -> Any:
@@ -138,7 +172,7 @@ def _load_processor(root: Path) -> Any:
     Raises:
         UserError: The model lacks its files.
     """
-    # Here, as without torchvision transformers has a word to say when they are imported.
+    # Imported here: transformers warns without torchvision.
     from transformers import Qwen2Tokenizer, Qwen2VLImageProcessor
 
     from engine.families.shared.qwen_processor import ImagesAndTexts
@@ -155,7 +189,7 @@ def _load_processor(root: Path) -> Any:
 
 
 class _Filled(TorchFunctionMode):
-    """Has a number that becomes a tensor be filled in by a kernel; to copy it waits for the GPU."""
+    """Fill numbers that become tensors by kernels; to copy them waits for the GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -163,15 +197,33 @@ class _Filled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.as_tensor and isinstance(args[0], int) and kwargs.keys() == {"device"}:
             return torch.full((), args[0], **kwargs)
+        if func is torch.tensor and kwargs.keys() == {"device", "dtype"} and _is_ranges(args[0]):
+            rows = args[0]
+            filled = torch.ones(len(rows), len(rows[0]), **kwargs)
+            for number, row in enumerate(rows):
+                filled[number, : row.count(0)].zero_()
+            return filled
         return func(*args, **kwargs)
+
+
+def _is_ranges(value: Any) -> bool:
+    """Whether it is rows of zeros and of ones behind them, all of one length."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, list) and len(row) == len(value[0]) for row in value)
+        and all(row.count(0) + row.count(1) == len(row) for row in value)
+        and not any(any(row[: row.count(0)]) for row in value)
+    )
 
 
 @contextmanager
 def filled_numbers(transformer: Any) -> Iterator[None]:
-    """Let a forward with masked texts not wait for the GPU.
+    """Let a forward with masked texts, or of Qwen-Image-Edit-2511, not wait for the GPU.
 
     Diffusers (0.42) moves the length of the texts there, to count tokens that it then does not
-    use. It does so before it embeds positions: only until then is every function looked at.
+    use; and for 2511 a list of which tokens are a conditioning image's. It does so before it embeds
+    positions: only until then is every function looked at.
     """
     with ExitStack() as stack:
         stack.enter_context(_Filled())

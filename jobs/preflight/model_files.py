@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
 from jobs.models.damaged_weights import find_damage
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from jobs.spec.families import Family
     from jobs.spec.job_spec import JobSpec
+
+_MASKS: Final = 4  # channels: one for each frame of a latent
 
 
 def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
@@ -56,11 +59,13 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
         _check_whole(root / part)
     _check_supplied(root, family)
     for part in _text_encoders(index):
-        _check_text_encoder(root, part)
+        _check_encoder(root, part)
         _check_whole(root / part)
+    _check_image_inputs(root, index)
+    config = read_json(root / component_of(spec) / "config.json") or {}
     if settings:
         _check_flavour(spec, family, root, index)
-    config = read_json(root / component_of(spec) / "config.json") or {}
+        _check_first_frame(spec, family, root, config)
     _check_heads(spec, config)
     if settings:
         _check_sizes(spec, family, config)
@@ -97,14 +102,28 @@ def _check_part(root: Path, part: str) -> None:
 
 def _text_encoders(index: Mapping[str, Any]) -> list[str]:
     """Those that the model has; optional ones are null."""
-    return [
-        name
-        for name, entry in index.items()
-        if name.startswith("text_encoder") and isinstance(entry, list) and all(entry)
-    ]
+    return [name for name in index if name.startswith("text_encoder") and _has(index, name)]
 
 
-def _check_text_encoder(root: Path, part: str) -> None:
+def _has(index: Mapping[str, Any], part: str) -> bool:
+    entry = index.get(part)
+    return isinstance(entry, list) and bool(entry) and all(entry)
+
+
+def _check_image_inputs(root: Path, index: Mapping[str, Any]) -> None:
+    """What encodes conditioning images beside a text, and what prepares them for it."""
+    if _has(index, "image_encoder"):
+        _check_encoder(root, "image_encoder")
+        _check_whole(root / "image_encoder")
+    for part in ("image_processor", "processor"):
+        if _has(index, part) and read_json(root / part / "preprocessor_config.json") is None:
+            raise SpecError(
+                f"{root} is incomplete: {part}/preprocessor_config.json is missing or damaged",
+                "download it again",
+            )
+
+
+def _check_encoder(root: Path, part: str) -> None:
     if read_json(root / part / "config.json") is None:
         raise SpecError(
             f"{root} is incomplete: {part}/config.json is missing or damaged", "download it again"
@@ -168,6 +187,36 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
     raise SpecError(
         f"{root} is not {named}, according to its files",
         f"set model_flavour: {' or '.join(fits)}",
+    )
+
+
+def _check_first_frame(
+    spec: JobSpec, family: Family, root: Path, config: Mapping[str, Any]
+) -> None:
+    """Whether the denoiser takes a first frame as its flavour does, beside the video and seen."""
+    flavour_name = spec.model_flavour or next(iter(family.flavours), "")
+    flavour = family.flavours.get(flavour_name)
+    if flavour is None or not any(other.needs_first_frame for other in family.flavours.values()):
+        return
+    place = f"{component_of(spec)}/config.json"
+    if config.get("pos_embed_seq_len") is not None:
+        raise SpecError(
+            f"{root} makes videos from their first and last frames (pos_embed_seq_len in {place}), "
+            "which cannot be trained",
+            "use a model that takes the first frame alone",
+        )
+    inputs, outputs = config.get("in_channels"), config.get("out_channels")
+    # Beside the video, the channels of the first frame's video, and of its mask.
+    expected = outputs and (2 * outputs + _MASKS if flavour.needs_first_frame else outputs)
+    if inputs is not None and expected is not None and inputs != expected:
+        differs = f"in_channels is {inputs}, not {expected}"
+    elif "image_dim" in config and (config["image_dim"] is not None) != flavour.sees_first_frame:
+        differs = f"image_dim is {json.dumps(config['image_dim'])}"
+    else:
+        return
+    raise SpecError(
+        f"{root} is not {family.title} {flavour_name}: in {place}, {differs}",
+        "set the model_flavour that the model is",
     )
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
+from transformers.utils import is_torchvision_available
 
 from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
 from engine.data.encode.tensor_cache import TensorCache, fingerprint
@@ -182,11 +183,19 @@ class TextKeys:
         }
         if spec.text_encoder_precision != "none":
             self._facts["packed"] = spec.text_encoder_precision
+        if family.ENCODING:
+            self._facts["encoding"] = family.ENCODING
+        self._with_images: dict[str, Any] = {
+            "resized_by": "torchvision" if is_torchvision_available() else "pillow",
+            "tf32": spec.allow_tf32,
+        }
+        if family.ENCODING_WITH_IMAGES:
+            self._with_images["encoding_with_images"] = family.ENCODING_WITH_IMAGES
 
     def __call__(self, text: Text) -> str:
         apart: dict[str, Any] = {"negative": True} if text.negative and self._apart else {}
         if text.looks:
-            apart["looks"] = [look.key for look in text.looks]
+            apart |= {"looks": [look.key for look in text.looks]} | self._with_images
         return self._cache.key(text=text.words, **apart, **self._facts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -281,6 +282,11 @@ class Fitting:
             if self._only_first and length == 1:
                 return "a single frame: the model is trained on videos from their first frame"
         sizes = self._buckets.find(facts.width, facts.height).values()
+        beside = [self._references(entry, facts, size) for size in sizes]
+        for reference in itertools.chain(*beside):
+            seen = reference.seen
+            if self._takes and any(seen) and (why := self._takes.why_unfit(seen)):
+                return f"its conditioning image cannot be used: {why}"
         return [
             Sample(
                 entry.name,
@@ -294,10 +300,10 @@ class Fitting:
                 facts.notes,
                 entry.row,
                 entry.is_video,
-                references=self._references(entry, facts, size),
+                references=references,
                 from_first=self._first_frame and entry.is_video and frames > (1,),
             )
-            for size in sizes
+            for size, references in zip(sizes, beside, strict=True)
         ]
 
     def _references(

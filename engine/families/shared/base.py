@@ -95,6 +95,12 @@ class Family(ABC):
     NEGATIVES_APART: bool = False
     """Whether the pipeline encodes negative prompts in another way than prompts."""
 
+    ENCODING: int = 0
+    """Goes into keys of cached texts: raise it when `encode` makes other tensors."""
+
+    ENCODING_WITH_IMAGES: int = 0
+    """The same for `encode_with_images`."""
+
     def __init__(
         self,
         name: str,

@@ -101,7 +101,8 @@ def architecture(draft: Draft, key: str, value: Any) -> None:
         family = None if "i2v" in tag else family
     if word == "wan21_i2v" and "480" in tag:
         flavour = "2.1-i2v-14b-480p"
-    if word == "qwen_image_edit_plus" and "2511" in str(draft.theirs.get("model.name_or_path")):
+    place = str(draft.theirs.get("model.name_or_path"))
+    if word == "qwen_image_edit_plus" and ("2511" in tag or (not tag and "2511" in place)):
         flavour = "edit-2511"
     if word == "zimage" and tag:
         flavour = tag

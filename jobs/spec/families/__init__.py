@@ -132,7 +132,7 @@ def takes_first_frame(spec: JobSpec) -> bool:
 
 
 def needs_first_frame(spec: JobSpec) -> bool:
-    """Whether a job's model makes no videos but from their first frame."""
+    """Whether a job's model requires a first frame."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.needs_first_frame(spec.model_flavour)
 

@@ -3,8 +3,11 @@
 from jobs.spec.families.base import Family, Flavour
 from jobs.spec.families.references import References, to_area, to_small_area
 
-_EDIT = References(to_area, required=True, seen=to_area, fixed=True)
-_EDIT_PLUS = References(to_area, most=3, required=True, seen=to_small_area, fixed=True)
+_WIDEST = 200.0  # of what Qwen2.5-VL resizes
+_EDIT = References(to_area, required=True, widest=_WIDEST, seen=to_area, fixed=True)
+_EDIT_PLUS = References(
+    to_area, most=3, required=True, widest=_WIDEST, seen=to_small_area, fixed=True
+)
 _PLUS = {"_class_name": "QwenImageEditPlusPipeline"}
 
 FAMILY = Family(

@@ -72,6 +72,13 @@ class References:
     seen: Callable[[int, int, int | None], Fit] | None = None
     fixed: bool = False
 
+    def why_unfit(self, size: tuple[int, int]) -> str:
+        """Why the pipeline would refuse an image that is given this size; "" if it takes it."""
+        if min(size) >= self.least and max(size) <= self.widest * min(size):
+            return ""
+        sides = f"sides of {self.least} pixels or more, " if self.least > 1 else ""
+        return f"it becomes {size[0]}x{size[1]}; the model takes {sides}at most {self.widest:g}:1"
+
 
 def to_preferred(width: int, height: int, side: int | None) -> Fit:
     """As FLUX.1 Kontext's pipeline: the nearest in shape of the sizes that it was trained with."""

@@ -30,10 +30,15 @@ def _not_taken(spec: JobSpec) -> Conflict | None:
         ("validation_prompts", any(one.conditioning_image for one in spec.validation_prompts)),
     ):
         if given and framed and key == "datasets":
+            named = next(k for e in spec.datasets or [] for k in CONDITIONING if getattr(e, k))
+            always = needs_first_frame(spec)
             return Conflict(
                 key,
-                f"datasets: {family.title} is conditioned on the first frame of each video; "
-                "set first_frame: true instead",
+                f"datasets: {family.title} takes no {named}; remove it: the model trains from the "
+                "first frame of each video"
+                if always
+                else f"datasets: {family.title} takes no {named}; to train from the first frame of "
+                "each video, set first_frame: true instead",
             )
         if given and not framed:
             what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
@@ -44,7 +49,7 @@ def _not_taken(spec: JobSpec) -> Conflict | None:
 
 def _which_take(family: Family) -> str:
     names = [name for name in family.flavours if family.references_of(name) is not None]
-    return f"; model_flavour {' or '.join(names)} does" if names else ""
+    return f"; choose model_flavour: {' or '.join(names)}" if names else ""
 
 
 def _first_frame(spec: JobSpec) -> Conflict | None:
@@ -62,7 +67,7 @@ def _first_frame(spec: JobSpec) -> Conflict | None:
     if not any(entry.first_frame for entry in spec.datasets or []):
         return None
     names = [name for name in family.flavours if family.takes_first_frame(name)]
-    which = f"; model_flavour {' or '.join(names)} can" if names else ""
+    which = f"; choose model_flavour: {' or '.join(names)}" if names else ""
     what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
     return Conflict("datasets", f"datasets: {what} cannot be trained with first_frame{which}")
 
@@ -110,8 +115,8 @@ def _longest_text(spec: JobSpec) -> Conflict | None:
         return None
     return Conflict(
         "max_sequence_length",
-        f"max_sequence_length: {family.title} {spec.model_flavour} reads "
-        f"{_WITH_FRAME} tokens beside its first frame; use {_WITH_FRAME} at most",
+        f"max_sequence_length: {family.title} {spec.model_flavour} takes at most {_WITH_FRAME} "
+        f"text tokens; use {_WITH_FRAME} or fewer",
     )
 
 
@@ -142,6 +147,7 @@ def _count(spec: JobSpec) -> Conflict | None:
 
 def _split(spec: JobSpec) -> Conflict | None:
     given = any(entry.references or entry.first_frame for entry in spec.datasets or [])
+    given = given or needs_first_frame(spec)
     given = given or any(prompt.conditioning_image for prompt in spec.validation_prompts)
     if not given or spec.context_parallel_size == 1:
         return None

@@ -13,6 +13,7 @@ from engine.data.index import references
 from engine.data.index.data_index import DataIndex, build_index, read_reference
 from engine.data.index.references import fit_reference, fit_whole, reference_view
 from engine.data.index.views import fit, view_of
+from engine.data.prepare import read_pictures
 from engine.data.read.images import decode
 from engine.data.report.data_report import changed_since, make_plan, make_report
 from jobs.errors import SpecError, UserError
@@ -140,6 +141,37 @@ def test_a_column_of_a_table(tmp_path: Path, job: Callable[..., JobSpec]) -> Non
     picture = decode(read_reference(sample.references[0], sample, spec))
     assert picture.getpixel((3, 3)) == (255, 255, 255)
     assert index.skipped[0].why.startswith("its conditioning image cannot be used: ")
+
+
+@pytest.mark.parametrize("flavour", ["edit", "edit-2509"])
+def test_an_image_that_the_text_encoder_cannot_take_is_skipped_and_named(
+    tmp_path: Path, flavour: str
+) -> None:
+    """Qwen2.5-VL fails on what is more than 200 times as wide as high, after rounding."""
+    for name, size in (("a", (64, 64)), ("b", (4200, 10)), ("c", (1500, 10))):
+        draw(tmp_path / f"data/{name}.png", caption=name)
+        draw(tmp_path / f"before/{name}.png", size)
+    values: dict[str, Any] = {
+        "pretrained_model_name_or_path": "m",
+        "model_family": "qwen_image",
+        "model_flavour": flavour,
+        "datasets": [
+            {"path": str(tmp_path / "data"), "conditioning_path": str(tmp_path / "before")}
+        ],
+        "resolution": 64,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    index = build_index(load_spec(None, values))
+    assert [one.name for one in index.samples] == ["a.png", "c.png"]
+    (skipped,) = index.skipped
+    assert skipped.name == "b.png"
+    assert skipped.why.startswith("its conditioning image cannot be used: it becomes ")
+    assert skipped.why.endswith("; the model takes at most 200:1")
+    prompt = {"prompt": "p", "conditioning_image": str(tmp_path / "before/c.png")}
+    assert len(read_pictures(load_spec(None, values | {"validation_prompts": [prompt]}))) == 1
+    prompt["conditioning_image"] = str(tmp_path / "before/b.png")
+    with pytest.raises(UserError, match=r"before/b\.png cannot be used .*at most 200:1"):
+        read_pictures(load_spec(None, values | {"validation_prompts": [prompt]}))
 
 
 def test_what_is_wrong_is_said_before_the_job_is_queued(

@@ -16,8 +16,10 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
     VAE_IMAGE_SIZE,
 )
 from PIL import Image
+from transformers.utils import is_torchvision_available
 
 from engine import families
+from engine.data.encode import texts as encode_texts
 from engine.data.encode.looks import looks_of_prompt
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import Text, TextKeys
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from jobs.spec.keys.prompts import SampleRequest
 
+END = "<|im_end|>\n<|im_start|>assistant\n"
 _JOB = {
     "pretrained_model_name_or_path": "m",
     "datasets": [{"path": "d", "conditioning_path": "c"}],
@@ -114,6 +117,46 @@ def test_a_prediction_is_what_the_pipelines_scheduler_gets(case: Case) -> None:
         assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
         plain = case.family.predict(denoiser, noisy, level, text, request.guidance)
         assert (plain - expected).abs().max() > 20 * limit, "they make a difference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen_image:edit", "qwen_image:edit-2509"])
+@torch.no_grad()
+def test_images_keep_their_grid_in_the_text_encoder(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As the encoder is given everything that its processor returns.
+
+    The stock pipeline drops the types of the tokens: once it does not, `image_tokens` can go.
+    """
+    case = Case(name, toys_root(tmp_path_factory))
+    pipeline, shown = case.text, [Image.effect_noise((96, 64), 90).convert("RGB")]
+    calls: list[dict[str, Any]] = []
+    processor, encoder = pipeline.processor, pipeline.text_encoder
+    hook = encoder.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    image = shown if "plus" in type(pipeline).__name__.lower() else shown[0]
+    stock = pipeline.encode_prompt(prompt=PROMPT, image=image)[0][0]
+    hook.remove()
+    assert "mm_token_type_ids" not in calls[0]
+    found = case.family.encode_with_images(pipeline, PROMPT, 64, shown)["prompt_embeds"]
+    assert not encoder._forward_pre_hooks
+    named = "Picture 1: " if isinstance(image, list) else ""
+    images = named + ("<|vision_start|><|image_pad|><|vision_end|>" if named else "")
+    text = pipeline.prompt_template_encode.format(images + PROMPT)
+    inputs = processor(text=[text], images=image, return_tensors="pt")
+    whole = encoder(**inputs, output_hidden_states=True).hidden_states[-1][0]
+    expected = whole[pipeline.prompt_template_encode_start_idx :]
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert (stock - expected).abs().max() > 1e-3, "it makes a difference"
+    length = len(pipeline.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+    for most in (3, length, length + 1):
+        cut = case.family.encode_with_images(pipeline, PROMPT, most, shown)["prompt_embeds"]
+        assert len(cut) == len(found) - length + min(most, length)
+    cut = case.family.encode_with_images(pipeline, PROMPT, 3, shown)["prompt_embeds"]
+    same = len(found) - length - len(pipeline.tokenizer(END)["input_ids"]) + 3
+    assert torch.allclose(cut[:same], found[:same], rtol=1e-5, atol=1e-6), "its beginning"
 
 
 @torch.no_grad()
@@ -316,3 +359,21 @@ def test_texts_are_encoded_for_each_image(tmp_path: Path) -> None:
     texts = [Text("a"), Text("a", looks=red), Text("a", looks=blue), Text("a", looks=red + blue)]
     texts += [Text("a", looks=blue + red), Text("b", looks=red)]
     assert len({keys(text) for text in texts}) == len(texts)
+
+    def key_of(text: Text) -> str:
+        return TextKeys(edit, family, TensorCache(tmp_path / "cache", "text"), tmp_path)(text)
+
+    def changed(owner: Any, name: str, value: Any) -> list[bool]:
+        """Whether the keys change of a text alone, and of one with an image."""
+        before = [key_of(text) for text in texts[:2]]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(owner, name, value)
+            return [key_of(t) != k for t, k in zip(texts[:2], before, strict=True)]
+
+    backend = not is_torchvision_available()
+    assert changed(type(family), "ENCODING", 1) == [True, True]
+    assert changed(type(family), "ENCODING_WITH_IMAGES", 0) == [False, True], "it is not 0"
+    assert changed(encode_texts, "is_torchvision_available", lambda: backend) == [False, True]
+    edit = edit.model_copy(update={"allow_tf32": not edit.allow_tf32})
+    assert key_of(texts[0]) == keys(texts[0])
+    assert key_of(texts[1]) != keys(texts[1])

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.families import qwen_image
 from engine.families.shared.collate import collate
+from engine.families.shared.references import REFERENCE
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts
 from tests.support.engine.families import NEGATIVE, PROMPT, Case, quiet
@@ -55,29 +56,46 @@ class Moved(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.count += func is torch.as_tensor and "device" in (kwargs or {})
+        self.count += func in (torch.as_tensor, torch.tensor) and "device" in (kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("bent", "moved"), [(True, 0), (False, 1)])
-def test_a_forward_with_masked_texts_moves_no_number_to_the_device(
-    case: Case, monkeypatch: pytest.MonkeyPatch, bent: bool, moved: int
+@pytest.mark.parametrize("edits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_forward_moves_no_number_to_the_device(
+    case: Case, monkeypatch: pytest.MonkeyPatch, edits: bool
 ) -> None:
-    """Without `filled_numbers` diffusers does; once it does not, that function can go."""
-    text = collate([case.encoded(PROMPT)], multiple=32)
+    """Without `filled_numbers` diffusers does; once it does not, that function can go.
+
+    Of masked texts it moves their length, and of 2511 which tokens are a conditioning image's.
+    """
+    text = collate([case.encoded(PROMPT)] * 2, multiple=1 if edits else 32)
+    assert text["prompt_embeds_mask"].all() == edits
+    if edits:
+        case = Case("qwen_image:edit-2511", case.root)
+        text = case.family.arrange(text)
     transformer = case.stock().transformer
-    noisy = torch.randn(
-        1, transformer.config.in_channels // 4, 8, 8, generator=torch.Generator().manual_seed(0)
-    )
-    arguments = (transformer, noisy, torch.tensor([0.5]), text, 1.0)
+    channels, generator = transformer.config.in_channels // 4, torch.Generator().manual_seed(0)
+    noisy = torch.randn(2, channels, 8, 8, generator=generator)
+    if edits:
+        text[f"{REFERENCE}0"] = torch.randn(2, channels, 8, 4, generator=generator)
+    arguments = (transformer, noisy, torch.tensor([0.5, 0.7]), text, 1.0)
     with torch.no_grad():
-        expected = case.family.predict(*arguments)
-        if not bent:
-            monkeypatch.setattr(qwen_image, "filled_numbers", nullcontext)
-        with Moved() as seen:
-            assert torch.equal(case.family.predict(*arguments), expected)
-    assert seen.count == moved
-    assert not transformer.pos_embed._forward_pre_hooks
+        with Moved() as bent:
+            found = case.family.predict(*arguments)
+        assert not transformer.pos_embed._forward_pre_hooks
+        monkeypatch.setattr(qwen_image, "filled_numbers", nullcontext)
+        with Moved() as plain:
+            assert torch.equal(case.family.predict(*arguments), found)
+    assert (bent.count, plain.count) == (0, 1)
+
+
+@pytest.mark.parametrize("rows", [[[0, 0, 1], [0, 1, 1]], [[1, 1]], [[0]], [[0, 1, 0]], [[2, 0]]])
+def test_what_is_filled_is_what_was_asked_for(rows: list[list[int]]) -> None:
+    expected = torch.tensor(rows, device="cpu", dtype=torch.int)
+    with qwen_image._Filled():
+        found = torch.tensor(rows, device="cpu", dtype=torch.int)
+    assert torch.equal(found, expected)
+    assert found.dtype == expected.dtype
 
 
 def test_a_long_text_is_not_cut_when_it_is_sampled(case: Case) -> None:

@@ -54,6 +54,9 @@ def test_ai_toolkit(tmp_path: Path) -> None:
     edit = ai_toolkit(tmp_path, "qwen_image_edit_plus", control_path_1="a", control_path_2="b")
     assert edit.spec.model_flavour == "edit-2509"
     assert [one.references for one in edit.spec.datasets or []] == [2]
+    for tag, flavour in (("2511", "edit-2511"), ("2509", "edit-2509")):
+        tagged = ai_toolkit(tmp_path, f"qwen_image_edit_plus:{tag}", control_path_1="a")
+        assert tagged.spec.model_flavour == flavour
     assert any('"two" has no conditioning image' in line for line in edit.report.to_fill_in)
     video = ai_toolkit(tmp_path, "wan22_14b_i2v", do_i2v=True).spec
     assert video.model_flavour == "2.2-i2v-a14b-high"

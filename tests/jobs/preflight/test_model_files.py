@@ -170,6 +170,75 @@ def test_the_index_tells_what_is_distilled(
     assert text is None if advice is None else str(text).endswith(f"set model_flavour: {advice}")
 
 
+I2V = "2.1-i2v-14b-480p"
+BESIDE: dict[str, Any] = WAN | {"in_channels": 36, "out_channels": 16}
+
+
+@pytest.mark.parametrize(
+    ("flavour", "config", "said"),
+    [
+        (I2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": None}, None),
+        (I2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": 514}, "first and last frames"),
+        (I2V, BESIDE | {"image_dim": None}, "in transformer/config.json, image_dim is null"),
+        (I2V, BESIDE | {"in_channels": 16}, "in_channels is 16, not 36"),
+        ("2.1-t2v-14b", BESIDE, "is not Wan 2.1-t2v-14b: in transformer/config.json, in_channels"),
+        ("2.1-t2v-14b", BESIDE | {"in_channels": 16, "image_dim": None}, None),
+    ],
+)
+def test_the_denoiser_tells_how_it_takes_a_first_frame(
+    model: Callable[..., Path],
+    complaint: Callable[..., str | None],
+    flavour: str,
+    config: dict[str, Any],
+    said: str | None,
+) -> None:
+    kind = "WanImageToVideoPipeline" if flavour == I2V else "WanPipeline"
+    text = complaint("wan", model(kind, transformer=config), model_flavour=flavour)
+    assert text is None if said is None else said in str(text)
+
+
+@pytest.mark.parametrize(
+    ("part", "present", "said"),
+    [
+        ("processor", {"preprocessor_config.json": b"{}"}, None),
+        ("processor", {}, "processor/preprocessor_config.json is missing or damaged"),
+        (
+            "image_processor",
+            {"preprocessor_config.json": b"{"},
+            "image_processor/preprocessor_config.json is missing or damaged",
+        ),
+        ("image_encoder", {}, "image_encoder/config.json is missing or damaged"),
+        ("image_encoder", {"config.json": b"{}"}, "image_encoder has no weights"),
+        (
+            "image_encoder",
+            {"config.json": b"{}", "model.safetensors": b"cut"},
+            "model.safetensors is damaged",
+        ),
+        ("absent", {}, None),
+    ],
+)
+def test_what_encodes_conditioning_images_is_there_and_whole(
+    model: Callable[..., Path],
+    complaint: Callable[..., str | None],
+    part: str,
+    present: dict[str, bytes],
+    said: str | None,
+) -> None:
+    index = {"image_encoder": [None, None], part: ["transformers", "Any"]}
+    root = model("QwenImageEditPipeline", index=index, transformer={})
+    (root / part).mkdir()
+    for name, content in present.items():
+        (root / part / name).write_bytes(content)
+    changes: dict[str, Any] = {
+        "model_flavour": "edit",
+        "dataset": None,
+        "datasets": [{"path": "d", "conditioning_path": "c"}],
+        "validation_prompts": None,
+    }
+    text = complaint("qwen_image", root, **changes)
+    assert text is None if said is None else said in str(text)
+
+
 def test_a_directory_alone_is_not_asked_for_its_flavour(
     model: Callable[..., Path], job_values: dict[str, Any]
 ) -> None:

@@ -52,7 +52,7 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [{"path": "d", "conditioning_path": "c"}],
             {"model_flavour": "dev"},
-            "datasets: FLUX.1 dev takes no conditioning images; model_flavour kontext does",
+            "datasets: FLUX.1 dev takes no conditioning images; choose model_flavour: kontext",
         ),
         (
             [],
@@ -78,13 +78,35 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [{"path": "d", "do_i2v": True}],
             {"model_family": "wan", "model_flavour": "2.1-t2v-14b"},
-            "Wan 2.1-t2v-14b cannot be trained with first_frame; model_flavour 2.1-i2v-14b-480p or "
-            "2.1-i2v-14b-720p or 2.2-ti2v-5b or 2.2-i2v-a14b-high or 2.2-i2v-a14b-low can",
+            "Wan 2.1-t2v-14b cannot be trained with first_frame; choose model_flavour: "
+            "2.1-i2v-14b-480p or 2.1-i2v-14b-720p or 2.2-ti2v-5b or 2.2-i2v-a14b-high or "
+            "2.2-i2v-a14b-low",
         ),
         (
             [{"path": "d", "conditioning_path": "c"}],
             {"model_family": "wan", "model_flavour": "2.2-ti2v-5b"},
-            "set first_frame: true instead",
+            "Wan takes no conditioning_path; to train from the first frame of each video, set "
+            "first_frame: true instead",
+        ),
+        (
+            [{"path": "d", "conditioning_suffix": "_c"}],
+            {"model_family": "wan", "model_flavour": I2V},
+            "Wan takes no conditioning_suffix; remove it: the model trains from the first frame of "
+            "each video",
+        ),
+        *(
+            (
+                [],
+                {
+                    "model_family": "wan",
+                    "model_flavour": I2V,
+                    "num_processes": 2,
+                    "context_parallel_size": 2,
+                    **prompts,
+                },
+                "conditioning images cannot be split over ranks; use 1",
+            )
+            for prompts in ({}, {"validation_prompts": "c"})
         ),
         (
             [],
@@ -109,7 +131,7 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [],
             {"model_family": "wan", "model_flavour": I2V, "max_sequence_length": 600},
-            f"Wan {I2V} reads 512 tokens beside its first frame; use 512 at most",
+            f"Wan {I2V} takes at most 512 text tokens; use 512 or fewer",
         ),
         (
             [],
@@ -125,7 +147,8 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [{"path": "d", "first_frame": True}],
             {"model_family": "ltxvideo", "model_flavour": "13b-0.9.7-dev"},
-            "LTX-Video 13b-0.9.7-dev cannot be trained with first_frame; model_flavour 2b-0.9 can",
+            "LTX-Video 13b-0.9.7-dev cannot be trained with first_frame; choose model_flavour: "
+            "2b-0.9",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +26,7 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from engine.families import Family
@@ -275,7 +276,7 @@ class Case:
                     for kind, text in texts.items()
                     if text is not None
                 }
-        with torch.no_grad():
+        with torch.no_grad(), told_image_tokens(pipeline):
             return pipeline(
                 **{name: value for name, value in words.items() if name in known},
                 **others,
@@ -285,6 +286,33 @@ class Case:
                 generator=torch.Generator("cpu").manual_seed(request.seed),
                 **options,
             )[0]
+
+
+@contextmanager
+def told_image_tokens(pipeline: Any) -> Iterator[None]:
+    """Have Qwen-Image-Edit's stock pipeline pass on all that its processor returns.
+
+    So it does from diffusers' pull request 14189 on; other pipelines are left as they are.
+    """
+    processor, encoder = (getattr(pipeline, name, None) for name in ("processor", "text_encoder"))
+    if processor is None or encoder is None:
+        yield
+        return
+    returned: list[Any] = []
+
+    def process(*args: Any, **kwargs: Any) -> Any:
+        returned.append(processor(*args, **kwargs))
+        return returned[-1]
+
+    pipeline.processor = process
+    hook = encoder.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**returned[-1], **kwargs}), with_kwargs=True
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+        pipeline.processor = processor
 
 
 def batch_of(*texts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

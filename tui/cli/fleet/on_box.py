@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from jobs.errors import SpecError, UserError
 from jobs.fleet.config import read_fleet
-from jobs.fleet.ssh import FAILED, is_too_old, ssh_command, why_failed
+from jobs.fleet.ssh import FAILED, is_too_old, shared_answers, ssh_command, why_failed
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.values.yaml_lines import STDIN
 from jobs.untrusted.files import read_regular
@@ -116,7 +116,8 @@ def run_on(name: str, words: list[str], here: click.Command | None = None) -> in
         return visit(box, words)
     words, job = _with_job_file(words, here)
     talks = words[0] in _TALKING and at_terminal
-    command = ssh_command(box, words, terminal=talks, ask=sys.stdin.isatty())
+    ask, share = sys.stdin.isatty(), shared_answers(box)
+    command = ssh_command(box, words, terminal=talks, ask=ask, share=share)
     inherits = talks or (STDIN in words and job is None)
     feed = None if inherits else subprocess.DEVNULL if job is None else subprocess.PIPE
     return _run(box, command, feed, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -112,14 +113,11 @@ def read_fleet() -> Fleet:
     """
     path = config_file()
     try:
-        text = read_regular(path).decode()
-        others = path.stat().st_mode & _OTHERS
+        text = read_regular(path, judge=_check_ours).decode()
     except FileNotFoundError:
         return Fleet()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}") from error
-    if others:
-        raise UserError(f"{path} may be changed by others", f"chmod go-w {path}")
     try:
         return Fleet.model_validate(parse_yaml(text)[1] or {})
     except ValidationError as error:
@@ -128,3 +126,12 @@ def read_fleet() -> Fleet:
         raise UserError(f"{path}: {where}{first['msg'].removeprefix('Value error, ')}") from None
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise UserError(f"{path} is not valid YAML") from error
+
+
+def _check_ours(status: os.stat_result) -> None:
+    """Of the file that is read, not of one that has its name a moment later."""
+    path = config_file()
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UserError(f"{path} belongs to someone else", "it says which commands run")
+    if status.st_mode & _OTHERS:
+        raise UserError(f"{path} may be changed by others", f"chmod go-w {path}")

@@ -23,18 +23,28 @@ FORMAT: Final = 1
 LONGEST: Final = 1 << 16  # bytes of a line
 MOST_JOBS: Final = 20_000
 MOST_GPUS: Final = 256
+MOST_KEPT: Final = 8 << 20  # characters and GPU numbers of all rows of a box
 REMOVED: Final = {"state": "removed"}
 _MOST_NOISE: Final = 100  # lines that a shell's start-up files may print before the head
 _LONGEST_TEXT: Final = 300  # characters
 _LARGEST: Final = 2**53  # that JSON of any language has
+_LONGEST_TIME: Final = 1e9  # seconds that a screen has room for: 30 years
 
 
 def _text(value: Any) -> Any:
     return harmless(one_line(value[:_LONGEST_TEXT])) if isinstance(value, str) else value
 
 
+def _time(value: Any) -> Any:
+    """No time rather than no job: so slow a job may be a real one."""
+    far = isinstance(value, int | float) and not 0 <= value <= _LONGEST_TIME
+    return None if far else value
+
+
 Text = Annotated[str, BeforeValidator(_text)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Percent = Annotated[int, Field(ge=0, le=100)]
+Seconds = Annotated[float | None, BeforeValidator(_time)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -59,7 +69,7 @@ class BoxGpu(_Told):
     name: Text = ""
     memory_total: Count = 0
     memory_used: Count | None = None
-    utilisation: Count | None = None
+    utilisation: Percent | None = None
     job: Count | None = None
     others: bool = False
     problem: Text | None = None
@@ -75,8 +85,8 @@ class BoxJob(_Told):
     step: Count = 0
     total_steps: Count = 0
     loss: Real | None = None
-    seconds_per_step: Real | None = None
-    eta: Real | None = None
+    seconds_per_step: Seconds = None
+    eta: Seconds = None
     ranks: Count = 0
     gpus: tuple[Count, ...] = Field((), max_length=MOST_GPUS)
 
@@ -175,6 +185,7 @@ class Listener:
         self._changed: dict[tuple[str, int], None] = {}  # in the order of the lines
         self._newer = False
         self._noise = 0
+        self._kept = 0  # of MOST_KEPT
 
     def take(self, line: bytes) -> Told | None:
         """Read a line; what the box has told, if it ends a look.
@@ -202,18 +213,23 @@ class Listener:
     def _note(self, row: dict[str, Any]) -> None:
         kind = next((kind for kind in self._rows if kind in row), "")
         name = row.get(kind)
-        if not isinstance(name, int) or isinstance(name, bool):
+        if not isinstance(name, int) or isinstance(name, bool) or not 0 <= name <= _LARGEST:
             self._newer = True
             return
         rows = self._rows[kind]
         if row.get("state") == "removed":
-            rows.pop(name, None)
+            self._kept -= _size(rows.pop(name, {}))
             self._read.pop((kind, name), None)
             self._changed.pop((kind, name), None)
             return
         known = BoxJob.model_fields if kind == "id" else BoxGpu.model_fields
-        rows.setdefault(name, {}).update((key, row[key]) for key in row if key in known)
+        kept = rows.setdefault(name, {})
+        self._kept -= _size(kept)
+        kept.update((key, _worth_keeping(row[key])) for key in row if key in known)
+        self._kept += _size(kept)
         self._changed[kind, name] = None
+        if self._kept > MOST_KEPT:
+            raise UnreadableError(f"its rows have more than {MOST_KEPT >> 20} MiB")
         if len(rows) > (MOST_JOBS if kind == "id" else MOST_GPUS):
             raise UnreadableError(
                 f"it lists more than {len(rows) - 1} {'jobs' if kind == 'id' else 'GPUs'}"
@@ -240,6 +256,21 @@ class Listener:
         return Told(
             self.head, tuple(gpus), tuple(jobs), look.paused, look.problem, newer=self._newer
         )
+
+
+def _worth_keeping(value: Any) -> Any:
+    """As much of a value as any field may have; what none may have becomes {}, which is refused."""
+    if isinstance(value, str):
+        return value[:_LONGEST_TEXT]
+    if isinstance(value, list):
+        numbers = all(isinstance(one, int) and 0 <= one <= _LARGEST for one in value)
+        return value if numbers and len(value) <= MOST_GPUS else {}
+    large = isinstance(value, int) and abs(value) > _LARGEST
+    return {} if large or isinstance(value, dict) else value
+
+
+def _size(row: Mapping[str, Any]) -> int:
+    return sum(len(value) for value in row.values() if isinstance(value, str | list))
 
 
 def _head(row: dict[str, Any]) -> Head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
 Status = Literal["connecting", "here", "silent", "away"]
 
 _FIRST_WORD: Final = 30.0  # seconds from the start of ssh to the end of the box's first look
-_ENDS_IN: Final = 2.0  # seconds that ssh has to end after it has closed its output
+_MOST_MISSED: Final = 6.0  # looks, after which the connection is given up
+ENDS_IN: Final = 2.0  # seconds that ssh has to end after SIGTERM, or its end of output
 _AGAIN: Final = (2.0, 4.0, 8.0, 15.0)  # seconds until the next try
 _AGAIN_SETTLED: Final = 60.0  # where ssh works, and what it finds there will not pass by itself
+# Where ssh works, and what it started there hangs: each try may leave one more process there, which
+# ends when it goes on.
+_AGAIN_HUNG: Final = (2.0, 60.0, 300.0)
 _LOOKS_MISSED: Final = 2.0
 _KEPT_ERRORS: Final = 4096  # bytes
 _AT_ONCE: Final = 1 << 16  # bytes
@@ -69,13 +74,21 @@ class Link:
             interval: Seconds between two looks there.
         """
         self.view = BoxView(box)
-        self.due = 0.0  # when something is to be done even if nothing comes, monotonic
+        self._due = 0.0
         self._words = ["list", "--watch", "--json", "--machine", "--interval", f"{interval:g}"]
         self._asks_version = False
         self._process: subprocess.Popen[bytes] | None = None
         self._listener = Listener()
         self._rest = self._errors = b""
         self._failures = 0
+        self._patience = _FIRST_WORD  # seconds until a box that says nothing is given up
+        self._alone = False  # the connection that is shared may be what hangs
+        self._ending: list[tuple[subprocess.Popen[bytes], float]] = []  # killed when it is time
+
+    @property
+    def due(self) -> float:
+        """When something is to be done even if nothing comes, monotonic."""
+        return min([self._due, *(at for _, at in self._ending)])
 
     def files(self) -> Sequence[int]:
         """What to wait for."""
@@ -86,19 +99,24 @@ class Link:
 
     def tend(self, now: float) -> None:
         """Do what is due."""
-        if now < self.due:
+        self._reap(now)
+        if now < self._due:
             return
         if self._process is None:
             self._start(now)
         elif self._process.stdout is not None and self._process.stdout.closed:
             self._settle(now)
         else:
-            self._fail(now, f"no answer within {_FIRST_WORD:.0f} s", _AGAIN)
+            self._alone = not self._alone
+            self._fail(now, f"no answer within {self._patience:.0f} s", _AGAIN_HUNG)
 
-    def hurry(self) -> None:
-        """Try at once, if it is away."""
+    def hurry(self, now: float) -> None:
+        """Try at once, if it is away or silent."""
+        if self._process is not None and self.view.status_at(now) == "silent":
+            self._alone = not self._alone
+            self._drop(now)
         if self._process is None:
-            self.due, self._failures = 0.0, 0
+            self._due, self._failures = 0.0, 0
 
     def read(self, file: int, now: float) -> None:
         """Read what has come."""
@@ -116,42 +134,59 @@ class Link:
             self._take(data, now)
         else:
             out.close()
-            self.due = now + _ENDS_IN
+            self._due = now + ENDS_IN
             with suppress(subprocess.TimeoutExpired):  # it has nearly always ended by now
                 self._process.wait(0.02)
                 self._settle(now)
 
     def end(self) -> None:
-        """Ask ssh to end; `forget` waits for it."""
-        if self._process is not None:
-            self._process.terminate()
+        """Ask ssh to end, from any thread; `forget` waits for it."""
+        process = self._process
+        if process is not None:
+            process.terminate()
 
-    def forget(self) -> None:
-        """Make sure that it has ended."""
+    def forget(self, until: float) -> None:
+        """Make sure that it has ended; it has until this time to do so by itself."""
+        self._drop(until)
+        for process, _ in self._ending:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self._ending.clear()
+
+    def _drop(self, now: float) -> None:
+        """Let ssh end by itself: to wait for it would hold up the other boxes."""
         process, self._process = self._process, None
         if process is None:
             return
         process.terminate()
-        try:
-            process.wait(_ENDS_IN)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
+        if process.poll() is None:
+            self._ending.append((process, now + ENDS_IN))
+
+    def _reap(self, now: float) -> None:
+        for process, at in self._ending:
+            if now >= at:
+                process.kill()
+        left = [(process, at) for process, at in self._ending if process.poll() is None]
+        self._ending = [(process, at if now < at else now + ENDS_IN) for process, at in left]
 
     # -- its life --------------------------------------------------------------------------
 
     def _start(self, now: float) -> None:
         words = ["--version"] if self._asks_version else self._words
         self._listener, self._rest, self._errors = Listener(), b"", b""
-        self.due = now + _FIRST_WORD
+        self._patience = _FIRST_WORD
+        self._due = now + self._patience
         if self.view.status != "away":
             self.view = replace(self.view, status="connecting")
         try:
             self._process = subprocess.Popen(
-                ssh_command(self.view.box, words),
+                ssh_command(self.view.box, words, share=not self._alone),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -169,13 +204,15 @@ class Link:
             return
         try:
             for line in lines:
+                _check_length(line)
                 if (told := self._listener.take(line)) is not None:
-                    self._failures, self.due = 0, float("inf")
+                    looks = _MOST_MISSED * told.head.interval
+                    self._patience = max(_FIRST_WORD, looks)
+                    self._failures, self._due = 0, now + self._patience
                     self.view = replace(
                         self.view, status="here", why=told.problem, told=told, heard=now
                     )
-            if len(self._rest) > LONGEST:
-                raise UnreadableError(f"it sent a line of more than {LONGEST >> 10} KiB")
+            _check_length(self._rest)
         except UserError as error:
             self._fail(now, str(error), (_AGAIN_SETTLED,))
 
@@ -187,6 +224,7 @@ class Link:
             self._process.kill()
             status = self._process.wait()
         self._read_last_errors()
+        self._alone = False  # the shared one may be the one that needs no password
         said = self._errors.decode(errors="replace")
         if self._asks_version and status != FAILED:
             self._asks_version = False
@@ -211,7 +249,12 @@ class Link:
                 self._errors = (self._errors + data)[-_KEPT_ERRORS:]
 
     def _fail(self, now: float, why: str, again: Sequence[float]) -> None:
-        self.forget()
-        self.due = now + again[min(self._failures, len(again) - 1)]
+        self._drop(now)
+        self._due = now + again[min(self._failures, len(again) - 1)]
         self._failures += 1
         self.view = replace(self.view, status="away", why=one_line(why))
+
+
+def _check_length(line: bytes) -> None:
+    if len(line) > LONGEST:
+        raise UnreadableError(f"it sent a line of more than {LONGEST >> 10} KiB")

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shlex
 import stat
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -27,10 +28,17 @@ _LONGEST_FOLDER: Final = 70  # bytes; a socket's path has 108, of which ssh and 
 # Seconds of silence after which ssh asks the box whether it lives, and how often it does before the
 # box is away. Longer than the usual interval, so that nothing is asked of a box that speaks.
 _ALIVE: Final = (8, 2)
+_ANSWERS_WITHIN: Final = 3.0  # seconds, for a process of this machine
+_OWN: Final = ["ControlMaster=no", "ControlPath=none"]
 
 
 def ssh_command(
-    box: Box, words: Sequence[str], *, terminal: bool = False, ask: bool = False
+    box: Box,
+    words: Sequence[str],
+    *,
+    terminal: bool = False,
+    ask: bool = False,
+    share: bool = True,
 ) -> list[str]:
     """The command that runs fsdp-tui on a box.
 
@@ -39,6 +47,7 @@ def ssh_command(
         words: Of fsdp-tui's command line; the box's shell reads them as they stand here.
         terminal: Give it a terminal, ours.
         ask: Let ssh ask for a password or about a new host; else it fails where it would.
+        share: Use the connection that there is to the box; see `shared_answers`.
     """
     options = [f"ConnectTimeout={CONNECTS_WITHIN}"]
     options += [f"ServerAliveInterval={_ALIVE[0]}", f"ServerAliveCountMax={_ALIVE[1]}"]
@@ -46,7 +55,7 @@ def ssh_command(
     options += ["RemoteCommand=none"]  # a configuration may have one for logins
     if not ask:
         options += ["BatchMode=yes"]
-    options += _shared(box)
+    options += _shared(box) if share else _OWN
     remote = " ".join([box.command, *map(shlex.quote, words)])
     return [
         "ssh",
@@ -60,11 +69,39 @@ def ssh_command(
 
 def _shared(box: Box) -> list[str]:
     """The options that share a connection, or none of the kind where there is no safe place."""
+    socket = _socket(box)
+    if socket is None:
+        return _OWN
+    return ["ControlMaster=auto", f"ControlPath={socket}", f"ControlPersist={_STAYS}"]
+
+
+def _socket(box: Box) -> Path | None:
     folder = runtime_folder()
-    if folder is None:
-        return ["ControlMaster=no", "ControlPath=none"]
-    name = hashlib.sha256(box.ssh.encode()).hexdigest()[:16]
-    return ["ControlMaster=auto", f"ControlPath={folder / name}", f"ControlPersist={_STAYS}"]
+    return folder and folder / hashlib.sha256(box.ssh.encode()).hexdigest()[:16]
+
+
+def shared_answers(box: Box) -> bool:
+    """Whether the connection to a box that is shared can be used, or there is none yet.
+
+    Whoever waits for a process that holds it and hangs waits without end.
+    """
+    socket = _socket(box)
+    if socket is None or not socket.exists():
+        return True
+    check = ["ssh", "-O", "check", "-o", f"ControlPath={socket}", "--", box.ssh]
+    try:
+        subprocess.run(
+            check,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ANSWERS_WITHIN,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    except OSError:  # the call itself will say so
+        return True
+    return True
 
 
 def runtime_folder() -> Path | None:

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from jobs.fleet.link import Link
+from jobs.fleet.link import ENDS_IN, Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ class FleetWatch:
                 if self._wanted.is_set():
                     self._wanted.clear()
                     for link in self.links:
-                        link.hurry()
+                        link.hurry(now)
                 for link in self.links:
                     link.tend(now)
                 if self.views != shown:
@@ -53,8 +53,9 @@ class FleetWatch:
         finally:
             for link in self.links:
                 link.end()
+            until = time.monotonic() + ENDS_IN
             for link in self.links:
-                link.forget()
+                link.forget(until)
             os.close(self._woken)
 
     def _wait(self) -> None:
@@ -75,13 +76,15 @@ class FleetWatch:
             self._closed.wait(_REST)
 
     def retry(self) -> None:
-        """Try the boxes that are away now. From any thread."""
+        """Try the boxes that are away or silent now. From any thread."""
         self._wanted.set()
         self._wake()
 
     def close(self) -> None:
-        """End. From any thread, once."""
+        """End, with every ssh, whatever the thread does now. From any thread, once."""
         self._closed.set()
+        for link in self.links:
+            link.end()
         self._wake()
         os.close(self._wakes)
 

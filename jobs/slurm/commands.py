@@ -84,8 +84,10 @@ def state_of(slurm_id: str) -> str:
     """
     try:
         return _run(["squeue", "--noheader", "--jobs", slurm_id, "-o", "%T"]).strip()
-    except UserError:
-        return ""
+    except UserError as error:
+        if _GONE.search(str(error)):
+            return ""
+        raise AwayError(str(error)) from error
 
 
 def submit(script: Path, *, inherit: Sequence[int] = ()) -> str:

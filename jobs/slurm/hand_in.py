@@ -39,16 +39,13 @@ _EVENTS: Final = 1 << 20  # bytes of the newest events
 _SAVES_TAKE: Final = 2  # times the longest save that was measured
 
 
-def hand_in(
-    store: Store, job: Job, record: HandedIn | None, listed: Mapping[str, Listed]
-) -> HandedIn | None:
+def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
     """Give a job to Slurm, unless it has it.
 
     Args:
         store: The jobs.
         job: It waits.
         record: What an earlier keeper wrote before it called `sbatch`, and nothing after.
-        listed: What Slurm said last.
 
     Returns:
         Which Slurm job it is; None if it is none now.
@@ -61,7 +58,8 @@ def hand_in(
     with open(run_dir.root / ".handing-in", "a") as lock:
         if not file_lock.take(lock):
             return None  # an earlier keeper is gone, but its sbatch still runs
-        if record is not None and (found := find(record, listed)):
+        # An answer from before that sbatch had ended would not have its job.
+        if record is not None and (found := find(record, commands.queue())):
             return _record(run_dir, record, found)
         spec = load_spec(run_dir.job_file)
         if noted(run_dir):

@@ -286,7 +286,7 @@ class Keeper:
     # -- handing in ------------------------------------------------------------------------
 
     def _hand_in(self, job: Job, record: HandedIn | None) -> None:
-        handed = hand_in(self.store, job, record, self._listed)
+        handed = hand_in(self.store, job, record)
         if handed is None:
             return
         self._seen.pop(job.id, None)

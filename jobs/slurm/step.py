@@ -27,7 +27,7 @@ from jobs.spec.rules.strategy import AS_ASKED, chosen_strategy, launched_strateg
 from jobs.supervise.attempt import Attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from jobs.run.rundir import RunDir
     from jobs.slurm.records import Allocation
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 ASK_EVERY: Final = 5.0  # seconds
+_LOOK_EVERY: Final = 0.5  # seconds
 # What srun says when the controller is away, has just come back, or ends the job.
 _REFUSED: Final = re.compile(
     r"Unable to create step|Unable to confirm allocation|Expired or invalid job"
@@ -112,12 +113,24 @@ def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:
     return any(one.code == -signal.SIGTERM for one in ends)
 
 
-def await_answer(slurm_id: str) -> str:
-    """The state of a job that got no step, once Slurm responds; "" if Slurm does not know it."""
-    while True:
-        time.sleep(ASK_EVERY)
-        with suppress(AwayError):
-            return commands.state_of(slurm_id)
+def await_answer(slurm_id: str, ends: Callable[[], bool]) -> str | None:
+    """Ask for the state of a job that got no step until Slurm responds.
+
+    Args:
+        slurm_id: Slurm's number of the job.
+        ends: Called about every half second; whether to wait no longer.
+
+    Returns:
+        Its state; "" if Slurm does not know it, None if the wait was to end.
+    """
+    asked_at = time.monotonic()
+    while not ends():
+        if time.monotonic() - asked_at >= ASK_EVERY:
+            asked_at = time.monotonic()
+            with suppress(AwayError):
+                return commands.state_of(slurm_id)
+        time.sleep(min(_LOOK_EVERY, ASK_EVERY))
+    return None
 
 
 def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:

@@ -14,6 +14,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
@@ -116,20 +117,23 @@ class Warden:
         if self._persons_wish():
             return Outcome(State.STOPPED, "stopped before the ranks started")
         restarts = refusals = 0
+        run_id = f"slurm-{self.allocation}"
         while True:
             self._say(State.STARTING, "starting ranks")
-            attempt = start_step(spec, self.run_dir, self.allocation, self._run_id(), restarts)
+            attempt = start_step(spec, self.run_dir, self.allocation, run_id, restarts)
             self._log(f"started {attempt.command}")
             self.failed_at, self.hang, self.ended_by_us, self.up = None, None, set(), False
             trackers = self._trackers(spec)
             outcome = self._watch(attempt)
-            ending = self.time_up or self.told_to_end or self._persons_wish()
+            ending = self._is_to_end()
             if was_refused(self.run_dir) and not ending and refusals < _REFUSALS:
                 refusals += 1
                 self._log(f"no step: {outcome.reason}")
-                self._say(State.STARTING, "waiting for Slurm to start the ranks")
-                if (state := await_answer(self.allocation.id)) == "RUNNING":
+                ends = partial(self._look_without_ranks, attempt)
+                if (state := await_answer(self.allocation.id, ends)) == "RUNNING":
                     continue
+                if state is None:
+                    return Outcome(State.STOPPED, "stopped before the ranks started")
                 if not state:
                     return Outcome(State.LOST, f"Slurm no longer knows job {self.allocation.id}")
                 ending = True
@@ -171,12 +175,24 @@ class Warden:
             if attempt.child is not None:
                 attempt.child.wait(LOOK_EVERY)
 
-    def _look(self, attempt: Attempt) -> None:
+    def _make_way(self, attempt: Attempt) -> None:
         if other := taken_over(self.run_dir.root, str(self.allocation)):
             # This node was cut off; the new warden alone says what becomes of the job.
             self._log(f"allocation {other} of this job has taken over; ending the ranks")
             self._kill(attempt)
             raise SystemExit(1)
+
+    def _is_to_end(self) -> bool:
+        return self.time_up or self.told_to_end or self._persons_wish() > 0
+
+    def _look_without_ranks(self, attempt: Attempt) -> bool:
+        """Show signs of life while Slurm starts no ranks; whether to wait no longer."""
+        self._make_way(attempt)
+        self._say(State.STARTING, "waiting for Slurm to start the ranks")
+        return self._is_to_end()
+
+    def _look(self, attempt: Attempt) -> None:
+        self._make_way(attempt)
         statuses, _ = self.run_dir.read_ranks()
         ranks = self.watch.look(statuses, time.monotonic())
         everyone = len(statuses) == world_size(attempt.spec)
@@ -201,7 +217,7 @@ class Warden:
         Ranks on other nodes cannot be judged by their pids: what srun and they say counts.
         """
         if self.failed_at is None:
-            if self.run_dir.rank_errors() or self._one_left():
+            if self.run_dir.rank_errors() or rank_exits(self.run_dir):
                 self.failed_at = time.monotonic()
             return
         if time.monotonic() - self.failed_at >= FAILURE_GRACE and not self.ended_by_us:
@@ -210,10 +226,6 @@ class Warden:
             self.ended_by_us = {s.rank for s in statuses if s.rank not in failed}
             self._log("a rank has failed; ending the others")
             self._kill(attempt)
-
-    def _one_left(self) -> bool:
-        """Whether srun says that a rank did not end well."""
-        return bool(rank_exits(self.run_dir))
 
     def _end_a_hang(self, attempt: Attempt, reason: str) -> None:
         self.hang = reason
@@ -294,7 +306,8 @@ class Warden:
     def _requeue(self, stopped: Outcome) -> Outcome:
         """Go back into Slurm's queue, which ends this process; if that fails, it has stopped."""
         self._say(State.STOPPING, f"{stopped.reason}; requeueing")
-        while True:
+        while not self._persons_wish():
+            self._say(*self._said)
             try:
                 commands.requeue(self.allocation.id)
             except AwayError as error:  # it has until the time limit to come back
@@ -305,7 +318,8 @@ class Warden:
                 return Outcome(State.STOPPED, reason)
             else:
                 self._await_verdict()
-                return stopped
+                break
+        return stopped
 
     def _is_ending(self) -> bool:
         """Whether Slurm ends this allocation, so that ranks were killed for that reason.
@@ -366,9 +380,6 @@ class Warden:
     def _newest(self) -> int | None:
         newest = self.run_dir.latest_checkpoint()
         return newest[0] if newest else None
-
-    def _run_id(self) -> str:
-        return f"slurm-{self.allocation}"
 
     def _say(self, state: State, reason: str) -> None:
         """Write the state down, at once if it changed, else from time to time."""

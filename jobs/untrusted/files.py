@@ -8,6 +8,7 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 LARGEST_TEXT: Final = 1 << 20  # bytes of a job file, a caption, a configuration
@@ -15,12 +16,18 @@ LARGEST_PICTURE: Final = 1 << 30  # bytes of the file
 LARGEST_JSON: Final = 64 << 20  # bytes of what tools and ranks write
 
 
-def read_regular(path: Path, most: int = LARGEST_TEXT) -> bytes:
+def read_regular(
+    path: Path,
+    most: int = LARGEST_TEXT,
+    *,
+    judge: Callable[[os.stat_result], None] | None = None,
+) -> bytes:
     """The bytes of a regular file.
 
     Args:
         path: The file.
         most: Bytes that it may have.
+        judge: Called with the status of the file that is read; may raise.
 
     Raises:
         OSError: It cannot be read, is a pipe or a device, or is larger.
@@ -34,6 +41,8 @@ def read_regular(path: Path, most: int = LARGEST_TEXT) -> bytes:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if judge is not None:
+            judge(status)
         if status.st_size > most:
             raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(path))
         pieces, left = [], most + 1

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
 
-from jobs.fleet.ssh import FAILED, ssh_command
+from jobs.fleet.ssh import FAILED, shared_answers, ssh_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,8 @@ def visit(box: Box, words: Sequence[str] = (), *, stay: bool = False) -> int:
     # Ctrl-C is for ssh, while it connects; what this handler replaces would end us.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        command = ssh_command(box, words, terminal=True, ask=True)
+        share = shared_answers(box)
+        command = ssh_command(box, words, terminal=True, ask=True, share=share)
         status = subprocess.call(command, stdout=sys.__stderr__)
     finally:
         signal.signal(signal.SIGINT, before)

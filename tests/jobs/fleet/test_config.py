@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 from jobs.errors import NotFoundError, UserError
+from jobs.fleet import config
 from jobs.fleet.config import EXAMPLE, Box, Fleet, config_file, read_fleet
 
 if TYPE_CHECKING:
@@ -57,8 +59,17 @@ def test_what_cannot_be_used(file: Path, text: str, why: str) -> None:
     assert str(file) in str(error.value)
 
 
-def test_others_may_not_say_which_commands_run(file: Path) -> None:
+def test_others_may_not_say_which_commands_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(EXAMPLE, encoding="utf-8")
     file.chmod(0o664)
     with pytest.raises(UserError, match="chmod go-w"):
         read_fleet()
+    file.chmod(0o600)
+    owner = file.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: owner + 1)
+    if owner:
+        with pytest.raises(UserError, match="belongs to someone else"):
+            read_fleet()
+    status = os.stat_result([0o600, 0, 0, 1, owner + 2, 0, 0, 0, 0, 0])
+    with pytest.raises(UserError, match="belongs to someone else"):
+        config._check_ours(status)

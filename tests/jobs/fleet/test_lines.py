@@ -135,6 +135,19 @@ def test_a_box_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = begun()
     with pytest.raises(UnreadableError, match="more than 3 jobs"):
         hear(listener, *(f'{{"id":{n},"name":"a","state":"b"}}' for n in range(5)))
+    monkeypatch.setattr("jobs.fleet.lines.MOST_KEPT", 1000)
+    listener = begun()
+    for n in range(100):  # the same rows
+        long = {"id": n % 2, "name": "n" * 60_000, "reason": [{"a": 1}] * 5000, "state": "s"}
+        hear(listener, json.dumps(long), json.dumps({"gpu": n % 3, "name": "g"}))
+        hear(listener, json.dumps({"gpu": n % 3, "state": "removed"}))
+    assert [row["name"] for row in listener._rows["id"].values()] == ["n" * 300] * 2
+    assert listener._kept == 2 * 301
+    told = hear(listener, '{"t":1}')
+    assert told is not None
+    assert told.newer, "a list is no reason"
+    with pytest.raises(UnreadableError, match="its rows have more than"):
+        hear(listener, *(json.dumps(job(id=n, name="n" * 300)) for n in range(2, 5)))
 
 
 def test_numbers_are_numbers() -> None:
@@ -142,7 +155,17 @@ def test_numbers_are_numbers() -> None:
     told = hear(listener, json.dumps(job(step=10**400)), json.dumps(job(id=4, loss=1)), '{"t":1}')
     assert told is not None
     assert [one.id for one in told.jobs] == [4]
-    hear(listener, '{"id":4,"loss":NaN}')
+    for far in (-1, 1e300, 10**400, float("inf"), float("nan")):
+        row = job(id=4, eta=far, seconds_per_step=far, loss=3e38)
+        told = hear(listener, json.dumps(row), json.dumps(gpu(utilisation=100)), '{"t":1}')
+        assert told is not None
+        assert [(one.eta, one.loss) for one in told.jobs] in ([(None, 3e38)], [])
+        assert (told.jobs == ()) == (far == 10**400)
+        assert len(told.gpus) == 1
+    told = hear(listener, json.dumps(gpu(utilisation=101)), json.dumps(gpu(gpu=-1)), '{"t":1}')
+    assert told is not None
+    assert told.gpus == ()
+    hear(listener, json.dumps(job(id=4)), '{"id":4,"loss":NaN}')
     told = hear(listener, '{"t":1}')
     assert told is not None
     assert told.jobs == ()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
+from select import select
 from shutil import rmtree
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 import pytest
 
+from jobs.fleet import ssh
 from jobs.fleet.lines import Head, Told
-from jobs.fleet.link import BoxView
+from jobs.fleet.link import BoxView, Link
 from jobs.fleet.ssh import runtime_folder, ssh_command, why_failed
 from tests.support.fleet import GPU, HEAD, JOB, FakeBoxes, Watching, lines
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +29,15 @@ LOOK = {"t": 1}
 @pytest.fixture
 def boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBoxes:
     return FakeBoxes(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name."""
+    path = Path(mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+    yield path
+    rmtree(path)
 
 
 def test_a_box_that_dies_and_comes_back(boxes: FakeBoxes) -> None:
@@ -51,8 +65,8 @@ def test_a_box_that_dies_and_comes_back(boxes: FakeBoxes) -> None:
         view = fleet.until(lambda view: view.status == "here")
         assert view.told is not None
         assert view.told.jobs[0].step == 40
-        ssh = [link._process for link in fleet.watch.links]
-    assert all(process is not None and process.returncode is not None for process in ssh)
+        left = [link._process for link in fleet.watch.links]
+    assert all(process is not None and process.returncode is not None for process in left)
 
 
 def test_boxes_that_do_not_work(boxes: FakeBoxes) -> None:
@@ -94,19 +108,84 @@ def test_boxes_that_do_not_work(boxes: FakeBoxes) -> None:
     assert "line of more than 64 KiB" in whys["long"]
 
 
+def heard(link: Link, now: float) -> None:
+    """Read until the box has ended a look."""
+    while link.view.heard != now:
+        ready, _, _ = select(link.files(), [], [], PATIENCE)
+        assert ready
+        link.read(ready[0], now)
+
+
+def test_a_box_that_hangs_is_tried_again(boxes: FakeBoxes, short: Path) -> None:
+    """Its ssh lives; the connection that all share may be what hangs, so it is gone around."""
+    boxes.says("big", HEAD, JOB, LOOK)
+    link = Link(boxes.fleet("big").machines[0], 5.0)
+    link.tend(100.0)
+    heard(link, 101.0)
+    link.tend(130.0)
+    assert link.view.status_at(130.0) == "silent"
+    first = link._process
+    assert first is not None
+    link.tend(132.0)
+    assert (link.view.status, link.view.why) == ("away", "no answer within 30 s")
+    assert link.view.told is not None
+    link.tend(135.0)
+    heard(link, 136.0)
+    assert first.wait(PATIENCE) != 0
+    hung = link._process
+    link.hurry(137.0)
+    assert link._process is hung, "it speaks"
+    link.hurry(150.0)
+    link.tend(150.0)
+    assert link._process is not hung
+    heard(link, 151.0)
+    link.forget(time.monotonic() + PATIENCE)
+    shared = ["ControlPath=none" not in call for call in boxes.calls()]
+    assert shared == [True, False, True]
+
+
+def test_an_ssh_that_does_not_end_holds_up_nobody(boxes: FakeBoxes) -> None:
+    (boxes.root / "big").mkdir()
+    os.mkfifo(boxes.root / "big" / "pipe")
+    stays = boxes.script("stays", f"trap '' TERM; echo '{{'; exec cat {boxes.root}/big/pipe")
+    link = Link(boxes.fleet("big", command=stays).machines[0], 5.0)
+    link.tend(100.0)
+    process = link._process
+    assert process is not None
+    assert select(link.files(), [], [], PATIENCE)[0]
+    link.read(link.files()[0], 101.0)
+    assert link.view.status == "away"
+    assert process.poll() is None, "it was not waited for"
+    assert link.due == 103.0
+    link.tend(103.0)
+    assert process.wait(PATIENCE) == -signal.SIGKILL
+    link.tend(105.0)
+    assert link._ending == []
+    link.forget(time.monotonic())
+
+
+def test_a_shared_connection_that_hangs_is_not_used(
+    boxes: FakeBoxes, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = boxes.fleet("big").machines[0]
+    assert ssh.shared_answers(box), "there is none yet"
+    assert boxes.calls() == []
+    socket = ssh._socket(box)
+    assert socket is not None
+    socket.touch()
+    monkeypatch.setattr(ssh, "_ANSWERS_WITHIN", PATIENCE)
+    assert ssh.shared_answers(box)
+    assert boxes.calls() == [f"-O check -o ControlPath={socket} -- big"]
+    boxes.script("ssh", "exec sleep 1000")
+    monkeypatch.setattr(ssh, "_ANSWERS_WITHIN", 0.05)
+    assert not ssh.shared_answers(box)
+    assert "ControlPath=none" in ssh_command(box, [], share=False)
+
+
 def test_a_box_that_misses_looks_is_silent(boxes: FakeBoxes) -> None:
     told = Told(Head.model_validate(HEAD), (), ())
     view = BoxView(boxes.fleet("big").machines[0], "here", told=told, heard=100.0)
     assert [view.status_at(100.0 + late) for late in (0, 10, 11)] == ["here", "here", "silent"]
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder whose path leaves room for a socket's name."""
-    path = Path(mkdtemp(dir="/tmp"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
-    yield path
-    rmtree(path)
 
 
 def test_how_ssh_is_called(boxes: FakeBoxes, short: Path) -> None:

@@ -390,6 +390,31 @@ def test_a_job_whose_keeper_was_killed_is_handed_in_once(
     assert read_handed_in(job.run_dir) == handed
 
 
+def test_a_job_whose_sbatch_outlives_its_keeper_is_handed_in_once(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """The next keeper's answer is from before: Slurm is asked again once that sbatch has ended."""
+    job = submit()
+    keeper.look()
+    handed = read_handed_in(job.run_dir)
+    assert handed is not None
+    write_handed_in(job.run_dir, HandedIn(handed.name, handed.attempt))
+    slurm.forget("1")
+    following = Keeper(store, ask_every=1e9)
+    with open(job.run_dir.root / ".handing-in", "a") as lock:
+        assert file_lock.take(lock)
+        following.look()
+        (slurm.root / "forgotten-1").rename(slurm.root / "jobs/1")
+    slurm.away()
+    following.look()
+    assert read_handed_in(job.run_dir) == HandedIn(handed.name, handed.attempt), "nobody knows"
+    slurm.away(away=False)
+    following._away_since = None
+    following.look()
+    assert slurm.ids() == ["1"]
+    assert read_handed_in(job.run_dir) == handed
+
+
 def test_sbatch_gives_up_but_slurm_has_the_job(
     store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
 ) -> None:

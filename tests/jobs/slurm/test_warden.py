@@ -15,7 +15,8 @@ from jobs.queue.states import State
 from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.fence import FENCE_VARIABLE, check_fence, raise_fence
 from jobs.run.rundir import RunDir, read_json
-from jobs.slurm import step, supervise
+from jobs.slurm import commands, step, supervise
+from jobs.slurm.commands import AwayError
 from jobs.slurm.records import (
     Allocation,
     HandedIn,
@@ -249,6 +250,59 @@ def test_slurm_gives_no_step(
     ended = warden._train(spec)
     assert ended.state is (State.COMPLETED if knows else State.LOST)
     assert said == [] if knows else "no longer knows job 1" in ended.reason
+
+
+@pytest.mark.parametrize("what", ["a person", "the limit", "a cancellation", "another"])
+def test_a_warden_that_waits_for_slurm_beats_and_ends_when_told(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A controller that is away for an hour."""
+    job = submit()
+    keeper.look()
+    job.run_dir.create()
+    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        said = read_said(warden_file(job.run_dir))
+        assert said is not None
+        assert said.beat == len(looks), "each look is a sign of life"
+        assert said.reason == "waiting for Slurm to start the ranks"
+        if len(looks) < 3:
+            return
+        warden.time_up = what == "the limit"
+        warden.told_to_end = what == "a cancellation"
+        if what == "a person":
+            ask_to_stop(job.run_dir, job.attempt, 1)
+        elif what == "another":
+            raise_fence(job.run_dir.root, "1.1")
+
+    slurm.away()
+    monkeypatch.setattr(step.time, "sleep", sleep)
+    monkeypatch.setattr(supervise, "BEAT_EVERY", 0.0)
+    attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
+    monkeypatch.setattr(supervise, "start_step", lambda *args: attempt)
+    monkeypatch.setattr(supervise, "was_refused", lambda run_dir: True)
+    monkeypatch.setattr(warden, "_watch", lambda attempt: Outcome(State.FAILED, "no step"))
+    monkeypatch.setattr(warden, "_beat", -1)
+    if what == "another":
+        with pytest.raises(SystemExit):
+            warden._train(attempt.spec)
+    else:
+        ended = warden._train(attempt.spec)
+        assert ended == Outcome(State.STOPPED, "stopped before the ranks started")
+    assert len(looks) == 3
+
+
+def test_only_an_unknown_job_is_lost(slurm: FakeSlurm) -> None:
+    """What else squeue may complain of says nothing of a job."""
+    assert commands.state_of("1") == ""
+    for command in ("squeue", "scancel"):
+        path = slurm.root / "bin" / command
+        path.write_text("#!/bin/sh\necho 'error: Security violation' >&2; exit 1\n")
+    with pytest.raises(AwayError, match="Security violation"):
+        commands.state_of("1")
 
 
 @pytest.mark.slow

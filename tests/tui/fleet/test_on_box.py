@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +15,9 @@ import yaml
 from jobs.errors import UserError
 from jobs.fleet.config import config_file
 from tests.support.fleet import GPU, HEAD, JOB, FakeBoxes
+from tests.support.waiting import eventually
 from tui.cli.commands import cli
+from tui.cli.fleet import on_box
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +75,89 @@ def test_a_job_file_of_this_machine_is_sent(
     assert "<submit><there.yaml><--new_key><3>" in capsys.readouterr().out
     with pytest.raises(UserError, match="submit it, then follow it"):
         run("--on", "echo", "run", str(job))
+
+
+def test_a_file_of_this_machine_is_not_mistaken_for_one_there(
+    boxes: FakeBoxes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.yaml", "b.yaml", "3"):
+        (tmp_path / name).write_text("name: cats\n", encoding="utf-8")
+    for words in (
+        ("import", "ai-toolkit", "--json", "a.yaml"),
+        ("doctor", "a.yaml"),
+        ("submit", "a.yaml", "b.yaml"),
+    ):
+        with pytest.raises(UserError, match=r"a\.yaml is on this machine, and"):
+            run("--on", "echo", *words)
+    assert boxes.calls() == []
+    for words in (
+        ("import", "ai-toolkit", "there.yaml", "-o", "a.yaml"),
+        ("import", "--help"),
+        ("import", "newer-tool", "a.yaml"),
+        ("show", "3"),
+        ("toy", str(tmp_path)),
+        ("diff", "3", "4", "--newer-option"),
+    ):
+        assert run("--on", "echo", *words) == 3
+
+
+def test_what_a_box_prints_is_whole(boxes: FakeBoxes, capsys: pytest.CaptureFixture[str]) -> None:
+    """However its pieces come, and whatever it ends in."""
+    reading, writing = os.pipe()
+    to = io.StringIO()
+    source = os.fdopen(reading, "rb")
+    copying = threading.Thread(target=on_box._Copy(source, to).run, daemon=True)
+    copying.start()
+    for piece in (
+        b"50 %\x1b",
+        b"[",
+        b"K\r60 %\x1b[K\r\x1b[3",
+        b"1mred\x1b[0m \xc3",
+        b"\xa9\xe2\x82",
+    ):
+        before = len(to.getvalue())
+        os.write(writing, piece)
+        if piece not in (b"[",):
+            eventually(lambda before=before: len(to.getvalue()) > before)
+    os.write(writing, b" \x1b[3")
+    os.close(writing)
+    copying.join()
+    source.close()
+    assert to.getvalue() == "50 %\r60 %\r\x1b[31mred\x1b[0m é\ufffd ?[3"
+
+
+def test_warnings_that_cannot_be_printed_stop_nothing(
+    boxes: FakeBoxes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A box that cannot write them would wait for us without end."""
+    boxes.script("echoes", "yes | head -c 500000 >&2; echo done; echo lost >&2; exit 255")
+    closed = io.StringIO()
+    closed.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", closed)
+        patch.setattr(on_box, "echo", lambda text, **_: print(text))
+        assert run("--on", "echo", "list") == 1
+    assert capsys.readouterr().out == "done\nfsdp-tui: echo is away: lost\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_ssh_too(boxes: FakeBoxes, number: int) -> None:
+    boxes.script("echoes", 'echo $$ > "$FSDP_TUI_HOME.pid"; exec sleep 60')
+
+    def end() -> None:
+        eventually((boxes.root / "echo.pid").exists)
+        os.kill(os.getpid(), number)
+
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    with pytest.raises(SystemExit) as ended:
+        run("--on", "echo", "list")
+    ending.join()
+    assert ended.value.code == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((boxes.root / "echo.pid").read_text()), 0)
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_a_job_is_read_from_standard_input(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,14 @@ def in_colours(text: str) -> str:
 
 
 class Stream:
-    """Foreign text with colours that comes in pieces, which may end within a sequence."""
+    """Foreign text with colours that comes in pieces, which may end within a sequence.
 
-    def __init__(self) -> None:
+    Args:
+        dropped: A sequence that is left out.
+    """
+
+    def __init__(self, dropped: str = "") -> None:
+        self._dropped = dropped
         self._rest = ""
 
     def take(self, text: str) -> str:
@@ -45,4 +50,10 @@ class Stream:
         text = self._rest + text
         cut = _CUT_OFF.search(text)
         self._rest = text[cut.start() :] if cut else ""
-        return in_colours(text[: cut.start()] if cut else text)
+        whole = text[: cut.start()] if cut else text
+        return in_colours(whole.replace(self._dropped, "") if self._dropped else whole)
+
+    def end(self) -> str:
+        """Return what is left when no more comes."""
+        rest, self._rest = self._rest, ""
+        return in_colours(rest)

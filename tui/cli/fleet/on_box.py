@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 import os
+import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
@@ -16,17 +17,17 @@ from click.shell_completion import CompletionItem
 
 from jobs.errors import SpecError, UserError
 from jobs.fleet.config import read_fleet
-from jobs.fleet.ssh import FAILED, is_too_old, ssh_command, why_failed
+from jobs.fleet.ssh import FAILED, is_too_old, shared_answers, ssh_command, why_failed
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.values.yaml_lines import STDIN
 from jobs.untrusted.files import read_regular
-from tui.cli.common.echo import Stream, echo
+from tui.cli.common.echo import Stream, echo, in_colours
 from tui.cli.common.help import Sections
 from tui.cli.common.job_arguments import JobCommand
 from tui.fleet.visit import visit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from jobs.fleet.config import Box
 
@@ -38,6 +39,7 @@ _REFUSED: Final = {
     "fleet": "its screen is on this one",
     "completion": "it is for shells of this machine",
 }
+_ENDS_IN: Final = 2.0  # seconds
 _LINE_END: Final = "\x1b[K"  # of progress lines; nothing else of a box steers the terminal
 
 
@@ -115,8 +117,11 @@ def run_on(name: str, words: list[str], here: click.Command | None = None) -> in
     if words[0] in _FULL_SCREEN and at_terminal:
         return visit(box, words)
     words, job = _with_job_file(words, here)
+    if stays := _stays_here(here, words):
+        raise _not_sent(stays, words)
     talks = words[0] in _TALKING and at_terminal
-    command = ssh_command(box, words, terminal=talks, ask=sys.stdin.isatty())
+    ask, share = sys.stdin.isatty(), shared_answers(box)
+    command = ssh_command(box, words, terminal=talks, ask=ask, share=share)
     inherits = talks or (STDIN in words and job is None)
     feed = None if inherits else subprocess.DEVNULL if job is None else subprocess.PIPE
     return _run(box, command, feed, job)
@@ -152,7 +157,34 @@ def _with_job_file(
         sent = [*words[:place], STDIN, *words[place + 1 :]]
         if _others(command, sent) == [STDIN]:  # else it is the value of a flag
             return sent, job
-    return words, None
+    raise _not_sent(local, words)
+
+
+def _not_sent(local: str, words: Sequence[str]) -> UserError:
+    return UserError(
+        f"{local} is on this machine, and `{words[0]}` would read a file of that name on the other",
+        "copy it there, and run it there with ssh",
+    )
+
+
+def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
+    """The word that would be read as a file there, and names one here; "" if none does."""
+    while isinstance(command, click.Group):
+        at = next((at for at, word in enumerate(words) if at and word in command.commands), 0)
+        command, words = (command.commands[words[at]], words[at:]) if at else (None, words)
+    if command is None:
+        return ""
+    context = click.Context(command, resilient_parsing=True, **command.context_settings)
+    try:
+        given = command.make_parser(context).parse_args(list(words[1:]))[0]
+    except click.UsageError:  # the box may know what this is
+        return ""
+    read = [
+        given.get(one.name)
+        for one in command.params
+        if isinstance(one, click.Argument) and isinstance(one.type, click.Path)
+    ]
+    return next((name for name in read if isinstance(name, str) and Path(name).is_file()), "")
 
 
 def _others(command: click.Command, words: Sequence[str]) -> list[str]:
@@ -164,7 +196,39 @@ def _others(command: click.Command, words: Sequence[str]) -> list[str]:
         return []
 
 
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let signals that end this process end ssh too; who ignores one, as nohup does, still does."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    wanted = (signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in wanted if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_ENDS_IN)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def _run(box: Box, command: Sequence[str], feed: int | None, job: bytes | None) -> int:
+    with _signals_raise():
+        return _run_ssh(box, command, feed, job)
+
+
+def _run_ssh(box: Box, command: Sequence[str], feed: int | None, job: bytes | None) -> int:
     try:
         process = subprocess.Popen(
             command, stdin=feed, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -174,7 +238,7 @@ def _run(box: Box, command: Sequence[str], feed: int | None, job: bytes | None) 
     assert process.stdout is not None
     assert process.stderr is not None
     errors = _Copy(process.stderr, sys.stderr)
-    beside = threading.Thread(target=errors.run, daemon=True)
+    beside = threading.Thread(target=errors.run_beside, daemon=True)
     beside.start()
     try:
         if job is not None and process.stdin is not None:
@@ -183,8 +247,7 @@ def _run(box: Box, command: Sequence[str], feed: int | None, job: bytes | None) 
         _Copy(process.stdout, sys.stdout).run()
         status = process.wait()
     except BaseException:
-        process.terminate()
-        process.wait()
+        _end(process)
         raise
     beside.join()
     if is_too_old(status, errors.end):
@@ -205,12 +268,32 @@ class _Copy:
     def __init__(self, source: IO[bytes], to: IO[str]) -> None:
         self._source, self._to = source, to
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._text = Stream()
+        self._text = Stream(_LINE_END)
         self.end = ""  # of it
 
     def run(self) -> None:
+        """Copy until its end.
+
+        Raises:
+            OSError: Nobody reads it here any more.
+        """
         while data := os.read(self._source.fileno(), 1 << 16):
-            text = self._text.take(self._decoder.decode(data).replace(_LINE_END, ""))
-            self.end = (self.end + text)[-4096:]
-            self._to.write(text)
-            self._to.flush()
+            self._print(self._text.take(self._decoder.decode(data)))
+        self._print(self._text.take(self._decoder.decode(b"", final=True)) + self._text.end())
+
+    def run_beside(self) -> None:
+        """Copy until its end, and read on where it cannot be printed: a full pipe stops ssh."""
+        try:
+            self.run()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                while data := os.read(self._source.fileno(), 1 << 16):
+                    self._note(in_colours(self._decoder.decode(data)))
+
+    def _print(self, text: str) -> None:
+        self._note(text)
+        self._to.write(text)
+        self._to.flush()
+
+    def _note(self, text: str) -> None:
+        self.end = (self.end + text)[-4096:]

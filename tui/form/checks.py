@@ -64,7 +64,7 @@ class Checks:
             row.complain(problems.get(name) or form.looks.bad_paths.get(name, ""))
         form.fields.offer_partitions(form.looks.partitions)
         self.show_ranks(values)
-        form.query_one(FitBars).look_at(values, form.snapshot)
+        form.query_one(FitBars).look_at(values, form.snapshot, form.looks.partitions)
         self._show_tabs({**problems, **form.looks.bad_paths})
         hidden = draft.problems_beside(problems, PAGES[form.fields.page].fields)
         told = "; ".join(filter(None, [*hidden, self._refused]))

@@ -104,8 +104,8 @@ def place_of(
         return Place(True, (CARDS[USUAL],), here=False)
     named = [find(str(name), present) for name in spec.gpus] if isinstance(spec.gpus, list) else []
     chosen = [match[0] for match in named if match is not None and match[0] in usable]
-    rooms = [room_of(gpu, ours, claims or {}, shares=spec.share_gpus) for gpu in (chosen or usable)]
-    return Place(True, tuple(rooms), chosen=bool(chosen))
+    found = [room_of(gpu, ours, claims or {}, shares=spec.share_gpus) for gpu in (chosen or usable)]
+    return Place(True, tuple(found), chosen=bool(chosen))
 
 
 def _of_partitions(partitions: Sequence[Partition]) -> tuple[tuple[Room, ...], str]:

@@ -39,6 +39,9 @@ if [ "$2" = --jobs ]; then
   fi
   cat "$FAKE_SLURM/jobs/$3/state"; exit 0
 fi
+if [ "$2" = --states=PENDING ]; then
+  if [ -e "$FAKE_SLURM/waiting" ]; then cat "$FAKE_SLURM/waiting"; fi; exit 0
+fi
 if [ -e "$FAKE_SLURM/listing" ]; then cat "$FAKE_SLURM/listing"; exit 0; fi
 for d in "$FAKE_SLURM"/jobs/*/; do
   [ -d "$d" ] || continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,45 @@ KINDS: Final[dict[str, dict[str, str]]] = {
 
 # How many of them each family needs; `python tests/bench/cards.py` writes it.
 CARDS_FILE: Final = Path(__file__).resolve().parent.parent / "models" / "published" / "cards.json"
+
+# The same by a word of a GPU's name, in MiB; where there are several sizes, of the smallest.
+_BY_WORD: Final = {
+    "a10": 23_028,
+    "a10g": 23_028,
+    "a30": 24_576,
+    "a40": 46_068,
+    "a100": 40_960,
+    "a6000": 46_068,
+    "b200": 183_359,
+    "h100": 81_559,
+    "h200": 143_771,
+    "l4": 23_034,
+    "l40": 46_068,
+    "l40s": 46_068,
+    "t4": 15_109,
+    "v100": 16_160,
+    "3090": 24_576,
+    "4090": 24_564,
+    "5090": 32_607,
+}
+_SIZES: Final = {24: 24_564, 40: 40_960, 48: 46_068, 80: 81_559, 141: 143_771}
+
+
+def room_of_type(name: str) -> Room | None:
+    """What a GPU has by the type that a site gave it in Slurm; None if that says nothing.
+
+    Args:
+        name: Such as `a100`, `rtx_4090`, `nvidia_a100-sxm4-80gb`, `1g.10gb`.
+    """
+    # Without the maker's prefixes; a size in the name, also that of a MIG slice, decides.
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    if printed := [int(word[:-2]) for word in words if re.fullmatch(r"[1-9]\d{0,2}gb", word)]:
+        known = _SIZES.get(printed[-1])
+        return Room(name, known * _MIB if known else printed[-1] * 10**9)
+    for word in words:
+        if found := _BY_WORD.get(re.sub(r"^(geforce|tesla|quadro)?(rtx)?(?=[a-z]?\d)", "", word)):
+            return Room(name, found * _MIB)
+    return None
 
 
 @cache

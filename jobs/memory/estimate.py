@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,13 @@ from jobs.machine import devices
 from jobs.machine.gpu import find
 from jobs.memory.calibration import Calibration, read_calibration
 from jobs.memory.candidates import Candidate, candidates, fastest, fewest
-from jobs.memory.cards import CARDS, USUAL
+from jobs.memory.cards import CARDS, USUAL, room_of_type
 from jobs.memory.fit import Fit, Room, Verdict, fit_of, room_of, worst
 from jobs.memory.host_memory import host_bytes
 from jobs.memory.ladder import climb, loosen
 from jobs.memory.question import Refused, arranged, predict
 from jobs.paths import cache_home, state_home
+from jobs.slurm.partitions import chosen as chosen_partitions
 from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from jobs.memory.client import Server
     from jobs.memory.ladder import Step
     from jobs.memory.predicted import Predicted
+    from jobs.slurm.partitions import Partition
     from jobs.spec.job_spec import JobSpec
 
     Found = Predicted | Refused
@@ -43,12 +45,14 @@ class Place:
         rooms: The chosen GPUs, or those of which any may be chosen; else the machine's memory.
         here: Whether the rooms are of this machine; else it is a card that people have.
         chosen: Whether the person chose these GPUs, so that the job takes all of them.
+        note: Where the GPUs of a Slurm job are known from, or that they are not; "" of others.
     """
 
     on_gpus: bool
     rooms: tuple[Room, ...]
     here: bool = True
     chosen: bool = False
+    note: str = ""
 
     def fit(self, predicted: Predicted, factor: float = 1.0) -> Fit:
         """Return the tightest fit; of GPUs chosen freely, the roomiest count."""
@@ -67,6 +71,7 @@ def place_of(
     claims: Mapping[str, int] | None = None,
     card: int | None = None,
     imagine: bool = True,
+    partitions: Sequence[Partition] = (),
 ) -> Place:
     """Determine where a job would run.
 
@@ -78,9 +83,18 @@ def place_of(
         card: Fit it to GPUs with this many GB (see `CARDS`), whatever this machine has.
         imagine: Without GPUs, hold it against those that most people train on, and not against
             the CPU.
+        partitions: Of the cluster, for a Slurm job; () if Slurm has not said.
     """
     if card is not None:
         return Place(True, (CARDS[card],), here=False)
+    if spec.launcher == "slurm" and spec.device != "cpu":
+        rooms, note = _of_partitions(chosen_partitions(spec, partitions))
+        if rooms:
+            return Place(True, rooms, here=False, note=note)
+        local = spec.model_copy(update={"launcher": "local"})
+        place = place_of(local, present, ours=ours, claims=claims)  # a login node may have none
+        name = "this machine's" if place.here else f"{place.rooms[0].name} each"
+        return replace(place, note=f"{note}; held against GPUs of {name}")
     usable = [gpu for gpu in present if gpu.unusable is None and gpu.memory_total]
     if spec.device == "cpu" or not (usable or imagine):
         room = psutil.virtual_memory()
@@ -90,8 +104,29 @@ def place_of(
         return Place(True, (CARDS[USUAL],), here=False)
     named = [find(str(name), present) for name in spec.gpus] if isinstance(spec.gpus, list) else []
     chosen = [match[0] for match in named if match is not None and match[0] in usable]
-    rooms = [room_of(gpu, ours, claims or {}, shares=spec.share_gpus) for gpu in (chosen or usable)]
-    return Place(True, tuple(rooms), chosen=bool(chosen))
+    found = [room_of(gpu, ours, claims or {}, shares=spec.share_gpus) for gpu in (chosen or usable)]
+    return Place(True, tuple(found), chosen=bool(chosen))
+
+
+def _of_partitions(partitions: Sequence[Partition]) -> tuple[tuple[Room, ...], str]:
+    """The smallest GPU that a Slurm job may get, and where that is known from.
+
+    Nothing is known if one of the types is not: it may be the smallest.
+    """
+    where = f"partition {','.join(one.name for one in partitions)}"
+    types = list(dict.fromkeys(name for one in partitions for name in one.gpus))
+    rooms = [room for name in types if (room := room_of_type(name)) is not None]
+    if not partitions:
+        return (), "the GPUs of the partition are unknown"
+    if not types or not all(one.gpus for one in partitions):
+        return (), f"Slurm lists no GPUs in {where}"
+    if len(rooms) < len(types):
+        named = [name for name in types if name and room_of_type(name) is None]
+        kind = f": type {', '.join(named)}" if named else ", since they have no type"
+        return (), f"the memory of the GPUs in {where} is unknown{kind}"
+    smallest = min(rooms, key=lambda room: room.total)
+    least = ", the smallest there" if len(types) > 1 else ""
+    return (smallest,), f"GPUs of {where}: {smallest.name}{least}"
 
 
 @dataclass
@@ -253,6 +288,7 @@ def estimate(
     claims: Mapping[str, int] | None = None,
     card: int | None = None,
     imagine: bool = True,
+    partitions: Sequence[Partition] = (),
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Estimate:
     """Answers about a job on this machine.
@@ -265,8 +301,11 @@ def estimate(
         claims: UUID → the job of ours that holds the GPU.
         card: As in `place_of`.
         imagine: As in `place_of`.
+        partitions: As in `place_of`.
         cancelled: Asked many times a second, in the thread of the caller.
     """
     gpus = devices.gpus() if present is None else present
-    place = place_of(spec, gpus, ours=ours, claims=claims, card=card, imagine=imagine)
+    place = place_of(
+        spec, gpus, ours=ours, claims=claims, card=card, imagine=imagine, partitions=partitions
+    )
     return Estimate(spec, place, server, cancelled=cancelled)

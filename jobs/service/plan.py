@@ -13,6 +13,7 @@ from jobs.queue.states import ACTIVE, State
 from jobs.resume.resume_conflicts import find_resume_conflicts
 from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
+from jobs.slurm.partitions import ask_partitions, unknown_partition
 from jobs.slurm.records import read_handed_in
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
@@ -71,6 +72,7 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
     gpus = check_job.check(spec, absent)
     check_job.check_beginning(spec)
     notes += missing_partners(spec)
+    notes += _find_unknown_partition(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
         return Plan(spec, gpus, warnings=notes, absent=absent)
@@ -177,6 +179,14 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
     return Plan(
         spec, gpus, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
     )
+
+
+def _find_unknown_partition(spec: JobSpec) -> list[str]:
+    """Warn if the cluster has no such partition; only a warning, since Slurm decides."""
+    if spec.launcher != "slurm" or spec.slurm_partition is None:
+        return []
+    unknown = unknown_partition(spec.slurm_partition, ask_partitions())
+    return [unknown] if unknown else []
 
 
 def check_not_handed_in(job: Job) -> None:

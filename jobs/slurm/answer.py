@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
 
 KEPT: Final = "slurm-answer.json"
-_SHOWN: Final = ("state", "reason", "nodes", "starts", "restarts")
+_SHOWN: Final = ("state", "reason", "nodes", "starts", "restarts", "place")
 
 
 def slurm_facts(store: Store, job: Job) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jobs.errors import UserError
 from jobs.untrusted.text import one_line
@@ -49,6 +49,7 @@ class Listed:
         restarts: How often Slurm has put it back into its queue.
         starts: When it started, or is expected to; "" if unknown.
         nodes: Such as `n[1-2]`; "" while there are none.
+        place: In the queue of its partition; see `jobs.slurm.places`.
     """
 
     id: str
@@ -58,6 +59,16 @@ class Listed:
     restarts: int = 0
     starts: str = ""
     nodes: str = ""
+    place: str = ""
+
+
+class Waiting(NamedTuple):
+    """A job of anybody that waits; `id` may name an array such as `7_[1-4]`."""
+
+    id: str
+    partitions: tuple[str, ...]
+    priority: int
+    reason: str
 
 
 def installed() -> bool:
@@ -74,6 +85,21 @@ def queue() -> dict[str, Listed]:
     columns = ",".join(f"{name}:{_APART}" for name in _COLUMNS)
     text = _run(["squeue", "--noheader", "--me", "--states=all", "-O", columns])
     return {one.id: one for line in text.splitlines() if (one := _listed(line)) is not None}
+
+
+def waiting() -> list[Waiting]:
+    """Everybody's jobs that wait, as far as the site lets us see them.
+
+    Raises:
+        AwayError: It did not answer.
+    """
+    text = _run(["squeue", "--noheader", "--states=PENDING", "-o", "%i|%P|%Q|%r"])
+    found = []
+    for line in text.splitlines():
+        parts = one_line(line).strip().split("|", 3)
+        if len(parts) == 4 and parts[2].isdecimal():
+            found.append(Waiting(parts[0], tuple(parts[1].split(",")), int(parts[2]), parts[3]))
+    return found
 
 
 def state_of(slurm_id: str) -> str:

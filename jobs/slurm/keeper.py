@@ -29,6 +29,7 @@ from jobs.slurm import commands
 from jobs.slurm.answer import KEPT
 from jobs.slurm.commands import AwayError
 from jobs.slurm.hand_in import find, hand_in
+from jobs.slurm.places import Places
 from jobs.slurm.records import (
     HandedIn,
     Said,
@@ -82,6 +83,7 @@ class Keeper:
     store: Store
     ask_every: float = ASK_EVERY
     _listed: dict[str, Listed] = field(default_factory=dict)
+    _places: Places = field(default_factory=Places)
     _answered_at: float | None = None
     _away_since: float | None = None
     _asked_at: float = float("-inf")
@@ -124,7 +126,7 @@ class Keeper:
     def _ask(self, now: float) -> None:
         self._asked_at, self._soon = now, False
         try:
-            self._listed = commands.queue()
+            self._listed = self._places.beside(commands.queue(), now)
         except (AwayError, UserError) as error:
             self._note_away(str(error))
         else:

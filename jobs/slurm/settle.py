@@ -116,6 +116,8 @@ def waits(listed: Listed) -> str:
     said = [f"Slurm job {listed.id}"]
     if code:
         said.append(_WHY.get(code, listed.reason.replace("_", " ")))
+    if listed.place:
+        said.append(f"place {listed.place}")
     if listed.starts:
         said.append(f"expected to start {listed.starts.replace('T', ' ')[:16]}")
     if listed.restarts:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.binding import Binding
 from textual.containers import VerticalScroll
+from textual.suggester import SuggestFromList
 from textual.widgets import Input
 
+from jobs.slurm.partitions import in_words
 from jobs.spec.rules.cascade import FOLLOWING, follow_ranks
 from tui.form.fields import draft
 from tui.form.fields.field_texts import model_hint
@@ -15,10 +17,11 @@ from tui.form.fields.pages import PAGES
 from tui.form.page_view import PageView
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from textual.app import ComposeResult
 
+    from jobs.slurm.partitions import Partition
     from tui.form.fields.field_row import FieldRow
     from tui.look.snapshot import Snapshot
 
@@ -119,6 +122,16 @@ class Fields(VerticalScroll, can_focus=False):
             said = self.said
         still = {key: value for key, value in self._followed.items() if said.get(key) == value}
         return draft.followed(after, still, restored=self._restored)
+
+    def offer_partitions(self, partitions: Sequence[Partition]) -> None:
+        """Say which partitions there are, and propose what begins as somebody types."""
+        row = self.row("slurm_partition")
+        if row is None or not partitions or not isinstance(row.control, Input):
+            return
+        row.note(in_words(partitions))
+        if row.control.suggester is None:
+            names = [one.name for one in partitions]
+            row.control.suggester = SuggestFromList(names, case_sensitive=True)
 
     def _offer_flavours(self, chosen: str | None) -> None:
         if row := self.row("model_flavour"):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from textual.widgets import Static
 
+from jobs.slurm.partitions import unknown_partition
 from tui.form.beside.fit import FitBars
 from tui.form.beside.lines import reveal, show
 from tui.form.fields import draft
@@ -51,6 +52,7 @@ class Checks:
         reveal(form.query_one("#cascade", Static), form.fields.follow())
         values, self.reasons = draft.in_force(form.fields.said)
         form.looks.at_paths(values)
+        form.looks.at_partitions(values)
         form.preview.tell("yaml", draft.as_yaml(values))
         if form.preview.kind == "command":
             form.looks.at_launch(values)
@@ -60,12 +62,15 @@ class Checks:
         for name, row in form.fields.rows.items():
             row.turn_off(self.reasons.get(name, ""))
             row.complain(problems.get(name) or form.looks.bad_paths.get(name, ""))
+        form.fields.offer_partitions(form.looks.partitions)
         self.show_ranks(values)
-        form.query_one(FitBars).look_at(values, form.snapshot)
+        form.query_one(FitBars).look_at(values, form.snapshot, form.looks.partitions)
         self._show_tabs({**problems, **form.looks.bad_paths})
         hidden = draft.problems_beside(problems, PAGES[form.fields.page].fields)
         told = "; ".join(filter(None, [*hidden, self._refused]))
-        form.complain(told or "; ".join(draft.warnings(values)), warning=not told)
+        unknown = unknown_partition(values.get("slurm_partition"), form.looks.partitions)
+        warnings = filter(None, [unknown, *draft.warnings(values)])
+        form.complain(told or "; ".join(warnings), warning=not told)
         carried = draft.carried_line(values) if form.fields.page == 0 else ""
         reveal(form.query_one("#carried", Static), carried)
 

@@ -1,4 +1,4 @@
-"""What the form looks up in threads: whether its paths are there, and the launch command."""
+"""What the form looks up in threads: its paths, the cluster's partitions, the launch command."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jobs.errors import UserError
 from jobs.hub.wanted import ask_sizes, find_missing
 from jobs.launch.replay import command_of, launch_facts, script_of
 from jobs.machine.engine_tools import Cancelled
+from jobs.slurm.partitions import ask_partitions
 from tui.form.fields import draft
 from tui.form.fields.pages import PATHS
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from textual.screen import Screen
 
     from jobs.hub.names import HubName
+    from jobs.slurm.partitions import Partition
 
 
 class Looks:
@@ -56,6 +58,12 @@ class Looks:
         sizes: dict[HubName, int]  # bytes to fetch
         problem: str = ""
 
+    @dataclass
+    class Partitions(Message):
+        """A thread asked Slurm."""
+
+        found: tuple[Partition, ...]
+
     def __init__(self, screen: Screen[Any], *, on_gpus: bool) -> None:
         self._screen = screen
         self._on_gpus = on_gpus
@@ -64,6 +72,8 @@ class Looks:
         self.bad_paths: dict[str, str] = {}  # what is wrong, by field
         self.doubts: dict[str, str] = {}  # what may be wrong
         self.under_way: set[str] = set()  # fields of which nothing is known yet
+        self.partitions: tuple[Partition, ...] = ()  # of the cluster, if Slurm has said which
+        self._asked_slurm = False
 
     def at_paths(self, values: Mapping[str, Any]) -> None:
         """See whether the model and the dataset are there, unless that was just done."""
@@ -81,6 +91,12 @@ class Looks:
         if values != self._launched:
             self._launched = dict(values)
             self._run(partial(self._make_launch, dict(values)), "launch")
+
+    def at_partitions(self, values: Mapping[str, Any]) -> None:
+        """Ask Slurm for its partitions, once, if the job is for Slurm."""
+        if values.get("launcher") == "slurm" and not self._asked_slurm:
+            self._asked_slurm = True
+            self._run(partial(self._ask_slurm), "partitions")
 
     def at_hub(self, values: Mapping[str, Any]) -> None:
         """Ask the hub how large what these values name is."""
@@ -102,6 +118,9 @@ class Looks:
         doubt = draft.doubt_of(name, values) if good else ""
         if self._checked.get(name) == _key(name, values):
             self._screen.post_message(self.Checked(name, good, text, doubt))
+
+    def _ask_slurm(self) -> None:
+        self._screen.post_message(self.Partitions(ask_partitions()))
 
     def _ask_hub(self, values: dict[str, Any]) -> None:
         worker, sizes, problem = get_current_worker(), {}, ""

@@ -187,6 +187,11 @@ class NewJobScreen(Screen[int | None]):
         self.checks.now()
         self.submission.gate.look_again()
 
+    @on(Looks.Partitions)
+    def _slurm_answered(self, message: Looks.Partitions) -> None:
+        self.looks.partitions = message.found
+        self.checks.now()
+
     @on(Looks.Absent)
     def _hub_answered(self, message: Looks.Absent) -> None:
         self.submission.gate.ask_to_fetch(message)

@@ -93,6 +93,8 @@ def slurm_line(facts: Mapping[str, Any]) -> str:
         parts.append(f"{state} on {facts['nodes']}" if facts.get("nodes") else str(state))
     if facts.get("reason"):
         parts.append(str(facts["reason"]))
+    if facts.get("place"):
+        parts.append(f"place {facts['place']}")
     if facts.get("age") is not None:
         parts.append(f"asked {duration(facts['age'])} ago")
     return ", ".join(parts)

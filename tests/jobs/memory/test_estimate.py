@@ -24,7 +24,7 @@ from jobs.machine.procfs import started_at
 from jobs.memory import cache, client
 from jobs.memory.calibration import Calibration, read_calibration, record_beside
 from jobs.memory.candidates import Candidate, candidates, fastest, fewest
-from jobs.memory.cards import CARDS
+from jobs.memory.cards import CARDS, room_of_type
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place, place_of
 from jobs.memory.fit import Fit, Room, Verdict, room_of
@@ -33,11 +33,13 @@ from jobs.memory.network import across
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, arranged
 from jobs.memory.question import predict as ask
+from jobs.slurm.partitions import Partition
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.strategy import chosen_strategy
 from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
+from tui.cli.prepare import estimate as estimate_command
 from tui.cli.prepare.estimate import DOES_NOT_FIT, estimate_job
 
 if TYPE_CHECKING:
@@ -534,6 +536,53 @@ def run(*words: str) -> Any:
 
 
 FULL = ("--model_family=flux", "--model_type=full", "--num_processes=8")
+
+
+@pytest.mark.usefixtures("_faked")
+def test_a_slurm_job_takes_the_cards_of_its_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = (Partition("gpu", default=True, gpus=("nvidia_h100_80gb_hbm3",)),)
+    monkeypatch.setattr(estimate_command, "ask_partitions", lambda: there)
+    words = (*FULL, "--launcher=slurm", "--gradient_checkpointing=true")
+    said = run(*words)
+    assert "on nvidia_h100_80gb_hbm3: " in said.output, said.exception
+    assert "GPUs of partition gpu: nvidia_h100_80gb_hbm3" in said.output
+    assert "partition" not in run(*words, "--card", "24").output
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [
+        ("a100", 40_960),
+        ("nvidia_a100-sxm4-80gb", 81_559),
+        ("rtx_4090", 24_564),
+        ("NVIDIA_GeForce_RTX4090", 24_564),
+        ("rtxa6000", 46_068),
+        ("1g.10gb", 9_536),
+        ("a10", 23_028),
+        ("tesla", None),
+        ("gpu", None),
+    ],
+)
+def test_the_type_of_a_gpu_says_its_memory(name: str, mib: int | None) -> None:
+    room = room_of_type(name)
+    assert (room.total >> 20 if room else None) == mib
+
+
+@pytest.mark.parametrize(
+    ("gpus", "noted"),
+    [
+        (("h100", "a100"), "GPUs of partition gpu: a100, the smallest there"),
+        (("",), "the memory of the GPUs in partition gpu is unknown, since they have no type"),
+        (("h100", "big"), "the memory of the GPUs in partition gpu is unknown: type big"),
+        ((), "Slurm lists no GPUs in partition gpu"),
+    ],
+)
+def test_what_a_partition_does_not_say_is_said(gpus: tuple[str, ...], noted: str) -> None:
+    spec = JobSpec(launcher="slurm", slurm_partition="gpu")
+    place = place_of(spec, [], partitions=(Partition("gpu", gpus=gpus), Partition("other")))
+    known = gpus[-1:] == ("a100",)
+    held = "" if known else "; held against GPUs of 80 GB each"
+    assert (place.note, place.here) == (f"{noted}{held}", False)
 
 
 @pytest.mark.usefixtures("_faked")

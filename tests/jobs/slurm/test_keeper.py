@@ -23,7 +23,9 @@ from jobs.slurm import hand_in as handing
 from jobs.slurm import keeper as keeping
 from jobs.slurm import settle
 from jobs.slurm.answer import slurm_facts
+from jobs.slurm.commands import Waiting
 from jobs.slurm.keeper import Keeper
+from jobs.slurm.places import places
 from jobs.slurm.records import (
     Allocation,
     HandedIn,
@@ -693,9 +695,9 @@ def test_one_question_for_a_thousand_jobs(
         *(f"Slurm job {job.id}: other jobs go first" for job in store.all() if job.id != 8),
         "Slurm job 8 starts on n1",
     }
-    rows, before = keeper._rows.look(), slurm.calls("squeue")
+    rows, before = keeper._rows.look(), slurm.calls("squeue --noheader --me")
     assert look(60) <= 60 * 5, "the files of the one that runs"
-    assert slurm.calls("squeue") - before == 60 / keeping.ASK_EVERY
+    assert slurm.calls("squeue --noheader --me") - before == 60 / keeping.ASK_EVERY
     assert keeper._rows.look() is rows, "nothing was written"
     slurm.say("listing", as_squeue([*listed[:-1], replace(listed[-1], reason="Resources")]))
     look(16)
@@ -704,6 +706,56 @@ def test_one_question_for_a_thousand_jobs(
     look(80)
     assert "has not responded for" in store.get(1000).reason
     assert look(30) < 30 * 1000, "nor while Slurm is silent, until the age is said differently"
+
+
+def test_a_waiting_job_says_its_place_in_the_queue(
+    store: Store, slurm: FakeSlurm, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
+    monkeypatch.setattr(keeping, "time", clock)
+    keeper, job, question = Keeper(store), submit(), "squeue --noheader --states=PENDING"
+    slurm.say("waiting", "90|gpu|500|Resources\n1|gpu|10|Priority\n80|gpu|900|Dependency\n")
+
+    def look(seconds: float) -> str:
+        now[0] += seconds
+        keeper.look()
+        return store.get(job.id).reason
+
+    keeper.look()
+    slurm.set("1", "PENDING", reason="Priority", starts="2027-01-02T03:04:05")
+    look(20)
+    expected = "; expected to start 2027-01-02 03:04"
+    assert look(20) == f"Slurm job 1: other jobs go first; place 2 of 2 in gpu{expected}"
+    asked = slurm.calls(question)
+    slurm.say("waiting", "1|gpu|10|Priority\n")
+    look(20)
+    assert slurm.calls(question) == asked, "once a minute is enough"
+    assert "; place 1 of 1 in gpu; " in look(60)
+    assert slurm_facts(store, job)["slurm"]["place"] == "1 of 1 in gpu"
+    slurm.set("1", "RUNNING", nodes="n1")
+    assert look(20) == "Slurm job 1 starts on n1"
+    asked = slurm.calls(question)
+    look(100)
+    assert slurm.calls(question) == asked, "none waits"
+
+
+def test_places_follow_priority_and_leave_out_who_is_held() -> None:
+    found = places(
+        [
+            Waiting("100", ("gpu",), 5, "Priority"),
+            Waiting("99", ("gpu", "long"), 5, "Priority"),
+            Waiting("7_[1-4]", ("long",), 9, "Resources"),
+            Waiting("5", ("gpu",), 99, "JobHeldUser"),
+            Waiting("6", ("gpu",), 7, "QOSMaxJobsPerUserLimit"),
+        ]
+    )
+    assert found == {
+        "6": "1 of 3 in gpu",
+        "99": "2 of 3 in gpu",
+        "100": "3 of 3 in gpu",
+        "7_[1-4]": "1 of 2 in long",
+    }
 
 
 def test_only_one_process_asks_slurm(store: Store, slurm: FakeSlurm, submit: Submit) -> None:

@@ -1,4 +1,4 @@
-"""A Slurm of shell scripts: `sbatch`, `squeue`, `scancel`, `scontrol` and `srun` on PATH.
+"""A Slurm of shell scripts: `sbatch`, `squeue`, `sinfo`, `scancel`, `scontrol`, `srun` on PATH.
 
 A job is a folder with a file for each column. Tests move jobs from state to state themselves;
 `start` runs the batch script as a node would.
@@ -39,6 +39,9 @@ if [ "$2" = --jobs ]; then
   fi
   cat "$FAKE_SLURM/jobs/$3/state"; exit 0
 fi
+if [ "$2" = --states=PENDING ]; then
+  if [ -e "$FAKE_SLURM/waiting" ]; then cat "$FAKE_SLURM/waiting"; fi; exit 0
+fi
 if [ -e "$FAKE_SLURM/listing" ]; then cat "$FAKE_SLURM/listing"; exit 0; fi
 for d in "$FAKE_SLURM"/jobs/*/; do
   [ -d "$d" ] || continue
@@ -75,6 +78,10 @@ cd "$FAKE_SLURM/jobs/$2" || exit 1
 read -r n < restarts; printf '%s\\n' $((n+1)) > restarts; printf PENDING > state
 if [ -e pid ]; then /bin/kill -KILL -- "-$(cat pid)"; fi
 """
+_SINFO = """
+if [ -e "$FAKE_SLURM/partitions" ]; then cat "$FAKE_SLURM/partitions"; fi
+if [ -e "$FAKE_SLURM/slow" ]; then exec sleep 60; fi
+"""
 
 
 @dataclass
@@ -90,6 +97,7 @@ class FakeSlurm:
         (root / "jobs").mkdir(parents=True)
         (root / "bin").mkdir()
         scripts = {"squeue": _SQUEUE, "sbatch": _SBATCH, "scancel": _SCANCEL, "scontrol": _SCONTROL}
+        scripts["sinfo"] = _SINFO
         for name, text in scripts.items():
             _write(root / "bin" / name, _HEAD + text)
         rank = ROOT / "tests" / "support" / "jobs" / "fakes" / "srun.py"

@@ -11,6 +11,7 @@ import pytest
 from jobs.machine.gpu import Gpu, GpuProcess
 from jobs.memory import client
 from jobs.memory.fit import Fit, Room
+from jobs.slurm.partitions import Partition
 from tests.support.jobs.fake_memory import GIB
 from tests.support.tui.made_up_runs import nothing_starts
 from tests.support.tui.pilot import until
@@ -178,6 +179,21 @@ def test_a_job_on_the_cpu_is_held_against_host_memory() -> None:
     found = look(values, Snapshot(0.0, gpus=tuple(some_gpus())))
     ((name, fit),) = found.bars
     assert (name, fit.low) == ("host", 4 * GIB)
+
+
+def test_a_slurm_job_is_held_against_the_gpus_of_its_partition() -> None:
+    values = VALUES | {"launcher": "slurm", "gpus": None, "num_processes": 2}
+    here = Snapshot(0.0, gpus=tuple(some_gpus()))
+    there = (Partition("small", gpus=("l4",)), Partition("gpu", default=True, gpus=("h200",)))
+    found = look(values, here, partitions=there)
+    ((name, fit),) = found.bars
+    assert (name, fit.room) == ("any 2 GPUs", Room("h200", 143_771 << 20))
+    assert found.told == "GPUs of partition gpu: h200"
+    ((_, fit),) = look(values | {"slurm_partition": "small"}, here, partitions=there).bars
+    assert fit.room.name == "l4"
+    silent = look(values, Snapshot(0.0))
+    assert silent.bars[0][1].room.name == "80 GB"
+    assert silent.told == ("the GPUs of the partition are unknown; held against GPUs of 80 GB each")
 
 
 def test_what_cannot_be_predicted_is_told() -> None:

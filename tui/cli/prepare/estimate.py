@@ -20,6 +20,7 @@ from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused
 from jobs.queue.store import Store
 from jobs.service import dry_run
+from jobs.slurm.partitions import ask_partitions
 from jobs.spec.data_tool import NOT_NEEDED
 from jobs.spec.rules.strategy import world_size
 from tui.cli.common.echo import echo
@@ -133,10 +134,13 @@ def estimate_job(
 
 def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: int | None) -> Estimate:
     """The job on its own ranks; if it names none, on the fewest of these on which it fits."""
+    asks = spec.launcher == "slurm" and card is None
+    partitions = ask_partitions() if asks else ()
     if not ranks or spec.num_processes is not None or spec.gpus is not None:
-        return estimate(spec, server, card=card)
+        return estimate(spec, server, card=card, partitions=partitions)
     for count in sorted(ranks):
-        asked = estimate(spec.model_copy(update={"num_processes": count}), server, card=card)
+        counted = spec.model_copy(update={"num_processes": count})
+        asked = estimate(counted, server, card=card, partitions=partitions)
         own = asked.own
         if isinstance(own, Predicted) and asked.fit(own).verdict is not Verdict.TOO_LARGE:
             break
@@ -248,6 +252,7 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
         count = f"{ranks} rank{'s' if ranks > 1 else ''}"
         parts += [
             f"this job, {own.strategy} on {count}, on {fit.room.name}: {words_of.verdict(fit)}",
+            asked.place.note,
             words_of.phases_text(own),
             words_of.advice_text(own.strategy, facts.candidates, facts.advised, ranks),
         ]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from jobs.memory.estimate import Estimate
     from jobs.memory.ladder import Step
+    from jobs.slurm.partitions import Partition
     from tui.look.snapshot import Snapshot
 
 _SETTLES_IN: Final = 0.3  # seconds without another change after which the server is asked
@@ -85,17 +86,21 @@ class FitBars(Static):
         self.found: Look | None = None
         self._snapshot: Snapshot | None = None
         self._values: Mapping[str, Any] = {}
+        self._partitions: Sequence[Partition] = ()
         self._due: Timer | None = None
 
-    def look_at(self, values: Mapping[str, Any], snapshot: Snapshot) -> None:
+    def look_at(
+        self, values: Mapping[str, Any], snapshot: Snapshot, partitions: Sequence[Partition] = ()
+    ) -> None:
         """Predict for these values, unless they are those of the last look.
 
         Args:
             values: Of the job, by key.
             snapshot: The machine as it is.
+            partitions: Of the cluster, as far as Slurm has said.
         """
-        if values != self._values:
-            self._values = dict(values)
+        if (values, partitions) != (self._values, self._partitions):
+            self._values, self._partitions = dict(values), partitions
             self.look_again(snapshot)
 
     def look_again(self, snapshot: Snapshot) -> None:
@@ -141,7 +146,7 @@ class FitBars(Static):
         worker, values = get_current_worker(), self._values
         assert self._snapshot is not None
         try:
-            found = look(values, self._snapshot, lambda: worker.is_cancelled)
+            found = look(values, self._snapshot, lambda: worker.is_cancelled, self._partitions)
         except Cancelled:
             return
         if not worker.is_cancelled:
@@ -181,7 +186,10 @@ class FitBars(Static):
 
 
 def look(
-    values: Mapping[str, Any], snapshot: Snapshot, cancelled: Callable[[], bool] = lambda: False
+    values: Mapping[str, Any],
+    snapshot: Snapshot,
+    cancelled: Callable[[], bool] = lambda: False,
+    partitions: Sequence[Partition] = (),
 ) -> Look:
     """Whether the form's values fit on the machine; takes seconds for a model that is new.
 
@@ -206,6 +214,7 @@ def look(
             ours=ours,
             claims=claims,
             imagine=False,
+            partitions=partitions,
             cancelled=cancelled,
         )
         own = asked.own
@@ -223,7 +232,7 @@ def look(
     strategy = f"{own.strategy} on {own.ranks} rank{'s' if own.ranks > 1 else ''}"
     about = [f"Predicted for {strategy}; peak in {own.largest.name}.", *own.notes]
     notes = "\n".join([*about, asked.calibration.in_words()]).strip()
-    return Look(values, bars, step, own.strategy, faster, notes=notes)
+    return Look(values, bars, step, own.strategy, faster, asked.place.note, notes)
 
 
 def _faster(asked: Estimate, strategy: str) -> str:

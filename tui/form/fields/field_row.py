@@ -169,6 +169,8 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
 
 def _input(name: str, value: Any, identity: str) -> Input:
     text, hint = field_texts.as_text(name, value), field_texts.placeholder(name)
+    if name == "slurm_partition":  # the form knows later what to propose
+        return PathInput(text, placeholder=hint, id=identity, compact=True)
     if name not in (*pages.PATHS, "cache_dir", "logging_dir"):
         return Input(text, placeholder=hint, id=identity, compact=True)
     known = _hub_ids if name == "pretrained_model_name_or_path" else tuple

@@ -1,0 +1,94 @@
+"""Which partitions the cluster has and which GPUs are in their nodes, as `sinfo` says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from jobs.untrusted.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.spec.job_spec import JobSpec
+
+PATIENCE: Final = 3.0  # seconds; what depends on the answer is only advice
+_FORMAT: Final = "%P|%G"  # as wide as it takes; a line for each kind of node
+_LISTED: Final = 6  # partitions that are named in a line
+# One kind in a list such as `gpu:a100:4(S:0-1),gpu:a30:2,shard:8`: its type, if the site has types.
+_GPU: Final = re.compile(r"(?:^|,)gpu(?::([^:,()]*[^\d:,()][^:,()]*))?(?::\d+[KMG]?)?(?=[,(]|$)")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A part of the cluster.
+
+    Attributes:
+        name: As `slurm_partition` has it.
+        default: Whether a job that names none goes there.
+        gpus: The types of its GPUs, as the site calls them; "" is one without a type.
+    """
+
+    name: str
+    default: bool = False
+    gpus: tuple[str, ...] = ()
+
+
+def ask_partitions() -> tuple[Partition, ...]:
+    """Ask Slurm, for at most `PATIENCE`; () where there is no Slurm, or no answer.
+
+    Hidden partitions are among them: a job may name one.
+    """
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--all", f"--format={_FORMAT}"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=PATIENCE,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return _read(done.stdout)
+
+
+def chosen(spec: JobSpec, partitions: Sequence[Partition]) -> tuple[Partition, ...]:
+    """Those that a job may go to: which it names, else the default."""
+    if spec.slurm_partition is None:
+        return tuple(one for one in partitions if one.default)
+    names = spec.slurm_partition.split(",")  # Slurm takes the one that is free first
+    return tuple(one for one in partitions if one.name in names)
+
+
+def unknown_partition(name: str | None, partitions: Sequence[Partition]) -> str:
+    """Warn of a partition that the cluster does not have; "" while that is not known."""
+    known = {one.name for one in partitions}
+    missing = [one for one in (name or "").split(",") if one and one not in known]
+    if not missing or not known:
+        return ""
+    what = f"partition {missing[0]}" if len(missing) == 1 else f"partitions {', '.join(missing)}"
+    return f"slurm_partition: Slurm lists no {what}; it has {in_words(partitions)}"
+
+
+def in_words(partitions: Sequence[Partition]) -> str:
+    """`gpu (default), debug, long`."""
+    names = [f"{one.name}{' (default)' * one.default}" for one in partitions]
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"
+
+
+def _read(text: str) -> tuple[Partition, ...]:
+    found: dict[str, Partition] = {}
+    for line in text.splitlines():
+        name, bar, gres = one_line(line).strip().partition("|")
+        if not name or not bar:
+            continue
+        plain = name.removesuffix("*")
+        before = found[plain].gpus if plain in found else ()
+        gpus = dict.fromkeys([*before, *(match[1] or "" for match in _GPU.finditer(gres))])
+        found[plain] = Partition(plain, name.endswith("*"), tuple(gpus))
+    return tuple(sorted(found.values(), key=lambda one: (not one.default, one.name)))

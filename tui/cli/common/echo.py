@@ -38,7 +38,7 @@ class Stream:
     """Foreign text with colours that comes in pieces, which may end within a sequence.
 
     Args:
-        dropped: A sequence that is left out.
+        dropped: A sequence that is not printed.
     """
 
     def __init__(self, dropped: str = "") -> None:

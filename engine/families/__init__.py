@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from engine.families.shared.base import Family, LoraStyle
+from engine.families.shared.base import Family
+from engine.families.shared.lora_names import LoraStyle
 from jobs.spec.families import get_family
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import diffusers
 
@@ -27,30 +27,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from engine.data.index.views import Shown
+    from engine.families.shared.lora_names import LoraStyle
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 # The parts of a pipeline that encode prompts and the images beside them, by the beginnings of their
 # names.
 _TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
-
-
-class LoraStyle(Protocol):
-    """How others than diffusers name a family's LoRAs (`engine.families.shared.lora_names`)."""
-
-    @property
-    def METADATA(self) -> dict[str, str]:
-        """What stands in the header of such files."""
-        ...
-
-    def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-        """The same adapter under those names.
-
-        Args:
-            layers: `<module>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank).
-            scale: What their product is multiplied with: alpha / rank.
-        """
-        ...
 
 
 class Family(ABC):
@@ -127,6 +110,11 @@ class Family(ABC):
     def transformer_class(self) -> Any:
         """The denoiser's class."""
         return getattr(diffusers, self.facts.transformer)
+
+    @property
+    def image_encoder_class(self) -> Any:
+        """The class of what encodes first frames, in fp32, beside the text; None of most models."""
+        return None
 
     def settings(self) -> dict[str, Any]:
         """The pipeline's own settings, as model_index.json has them beside its components."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
@@ -23,6 +23,24 @@ Adapter = tuple[torch.Tensor, torch.Tensor]
 """Down (rank, in) and up (out, rank)."""
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class LoraStyle(Protocol):
+    """How others than diffusers name a family's LoRAs."""
+
+    @property
+    def METADATA(self) -> dict[str, str]:
+        """What stands in the header of such files."""
+        ...
+
+    def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+        """The same adapter under those names.
+
+        Args:
+            layers: `<module>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank).
+            scale: What their product is multiplied with: alpha / rank.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from engine.data.encode.texts import Look
+    from engine.data.encode.texts import ImageInput
     from engine.data.index.data_index import Sample
     from engine.data.index.views import Shown
     from engine.data.report.data_report import DataReport
@@ -228,7 +228,7 @@ def _dropped(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> Text:
     return NO_TEXT._replace(looks=_looks(draw, samples, spec))
 
 
-def _looks(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> tuple[Look, ...]:
+def _looks(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> tuple[ImageInput, ...]:
     return looks_of(samples[draw.sample], view_number(draw, spec), spec)
 
 

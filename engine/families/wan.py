@@ -1,7 +1,7 @@
 """Wan: videos by flow matching, with cross-attention to text; two experts by noise level in 2.2.
 
-Image-to-video has the first frame, with gray ones behind it, in channels of its own. In 2.1, CLIP
-looks at it too.
+Image-to-video has the first frame, with gray ones behind it, in channels of its own. In 2.1, an
+image encoder (CLIP) has it as its input too.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ class Wan(Family):
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """A pipeline with only what encodes prompts, and first frames: in fp32, as published."""
-        if self._sees:
-            components.setdefault(
-                "image_encoder",
-                CLIPVisionModel.from_pretrained(root / "image_encoder", dtype=torch.float32),
+        if self.image_encoder_class is not None and "image_encoder" not in components:
+            components["image_encoder"] = self.image_encoder_class.from_pretrained(
+                root / "image_encoder", dtype=torch.float32
             )
         return super().load_text_pipeline(root, dtype, **components)
 
@@ -136,11 +135,11 @@ class Wan(Family):
     def pipeline_with_image(
         self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
     ) -> Any:
-        """Image-to-video's, with what has seen the image already in the place of CLIP."""
+        """Image-to-video's, with the image encoder's output, computed already, in its place."""
         parts = {name: part for name, part in pipeline.components.items() if part is not None}
         known = (condition or {}).get(_IMAGE)
         if known is not None:
-            parts |= {"image_processor": _no_pixels, "image_encoder": _HasSeen(known)}
+            parts |= {"image_processor": _no_pixels, "image_encoder": _Precomputed(known)}
         settings = {"boundary_ratio": self._boundary, "expand_timesteps": not self._only_first}
         return WanImageToVideoPipeline(
             **dict.fromkeys(("tokenizer", "text_encoder")) | parts, **settings
@@ -152,9 +151,8 @@ class Wan(Family):
         return self.pipeline_class() is WanImageToVideoPipeline
 
     @property
-    def _sees(self) -> bool:
-        """Whether CLIP looks at the first frame."""
-        return any(self._index.get("image_encoder") or ())
+    def image_encoder_class(self) -> Any:
+        return CLIPVisionModel if any(self._index.get("image_encoder") or ()) else None
 
     # -- experts ---------------------------------------------------------------------------
 
@@ -177,7 +175,7 @@ class Wan(Family):
         return None if ratio is None else float(ratio)
 
 
-class _HasSeen(torch.nn.Module):
+class _Precomputed(torch.nn.Module):
     """In the place of an image encoder whose output is known.
 
     Args:

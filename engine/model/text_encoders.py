@@ -305,12 +305,31 @@ def _load(
         )
     else:
         return family.load_text_pipeline(root, dtype).to(world.device)
-    pipeline = family.load_text_pipeline(root, dtype, **encoders)
+    pipeline = family.load_text_pipeline(
+        root, dtype, **encoders, **_image_encoder(family, root, world, progress)
+    )
     # Not `pipeline.to`, which would go through the shards too: they are in place.
     for name, model in _models(pipeline).items():
-        if name not in encoders:
+        if name not in encoders:  # nothing moves of one that is there already
             model.to(world.device)
     return pipeline
+
+
+def _image_encoder(
+    family: Family, root: Path, world: World, progress: Callable[[int], None]
+) -> dict[str, torch.nn.Module]:
+    """What encodes first frames with the text, read straight onto the device; {} of most models."""
+    if family.image_encoder_class is None:
+        return {}
+    read = count(1)
+    encoder = load_encoder_whole(
+        family.image_encoder_class,
+        root / "image_encoder",
+        torch.float32,
+        world.device,
+        moved=lambda: progress(next(read)),
+    )
+    return {"image_encoder": encoder} if encoder is not None else {}
 
 
 def _free(pipeline: Any, world: World, before: int) -> Released:

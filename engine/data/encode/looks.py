@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.data.encode.latents import first_picture, reference_picture
-from engine.data.encode.texts import Look
+from engine.data.encode.texts import ImageInput
 from engine.data.index.references import as_seen, fit_whole, reference_view
 from engine.data.index.views import FITTING, view_of
 from engine.data.read.images import DECODER
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 
-def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[Look, ...]:
+def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]:
     """What is encoded with the captions of a sample; () of most models.
 
     Args:
@@ -37,7 +37,9 @@ def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[Look, ...]:
     shown = view_of(sample, view, spec)
     if sample.from_first:
         facts = shown.facts() | {"frame": 0}
-        return (Look(_key(sample.digest, facts), partial(first_picture, sample, shown, spec)),)
+        return (
+            ImageInput(_key(sample.digest, facts), partial(first_picture, sample, shown, spec)),
+        )
     return tuple(
         _of_reference(sample, number, shown, spec) for number in range(len(sample.references))
     )
@@ -45,7 +47,7 @@ def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[Look, ...]:
 
 def looks_of_prompt(
     paths: Sequence[str], pictures: Mapping[str, Image], spec: JobSpec
-) -> tuple[Look, ...]:
+) -> tuple[ImageInput, ...]:
     """What is encoded with a prompt.
 
     Args:
@@ -56,22 +58,22 @@ def looks_of_prompt(
     return tuple(_of_prompt(pictures[path], spec) for path in paths if sees_images(spec))
 
 
-def _of_reference(sample: Sample, number: int, shown: View, spec: JobSpec) -> Look:
+def _of_reference(sample: Sample, number: int, shown: View, spec: JobSpec) -> ImageInput:
     reference = sample.references[number]
     view = reference_view(reference, sample, shown)
 
     def read() -> Image:
         return as_seen(reference_picture(sample, number, spec), view, reference.seen)
 
-    return Look(_key(reference.digest, view.facts() | {"seen": list(reference.seen)}), read)
+    return ImageInput(_key(reference.digest, view.facts() | {"seen": list(reference.seen)}), read)
 
 
-def _of_prompt(picture: Image, spec: JobSpec) -> Look:
+def _of_prompt(picture: Image, spec: JobSpec) -> ImageInput:
     takes = references_of(spec)
     if takes is not None and takes.seen is not None:
         picture = fit_whole(picture, takes.seen, None)
     digest = hashlib.sha256(picture.tobytes()).hexdigest()
-    return Look(_key(digest, {"size": list(picture.size)}), lambda: picture)
+    return ImageInput(_key(digest, {"size": list(picture.size)}), lambda: picture)
 
 
 def _key(content: str, facts: Mapping[str, Any]) -> str:

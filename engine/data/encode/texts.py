@@ -35,7 +35,7 @@ _REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageInput:
     """An image that is encoded with a text.
 
     Attributes:
@@ -58,7 +58,7 @@ class Text(NamedTuple):
 
     words: str
     negative: bool = False
-    looks: tuple[Look, ...] = ()
+    looks: tuple[ImageInput, ...] = ()
 
 
 NO_TEXT: Final = Text("", negative=True)
@@ -168,8 +168,8 @@ class TextKeys:
             p for p in root.iterdir() if p.name.startswith(("text_encoder", "tokenizer"))
         )
         if sees_images(spec):
-            eyes = ("image_encoder", "image_processor", "processor")
-            parts += [root / name for name in eyes if (root / name).is_dir()]
+            image_parts = ("image_encoder", "image_processor", "processor")
+            parts += [root / name for name in image_parts if (root / name).is_dir()]
         self._cache = cache
         self._apart = family.NEGATIVES_APART
         self._facts: dict[str, Any] = {

@@ -111,6 +111,11 @@ class Family(ABC):
         """The denoiser's class."""
         return getattr(diffusers, self.facts.transformer)
 
+    @property
+    def image_encoder_class(self) -> Any:
+        """The class of what encodes first frames, in fp32, beside the text; None of most models."""
+        return None
+
     def settings(self) -> dict[str, Any]:
         """The pipeline's own settings, as model_index.json has them beside its components."""
         return {

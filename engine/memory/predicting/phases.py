@@ -45,8 +45,8 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     dtype = compute_dtype(spec)
     try:
         packing = packing_of(spec.text_encoder_precision)
-        size, eyes = encoder_bytes(root, dtype, packing), _image_encoder_bytes(spec, root)
-        parts = Parts(parameters=size + eyes)
+        size, image_encoder = encoder_bytes(root, dtype, packing), _image_encoder_bytes(spec, root)
+        parts = Parts(parameters=size + image_encoder)
         if ranks == 1 or not _in_shards(spec, root):
             return Phase("text_cache", parts, _TEXT_NOTE)
         held, gathered = _sharded_encoders(root, dtype, ranks, packing)
@@ -55,7 +55,7 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     # What a job leaves open is decided by the GPUs' room (`engine.model.text_encoders`): this much
     # it needs in any case.
     note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
-    return Phase("text_cache", Parts(parameters=held + eyes, gathered=gathered), note)
+    return Phase("text_cache", Parts(parameters=held + image_encoder, gathered=gathered), note)
 
 
 def _image_encoder_bytes(spec: JobSpec, root: Path) -> int:

@@ -55,7 +55,7 @@ def build_clip_with_projection(
 
 
 def build_clip_vision(dim: int, *, seed: int) -> CLIPVisionModel:
-    """CLIP's eyes, `dim` wide, with the 257 tokens of published ones."""
+    """CLIP's image encoder, `dim` wide, with the 257 tokens of published ones."""
     config = CLIPVisionConfig(
         hidden_size=dim,
         intermediate_size=4 * dim,

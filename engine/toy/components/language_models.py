@@ -86,7 +86,7 @@ def build_llama_lm(
 def build_qwen2_5_vl(
     tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 3
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with its eyes (Qwen-Image reads its output), `dim` wide."""
+    """Qwen2.5-VL with its image encoder (Qwen-Image reads its output), `dim` wide."""
     text = _common(tokenizer, dim, layers)
     # Time, height and width share the pairs of a head.
     text["rope_parameters"] = {
@@ -116,7 +116,7 @@ def build_qwen2_5_vl(
 def build_mistral3(
     tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int, layers: int = 31
 ) -> Mistral3ForConditionalGeneration:
-    """Mistral Small 3 with its eyes (FLUX.2-dev reads its layers 10, 20 and 30), `dim` wide."""
+    """Mistral Small 3, which sees images (FLUX.2-dev reads its layers 10, 20 and 30)."""
     config = Mistral3Config(
         text_config={
             "model_type": "mistral",

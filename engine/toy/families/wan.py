@@ -58,8 +58,8 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     )
     heads = (LARGE_HEADS if large else HEADS) * hidden_scale
     channels = vae.config.z_dim
-    eyes = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": heads * HEAD_DIM} if sees else {}
-    beside = {"in_channels": 2 * channels + 4, **eyes} if from_image else {}
+    image_inputs = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": heads * HEAD_DIM} if sees else {}
+    beside = {"in_channels": 2 * channels + 4, **image_inputs} if from_image else {}
     kind = WanImageToVideoPipeline if from_image else WanPipeline
     pipeline = kind(
         tokenizer=tokenizer,

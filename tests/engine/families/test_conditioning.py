@@ -16,6 +16,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
     VAE_IMAGE_SIZE,
 )
 from PIL import Image
+from transformers import PreTrainedModel
 from transformers.utils import is_torchvision_available
 
 from engine import families
@@ -34,6 +35,9 @@ from engine.families.shared.references import (
 )
 from engine.memory.predicting.phases import text_cache
 from engine.memory.tracing.inputs import largest_encoded, reference_shapes
+from engine.model import text_encoders
+from engine.model.packing import Packing
+from engine.ranks.world import World
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, references
@@ -270,8 +274,8 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
     )
     text = batch_of(case.encoded(PROMPT, request=request)) | {BEGINNING: beginning}
     counted = text_cache(case.spec(), case.paths.model, 1)
-    eyes = getattr(case.text, "image_encoder", None)
-    held = [case.text.text_encoder, *([eyes] if eyes else [])]
+    image_encoder = getattr(case.text, "image_encoder", None)
+    held = [case.text.text_encoder, *([image_encoder] if image_encoder else [])]
     assert counted is not None
     assert counted.peak == pytest.approx(
         sum(4 * parameter.numel() for part in held for parameter in part.parameters()), rel=0.01
@@ -286,6 +290,36 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
         others = text | {BEGINNING: beginning.flip(-1)}
         plain = case.family.predict(denoiser, noisy, told["timestep"] / 1000, others, 1.0)
         assert (plain - expected).abs().max() > 3 * limit, "it makes a difference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [None, Packing("int8")])
+def test_the_image_encoder_is_read_straight_onto_the_device(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    packing: Packing | None,
+) -> None:
+    """Ranks on GPUs do not each hold a copy of it in host memory first."""
+    case = Case("wan:2.1-i2v-14b-480p", toys_root(tmp_path_factory))
+    expected = dict(case.text.image_encoder.named_parameters())
+    read: list[torch.device] = []
+    whole = text_encoders.load_encoder_whole
+
+    def on_host(kind: Any, root: Path, dtype: Any, device: torch.device, **more: Any) -> Any:
+        read.append(device)
+        return whole(kind, root, dtype, torch.device("cpu"), **more)
+
+    monkeypatch.setattr(text_encoders, "load_encoder_whole", on_host)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *where, **more: module)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+    gpu = World(0, 1, torch.device("cuda", 0), "single", "t")
+    pipeline = text_encoders._load(
+        case.family, case.paths.model, torch.bfloat16, gpu, None, packing, print, print
+    )
+    assert read == [gpu.device] * 2
+    found = dict(pipeline.image_encoder.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), "in fp32"
 
 
 def test_the_loss_is_of_what_is_not_given() -> None:

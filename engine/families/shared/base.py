@@ -367,7 +367,9 @@ class Family(ABC):
 
         Some make more on a discrete schedule: PNDM one, Heun nearly twice as many.
         """
-        scheduler_class = getattr(diffusers, str(self._schedule.get("_class_name")), None)
+        # Diffusers builds the class in the index, whichever one wrote the settings.
+        _, name = self._index.get("scheduler") or (None, self._schedule.get("_class_name"))
+        scheduler_class = getattr(diffusers, str(name), None)
         if self.facts.objective != "denoising" or scheduler_class is None:
             return steps
         scheduler = scheduler_class.from_config(self._schedule)

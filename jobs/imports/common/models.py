@@ -107,10 +107,16 @@ def guess_family(draft: Draft, text: str) -> str | None:
     found = by_hub_id(text) or (by_pipeline(place) if place else None)
     if found is not None:
         return found.family
+    *above, last = [part for part in re.split(r"[/\\]", text) if part] or [""]
+    return _named_in(last) or _named_in("".join(above))
+
+
+def _named_in(text: str) -> str | None:
+    """The family that stands in a name: the longest, and Stable Diffusion where no other does."""
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
     for words, family in _SPELLED_OUT.items():
         letters = letters.replace(words, family)
-    names = sorted(FAMILIES, key=len, reverse=True)
+    names = sorted(FAMILIES, key=lambda name: (name == "stable_diffusion", -len(name)))
     return next((name for name in names if name.replace("_", "") in letters), None)
 
 

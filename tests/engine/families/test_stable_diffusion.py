@@ -115,12 +115,17 @@ def test_forwards_are_the_schedulers(
     root = tmp_path / "model"
     shutil.copytree(toy.paths.model / "scheduler", root / "scheduler")
     shutil.copy(toy.paths.model / "model_index.json", root)
-    file = root / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"_class_name": name}))
+    index = root / "model_index.json"
+    written = {"scheduler": ["diffusers", name]}  # the settings are still those of another class
+    index.write_text(json.dumps(json.loads(index.read_text()) | written))
     family = families.load("stable_diffusion", "1.5", root)
     assert family.forwards_of(toy.request(steps=steps)) == forwards
     guided = toy.request(steps=steps, guidance=7.5)
     assert family.forwards_of(guided) == forwards, "both prompts are one batch"
+    with quiet():
+        scheduler = family.sampling_pipeline(root, None, None).scheduler
+    scheduler.set_timesteps(steps)
+    assert (type(scheduler).__name__, len(scheduler.timesteps)) == (name, forwards)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ import yaml
 from jobs.errors import UserError
 from jobs.imports.ai_toolkit import config as ai_toolkit
 from jobs.imports.ai_toolkit import data as ai_toolkit_data
+from jobs.imports.common.draft import Draft
 from jobs.imports.common.import_report import Kind, shown
+from jobs.imports.common.models import guess_family
 from jobs.imports.diffusers import script as diffusers_script
 from jobs.imports.diffusers.command_line import read_command
 from jobs.imports.imported import (
@@ -765,6 +767,22 @@ SCRIPT_NAMES: Final = [
 def test_a_script_s_name_says_what_is_trained(script: str, family: str, kind: str) -> None:
     spec = import_script(["accelerate", "launch", script, "--seed=1"]).spec
     assert (spec.model_family, spec.model_type) == (family, kind)
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        ("/data/stable-diffusion/flux-dev", "flux"),
+        ("/apps/stable-diffusion-webui/models/sdxl-base/", "sdxl"),
+        ("someone/stable-diffusion-xl-own", "sdxl"),
+        ("/flux/stable-diffusion-v1-4", "stable_diffusion"),
+        ("/models/stable-diffusion/own", "stable_diffusion"),
+        ("/models/flux/stable/own", "flux"),
+        ("someone/own", None),
+    ],
+)
+def test_the_end_of_a_model_s_name_says_its_family(model: str, family: str | None) -> None:
+    assert guess_family(Draft({}, EXAMPLES), model) == family
 
 
 def test_what_tools_leave_out_is_theirs(tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ class Sample(Event):
     """Images or videos were made after a step: where they are, and what their files are named."""
 
     kind = "sample"
+    strict = frozenset({"files"})  # how many there are is what the line says
 
     step: int
     directory: str = ""

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
-# The parts of a pipeline that encode prompts and the images beside them, by the beginnings of their
-# names.
+# Parts of a pipeline that encode prompts and the images beside them, by how their names begin.
 _TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
 
 
@@ -383,9 +382,9 @@ class Family(ABC):
     def decode(
         self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
     ) -> list[Image.Image]:
-        """The frames of what the pipeline returns as latents (batch of one); one of a picture."""
-        latents = self.denormalise(pipeline.vae, self.unpack(pipeline, latents, request))
-        pixels = pipeline.vae.decode(latents, return_dict=False)[0]
+        """The frames of the pipeline's latents (batch of one); an image is one frame."""
+        unpacked = self.unpack(pipeline, latents, request)
+        pixels = pipeline.vae.decode(self.denormalise(pipeline.vae, unpacked), return_dict=False)[0]
         if pixels.dim() == 5:
             return pipeline.video_processor.postprocess_video(pixels, output_type="pil")[0]
         return pipeline.image_processor.postprocess(pixels, output_type="pil")

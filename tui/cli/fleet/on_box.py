@@ -180,9 +180,9 @@ def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
     except click.UsageError:  # the box may know what this is
         return ""
     read = [
-        given.get(one.name)
-        for one in command.params
-        if isinstance(one, click.Argument) and isinstance(one.type, click.Path)
+        given.get(argument.name)
+        for argument in command.params
+        if isinstance(argument, click.Argument) and isinstance(argument.type, click.Path)
     ]
     return next((name for name in read if isinstance(name, str) and Path(name).is_file()), "")
 
@@ -203,8 +203,8 @@ def _signals_raise() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    wanted = (signal.SIGTERM, signal.SIGHUP)
-    numbers = [number for number in wanted if signal.getsignal(number) is signal.SIG_DFL]
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, end)
     try:

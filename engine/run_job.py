@@ -78,6 +78,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     peaks = Peaks(world.device)
     telemetry.device = str(world.device)
     telemetry.device_uuid = world.device_uuid()
+    telemetry.gpu, telemetry.gpu_memory = world.gpu()
     telemetry.peaks = peaks
     telemetry.record_flight = partial(write_flight, run_dir, world.rank)
     telemetry.say(

@@ -41,6 +41,8 @@ class Telemetry:
         self.done: int | None = None  # of the phase's shared work
         self.device = "cpu"
         self.device_uuid: str | None = None
+        self.gpu: str | None = None  # its name
+        self.gpu_memory: int | None = None  # bytes
         self.peaks: Peaks | None = None  # until torch and the device are known
         self.record_flight: Callable[[], None] | None = None  # the same
         self._process = psutil.Process()
@@ -123,6 +125,8 @@ class Telemetry:
             host=socket.gethostname(),
             device=self.device,
             device_uuid=self.device_uuid,
+            gpu=self.gpu,
+            gpu_memory=self.gpu_memory,
             phase=self.phase_name,
             step=self.step,
             heartbeat=time.time(),

@@ -128,6 +128,13 @@ class World:
             return None
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
+    def gpu(self) -> tuple[str | None, int | None]:
+        """The GPU's name and its memory in bytes, for whoever looks from another machine."""
+        if self.device.type != "cuda":
+            return None, None
+        properties = torch.cuda.get_device_properties(self.device)
+        return properties.name, properties.total_memory
+
 
 def start_world(spec: JobSpec) -> World:
     """Join the process group and take this rank's device.

@@ -68,11 +68,13 @@ def room_of_type(name: str) -> Room | None:
     # Without the maker's prefixes; a size in the name, also that of a MIG slice, decides.
     words = re.split(r"[^a-z0-9]+", name.lower())
     if printed := [int(word[:-2]) for word in words if re.fullmatch(r"[1-9]\d{0,2}gb", word)]:
-        known = _SIZES.get(printed[-1])
-        return Room(name, known * _MIB if known else printed[-1] * 10**9)
+        mebibytes = _SIZES.get(printed[-1])
+        return Room(name, mebibytes * _MIB if mebibytes else printed[-1] * 10**9)
     for word in words:
-        if found := _BY_WORD.get(re.sub(r"^(geforce|tesla|quadro)?(rtx)?(?=[a-z]?\d)", "", word)):
-            return Room(name, found * _MIB)
+        if mebibytes := _BY_WORD.get(
+            re.sub(r"^(geforce|tesla|quadro)?(rtx)?(?=[a-z]?\d)", "", word)
+        ):
+            return Room(name, mebibytes * _MIB)
     return None
 
 

@@ -104,8 +104,10 @@ def place_of(
         return Place(True, (CARDS[USUAL],), here=False)
     named = [find(str(name), present) for name in spec.gpus] if isinstance(spec.gpus, list) else []
     chosen = [match[0] for match in named if match is not None and match[0] in usable]
-    found = [room_of(gpu, ours, claims or {}, shares=spec.share_gpus) for gpu in (chosen or usable)]
-    return Place(True, tuple(found), chosen=bool(chosen))
+    gpu_rooms = [
+        room_of(gpu, ours, claims or {}, shares=spec.share_gpus) for gpu in (chosen or usable)
+    ]
+    return Place(True, tuple(gpu_rooms), chosen=bool(chosen))
 
 
 def _of_partitions(partitions: Sequence[Partition]) -> tuple[tuple[Room, ...], str]:
@@ -113,12 +115,12 @@ def _of_partitions(partitions: Sequence[Partition]) -> tuple[tuple[Room, ...], s
 
     Nothing is known if one of the types is not: it may be the smallest.
     """
-    where = f"partition {','.join(one.name for one in partitions)}"
-    types = list(dict.fromkeys(name for one in partitions for name in one.gpus))
+    where = f"partition {','.join(partition.name for partition in partitions)}"
+    types = list(dict.fromkeys(name for partition in partitions for name in partition.gpus))
     rooms = [room for name in types if (room := room_of_type(name)) is not None]
     if not partitions:
         return (), "the GPUs of the partition are unknown"
-    if not types or not all(one.gpus for one in partitions):
+    if not types or not all(partition.gpus for partition in partitions):
         return (), f"Slurm lists no GPUs in {where}"
     if len(rooms) < len(types):
         named = [name for name in types if name and room_of_type(name) is None]

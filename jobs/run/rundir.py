@@ -109,7 +109,8 @@ class RankStatus:
     `heartbeat` moves while the process lives; `progressed` only when its work moves on.
     The torch sizes are None on CPU ranks, where `rss` is what there is. `done` counts what this
     rank itself has done of a phase whose work ranks share. `peaks` has the most
-    memory of each phase so far, allocated on a GPU, resident on CPU ranks.
+    memory of each phase so far, allocated on a GPU, resident on CPU ranks. `gpu` is the GPU's name,
+    `gpu_memory` all that it has.
     """
 
     rank: int
@@ -128,6 +129,8 @@ class RankStatus:
     rss: int | None = None
     done: int | None = None
     peaks: dict[str, int] | None = None
+    gpu: str | None = None
+    gpu_memory: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.machine.devices import Gpu, Host
+from jobs.queue.job import SLURM
 from jobs.queue.states import State
 from jobs.run.eventlog import Phase
 from jobs.service import Progress
@@ -19,6 +20,7 @@ from tests.support.tui.made_up_runs import GIB, FakeGpus, add_job, write_rank
 from tui.dashboard.activity_rows import activity_rows
 from tui.dashboard.device_rows import device_rows
 from tui.form.keys import last_line
+from tui.job.panes.overview_rows import nodes_words
 from tui.keys.actions import ACTIONS, footer_actions, footer_width
 from tui.log.sources import log_sources, log_title
 from tui.look.collector import where_of
@@ -328,6 +330,36 @@ def test_a_machine_without_gpus_shows_itself_and_each_rank(store: Store) -> None
     assert "step 7" in lines[1]
     assert "1.5 GiB" in lines[1]
     assert "r1" in lines[2]
+
+
+@pytest.mark.parametrize(("width", "gpus"), [(80, ()), (80, FakeGpus(2).gpus), (120, ())])
+def test_nodes_of_slurm_are_shown_as_their_ranks_say(
+    store: Store, width: int, gpus: Sequence[Gpu]
+) -> None:
+    job = add_job(store, "demo", state=State.RUNNING, wanted=SLURM)
+    said = {"device": "cuda:0", "step": 7, "reserved": 33 * GIB, "gpu_memory": 80 * GIB}
+    for rank, gpu in enumerate(("NVIDIA H100", "NVIDIA L40S")):
+        there = {"host": f"n{rank + 1}", "gpu": gpu, "device_uuid": f"GPU-there-{rank}"}
+        write_rank(job, rank, **said | there)
+    write_rank(job, 2, host="n3", step=7, rss=3 * GIB, heartbeat=time.time() - 60)
+    view = JobView(store.get(job.id), ranks=tuple(job.run_dir.rank_statuses()))
+    snapshot = Snapshot(t=time.time(), jobs=(view,), gpus=tuple(gpus), host=HOST)
+    rows = text_of(device_rows(snapshot, width, 20))
+    assert all(len(row) <= width for row in rows)
+    *here, first, second, third = rows
+    assert len(here) == max(1, len(gpus)), "this machine, once"
+    assert "demo" not in "".join(here)
+    assert first.split()[:2] == ["n1", "H100"]
+    assert "33.0/80.0" in first
+    assert "#1 demo" in first
+    assert "step 7" in first
+    assert "beat ok" in first
+    assert second.split()[:2] == ["n2", "L40S"]
+    assert third.split()[:2] == ["n3", "CPU"]
+    assert "3.0" in third
+    assert "32.0" not in third, "not of the memory that this machine has"
+    assert "late 1:" in third
+    assert nodes_words(view.ranks) == "n1, n2, n3 (1 × NVIDIA H100, 1 × NVIDIA L40S)"
 
 
 def test_a_rank_stands_under_its_gpu_with_its_memory(store: Store) -> None:

@@ -5,13 +5,14 @@ What changes most stands in front: Textual sends a line up to the last cell that
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tui.dashboard.device_pairs import PAIRS_FROM, pair_head, pair_rows
 from tui.dashboard.gpu_tags import heat_role, tag_of
 from tui.dashboard.memory_split import Split, split_bar, split_of
 from tui.dashboard.process_rows import TABLE_FROM, process_rows
-from tui.dashboard.rank_lines import Seat, cpu_rank_row, gpu_rank_row
+from tui.dashboard.rank_lines import Seat, cpu_rank_row, gpu_rank_row, rank_words
 from tui.look.snapshot import is_late
 from tui.text.format import (
     MISSING,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _SPARK: Final = 16  # cells
 _GRAPH: Final = 28  # cells: a minute
+_WIDE_NODES: Final = 110  # columns from which names of nodes and their GPUs have room
 
 
 class Histories(NamedTuple):
@@ -74,6 +76,16 @@ def device_rows(
         room: Lines that can be seen.
         selected: The selected job, whose memory has its own color.
     """
+    if away := away_from_here(snapshot):
+        nodes = [node_row(seat, snapshot.t, width) for seat in away]
+        views = tuple(
+            replace(view, ranks=tuple(r for r in view.ranks if Seat(view, r) not in away))
+            if view.job.on_slurm
+            else view
+            for view in snapshot.jobs
+        )
+        at_home = replace(snapshot, jobs=views)
+        return (*device_rows(at_home, width, max(1, room - len(nodes)), selected), *nodes)
     seats = [Seat(view, rank) for view in snapshot.jobs for rank in view.ranks]
     if not snapshot.gpus:
         memory = snapshot.host.memory_total if snapshot.host else None
@@ -105,6 +117,44 @@ def device_rows(
         return (*gpu_rows, *processes, *rest)
     listed = [seat for seat in late if seat not in homeless]
     return (*gpu_rows, *(gpu_rank_row(s, snapshot.t, width, indent=False) for s in listed), *rest)
+
+
+def away_from_here(snapshot: Snapshot) -> list[Seat]:
+    """Ranks of Slurm jobs on other machines: nothing that this one measures is about them."""
+    present = {gpu.uuid for gpu in snapshot.gpus}
+    return [
+        Seat(view, rank)
+        for view in snapshot.jobs
+        if view.job.on_slurm
+        for rank in view.ranks
+        if rank.device_uuid not in present
+    ]
+
+
+def node_row(seat: Seat, now: float, width: int) -> Row:
+    """`n1  H100 80GB HBM3   33.0/79.6 GiB  #12 demo r0  training  step 130  beat ok`.
+
+    As the rank on that node says it: memory is what torch holds there, or the process on a CPU.
+    """
+    rank, wide = seat.rank, width >= _WIDE_NODES
+    on_gpu = rank.device != "cpu"
+    host, cells = rank.host.partition(".")[0], 16 if wide else 8
+    if len(host) > cells:  # nodes differ at the end
+        host = f"…{host[1 - cells :]}"
+    name = short_name(rank.gpu or "") or ("GPU" if on_gpu else "CPU")
+    used = gib(rank.reserved if on_gpu else rank.rss)
+    used += f"/{gib(rank.gpu_memory)}" if rank.gpu_memory else ""
+    used += " GiB" if wide else "G"
+    share = (rank.reserved or 0) / rank.gpu_memory if rank.gpu_memory else None
+    return (
+        Span(f" {left(host, cells)} ", "strong"),
+        Span(f"{left(name, 20 if wide else 7)} ", "dim"),
+        Span(
+            f"{right(used, 15 if wide else 10)}  ",
+            load_role(share),
+        ),
+        *rank_words(seat, now, width),
+    )
 
 
 def device_head(snapshot: Snapshot, width: int, room: int) -> Row | None:

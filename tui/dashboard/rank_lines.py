@@ -57,6 +57,11 @@ def cpu_rank_row(seat: Seat, memory_total: int | None, now: float, width: int) -
     )
 
 
+def rank_words(seat: Seat, now: float, width: int) -> Row:
+    """`#12 demo r0  training  step 130  beat ok`: whose rank it is, and what it does."""
+    return (*_who(seat, width), *_where_in_work(seat, width), heartbeat(seat.rank, now))
+
+
 def heartbeat(rank: RankStatus, now: float) -> Span:
     """The age of the heartbeat; calm while it is fresh, so that nothing is repainted."""
     age = now - rank.heartbeat

@@ -16,7 +16,7 @@ from tui.job.panes.glance_rows import (
     start_rows,
 )
 from tui.job.panes.newest_samples import NewestSamples
-from tui.job.panes.overview_rows import detail_rows
+from tui.job.panes.overview_rows import detail_rows, nodes_words
 from tui.keys.key_table import Key, bindings_of, scrolling
 from tui.look.collector import where_of
 from tui.look.snapshot import Snapshot
@@ -126,7 +126,7 @@ class OverviewPane(Pane):
         if job.wanted is None:
             return "the CPU"
         if job.on_slurm:
-            return "Slurm's nodes"
+            return nodes_words(look.view.ranks)
         names = {gpu.name for gpu in present if gpu.uuid in job.gpus}
         kind = f" ({', '.join(sorted(names))})" if names else ""
         return f"GPUs {where_of(job, present)}{kind}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from jobs.memory.kept_prediction import facts_of
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _TRACE: Final = 12  # lines of a traceback; its end says what happened
 _BAR: Final = 40
+_NODES: Final = 4  # that are named
 _BLANK: Final[Row] = ()
 
 
@@ -80,6 +82,17 @@ def peaks_of(look: Look) -> tuple[dict[str, list[int]], str]:
     names = [name for name in ranks[0].peaks or {} if all(name in (r.peaks or {}) for r in ranks)]
     peaks = {name: [(rank.peaks or {})[name] for rank in ranks] for name in names}
     return peaks, "rss" if _on_cpu(ranks) else "allocated"
+
+
+def nodes_words(ranks: Sequence[RankStatus]) -> str:
+    """Where a Slurm job's ranks say they are: `n1, n2 (4 × NVIDIA H100)`."""
+    hosts = list(dict.fromkeys(rank.host for rank in ranks))
+    if not hosts:
+        return "Slurm's nodes"
+    kinds = Counter(rank.gpu for rank in ranks if rank.gpu)
+    gpus = ", ".join(f"{count} × {name}" for name, count in kinds.items())
+    more = f" and {len(hosts) - _NODES} more" if len(hosts) > _NODES else ""
+    return f"{', '.join(hosts[:_NODES])}{more}{f' ({gpus})' if gpus else ''}"
 
 
 def _on_cpu(ranks: Sequence[RankStatus]) -> bool:

@@ -45,8 +45,8 @@ _FAMILIES: Final = {
 # Of the oldest scripts, whose names have no family.
 _OLDEST: Final = re.compile(r"train_(dreambooth|text_to_image)(_lora)?")
 _OTHER_TASKS: Final = re.compile(
-    r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter|dpo"
-    r"|custom_diffusion|(^|_)(control|reflow|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
+    r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter|dpo|orpo"
+    r"|custom_diffusion|(^|_)(control|reflow|lpl|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
 )
 # Those that train on pairs as it is done here.
 _PAIRS: Final = re.compile(r"flux_kontext|flux2(?:_klein)?_img2img")
@@ -70,11 +70,9 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "center_crop": False,
     "rank": 4,
 }
-_TEXT_TO_IMAGE: Final[dict[str, Any]] = {
-    "train_batch_size": 16,
-    "adam_weight_decay": 1e-2,
-    "resolution": 1024,
-}
+_TEXT_TO_IMAGE: Final = {"train_batch_size": 16, "adam_weight_decay": 1e-2, "resolution": 1024}
+# Of those that do not start at the job's own.
+_LEARNING_RATES: Final = {"train_dreambooth.py": 5e-6, "train_dreambooth_lora.py": 5e-4}
 
 
 def read(given: Sequence[str]) -> tuple[str, Draft]:
@@ -134,15 +132,19 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     """What the script takes for flags that are left out."""
     defaults = dict(_DEFAULTS)
     family = models.family_of(draft)
-    if "text_to_image" in (command.script or ""):
+    script = (command.script or "").rpartition("/")[2]
+    defaults |= {"learning_rate": _LEARNING_RATES[script]} if script in _LEARNING_RATES else {}
+    if "text_to_image" in script:
         defaults |= _TEXT_TO_IMAGE
     if family.name == "stable_diffusion":
         defaults |= {"resolution": 512, "adam_weight_decay": 1e-2}
     if family.objective == "flow":
         defaults["weighting_scheme"] = "logit_normal" if family.name == "sd3" else "none"
-    if family.name == "flux":
+    if family.name == "sdxl":
+        defaults["resolution"] = 1024
+    if family.name in ("flux", "flux2") and "klein" not in script:
         defaults["guidance_scale"] = 3.5
-    if family.name == "sd3" or _FEW_TOKENS.search(command.script or ""):
+    if family.name == "sd3" or _FEW_TOKENS.search(script):
         defaults["max_sequence_length"] = 77
     if draft.values["model_type"] == "lora":
         layers = _FLUX_LAYERS if family.name == "flux" else _ATTENTION
@@ -150,7 +152,7 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     else:
         del defaults["rank"]
     if not draft.get("max_train_steps"):
-        defaults["num_train_epochs"] = 100 if "text_to_image" in (command.script or "") else 1
+        defaults["num_train_epochs"] = 100 if "text_to_image" in script else 1
     return defaults
 
 

@@ -36,7 +36,7 @@ GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
 
 
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
-    """Every conflict in the job, in the order of the table below, whose rules tell one each."""
+    """Every conflict in the job, one per rule, in table order."""
     found = (rule(spec) for rule in _RULES)
     return [conflict for conflict in found if conflict is not None]
 

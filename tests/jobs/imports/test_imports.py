@@ -801,6 +801,15 @@ def test_what_tools_leave_out_is_theirs(tmp_path: Path) -> None:
     ):
         spec = import_script(["accelerate", "launch", script, "--seed=1"]).spec
         assert spec.max_sequence_length == tokens
+    for script, rate in (
+        ("examples/dreambooth/train_dreambooth.py", 5e-6),
+        ("train_dreambooth_lora.py", 5e-4),
+        ("train_text_to_image_lora.py", 1e-4),
+    ):
+        imported = import_script(["accelerate", "launch", script, "--seed=1"])
+        told = [one.key for one in imported.report.assumed if "learning_rate" in one.ours]
+        assert imported.spec.learning_rate == rate
+        assert told == ([] if rate == 1e-4 else ["learning_rate"])
 
 
 @pytest.mark.parametrize(

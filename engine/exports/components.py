@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import filecmp
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ _FOREIGN: Final = (
     ".gguf",
 )
 _FOREIGN_NAMES: Final = ("openvino_",)
+# They look at finished pictures, and often are not downloaded; a checker needs its extractor.
+_CHECKS: Final = ("safety_checker", "feature_extractor")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def files_of(root: Path, trained: str) -> list[Copy]:
         trained: The name of the part that is trained.
 
     Raises:
-        UserError: A component that `model_index.json` names is missing.
+        UserError: A component that `model_index.json` names is missing, and pipelines need it.
     """
     index = read_json(root / INDEX)
     if index is None:
@@ -65,7 +68,10 @@ def files_of(root: Path, trained: str) -> list[Copy]:
         for path in sorted(root.iterdir())
         if path.name.upper().startswith(("LICENSE", "NOTICE")) and path.is_file()
     ]
+    absent = absent_checks(root)
     for name in components_of(index):
+        if name in absent:
+            continue
         if not (root / name).is_dir():
             raise UserError(f"{root} lacks {name}, listed in its {INDEX}", "download it again")
         paths = [path for path in sorted((root / name).rglob("*")) if path.is_file()]
@@ -95,6 +101,26 @@ def components_of(index: dict[str, object]) -> list[str]:
         for name, value in index.items()
         if isinstance(value, list) and len(value) == 2 and value[0] is not None
     ]
+
+
+def absent_checks(root: Path) -> list[str]:
+    """Parts that `model_index.json` names, that are missing, and that pipelines do without."""
+    named = components_of(read_json(root / INDEX) or {})
+    absent = [name for name in _CHECKS if name in named and not (root / name).is_dir()]
+    return [] if "safety_checker" in named and "safety_checker" not in absent else absent
+
+
+def write_index_without(names: Iterable[str], directory: Path) -> None:
+    """Write into the index of an export that it has no such parts.
+
+    Args:
+        names: From `absent_checks`.
+        directory: The export, with the base model's index.
+    """
+    index = (read_json(directory / INDEX) or {}) | {name: [None, None] for name in names}
+    if "requires_safety_checker" in index:
+        index["requires_safety_checker"] = False
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:

@@ -9,7 +9,13 @@ import torch
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from engine.exports.components import bytes_to_copy, files_of, take_over
+from engine.exports.components import (
+    absent_checks,
+    bytes_to_copy,
+    files_of,
+    take_over,
+    write_index_without,
+)
 from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import describe
 from engine.exports.source import read_stored
@@ -69,6 +75,10 @@ class ModelOutput:
             max_shard_size=LARGEST_FILE,
         )
         self._others = files_of(recipe.root, recipe.family.component)
+        self._absent = absent_checks(recipe.root)
+        if self._absent:
+            names = " and ".join(self._absent)
+            self.warnings.append(f"the base model lacks {names}: the export has none")
         self.bytes = self._split.metadata["total_size"] + bytes_to_copy(
             self._others, directory.parent
         )
@@ -107,6 +117,8 @@ class ModelOutput:
         for copy in self._others:
             take_over(copy, self._directory)
             checked()
+        if self._absent:
+            write_index_without(self._absent, self._directory)
         if len(self._files) > 1:
             self._write_index()
         for file in self._files.values():

@@ -122,7 +122,7 @@ _MODEL: Final[dict[str, Rule]] = {
     "model.name_or_path": models.set_model,
     "model.arch": rules.architecture,
     **all_of(rules.SWITCHES, rules.switch),
-    "model.is_v_pred": needless("set by the model's scheduler_config.json"),
+    "model.is_v_pred": rules.v_prediction,
     "model.quantize": rules.quantize,
     "model.quantize_te": needless(training_keys.TEXT_ENCODERS_FREED),
     **all_of("model.qtype_te model.text_encoder_bits", needless(training_keys.TEXT_ENCODERS_FREED)),

@@ -125,17 +125,29 @@ def switch(draft: Draft, key: str, value: Any) -> None:
 
 
 def use_default_architecture(draft: Draft) -> None:
-    """Where neither `arch` nor a switch says what the model is, the tool takes it for the oldest.
+    """Set the family where neither `arch` nor a switch does.
 
-    Unless its name says otherwise: with another model the tool would fail.
+    ai-toolkit assumes Stable Diffusion 1; a family in the model's name takes precedence.
     """
     said = (draft.get("model.arch"), *(draft.on(switch) for switch in SWITCHES.split()))
     name = draft.get("model.name_or_path")
     if any(said) or name is None:
         return
-    family = models.guess_family(draft, str(name)) or "stable_diffusion"
+    guess = models.guess_family(draft, str(name))
+    family = guess or "stable_diffusion"
     draft.values["model_family"] = family
-    draft.assume("model.arch", "from the model's name", model_family=family)
+    why = "from the model's name" if guess else "ai-toolkit's default"
+    draft.assume("model.arch", why, model_family=family)
+    if guess is None:
+        draft.report.to_fill_in.append(f"model_family: {family} is {why}; check it")
+
+
+def v_prediction(draft: Draft, key: str, value: Any) -> None:
+    draft.unneeded(key, "set by the model's scheduler_config.json")
+    if not is_off(value):
+        draft.report.to_fill_in.append(
+            f"{key}: check that scheduler_config.json has prediction_type: v_prediction"
+        )
 
 
 def low_noise(draft: Draft, key: str, value: Any) -> None:

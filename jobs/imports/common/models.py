@@ -81,8 +81,11 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
     found = by_pipeline(place) if place else by_hub_id(name)
     if found is None or found.family != draft.values.setdefault("model_family", found.family):
         return
-    if found.flavour is not None and found.flavour != next(iter(FAMILIES[found.family].flavours)):
-        draft.values.setdefault("model_flavour", found.flavour)
+    flavours = FAMILIES[found.family].flavours
+    if found.flavour is not None and found.flavour != next(iter(flavours)):
+        said = flavours.get(draft.values.get("model_flavour", ""))
+        if said is None or said.hub_id != flavours[found.flavour].hub_id:
+            draft.values["model_flavour"] = found.flavour
 
 
 def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = None) -> bool:

@@ -13,8 +13,12 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import save_file
 
 from engine import families
+from engine.exports.components import files_of
+from engine.exports.writing import Writing
 from engine.toy.components.weights import one_thread
+from jobs.errors import UserError
 from jobs.models.blocks.model_config import find_target
+from tests.support.engine.exports import recipe_of
 from tests.support.engine.families import Case, quiet
 
 if TYPE_CHECKING:
@@ -135,15 +139,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 def test_a_models_safety_checker_is_not_loaded(toy: Case, tmp_path: Path) -> None:
     """Published models bring one, of 1.2 GB; without it texts are encoded and samples made."""
-    root = tmp_path / "model"
-    shutil.copytree(toy.paths.model, root)
-    index = root / "model_index.json"
-    checker = {
-        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
-        "feature_extractor": ["transformers", "CLIPImageProcessor"],
-        "requires_safety_checker": True,
-    }
-    index.write_text(json.dumps(json.loads(index.read_text()) | checker))
+    root = with_a_checker(toy, tmp_path / "model")
     family = families.load("stable_diffusion", "1.5", root)
     with quiet():
         text = family.load_text_pipeline(root, torch.float32)
@@ -153,3 +149,39 @@ def test_a_models_safety_checker_is_not_loaded(toy: Case, tmp_path: Path) -> Non
     assert text.unet is None
     assert sampling.safety_checker is None
     assert sampling.config.requires_safety_checker is False
+
+
+def with_a_checker(toy: Case, root: Path) -> Path:
+    """The toy with a checker in its index, whose files were not downloaded."""
+    shutil.copytree(toy.paths.model, root)
+    index = root / "model_index.json"
+    checker = {
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+        "feature_extractor": ["transformers", "CLIPImageProcessor"],
+        "requires_safety_checker": True,
+    }
+    index.write_text(json.dumps(json.loads(index.read_text()) | checker))
+    return root
+
+
+def test_a_checker_that_was_not_downloaded_is_not_in_exports(toy: Case, tmp_path: Path) -> None:
+    root = with_a_checker(toy, tmp_path / "model")
+    recipe = recipe_of(toy.spec(model_type="full"), root)
+    with quiet(), Writing(recipe, {}, tmp_path / "export") as writing:
+        exported = writing.finish()
+    assert exported.warnings == (
+        "the base model lacks safety_checker and feature_extractor: the export has none",
+    )
+    with quiet():
+        pipeline = StableDiffusionPipeline.from_pretrained(exported.path)
+    assert pipeline.safety_checker is None
+    assert pipeline.feature_extractor is None
+    assert pipeline.config.requires_safety_checker is False
+
+
+def test_a_checker_without_its_extractor_is_an_incomplete_model(toy: Case, tmp_path: Path) -> None:
+    """Pipelines would not load."""
+    root = with_a_checker(toy, tmp_path / "model")
+    (root / "safety_checker").mkdir()
+    with pytest.raises(UserError, match="lacks feature_extractor"):
+        files_of(root, "unet")

@@ -270,6 +270,42 @@ def test_ai_toolkit_video_of_two_experts() -> None:
     assert "2.2-t2v-a14b-low" in entry(imported, "model.model_kwargs.train_low_noise").why
 
 
+@pytest.mark.parametrize(
+    ("name", "family", "why"),
+    [
+        ("someone/sdxl-own", "sdxl", "from the model's name"),
+        ("someone/own", "stable_diffusion", "ai-toolkit's default"),
+    ],
+)
+def test_ai_toolkit_without_an_architecture(
+    name: str, family: str, why: str, tmp_path: Path
+) -> None:
+    report = process(tmp_path, model={"name_or_path": name}).report
+    (assumed,) = (one for one in report.assumed if one.key == "model.arch")
+    assert (assumed.ours, assumed.why) == ({"model_family": family}, why)
+    to_check = any(text.startswith("model_family: ") for text in report.to_fill_in)
+    assert to_check is (why == "ai-toolkit's default")
+
+
+def test_a_published_model_wins_over_the_switch_of_ai_toolkit(tmp_path: Path) -> None:
+    base = "stabilityai/stable-diffusion-2-1-base"
+    for model in ({"is_v2": True}, {"arch": "sd2"}):
+        spec = process(tmp_path, model={**model, "name_or_path": base}).spec
+        assert spec.model_flavour == "2.1-base"
+    # Two flavours of one repository: what the switches say stays.
+    wan = {"arch": "wan22_14b", "model_kwargs": {"train_high_noise": False}}
+    name = "ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16"
+    spec = process(tmp_path, model={**wan, "name_or_path": name}).spec
+    assert spec.model_flavour == "2.2-t2v-a14b-low"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_v_prediction_of_ai_toolkit_is_to_be_checked(on: bool, tmp_path: Path) -> None:
+    imported = process(tmp_path, model__is_v_pred=on)
+    assert entry(imported, "model.is_v_pred").kind is Needless
+    assert any("v_prediction" in text for text in imported.report.to_fill_in) is on
+
+
 def test_a_script_with_one_caption_for_all() -> None:
     job = example("diffusers-script", "flux-lora.sh").to_dict()
     assert (job["dataset"], job["trigger_word"]) == ("dog", "a photo of sks dog")

@@ -279,14 +279,14 @@ def read_pictures(spec: JobSpec) -> dict[str, Image]:
     Raises:
         UserError: One cannot be read.
     """
-    takes = references_of(spec)  # None: a first frame, which the pipeline resizes itself
+    takes = references_of(spec)  # of others, the pipeline resizes what it is given
     found: dict[str, Image] = {}
     for path in {path for request in requests_of(spec) for path in request.conditioning}:
         try:
             picture = decode(read_regular(expand(path), LARGEST_PICTURE))
         except (OSError, PictureError) as error:
             raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
-        if takes is None:
+        if takes is None or takes.fit is None:
             found[path] = picture
             continue
         side = None if takes.fixed else spec.conditioning_resolution

@@ -37,8 +37,8 @@ _FOREIGN: Final = (
     ".gguf",
 )
 _FOREIGN_NAMES: Final = ("openvino_",)
-# They look at finished pictures, and often are not downloaded; a checker needs its extractor.
-_CHECKS: Final = ("safety_checker", "feature_extractor")
+# They look at finished images, and often are not downloaded; a checker needs its extractor.
+_CHECKS: Final[tuple[str, ...]] = ("safety_checker", "feature_extractor")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from engine.exports.recipe import describe, trigger_word
 from engine.exports.stock import PEFT_PREFIX, check_lora, loads_loras
 from engine.model import adapters, weights
 from jobs.errors import UserError
+from jobs.spec.families import denoiser_config
 from jobs.spec.values.resolutions import largest_resolution
 
 if TYPE_CHECKING:
@@ -230,7 +231,10 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
     """The base model on the meta device, with the job's adapter unless it is to be empty."""
     model_class, root = recipe.family.transformer_class(), recipe.root / recipe.family.component
     with weights.parameters_on_meta():
-        model = model_class.from_config(model_class.load_config(root))
+        config = model_class.load_config(root)
+        if not empty:
+            config = denoiser_config(recipe.spec, config)
+        model = model_class.from_config(config)
     if not empty:
         adapters.add_lora(model, recipe.spec, recipe.family.lora_targets(recipe.spec))
     return model

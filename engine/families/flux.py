@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import FluxKontextPipeline, FluxPipeline
+from diffusers import FluxControlPipeline, FluxKontextPipeline, FluxPipeline
 
 from engine.families.shared import flux_kohya
 from engine.families.shared.lora_names import ComfyUI
@@ -14,14 +14,17 @@ from engine.families.shared.references import references_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from PIL import Image
 
+    from engine.families.shared.lora_names import LoraStyle
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 
 class Flux(PackedFamily):
-    """FLUX.1, and FLUX.1 Kontext, whose conditioning image is behind the picture's tokens."""
+    """FLUX.1; conditioning images are tokens behind the picture's, or in channels (control)."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
     LORA_TARGETS = (
@@ -29,8 +32,29 @@ class Flux(PackedFamily):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
     )
-    KOHYA = flux_kohya
-    COMFYUI = ComfyUI(flux_kohya.rename)
+    KOHYA: LoraStyle | None = flux_kohya
+    COMFYUI: LoraStyle | None = ComfyUI(flux_kohya.rename)
+
+    def __init__(
+        self,
+        name: str,
+        flavour: str | None = None,
+        root: Path | None = None,
+        fps: float | None = None,
+    ) -> None:
+        super().__init__(name, flavour, root, fps)
+        self._widened = self.facts.widened_of(flavour)
+        if self._widened:  # those tools have no names for what makes a layer wider
+            self.KOHYA = self.COMFYUI = None
+
+    def pipeline_class(self) -> Any:
+        """Control's, also where the model is another that gets inputs for it."""
+        return FluxControlPipeline if self._widened else super().pipeline_class()
+
+    def lora_targets(self, spec: JobSpec) -> str:
+        """With the layer that sees the conditioning image, whose new weights are zero."""
+        usual = super().lora_targets(spec)
+        return f"{usual}|{self._widened}" if self._widened else usual
 
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
@@ -57,7 +81,11 @@ class Flux(PackedFamily):
         with noisy.device:
             image_ids = _places(noisy)
             tokens = pack(noisy)
-            for reference in references_in(condition):
+            references = references_in(condition)
+            if transformer.config.in_channels > tokens.shape[2]:
+                tokens = torch.cat([tokens, *map(pack, references)], dim=2)
+                references = []
+            for reference in references:
                 beside = _places(reference)
                 beside[:, 0] = 1
                 image_ids = torch.cat([image_ids, beside])
@@ -79,6 +107,8 @@ class Flux(PackedFamily):
         return unpack(velocity[:, : height * width // 4], height, width)
 
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        if self.pipeline_class() is FluxControlPipeline:
+            return {"control_image": pictures[0]}
         return {"image": pictures[0], "_auto_resize": False}
 
     def sample_arguments(

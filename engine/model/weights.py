@@ -25,7 +25,9 @@ from engine.model.published_packing import BASE_HINT, check_packed, join_packed
 from engine.model.quantized_linear import base_precision, quantized_layers, weights_per_element
 from engine.model.weight_files import StoredTensor, stored_tensors
 from engine.model.weight_reader import Reading, read_all
+from engine.model.widening import narrowed, shape_in_file
 from jobs.errors import UserError
+from jobs.spec.families import denoiser_config, widened_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,13 +86,13 @@ def build_on_meta(
         UserError: Files and model do not fit together, or the weights are quantised in a way that
             is not supported; names the tensors.
     """
-    config = model_class.load_config(directory)
+    config = denoiser_config(spec, model_class.load_config(directory))
     files = join_packed(stored_tensors(directory))
     check_packed(directory, files, config.get("quantization_config"), base_precision(spec))
     with parameters_on_meta():
         model = model_class.from_config(config)
     tensors, aliases = _own_tensors(model)
-    stored = _fit(model, tensors, aliases, files, directory)
+    stored = _fit(model, tensors, aliases, files, directory, widened_of(spec))
     changes: Counter[str] = Counter()
     for name, place in stored.items():
         tensor, keep_fp32 = tensors[name], _kept_in_fp32(model, name)
@@ -270,8 +272,9 @@ def _fit(
     aliases: dict[str, list[str]],
     files: dict[str, StoredTensor],
     directory: Path,
+    widened: str,
 ) -> dict[str, StoredTensor]:
-    """Where each tensor of the model is.
+    """Where each tensor of the model is; of a widened layer, the columns of the published one.
 
     Raises:
         UserError: Tensors are missing, left over or of another shape; names them.
@@ -297,6 +300,8 @@ def _fit(
         problems.append(f"{len(extra)} are not in the model ({', '.join(extra[:3])} …)")
     for name, group in sorted(present.items()):
         expected = tuple(tensors[name].shape)
+        if widened and name == f"{widened}.weight":
+            expected = shape_in_file(expected, files[group[0]])
         if wrong := [alias for alias in group if files[alias].shape != expected]:
             shape = files[wrong[0]].shape
             problems.append(f"{wrong[0]} has shape {shape}, the config says {expected}")
@@ -381,12 +386,12 @@ def reading_of(
         packing, shape = layer.packing, layer.weight.shape[1:]
         scale = None if layer.weight_scale is None else local_part(layer.weight_scale)
     if not isinstance(target, DTensor):
-        return Reading(place, 0, target, packing, scale)
+        return Reading(place, 0, narrowed(target, place), packing, scale)
     by_rows = all(
         type(placement) is Replicate or (type(placement) is Shard and placement.dim == 0)
         for placement in target.placements
     )
-    here, rows = local_part(target), rows_of(target)
+    here, rows = narrowed(local_part(target), place), rows_of(target)
     if not by_rows or here.shape != (rows.stop - rows.start, *shape):
         raise RuntimeError(
             f"{name} is sharded as {target.placements}, of which {tuple(here.shape)} is here: "

@@ -172,7 +172,7 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
     fits = [
         name
         for name, flavour in family.flavours.items()
-        if all((index.get(key) or False) == value for key, value in flavour.marks.items())
+        if all(_is_marked(index, key, value) for key, value in flavour.marks.items())
     ]
     step = _latent_step(family, root, component_of(spec))
     if step is not None:
@@ -218,6 +218,12 @@ def _check_first_frame(
         f"{root} is not {family.title} {flavour_name}: in {place}, {differs}",
         "set the model_flavour that the model is",
     )
+
+
+def _is_marked(index: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Whether an entry is as a flavour has it, or as one of its kinds."""
+    entry = index.get(key) or False
+    return entry in value if isinstance(value, tuple) else entry == value
 
 
 def _latent_step(family: Family, root: Path, component: str) -> int | None:

@@ -113,6 +113,9 @@ def placed(
     width, height, digest = facts
     apart = math.log(width / height) - math.log(sample[0] / sample[1])
     aligned = abs(apart) < _SAME_SHAPE
+    if takes.fit is None:
+        size = (bucket[0], bucket[1])
+        return Reference(place.path, place.column, width, height, digest, aligned, size, size)
     shape = (width, height)
     if aligned:
         # Of the bucket's shape, as large as it is here, but for what is made smaller anyway: so

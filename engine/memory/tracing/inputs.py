@@ -72,9 +72,9 @@ def latents_shape(
     if spec.model_family == "wan" and config["in_channels"] == 48:  # TI2V-5B has a VAE of its own
         cells = Cells(16, 4)
     width, height = (pixels // cells.side for pixels in size)
-    # Of Wan, a first frame's may be beside the video's own.
-    kind = "out_channels" if spec.model_family == "wan" else "in_channels"
-    channels = config[kind] // (4 if spec.model_family in _PACKED else 1)
+    # Those of an image may be beside the latents' own.
+    beside = spec.model_family in ("wan", "flux") and config.get("out_channels")
+    channels = (beside or config["in_channels"]) // (4 if spec.model_family in _PACKED else 1)
     if not cells.frames:
         return channels, height, width
     return channels, (frames - 1) // cells.frames + 1, height, width
@@ -107,8 +107,9 @@ def reference_shapes(
     if takes is None:
         return {FIRST_FRAME: (latents_shape(spec, config, size), torch.float32)}
     side = spec.conditioning_resolution if training or not takes.fixed else None
-    fitted = takes.fit(size[0] * _LARGE, size[1] * _LARGE, side)
-    shape = latents_shape(spec, config, fitted.size)
+    if takes.fit is not None:
+        size = takes.fit(size[0] * _LARGE, size[1] * _LARGE, side).size
+    shape = latents_shape(spec, config, size)
     return {f"{REFERENCE}{number}": (shape, torch.float32) for number in range(count)}
 
 
@@ -216,7 +217,7 @@ def training_size(spec: JobSpec) -> tuple[int, int]:
 def largest_encoded(spec: JobSpec) -> tuple[int, int]:
     """Width and height of the largest image that is encoded: of a bucket, or beside it."""
     size, takes = training_size(spec), references_of(spec)
-    if takes is None or not references(spec, training=True):
+    if takes is None or takes.fit is None or not references(spec, training=True):
         return size
     beside = takes.fit(size[0] * _LARGE, size[1] * _LARGE, spec.conditioning_resolution).size
     return max(size, beside, key=lambda pixels: pixels[0] * pixels[1])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.memory.tracing.inputs import references, sampled, training_frames, training_size
 from jobs.models.blocks.model_config import find_target
+from jobs.spec.families import denoiser_config
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.strategy import checkpoints_activations, own_policy
 
@@ -90,6 +91,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         size, frames = asked
     else:
         return None
+    config = denoiser_config(spec, target.config)
     facts = spec.model_dump(mode="json", include=_keys(spec, training=training)) | {
         "cpu": spec.device == "cpu",
         "sharded": sharded,
@@ -101,11 +103,11 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
             references(spec, training=training),
             spec.conditioning_resolution,
         ],
-        "config": target.config,
+        "config": config,
         "file_bytes": target.dtype_bytes,
     }
     key = json.dumps(facts, sort_keys=True)
-    return Shape(key, spec, target.config, target.dtype_bytes, sharded, size, frames, training)
+    return Shape(key, spec, config, target.dtype_bytes, sharded, size, frames, training)
 
 
 def _keys(spec: JobSpec, *, training: bool) -> set[str]:

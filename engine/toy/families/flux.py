@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
+    FluxControlPipeline,
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -40,6 +41,7 @@ class FluxSizes:
         clip_dim: Width of CLIP's pooled embedding (768); a multiple of 32.
         t5_dim: Width of T5's embeddings (4096); a multiple of 32.
         guidance: Whether it takes a guidance scale (FLUX.1-schnell does not).
+        images: Images whose latents are in its channels (FLUX.1-Canny: 2).
     """
 
     layers: int = 2
@@ -49,6 +51,7 @@ class FluxSizes:
     clip_dim: int = 64
     t5_dim: int = 64
     guidance: bool = True
+    images: int = 1
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "clip_dim", "t5_dim"):
@@ -67,9 +70,12 @@ class FluxSizes:
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
-    """Write the model: `schnell` takes no guidance, `kontext` has a pipeline of its own."""
-    sizes = FluxSizes(guidance=flavour != "schnell").scaled(hidden_scale)
-    kind = FluxKontextPipeline if flavour == "kontext" else FluxPipeline
+    """Write the model: `schnell` takes no guidance, some have a pipeline of their own."""
+    images = 2 if flavour in ("canny", "depth") else 1
+    sizes = FluxSizes(guidance=flavour != "schnell", images=images).scaled(hidden_scale)
+    kind: Any = FluxKontextPipeline if flavour == "kontext" else FluxPipeline
+    if images > 1:
+        kind = FluxControlPipeline
     write_flux(model_dir, seed=seed, dtype=dtype, sizes=sizes, pipeline_class=kind)
 
 
@@ -80,7 +86,7 @@ def write_flux(
     dtype: str = "float32",
     sizes: FluxSizes | None = None,
     max_shard_size: int | str | None = None,
-    pipeline_class: type[FluxPipeline | FluxKontextPipeline] = FluxPipeline,
+    pipeline_class: type[FluxPipeline | FluxKontextPipeline | FluxControlPipeline] = FluxPipeline,
 ) -> None:
     """Write the model in the layout of the pipeline's `save_pretrained`.
 
@@ -133,7 +139,8 @@ def shape_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
     """The transformer on the meta device: shapes without numbers."""
     with torch.device("meta"):
         return FluxTransformer2DModel(
-            in_channels=4 * LATENT_CHANNELS,  # A token is 2x2 latent cells.
+            in_channels=4 * LATENT_CHANNELS * sizes.images,  # A token is 2x2 latent cells.
+            out_channels=4 * LATENT_CHANNELS if sizes.images > 1 else None,
             num_layers=sizes.layers,
             num_single_layers=sizes.single_layers,
             attention_head_dim=sizes.head_dim,
@@ -164,7 +171,8 @@ def build_transformer(
                 open_gates(norm.linear.bias, chunks=6, gates=(2, 5))
         for block in transformer.single_transformer_blocks:
             open_gates(block.norm.linear.bias, chunks=3, gates=(2,))
-        quieten(transformer.proj_out.weight, transformer.x_embedder.weight)
+        own = transformer.x_embedder.weight[:, : 4 * LATENT_CHANNELS]
+        quieten(transformer.proj_out.weight, own)
     return transformer.eval()
 
 

@@ -142,3 +142,14 @@ def takes_images(draft: Draft) -> bool:
 def takes_negatives(draft: Draft) -> bool:
     """Whether a negative prompt has an effect by guidance alone."""
     return family_of(draft).guidance_of(draft.job.get("model_flavour")) == "classifier_free"
+
+
+def widened_of(draft: Draft) -> str:
+    """The layer that gets inputs for a conditioning image; empty for none."""
+    return family_of(draft).widened_of(draft.job.get("model_flavour"))
+
+
+def with_widened(draft: Draft, layers: str) -> str:
+    """Names of adapted layers, with commas; with that one too, as the script adds it."""
+    named, widened = [one.strip() for one in layers.split(",")], widened_of(draft)
+    return ",".join(named if not widened or widened in named else [*named, widened])

@@ -49,7 +49,8 @@ _OTHER_TASKS: Final = re.compile(
     r"|custom_diffusion|(^|_)(control|reflow|lpl|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
 )
 # Those that train on pairs as it is done here.
-_PAIRS: Final = re.compile(r"flux_kontext|flux2(?:_klein)?_img2img")
+_PAIRS: Final = re.compile(r"flux_kontext|control_lora_flux|flux2(?:_klein)?_img2img")
+_FLAVOURS: Final = {"flux_kontext": "kontext", "control_lora_flux": "control"}
 # Those of FLUX.1 that take fewer tokens of T5 than its pipeline.
 _FEW_TOKENS: Final = re.compile(r"(train_dreambooth_flux|_flux_miniature)\.py$")
 _ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
@@ -117,8 +118,8 @@ def _set_script(draft: Draft, command: Command) -> None:
     part.values = draft.values
     if pairs := _PAIRS.search(stem):
         draft.values["model_family"] = family or "flux"
-        if pairs[0] == "flux_kontext":
-            draft.values["model_flavour"] = "kontext"
+        if flavour := _FLAVOURS.get(pairs[0]):
+            draft.values["model_flavour"] = flavour
         draft.assume("script", "from its name", **draft.values)
     elif _OTHER_TASKS.search(stem):
         draft.values |= {} if family is None else {"model_family": family}
@@ -134,16 +135,14 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     family = models.family_of(draft)
     script = (command.script or "").rpartition("/")[2]
     defaults |= {"learning_rate": _LEARNING_RATES[script]} if script in _LEARNING_RATES else {}
-    if "text_to_image" in script:
-        defaults |= _TEXT_TO_IMAGE
+    defaults |= _TEXT_TO_IMAGE if "text_to_image" in script else {}
     if family.name == "stable_diffusion":
         defaults |= {"resolution": 512, "adam_weight_decay": 1e-2}
     if family.objective == "flow":
         defaults["weighting_scheme"] = "logit_normal" if family.name == "sd3" else "none"
-    if family.name == "sdxl":
-        defaults["resolution"] = 1024
+    defaults |= {"resolution": 1024} if family.name == "sdxl" else {}
     if family.name in ("flux", "flux2") and "klein" not in script:
-        defaults["guidance_scale"] = 3.5
+        defaults["guidance_scale"] = 30.0 if models.widened_of(draft) else 3.5
     if family.name == "sd3" or _FEW_TOKENS.search(script):
         defaults["max_sequence_length"] = 77
     if draft.values["model_type"] == "lora":
@@ -204,6 +203,7 @@ def _crop(draft: Draft, key: str, value: Any) -> None:
 
 def _layers(draft: Draft, key: str, value: Any) -> None:
     if draft.values["model_type"] == "lora":
+        value = models.with_widened(draft, str(value))
         draft.take(key, "lora_target_modules", value, "suffixes of module names")
     else:
         draft.unneeded(key, "only for a LoRA")
@@ -274,7 +274,8 @@ def _dataset(draft: Draft, key: str, value: Any) -> None:
     if "path" in part.values:
         part.theirs = {k: v for k, v in part.theirs.items() if k in _OF_DATASET}
         part.apply(_OF_DATASET, {}, ())
-        if "conditioning_column" in part.values:  # as large there as the picture beside it
+        sized = "conditioning_column" in part.values and not models.widened_of(draft)
+        if sized:  # as large there as the picture beside it
             side = as_number(draft.get("resolution")) or _DEFAULTS["resolution"]
             draft.values["conditioning_resolution"] = int(side)
         data.settle(draft, [part])
@@ -298,7 +299,7 @@ _OF_DATASET: Final[dict[str, Rule]] = {
     "repeats": same,
     "image_column": same,
     "caption_column": same,
-    "cond_image_column": data.conditioning_column,
+    **all_of("cond_image_column conditioning_image_column", data.conditioning_column),
 }
 _FOLDERS: Final = ("dataset_name", "instance_data_dir", "train_data_dir")
 _DATA: Final = (*_FOLDERS, *_OF_DATASET)

@@ -16,7 +16,7 @@ from jobs.spec.values.spellings import did_you_mean
 from jobs.spec.values.value_types import read_family
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from jobs.spec.job_spec import JobSpec
 
@@ -29,6 +29,7 @@ __all__ = [
     "References",
     "component_of",
     "default_values",
+    "denoiser_config",
     "flavour_of",
     "get_family",
     "latent_step_of",
@@ -36,6 +37,7 @@ __all__ = [
     "references_of",
     "sees_images",
     "takes_first_frame",
+    "widened_of",
     "wrapped_classes",
 ]
 
@@ -92,7 +94,8 @@ def default_values(name: object, flavour: object) -> dict[str, Any]:
 def flavour_of(family: object, name_or_path: object) -> str | None:
     """The flavour that a model's name says: its hub id, or a directory called as its repository.
 
-    None where it says none, or where one published model is several flavours.
+    None where it says none, or where one published model is several flavours; that a model gets new
+    inputs is no matter of its name.
     """
     known = FAMILIES.get(str(read_family(family)))
     parts = [part.casefold() for part in PurePath(str(name_or_path)).parts]
@@ -103,6 +106,8 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
     last, found = parts[-1].partition("@")[0], []  # without a revision
     for name, flavour in known.flavours.items():
         owner, _, repository = flavour.hub_id.casefold().partition("/")
+        if flavour.widened:
+            continue
         if last == repository or cached == f"models--{owner}--{repository}":
             found.append(name)
     return found[0] if len(found) == 1 else None
@@ -123,6 +128,20 @@ def references_of(spec: JobSpec) -> References | None:
     """How a job's model takes conditioning images; None if it takes none."""
     family = FAMILIES.get(spec.model_family)
     return family.references_of(spec.model_flavour) if family is not None else None
+
+
+def widened_of(spec: JobSpec) -> str:
+    """The layer that gets inputs for a conditioning image, in a job's model; empty for none."""
+    family = FAMILIES.get(spec.model_family)
+    return family.widened_of(spec.model_flavour) if family is not None else ""
+
+
+def denoiser_config(spec: JobSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A denoiser's config as the job trains it: with channels for a conditioning image, if new."""
+    if not widened_of(spec):
+        return dict(config)
+    channels = config.get("out_channels") or config["in_channels"]
+    return {**config, "in_channels": 2 * channels, "out_channels": channels}
 
 
 def takes_first_frame(spec: JobSpec) -> bool:

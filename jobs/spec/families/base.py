@@ -33,6 +33,8 @@ class Flavour:
         needs_first_frame: Whether it makes no others. It has it in channels of its own then, for
             all frames, and not in the place of the first.
         sees_first_frame: Whether an image encoder looks at it too.
+        widened: The layer that gets as many inputs more, for a conditioning image, as the published
+            model has; empty where the model is trained as it is.
     """
 
     hub_id: str
@@ -47,6 +49,7 @@ class Flavour:
     first_frame: bool = False
     needs_first_frame: bool = False
     sees_first_frame: bool = False
+    widened: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,11 @@ class Family:
         known = self.flavours.get(flavour or "")
         return (known.guidance if known else None) or self.guidance
 
+    def true_cfg_of(self, flavour: str | None) -> bool:
+        """`true_cfg` of a flavour; pipelines that are given images in channels take none."""
+        takes = self.references_of(flavour)
+        return self.true_cfg and (takes is None or takes.fit is not None)
+
     def latent_step_of(self, flavour: str | None) -> int:
         """Sides of a flavour's pictures are multiples of this, in pixels."""
         known = self.flavours.get(flavour or "")
@@ -131,6 +139,11 @@ class Family:
         """How a flavour takes conditioning images; None if it takes none."""
         known = self.flavours.get(flavour or "")
         return (known.references if known else None) or self.references
+
+    def widened_of(self, flavour: str | None) -> str:
+        """The layer of a flavour that gets inputs for a conditioning image; empty for none."""
+        known = self.flavours.get(flavour or "")
+        return known.widened if known else ""
 
     def takes_first_frame(self, flavour: str | None) -> bool:
         """Whether a flavour makes videos from their first frame."""

@@ -3,14 +3,18 @@
 from jobs.spec.families.base import Family, Flavour
 from jobs.spec.families.references import References, to_preferred
 
+_TEXT = {"_class_name": ("FluxPipeline", "FluxKontextPipeline")}
+_CONTROL = {"_class_name": "FluxControlPipeline"}
+_BESIDE = References(None, required=True)
+
 FAMILY = Family(
     name="flux",
     title="FLUX.1",
-    pipelines=("FluxPipeline", "FluxKontextPipeline"),
+    pipelines=("FluxPipeline", "FluxKontextPipeline", "FluxControlPipeline"),
     transformer="FluxTransformer2DModel",
     blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     flavours={
-        "dev": Flavour("black-forest-labs/FLUX.1-dev", note="guidance-distilled"),
+        "dev": Flavour("black-forest-labs/FLUX.1-dev", note="guidance-distilled", marks=_TEXT),
         "schnell": Flavour(
             "black-forest-labs/FLUX.1-schnell",
             defaults={
@@ -19,13 +23,38 @@ FAMILY = Family(
                 "validation_guidance": 0.0,
             },
             undistilled="dev",
+            marks=_TEXT,
             note="4 steps, takes no guidance",
         ),
-        "krea": Flavour("black-forest-labs/FLUX.1-Krea-dev", note="guidance-distilled"),
+        "krea": Flavour(
+            "black-forest-labs/FLUX.1-Krea-dev", note="guidance-distilled", marks=_TEXT
+        ),
         "kontext": Flavour(
             "black-forest-labs/FLUX.1-Kontext-dev",
             note="edits a conditioning image",
+            marks=_TEXT,
             references=References(to_preferred),
+        ),
+        "control": Flavour(
+            "black-forest-labs/FLUX.1-dev",
+            note="a new control LoRA: follows a conditioning image, in channels of its own",
+            marks={"_class_name": "FluxPipeline"},
+            references=_BESIDE,
+            widened="x_embedder",
+        ),
+        "canny": Flavour(
+            "black-forest-labs/FLUX.1-Canny-dev",
+            defaults={"validation_guidance": 30.0, "validation_num_inference_steps": 50},
+            note="follows the edges in a conditioning image",
+            marks=_CONTROL,
+            references=_BESIDE,
+        ),
+        "depth": Flavour(
+            "black-forest-labs/FLUX.1-Depth-dev",
+            defaults={"validation_guidance": 10.0, "validation_num_inference_steps": 30},
+            note="follows the depths in a conditioning image",
+            marks=_CONTROL,
+            references=_BESIDE,
         ),
     },
     guidance="embedded",

@@ -55,7 +55,8 @@ class References:
 
     Attributes:
         fit: `(width, height, side)` of an image and of the square whose area it gets, None for the
-            usual one → what becomes of it.
+            usual one → what becomes of it. None where it is made as large as the picture beside
+            it, in channels beside those of its noisy latents.
         most: How many a sample may have.
         required: Whether the model makes nothing without one.
         least: Pixels of a side, below which pipelines refuse an image.
@@ -64,7 +65,7 @@ class References:
         fixed: Whether the pipeline resizes images itself, always to the usual area.
     """
 
-    fit: Callable[[int, int, int | None], Fit]
+    fit: Callable[[int, int, int | None], Fit] | None
     most: int = 1
     required: bool = False
     least: int = 1

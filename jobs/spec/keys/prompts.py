@@ -195,7 +195,7 @@ def _request(entry: ValidationPrompt, spec: JobSpec) -> SampleRequest:
         guided = guidance > family.guided_above
         negative = chosen(negative, "") if guided else negative
     else:
-        able = family is None or (kind == "embedded" and family.true_cfg)
+        able = family is None or (kind == "embedded" and family.true_cfg_of(spec.model_flavour))
         guided = able and negative is not None and true_scale > 1
     length = chosen(entry.num_frames, chosen(spec.validation_num_frames, spec.num_frames or 1))
     return SampleRequest(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jobs.spec.families import (
@@ -9,11 +11,14 @@ from jobs.spec.families import (
     needs_first_frame,
     references_of,
     takes_first_frame,
+    widened_of,
 )
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.values.datasets import CONDITIONING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from jobs.spec.families import Family
     from jobs.spec.job_spec import JobSpec
 
@@ -157,6 +162,37 @@ def _split(spec: JobSpec) -> Conflict | None:
     )
 
 
+def _widened(spec: JobSpec) -> Conflict | None:
+    """New inputs are trained by the adapter alone."""
+    layer = widened_of(spec)
+    if not layer:
+        return None
+    what = f"model_flavour: {spec.model_flavour}"
+    if spec.model_type != "lora":
+        return Conflict("model_type", f"model_type: {what} trains a LoRA only")
+    if spec.lora_variant == "dora":
+        return Conflict(
+            "lora_variant", f"lora_variant: {what} is not supported with dora; use lora or rslora"
+        )
+    chosen, left_out = spec.lora_target_modules, spec.lora_exclude_modules or ()
+    for key, adapted in (
+        ("lora_target_modules", chosen is None or _any_names(chosen, layer)),
+        ("lora_exclude_modules", not _any_names(left_out, layer)),
+    ):
+        if not adapted:
+            return Conflict(
+                key, f"{key}: {what} sees its conditioning images through {layer}; adapt it too"
+            )
+    return None
+
+
+def _any_names(patterns: Collection[str], layer: str) -> bool:
+    """Whether a layer is among those that names or regular expressions stand for."""
+    with suppress(re.error):  # which another rule says
+        return any(re.fullmatch(rf"(?:.*\.)?(?:{one})", layer) for one in patterns)
+    return True
+
+
 CONDITIONING_RULES = (
     _not_taken,
     _first_frame,
@@ -165,4 +201,5 @@ CONDITIONING_RULES = (
     _count,
     _longest_text,
     _split,
+    _widened,
 )

@@ -242,8 +242,11 @@ def center_crop(spec: JobSpec) -> str:
 
 def no_references(spec: JobSpec) -> str:
     family = _family(spec)
-    if family is None or references_of(spec) is not None:
+    takes = references_of(spec)
+    if family is None or (takes is not None and takes.fit is not None):
         return ""
+    if takes is not None:
+        return "conditioning images are made as large as their samples"
     return f"{family.title} {spec.model_flavour or ''}".strip() + " takes no conditioning images"
 
 
@@ -289,7 +292,8 @@ def no_video_samples(spec: JobSpec) -> str:
 def no_true_cfg(spec: JobSpec) -> str:
     family = _family(spec)
     fits = family is None or (
-        family.true_cfg and family.guidance_of(spec.model_flavour) == "embedded"
+        family.true_cfg_of(spec.model_flavour)
+        and family.guidance_of(spec.model_flavour) == "embedded"
     )
     return nothing_sampled(spec) or ("" if fits else "only for guidance-distilled models")
 

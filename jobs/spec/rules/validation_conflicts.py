@@ -55,7 +55,9 @@ def _negative_prompts(spec: JobSpec) -> str:
     """As in stock pipelines, a negative prompt and a scale above 1 work only together."""
     requests, family = requests_of(spec), FAMILIES.get(spec.model_family)
     kind = family.guidance_of(spec.model_flavour) if family is not None else "embedded"
-    if family is not None and (kind == "none" or (kind == "embedded" and not family.true_cfg)):
+    if family is not None and (
+        kind == "none" or (kind == "embedded" and not family.true_cfg_of(spec.model_flavour))
+    ):
         return _takes_no_negatives(requests, family, kind)
     if family is not None and kind == "classifier_free":
         if any(request.true_cfg_scale > 1 for request in requests):

@@ -16,6 +16,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
     VAE_IMAGE_SIZE,
 )
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils import is_torchvision_available
 
@@ -34,8 +35,10 @@ from engine.families.shared.references import (
     judged,
 )
 from engine.memory.predicting.phases import text_cache
-from engine.memory.tracing.inputs import largest_encoded, reference_shapes
-from engine.model import text_encoders
+from engine.memory.tracing.inputs import largest_encoded, latents_shape, reference_shapes
+from engine.memory.tracing.model import build
+from engine.memory.tracing.shape import shape_of
+from engine.model import adapters, text_encoders, weights
 from engine.model.packing import Packing
 from engine.ranks.world import World
 from engine.toy.components.weights import one_thread
@@ -320,6 +323,67 @@ def test_the_image_encoder_is_read_straight_onto_the_device(
     found = dict(pipeline.image_encoder.named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), "in fp32"
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_control_image_is_in_channels_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """What the model is given of it, and what it predicts from that; of the size of the sample."""
+    case = Case("flux:canny", toys_root(tmp_path_factory))
+    assert case.paths.control is not None
+    size = (case.side * 3 // 2, case.side)
+    beside = str(min(one for one in case.paths.control.glob("*.png") if is_square(one)))
+    request = case.request(resolution=f"{size[0]}x{size[1]}", conditioning_image=beside)
+    pipeline, calls = case.stock(), []
+    pipeline.transformer.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
+    )
+    case.run(pipeline, request, output_type="latent")
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    image = case.pictures(request)[0].resize(size, Image.Resampling.LANCZOS)
+    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)[None]
+    own = case.family.encode_pictures(vae, pixels / 127.5 - 1)
+    text = batch_of(case.encoded(PROMPT, request=request))
+    config = dict(pipeline.transformer.config)
+    (shape, _) = reference_shapes(case.spec(), config, size, 1)[f"{REFERENCE}0"]
+    assert shape == own.shape[1:] == latents_shape(case.spec(), config, size)
+    assert len(calls) == request.steps
+    for told, output in list(calls):
+        parts = told["hidden_states"].chunk(2, dim=2)
+        noisy, given = (case.family.unpack(pipeline, one, request) for one in parts)
+        # The pipeline draws from what the autoencoder says; training takes the mean.
+        assert float((given - own).square().mean()) < 0.05 * float(own.square().mean())
+        expected = case.family.unpack(pipeline, output, request)
+        for latents, same in ((given, True), (given.flip(-1), False)):
+            condition = text | {f"{REFERENCE}0": latents}
+            found = case.family.predict(
+                pipeline.transformer, noisy, told["timestep"], condition, request.guidance
+            )
+            assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4) is same
+
+
+@pytest.mark.slow
+def test_a_new_control_lora_widens_the_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With zeros, which the memory prediction counts too."""
+    case = Case("flux:control", toys_root(tmp_path_factory))
+    spec, root = case.spec(model_type="lora"), case.paths.model / "transformer"
+    model, stored = weights.build_on_meta(case.family.transformer_class(), root, spec)
+    weights.materialise(model, torch.device("cpu"))
+    torch.nn.init.ones_(model.x_embedder.weight)
+    weights.stream(model, stored)
+    own, new = model.x_embedder.weight.detach().chunk(2, dim=1)
+    published = load_file(root / "diffusion_pytorch_model.safetensors")["x_embedder.weight"]
+    assert torch.equal(own, published)
+    assert not new.any()
+    assert (model.config.in_channels, model.config.out_channels) == (128, 64)
+    adapters.add_lora(model, spec, case.family.lora_targets(spec))
+    assert "x_embedder.lora_A.default.weight" in adapters.lora_parameters(model)
+    shape = shape_of(spec, sharded=True)
+    assert shape is not None
+    counted = {one.name: one.numel for unit in build(shape).units for one in unit.weights}
+    assert counted == {name: part.numel() for name, part in model.named_parameters()}
 
 
 def test_the_loss_is_of_what_is_not_given() -> None:

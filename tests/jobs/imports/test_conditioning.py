@@ -114,5 +114,11 @@ def test_a_script_of_diffusers(script: str, family: str, flavour: str | None) ->
     assert (entry.image_column, entry.conditioning_column) == ("after", ["before"])
     assert spec.conditioning_resolution == 768
     assert not imported.report.to_fill_in or "script" not in str(imported.report.to_fill_in)
+    words = "--dataset_name=d --conditioning_image_column=edges --lora_layers=attn.to_q"
+    control = import_script(["accelerate", "launch", "train_control_lora_flux.py", *words.split()])
+    (entry,) = control.spec.datasets or []
+    assert (control.spec.model_flavour, entry.conditioning_column) == ("control", ["edges"])
+    assert control.spec.lora_target_modules == ["attn.to_q", "x_embedder"]
+    assert control.spec.conditioning_resolution is None
     plain = import_script(["accelerate", "launch", "train_dreambooth_lora_flux.py", *flags.split()])
     assert kinds(plain, "cond_image_column") == {Kind.UNSUPPORTED}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 I2V = "2.1-i2v-14b-480p"
+CONTROL = [{"path": "d", "conditioning_path": "c"}]
 
 
 def read(*entries: dict[str, Any], **values: Any) -> JobSpec:
@@ -52,7 +53,8 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [{"path": "d", "conditioning_path": "c"}],
             {"model_flavour": "dev"},
-            "datasets: FLUX.1 dev takes no conditioning images; choose model_flavour: kontext",
+            "datasets: FLUX.1 dev takes no conditioning images; choose model_flavour: kontext or "
+            "control or canny or depth",
         ),
         (
             [],
@@ -73,6 +75,27 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             [{"path": "d", "conditioning_path": "c"}],
             {"num_processes": 2, "context_parallel_size": 2},
             "conditioning images cannot be split over ranks; use 1",
+        ),
+        (CONTROL, {"model_flavour": "control", "model_type": "full"}, "control trains a LoRA only"),
+        (
+            CONTROL,
+            {"model_flavour": "control", "lora_variant": "dora"},
+            "model_flavour: control is not supported with dora; use lora or rslora",
+        ),
+        (
+            CONTROL,
+            {"model_flavour": "control", "lora_target_modules": ["to_q"]},
+            "sees its conditioning images through x_embedder; adapt it too",
+        ),
+        (
+            CONTROL,
+            {"model_flavour": "control", "lora_exclude_modules": ["x_embedder"]},
+            "lora_exclude_modules: model_flavour: control sees its conditioning images through",
+        ),
+        (
+            [],
+            {"model_flavour": "canny"},
+            "d has no conditioning image, which the model needs; set one of conditioning_path",
         ),
         ([{"path": "d", "conditioning_path": []}], {}, "conditioning_path"),
         (

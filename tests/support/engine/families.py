@@ -59,6 +59,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 CONDITIONED: Final = (
     *("qwen_image:edit", "qwen_image:edit-2509"),
     *("wan:2.2-i2v-a14b-low", "wan:2.1-i2v-14b-480p"),
+    *("flux:control", "flux:canny"),
 )
 
 # Layouts whose jobs train with conditioning images, which some models take or leave.
@@ -129,6 +130,10 @@ class Case:
     def _names(self) -> tuple[str, str]:
         name, _, flavour = self.name.partition(":")
         return name, flavour or next(iter(FAMILIES[name].flavours))
+
+    @property
+    def flavour(self) -> str:
+        return self._names[1]
 
     @property
     def facts(self) -> Facts:
@@ -202,15 +207,17 @@ class Case:
             entry = {"path": str(self.videos), "first_frame": True}
             return {"datasets": [entry], "num_frames": self.frames, "fps": 8}
         entry = {"path": str(self.paths.data), "conditioning_path": str(self.paths.control)}
-        return {"datasets": [entry], "conditioning_resolution": self.side}
+        sized = {} if self.takes.fit is None else {"conditioning_resolution": self.side}
+        return {"datasets": [entry], **sized}
 
     def pictures(self, request: SampleRequest) -> list[Image.Image]:
         """The conditioning images of a request, as the model takes them."""
+        takes = self.facts.references_of(self._names[1])
         spec = self.spec(
             validation_prompts=[
                 {"prompt": request.prompt, "conditioning_image": list(request.conditioning)}
             ],
-            **({} if self.facts.frame_step else {"conditioning_resolution": self.side}),
+            **({"conditioning_resolution": self.side} if takes and takes.fit else {}),
         )
         found = read_pictures(spec)
         return [found[path] for path in request.conditioning]

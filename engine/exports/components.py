@@ -37,7 +37,7 @@ _FOREIGN: Final = (
     ".gguf",
 )
 _FOREIGN_NAMES: Final = ("openvino_",)
-# They look at finished pictures, and often are not downloaded; a checker needs its extractor.
+# They look at finished images, and often are not downloaded; a checker needs its extractor.
 _CHECKS: Final = ("safety_checker", "feature_extractor")
 
 
@@ -106,7 +106,7 @@ def components_of(index: dict[str, object]) -> list[str]:
 def absent_checks(root: Path) -> list[str]:
     """Parts that `model_index.json` names, that are missing, and that pipelines do without."""
     named = components_of(read_json(root / INDEX) or {})
-    absent = [name for name in _CHECKS if name in named and not (root / name).is_dir()]
+    absent: list[str] = [part for part in _CHECKS if part in named and not (root / part).is_dir()]
     return [] if "safety_checker" in named and "safety_checker" not in absent else absent
 
 

@@ -20,6 +20,7 @@ from tui.cli.commands import cli
 from tui.cli.fleet import on_box
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # It says with which words it was called, and what it was sent.
@@ -141,7 +142,14 @@ def test_warnings_that_cannot_be_printed_stop_nothing(
     assert capsys.readouterr().out == "done\nfsdp-tui: echo is away: lost\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP])
+def number(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A signal that ends this process, whatever tests before this one have made of it."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 def test_a_signal_ends_ssh_too(boxes: FakeBoxes, number: int) -> None:
     boxes.script("echoes", 'echo $$ > "$FSDP_TUI_HOME.pid"; exec sleep 60')
 

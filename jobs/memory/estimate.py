@@ -83,7 +83,7 @@ def place_of(
         card: Fit it to GPUs with this many GB (see `CARDS`), whatever this machine has.
         imagine: Without GPUs, hold it against those that most people train on, and not against
             the CPU.
-        partitions: Of the cluster, for a Slurm job; () if Slurm has not said.
+        partitions: The cluster's partitions, for a Slurm job; () if Slurm did not answer.
     """
     if card is not None:
         return Place(True, (CARDS[card],), here=False)

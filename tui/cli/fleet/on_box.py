@@ -17,7 +17,9 @@ from click.shell_completion import CompletionItem
 
 from jobs.errors import SpecError, UserError
 from jobs.fleet.config import read_fleet
+from jobs.fleet.link import ENDS_IN
 from jobs.fleet.ssh import FAILED, is_too_old, shared_answers, ssh_command, why_failed
+from jobs.machine.child import end_child
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.values.yaml_lines import STDIN
 from jobs.untrusted.files import read_regular
@@ -39,7 +41,6 @@ _REFUSED: Final = {
     "fleet": "its screen is on this one",
     "completion": "it is for shells of this machine",
 }
-_ENDS_IN: Final = 2.0  # seconds
 _LINE_END: Final = "\x1b[K"  # of progress lines; nothing else of a box steers the terminal
 
 
@@ -214,15 +215,6 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_ENDS_IN)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _run(box: Box, command: Sequence[str], feed: int | None, job: bytes | None) -> int:
     with _signals_raise():
         return _run_ssh(box, command, feed, job)
@@ -247,7 +239,7 @@ def _run_ssh(box: Box, command: Sequence[str], feed: int | None, job: bytes | No
         _Copy(process.stdout, sys.stdout).run()
         status = process.wait()
     except BaseException:
-        _end(process)
+        end_child(process, grace=ENDS_IN)
         raise
     beside.join()
     if is_too_old(status, errors.end):

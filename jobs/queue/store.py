@@ -66,7 +66,7 @@ class Store:
                     raise
                 self._open()
         except (sqlite3.Error, OSError) as error:
-            raise UserError(trouble(error, self.path)) from error
+            raise trouble(error, self.path) from error
 
     def _open(self) -> None:
         with self.connect("rwc") as db:

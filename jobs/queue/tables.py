@@ -8,7 +8,11 @@ from contextlib import closing, contextmanager
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
+from jobs.errors import UserError
+from jobs.machine.file_lock import holders
 from jobs.machine.file_systems import is_shared
+from jobs.machine.procfs import is_suspended
+from jobs.paths import state_home
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -170,16 +174,43 @@ def update(db: sqlite3.Connection, job_id: int, row: Mapping[str, object]) -> No
     db.execute(f"UPDATE jobs SET {words} WHERE id=?", [*row.values(), job_id])
 
 
-def trouble(error: Exception, path: Path | None = None) -> str:
-    """What SQLite complains of, as a sentence that says what to do."""
+def trouble(error: Exception, path: Path | None = None) -> UserError:
+    """Say what SQLite complains of, and what to do.
+
+    Args:
+        error: What SQLite, or the file system, raised.
+        path: The database, to name it; the state directory's otherwise.
+    """
     database, details = f"the jobs database{f' {path}' if path else ''}", str(error)
     if is_locked(error):
-        return f"{database} is locked by another process ({details}); try again in a moment"
+        pid = _suspended_holder(path or state_home() / "jobs.db")
+        if pid:
+            return UserError(
+                f"{database} is locked by process {pid}, which is suspended",
+                f"`kill -CONT {pid}` resumes it",
+            )
+        return UserError(
+            f"{database} is locked by another process ({details})", "try again in a moment"
+        )
     if _code(error) == sqlite3.SQLITE_FULL:
-        return f"{database} cannot be written: the disk is full"
+        return UserError(f"{database} cannot be written: the disk is full")
     if _code(error) in _DAMAGED:
-        return f"{database} is damaged ({details}); `fsdp-tui doctor --repair` rebuilds it"
-    return f"cannot use {database} ({details})"
+        return UserError(
+            f"{database} is damaged ({details})", "`fsdp-tui doctor --repair` rebuilds it"
+        )
+    return UserError(f"cannot use {database} ({details})")
+
+
+def _suspended_holder(path: Path) -> int | None:
+    """Return a suspended process in the way of a transaction; it keeps its locks until it resumes.
+
+    In WAL mode a writer locks the shared memory, and readers are in nobody's way. With a rollback
+    journal a reader, too, keeps a writer from its commit.
+    """
+    # Nothing opens the database here: closing it again would drop every lock of this process.
+    memory = path.with_name(f"{path.name}-shm")
+    pids = holders(memory) if memory.exists() else holders(path, shared=True)
+    return next(filter(is_suspended, pids), None)
 
 
 def is_locked(error: Exception) -> bool:

@@ -30,6 +30,7 @@ from jobs.queue.tables import (
     is_locked,
     journal_of,
     leave_wal,
+    trouble,
 )
 from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
@@ -110,7 +111,7 @@ def _is_sound(path: Path) -> bool:
             return bool(whole and (version > VERSION or tables.issuperset(_TABLES)))
     except sqlite3.Error as error:
         if is_locked(error):
-            raise UserError(f"{path} is locked by another process; try again") from None
+            raise trouble(error, path) from None
         return False
 
 

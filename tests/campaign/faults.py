@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import struct
 import tempfile
 import time
@@ -20,11 +21,12 @@ import pytest
 from PIL import Image
 
 from jobs import service
-from jobs.errors import StateError
+from jobs.errors import StateError, UserError
 from jobs.machine.devices import Gpu
 from jobs.machine.processes import with_run_id
 from jobs.queue.states import State
-from jobs.queue.store import Store
+from jobs.queue.store import PERSON, Store
+from jobs.queue.tables import trouble
 from jobs.run.checkpoint_list import list_all, verify
 from tests.campaign.journal import dice
 from tests.campaign.mutate import damaged
@@ -34,6 +36,7 @@ from tests.support.left_over import name_of
 if TYPE_CHECKING:
     import random
 
+    from jobs.machine.processes import ProcessId
     from jobs.queue.store import Job
     from tests.campaign.journal import Journal
 
@@ -200,7 +203,21 @@ def _signal_launcher(lab: Lab, job: Job, rng: random.Random) -> None:
 
 
 def _signal_supervisor(lab: Lab, job: Job, rng: random.Random) -> None:
-    lab.supervisor(job).signal(rng.choice(_SIGNALS))
+    supervisor = lab.supervisor(job)
+    supervisor.signal(rng.choice(_SIGNALS))
+    _end_if_it_keeps_the_database(lab, supervisor)
+
+
+def _end_if_it_keeps_the_database(lab: Lab, supervisor: ProcessId) -> None:
+    """A supervisor suspended inside a transaction blocks everyone: the message must name it."""
+    try:
+        with Store(lab.store.home, patience=PERSON).write():
+            pass
+    except (sqlite3.OperationalError, UserError) as error:
+        message = str(error if isinstance(error, UserError) else trouble(error, lab.store.path))
+        if f"by process {supervisor.pid}, which is suspended" not in message:
+            raise Broken(message) from error
+        supervisor.signal(signal.SIGKILL)
 
 
 def _pause_supervisor(lab: Lab, job: Job, rng: random.Random) -> None:

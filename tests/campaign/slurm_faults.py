@@ -160,7 +160,8 @@ class Trial:
         self.done.append(fault)
         while not self.now.state.ended and time.monotonic() < until:
             try:
-                with suppress(OSError, StateError, AwayError):
+                # scancel retries for over a minute while a job changes state: no fault then.
+                with suppress(OSError, StateError, AwayError, subprocess.TimeoutExpired):
                     FAULTS[fault](self)
                 return
             except (StopIteration, IndexError):

@@ -265,7 +265,7 @@ class FsdpTui(App[None]):
             except UserError as error:
                 self.post_message(self.Said(str(error), "warning"))
             except sqlite3.Error as error:
-                self.post_message(self.Said(trouble(error), "error"))
+                self.post_message(self.Said(str(trouble(error)), "error"))
             except Exception as error:  # the edge: nothing a person asked for ends in silence
                 self.post_message(self.Said(f"{type(error).__name__}: {error}", "error"))
             self.collector.wake()

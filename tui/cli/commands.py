@@ -79,7 +79,7 @@ def main() -> NoReturn:
     except ToolError as error:
         _complain(str(error), 1)
     except sqlite3.Error as error:
-        _complain(trouble(error), 1)
+        _complain(str(trouble(error)), 1)
     except click.ClickException as error:
         _complain(_with_way_out(error), 2)
     except (click.Abort, KeyboardInterrupt):

@@ -288,7 +288,7 @@ class Collector:
 
 def _words(error: Exception) -> str:
     if isinstance(error, sqlite3.Error):
-        return trouble(error)
+        return str(trouble(error))
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 

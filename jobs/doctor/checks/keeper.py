@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from contextlib import closing, suppress
@@ -13,16 +12,17 @@ import psutil
 
 import jobs
 from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.machine.file_lock import LOCKS, holders
 from jobs.paths import state_home
 from jobs.queue.states import ACTIVE, State
 from jobs.queue.store import Store
+from jobs.queue.tables import is_locked, trouble
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jobs.doctor.patient import Patient
 
-LOCKS: Final = Path("/proc/locks")
 _BUSY: Final = 5.0  # seconds that the database may be locked by others
 
 
@@ -37,6 +37,10 @@ def check_database(_: Patient) -> Iterator[Finding]:
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY)) as db:
             verdict = db.execute("PRAGMA quick_check").fetchone()[0]
     except sqlite3.Error as error:
+        if is_locked(error):
+            problem = trouble(error, path)
+            yield fail("database", problem.message, problem.hint or "")
+            return
         verdict = str(error)
     if verdict != "ok":
         yield fail(
@@ -91,25 +95,11 @@ def claimed() -> dict[str, int]:
 
 
 def keeper_of(lock: Path, locks: Path = LOCKS) -> int | None:
-    """Who holds the keeper's lock.
-
-    Read from the kernel's list: to try the lock would turn away a keeper that starts just now.
-    """
-    try:
-        inode = os.stat(lock).st_ino
-        lines = locks.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:1234 0 EOF
-        if len(words) < 6 or words[1] != "FLOCK" or words[5].rpartition(":")[2] != str(inode):
-            continue
-        with suppress(psutil.Error, ValueError):
-            process = psutil.Process(int(words[4]))
-            if (
-                "jobs.queue.keeper" in process.cmdline()
-            ):  # inodes of other file systems may be the same
-                return process.pid
+    """Return the process that holds the keeper's lock."""
+    for pid in holders(lock, locks=locks):
+        with suppress(psutil.Error):
+            if "jobs.queue.keeper" in psutil.Process(pid).cmdline():
+                return pid
     return None
 
 

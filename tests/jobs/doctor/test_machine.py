@@ -10,6 +10,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -488,6 +489,19 @@ def test_a_database_that_is_none(home: Path) -> None:
     finding = one(keeper.check_database(Patient()))
     assert finding.verdict is Verdict.FAIL
     assert "file is not a database" in finding.found
+
+
+def test_a_locked_database_is_not_called_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_BUSY", 0.0)
+    with closing(sqlite3.connect(store.path, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode=TRUNCATE")
+        db.execute("BEGIN EXCLUSIVE")
+        finding = one(keeper.check_database(Patient()))
+    assert finding.verdict is Verdict.FAIL
+    assert "is locked by another process" in finding.found
+    assert finding.advice == "try again in a moment"
 
 
 def test_a_database_of_a_newer_version(store: Store) -> None:

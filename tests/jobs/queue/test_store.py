@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.processes import ProcessId, boot_id
 from jobs.queue.states import ACTIVE, ENDED, State
 from jobs.queue.store import PERSON, SERVICE, Job, Store, Terms
+from jobs.queue.tables import trouble, update
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, eventually
 
@@ -573,3 +575,47 @@ def test_a_locked_database_is_waited_for_as_long_as_a_person_waits(
     waits.clear()
     Store(store.home, patience=SERVICE).all()
     assert set(waits) == {SERVICE}
+
+
+_IN_A_TRANSACTION = """\
+import signal, sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.execute(sys.argv[2])
+db.execute(sys.argv[3]).fetchone()
+print("locked", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("journal", "begin"), [("WAL", "BEGIN IMMEDIATE"), ("TRUNCATE", "BEGIN")])
+def test_who_keeps_the_database_locked_while_suspended_is_named(
+    store: Store, journal: str, begin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process suspended inside a transaction keeps its lock: to try again would never help.
+
+    With a rollback journal a reader blocks a writer's commit, too.
+    """
+    add(store)
+    with store.connect() as db:
+        db.execute(f"PRAGMA journal_mode={journal}")
+    impatient = Store(store.home, patience=0.0)
+    read = "SELECT * FROM jobs"
+    words = [sys.executable, "-c", _IN_A_TRANSACTION, str(store.path), begin, read]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        try:
+            with pytest.raises(sqlite3.OperationalError) as awake, impatient.write() as db:
+                update(db, 1, {"reason": "x"})
+            holder.send_signal(signal.SIGSTOP)
+            os.waitpid(holder.pid, os.WUNTRACED)
+            with pytest.raises(sqlite3.OperationalError) as suspended, impatient.write() as db:
+                update(db, 1, {"reason": "x"})
+            sentence = str(trouble(suspended.value, store.path))
+        finally:
+            holder.kill()
+    assert "try again in a moment" in str(trouble(awake.value, store.path))
+    assert f"is locked by process {holder.pid}, which is suspended" in sentence
+    assert f"`kill -CONT {holder.pid}` resumes it" in sentence
+    with impatient.write():
+        pass  # its lock went with it

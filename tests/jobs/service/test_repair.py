@@ -156,4 +156,4 @@ def test_the_command_line_says_what_to_do(
 def test_what_sqlite_says_is_said_in_words(code: int, told: str) -> None:
     error = sqlite3.OperationalError("its own words")
     error.sqlite_errorcode = code
-    assert told in trouble(error)
+    assert told in str(trouble(error))

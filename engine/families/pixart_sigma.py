@@ -91,7 +91,7 @@ class PixArtSigma(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """Pictures of the size that was asked for, and texts as they are."""
+        """Keep the requested size of images, and texts unchanged."""
         arguments = super().sample_arguments(request, condition, negative)
         arguments |= {"use_resolution_binning": False, "clean_caption": False}
         if negative:

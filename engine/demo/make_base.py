@@ -245,7 +245,7 @@ def check(base: Path) -> None:
 
 
 def sample(pipeline: FluxPipeline, asked: Sequence[Scene]) -> list[Image.Image]:
-    """A picture of each scene, as the demo's job samples them."""
+    """An image of each scene, as the demo's job samples them."""
     pictures: list[Image.Image] = []
     for at in range(0, len(asked), 16):
         some = asked[at : at + 16]
@@ -270,7 +270,7 @@ def _new_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
 
 
 def _pictures(count: int, *, seed: int) -> list[Image.Image]:
-    """Pictures for the autoencoder, which is to show shapes that are taught later too."""
+    """Images for the autoencoder, which must also handle shapes that are taught later."""
     chance = random.Random(seed)
     shapes = (*SHAPES, HEART, "diamond", "crescent")
     return [
@@ -326,7 +326,7 @@ def _follow(average: torch.nn.Module, model: torch.nn.Module, decay: float) -> N
 
 
 def _sheet(pictures: Sequence[Image.Image]) -> Image.Image:
-    """The pictures in rows of eight."""
+    """The images in rows of eight."""
     sheet = Image.new("RGB", (8 * SIZE, -(-len(pictures) // 8) * SIZE))
     for number, picture in enumerate(pictures):
         sheet.paste(picture, (number % 8 * SIZE, number // 8 * SIZE))

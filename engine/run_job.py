@@ -256,10 +256,10 @@ def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter
 def check_context(spec: JobSpec, family: Family, world: World) -> None:
     """Refuse what a context-parallel group cannot share evenly, before anything is encoded.
 
-    Pictures are fitted to sizes that divide (`jobs.spec.values.buckets.sizes_of`).
+    Images are fitted to sizes that divide (`jobs.spec.values.buckets.sizes_of`).
 
     Raises:
-        UserError: Not on GPUs, or a sample's picture or a caption has an odd number of tokens.
+        UserError: Not on GPUs, or the ranks cannot evenly share the tokens of an image or caption.
     """
     require_cuda(world.device)
     size, step = spec.context_parallel_size, latent_step_of(spec)

@@ -165,7 +165,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
 
 
 def end(outcome: str, world: World, barrier: FileBarrier, telemetry: Telemetry) -> None:
-    """Meet for the last time, and say how it ended."""
+    """Meet for the last time, and report how it ended."""
     telemetry.phase_name = "end"
     barrier.arrive("end")
     if world.main:

@@ -81,7 +81,7 @@ class Loader:
         self._objective = objective
         self._pins = world.device.type == "cuda"  # copies from pinned memory do not block
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="loader")
-        # Of its own: behind the reading of later steps, pinning would come too late.
+        # A separate pool: queued after the reading of later steps, pinning would come too late.
         self._pinning = ThreadPoolExecutor(1, thread_name_prefix="pinning")
         self._ahead: dict[int, Future[list[_Read]]] = {}
         self._pinned: dict[tuple[int, int], Future[_Read]] = {}

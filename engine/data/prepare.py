@@ -185,7 +185,7 @@ def prepare(
         world: The ranks.
         barrier: Where they meet.
         telemetry: This rank's.
-        wants_stop: Whether this rank has seen a wish to stop; once it has, it always says so.
+        wants_stop: Whether this rank was asked to stop; once true, it stays true.
 
     Raises:
         StoppedError: A rank wants to stop. All ranks leave at the same place; cached files stay.

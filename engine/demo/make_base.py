@@ -79,7 +79,7 @@ SILENT: Final = 0.03
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is asked for, and say how well it draws."""
+    """Train the requested parts, and report how well the base draws."""
     parser = argparse.ArgumentParser(prog="python -m engine.demo.make_base", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", choices=("vae", "transformer", "check"))
@@ -227,7 +227,7 @@ def train_transformer(base: Path, steps: int) -> None:
 
 
 def check(base: Path) -> None:
-    """Say how many of the base's drawings are right, of scenes that it has seen and has not."""
+    """Report how many of the base's drawings are right, of scenes it has seen and has not."""
     pipeline = FluxPipeline.from_pretrained(base, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     chance = random.Random(SEED)

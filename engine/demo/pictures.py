@@ -1,4 +1,4 @@
-"""The demo's pictures: one shape of one color on a plain background, and captions that say so."""
+"""The demo's images: one shape of one color on a plain background, and captions that say so."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """What a person would write below it."""
+        """What a person would write under it."""
         article = "an" if self.color[0] in "aeiou" else "a"
         return f"{article} {self.color} {self.shape} on a {self.background} background"
 

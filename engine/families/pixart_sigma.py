@@ -47,7 +47,7 @@ class PixArtSigma(Family):
     GUIDED_FORWARDS = 1
 
     def load_lora(self, pipeline: Any, directory: Path) -> None:
-        """As a person would: this pipeline has no functions for LoRAs, peft has."""
+        """As a user would: this pipeline has no functions for LoRAs, but peft does."""
         PeftModel.from_pretrained(pipeline.transformer, directory)
 
     def encode(

@@ -1,6 +1,6 @@
 """Wan: videos by flow matching, with cross-attention to text; two experts by noise level in 2.2.
 
-Image-to-video has the first frame, with gray ones behind it, in channels of its own. In 2.1, an
+Image-to-video has the first frame, followed by gray ones, in extra channels. In 2.1, an
 image encoder (CLIP) has it as its input too.
 """
 
@@ -147,7 +147,7 @@ class Wan(Family):
 
     @property
     def _only_first(self) -> bool:
-        """Whether the first frame is in channels of its own, and not in its place."""
+        """Whether the first frame is in extra channels, and not in its place."""
         return self.pipeline_class() is WanImageToVideoPipeline
 
     @property

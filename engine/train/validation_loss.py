@@ -75,7 +75,7 @@ class ValidationLoss:
         data: The caches, with what is held out.
         world: The ranks.
         telemetry: This rank's.
-        wants_stop: Whether this rank has seen a wish to stop.
+        wants_stop: Whether this rank was asked to stop.
     """
 
     spec: JobSpec

@@ -31,7 +31,7 @@ class Team:
         world: The ranks.
         barrier: Where they meet.
         telemetry: This rank's.
-        wants_stop: Whether this rank has seen a wish to stop; once it has, it always says so.
+        wants_stop: Whether this rank was asked to stop; once true, it stays true.
     """
 
     world: World

@@ -223,7 +223,7 @@ def _orientation(file: ImageFile.ImageFile) -> int | None:
 @cache
 def _formats() -> tuple[str, ...]:
     Image.init()  # 65 ms, once
-    # Packages of their own, which add a format each.
+    # Separate packages, each of which adds a format.
     with contextlib.suppress(ImportError):
         import pillow_heif
 

@@ -1,6 +1,6 @@
 """Masks of images: which file is whose, and what is in it.
 
-White is trained, black is not. A mask is a file of its own, with the image's name and `-mask` or
+White is trained, black is not. A mask is a separate file, with the image's name and `-mask` or
 `_mask` behind it or in a folder of masks, or it is the image's transparency.
 """
 

@@ -127,7 +127,7 @@ def _place(match: re.Match[str]) -> str:
         return f"middle_block.{_MIDDLE[f'{kind}.{layer}']}"
     first = int(match["block"]) * (_LAYERS + 1)
     if match["side"] == "down":
-        if kind == "downsamplers":  # an entry of its own, after the block's layers
+        if kind == "downsamplers":  # a separate entry, after the block's layers
             return f"input_blocks.{first + _LAYERS + 1}.0"
         return f"input_blocks.{first + layer + 1}.{int(kind == 'attentions')}"
     if kind == "upsamplers":  # in the entry of the block's last layer, which has a transformer

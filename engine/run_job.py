@@ -165,7 +165,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
 
 
 def end(outcome: str, world: World, barrier: FileBarrier, telemetry: Telemetry) -> None:
-    """Meet for the last time, and say how it ended."""
+    """Meet for the last time, and report how it ended."""
     telemetry.phase_name = "end"
     barrier.arrive("end")
     if world.main:
@@ -256,10 +256,10 @@ def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter
 def check_context(spec: JobSpec, family: Family, world: World) -> None:
     """Refuse what a context-parallel group cannot share evenly, before anything is encoded.
 
-    Pictures are fitted to sizes that divide (`jobs.spec.values.buckets.sizes_of`).
+    Images are fitted to sizes that divide (`jobs.spec.values.buckets.sizes_of`).
 
     Raises:
-        UserError: Not on GPUs, or a sample's picture or a caption has an odd number of tokens.
+        UserError: Not on GPUs, or the ranks cannot evenly share the tokens of an image or caption.
     """
     require_cuda(world.device)
     size, step = spec.context_parallel_size, latent_step_of(spec)

@@ -1,1 +1,1 @@
-"""From pictures to batches: index, buckets, the global batch plan, caches."""
+"""From images to batches: index, buckets, the global batch plan, caches."""

@@ -35,22 +35,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strips", type=Path, help="folder for one PNG per bucket")
     options = parser.parse_args(arguments)
     try:
-        # Data can be looked at before there is a model; only tokens are not counted then.
+        # Data can be checked before there is a model; only its tokens are not counted then.
         spec = load_spec(options.job, ignoring=NOT_NEEDED)
         model = spec.pretrained_model_name_or_path
         root = find_model(model) if model else None
         if spec.num_class_images and root is not None:
             made = folder_of(spec, root)
-            if numbers_in(made):  # else they are made when the job runs
+            if numbers_in(made):  # otherwise the job makes them when it runs
                 spec = with_class_images(spec, made)
         report = make_report(spec, index := build_index(spec, _Progress()), root)
-        found = report.to_dict()
+        output = report.to_dict()
         try:
             if options.sheet:
                 sheet(index, spec).save(options.sheet, format="PNG")
-                found["sheet"] = str(options.sheet)
+                output["sheet"] = str(options.sheet)
             if options.strips:
-                found["strips"] = save_strips(index, spec, options.strips)
+                output["strips"] = save_strips(index, spec, options.strips)
         except OSError as error:
             place = error.filename or options.sheet or options.strips
             raise UserError(f"cannot write {place} ({error.strerror or error})") from None
@@ -60,19 +60,19 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"fsdp-tui: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 2
-    print(json.dumps(found))
+    print(json.dumps(output))
     return 0
 
 
 class _Progress:
-    """Tells how far the look has come, a few times a second."""
+    """Print the progress of the index, a few times a second."""
 
     def __init__(self) -> None:
-        self._said = 0.0
+        self._last_print = 0.0
 
     def __call__(self, done: int, total: int) -> None:
-        if done == total or time.monotonic() - self._said >= _PROGRESS_EVERY:
-            self._said = time.monotonic()
+        if done == total or time.monotonic() - self._last_print >= _PROGRESS_EVERY:
+            self._last_print = time.monotonic()
             print(f"looked {done} {total}", file=sys.stderr, flush=True)
 
 

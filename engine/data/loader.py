@@ -35,7 +35,7 @@ class MicroBatch:
 
     Attributes:
         positions: Places of its samples in the global batch; draws are keyed by them.
-        latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalised, fp32.
+        latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalized, fp32.
         drawn: Levels and noise.
         condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them; and latents of
             conditioning images (`engine.families.shared.references`).
@@ -81,7 +81,7 @@ class Loader:
         self._objective = objective
         self._pins = world.device.type == "cuda"  # copies from pinned memory do not block
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="loader")
-        # Of its own: behind the reading of later steps, pinning would come too late.
+        # A separate pool: queued after the reading of later steps, pinning would come too late.
         self._pinning = ThreadPoolExecutor(1, thread_name_prefix="pinning")
         self._ahead: dict[int, Future[list[_Read]]] = {}
         self._pinned: dict[tuple[int, int], Future[_Read]] = {}
@@ -105,9 +105,9 @@ class Loader:
 
     def _read_ahead(self, step: int) -> None:
         last = min(step + self._spec.prefetch_steps, self._spec.max_train_steps - 1)
-        wanted = range(step, max(step, last) + 1)
-        self._ahead = {n: read for n, read in self._ahead.items() if n in wanted}
-        for number in wanted:
+        steps = range(step, max(step, last) + 1)
+        self._ahead = {n: read for n, read in self._ahead.items() if n in steps}
+        for number in steps:
             if number not in self._ahead:
                 self._ahead[number] = self._threads.submit(self._read, number)
 
@@ -146,7 +146,7 @@ class Loader:
             self._data.weight_of(draws[position], own)
             for position, own in zip(positions, each, strict=True)
         ]
-        known = [weight for weight in weights if weight is not None]
+        given = [weight for weight in weights if weight is not None]
         drawn = self._objective.draw(latents, sample_generators(self._spec.seed, step, positions))
         texts = [self._text(step, position, draws[position]) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
@@ -156,7 +156,7 @@ class Loader:
         condition = None
         if self._data.texts.ahead:
             condition = self._encoded(texts, pictures) | references
-        weight = torch.stack(known) if known else None
+        weight = torch.stack(given) if given else None
         return _Read(positions, latents, drawn, texts, pictures, references, condition, weight)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:

@@ -86,7 +86,7 @@ class Prepared:
     pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
-        """`(C, h, w)`, for videos `(C, f, h, w)`; normalised, fp32."""
+        """`(C, h, w)`, for videos `(C, f, h, w)`; normalized, fp32."""
         view = view_number(draw, self.spec)
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
 
@@ -109,7 +109,7 @@ class Prepared:
         return self.weights.of(draw.sample, view_number(draw, self.spec), latents)
 
     def shown_of(self, draw: Draw) -> Shown:
-        """What a draw shows of its picture."""
+        """What a draw shows of its image."""
         sample = self.index.samples[draw.sample]
         return shown(sample, view_of(sample, view_number(draw, self.spec), self.spec))
 
@@ -154,7 +154,7 @@ class Prepared:
         }
 
     def held_shown(self, number: int) -> Shown:
-        """What the first view of what is held out shows of its picture."""
+        """What the first view of what is held out shows of its image."""
         return shown(self.held[number], view_of(self.held[number], 0, self.spec))
 
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
@@ -172,10 +172,10 @@ def prepare(
     telemetry: Telemetry,
     wants_stop: Callable[[], bool] = lambda: False,
 ) -> Prepared:
-    """Look at the data, encode captions and pictures that no cache has yet.
+    """Index the data and encode the captions and images that no cache has yet.
 
     When this returns, on every rank, all files exist that the job's steps will draw, and neither
-    VAE nor (unless the job wants them to stay) text encoders are left in memory.
+    VAE nor (unless the job keeps them) text encoders are left in memory.
 
     Args:
         spec: The job.
@@ -185,10 +185,10 @@ def prepare(
         world: The ranks.
         barrier: Where they meet.
         telemetry: This rank's.
-        wants_stop: Whether this rank has seen a wish to stop; once it has, it always says so.
+        wants_stop: Whether this rank was asked to stop; once true, it stays true.
 
     Raises:
-        StoppedError: A rank has seen one. All ranks leave at the same place; what was cached stays.
+        StoppedError: A rank wants to stop. All ranks leave at the same place; cached files stay.
     """
     spec = settle(spec)
     team = Team(world, barrier, telemetry, wants_stop)
@@ -242,7 +242,7 @@ def _drawn(
     captions: Sequence[tuple[str, ...]],
     samples: Sequence[Sample],
 ) -> tuple[list[tuple[int, int]], list[Text]]:
-    """What the job's steps will look at: samples with views, and texts.
+    """What the job's steps will draw: samples with views, and texts.
 
     A job that ends before it has seen everything prepares only what it sees.
     """
@@ -251,8 +251,8 @@ def _drawn(
     if spec.max_train_steps * plan.global_batch >= everything:
         pairs = [(sample, view) for sample in range(len(captions)) for view in range(views)]
         shown = [(sample, looks_of(samples[sample], view, spec)) for sample, view in pairs]
-        said = [Text(words, looks=looks) for sample, looks in shown for words in captions[sample]]
-        return pairs, [*said, *(NO_TEXT._replace(looks=looks) for _, looks in shown if drops)]
+        texts = [Text(words, looks=looks) for sample, looks in shown for words in captions[sample]]
+        return pairs, [*texts, *(NO_TEXT._replace(looks=looks) for _, looks in shown if drops)]
     steps = [draw for step in range(spec.max_train_steps) for draw in plan.draws(step)]
     pairs = sorted({(draw.sample, view_number(draw, spec)) for draw in steps})
     drawn = dict.fromkeys(_caption(draw, captions, samples, spec) for draw in steps)
@@ -262,49 +262,49 @@ def _drawn(
 
 def _prompts(spec: JobSpec, pictures: Mapping[str, Image]) -> list[Text]:
     """What is sampled, and the negative prompts that have an effect."""
-    found = []
+    texts = []
     for request in requests_of(spec):
         looks = looks_of_prompt(request.conditioning, pictures, spec)
-        found.append(Text(prompt_text(request.prompt, spec), looks=looks))
+        texts.append(Text(prompt_text(request.prompt, spec), looks=looks))
         if request.guided and request.negative_prompt is not None:
-            found.append(Text(prompt_text(request.negative_prompt, spec), True, looks))
-    return found
+            texts.append(Text(prompt_text(request.negative_prompt, spec), True, looks))
+    return texts
 
 
 def read_pictures(spec: JobSpec) -> dict[str, Image]:
     """The conditioning images of prompts by their paths, at the size that the model wants.
 
-    Read once, so that no sample fails because a file is gone by then.
+    Read once at the start, so that sampling never fails because a file has gone since.
 
     Raises:
-        UserError: One cannot be read.
+        UserError: An image cannot be used.
     """
     takes = references_of(spec)  # of others, the pipeline resizes what it is given
-    found: dict[str, Image] = {}
+    pictures: dict[str, Image] = {}
     for path in {path for request in requests_of(spec) for path in request.conditioning}:
         try:
             picture = decode(read_regular(expand(path), LARGEST_PICTURE))
         except (OSError, PictureError) as error:
             raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
         if takes is None or takes.fit is None:
-            found[path] = picture
+            pictures[path] = picture
             continue
         side = None if takes.fixed else spec.conditioning_resolution
         if why := takes.why_unfit((takes.seen or takes.fit)(*picture.size, side).size):
             raise UserError(f"the conditioning image {path} cannot be used ({why})")
-        found[path] = picture if takes.fixed else fit_whole(picture, takes.fit, side)
-    return found
+        pictures[path] = picture if takes.fixed else fit_whole(picture, takes.fit, side)
+    return pictures
 
 
 def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> DataIndex:
-    """Rank 0 looks at the data; everyone reads what it found."""
+    """The index, which rank 0 makes and all ranks read."""
     path, telemetry = run_dir.root / "data.json", team.telemetry
     if team.world.main:
         before = _index_of_last_attempt(path)
-        found = _look(spec, model_root, path, run_dir, team)
+        indexed = _look(spec, model_root, path, run_dir, team)
         team.arrive("index", {})
-        if found is not None:
-            _tell(*found, before, telemetry)
+        if indexed is not None:
+            _tell(*indexed, before, telemetry)
     team.barrier.wait("index", ranks=1)
     team.words("index")
     return DataIndex.load(path)
@@ -313,7 +313,7 @@ def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> Data
 def _look(
     spec: JobSpec, model_root: Path, path: Path, run_dir: RunDir, team: Team
 ) -> tuple[DataIndex, DataReport] | None:
-    """Look at the data and write down what is there; None if a wish to stop came first."""
+    """Index the data and write the index and the report; None if the job is to stop first."""
     with team.telemetry.phase("index") as progress:
 
         def looked(done: int, total: int) -> None:
@@ -325,7 +325,7 @@ def _look(
         try:
             index = build_index(spec, looked)
         except StoppedError:
-            return None  # the others are told, and all leave where they meet
+            return None  # the other ranks learn it where they meet, and all leave there
         index.save(path)
         report = make_report(spec, index, model_root)
         write_atomic(run_dir.data_report, json.dumps(report.to_dict()) + "\n")
@@ -335,11 +335,11 @@ def _look(
 def _tell(
     index: DataIndex, report: DataReport, before: DataIndex | None, telemetry: Telemetry
 ) -> None:
-    """Say what is in the data, and what is not what it was."""
+    """Log what is in the data, and what has changed since the last attempt."""
     for line in summary(report):
         telemetry.say(line)
-    for one in index.skipped:
-        telemetry.say(f"skipped {one.name}: {one.why}")
+    for skip in index.skipped:
+        telemetry.say(f"skipped {skip.name}: {skip.why}")
     if index.skipped:
         first = index.skipped[0]
         telemetry.warn(

@@ -1,4 +1,4 @@
-"""`python -m engine.demo DIR`: write the demo's model and pictures, print where they are."""
+"""`python -m engine.demo DIR`: write the demo's model and images, print where they are."""
 
 from __future__ import annotations
 

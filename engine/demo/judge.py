@@ -39,11 +39,11 @@ EXAMPLES: Final = 24
 
 
 def look(picture: Image.Image) -> Scene | None:
-    """What a picture shows; None if it is nothing that has a name here."""
-    found = outline(picture)
-    if found is None:
+    """What an image shows; None if it is not a scene of the demo."""
+    parts = outline(picture)
+    if parts is None:
         return None
-    mask, color, background = found
+    mask, color, background = parts
     cover, shape = max((_cover(mask, example), name) for name, example in _examples())
     if cover < (LEAST_COVER_OF_STARS if shape == "star" else LEAST_COVER):
         return None
@@ -51,7 +51,7 @@ def look(picture: Image.Image) -> Scene | None:
 
 
 def outline(picture: Image.Image) -> tuple[Floats, Floats, Floats] | None:
-    """The shape of a picture, apart from where and how large it is.
+    """The shape of an image, apart from where and how large it is.
 
     Returns:
         How much of each cell is in the shape, `(GRID, GRID)` from 0 to 1, the color of the shape
@@ -84,15 +84,15 @@ def _examples() -> list[tuple[str, Any]]:
     """Outlines to compare with: each shape as the demo draws it, some turned."""
     chance = random.Random(0)
     return [
-        (shape, found[0])
+        (shape, parts[0])
         for shape in (*SHAPES, HEART)
         for _ in range(EXAMPLES)
-        if (found := outline(draw(Scene(shape, "red", "white"), chance))) is not None
+        if (parts := outline(draw(Scene(shape, "red", "white"), chance))) is not None
     ]
 
 
-def _cover(one: Floats, other: Floats) -> float:
-    return float(np.minimum(one, other).sum() / np.maximum(one, other).sum())
+def _cover(mask: Floats, other: Floats) -> float:
+    return float(np.minimum(mask, other).sum() / np.maximum(mask, other).sum())
 
 
 def _name(color: Floats) -> str:
@@ -104,7 +104,7 @@ def judge(samples: Path) -> list[dict[str, int]]:
     """Count what is right among a run's samples.
 
     Args:
-        samples: The run's directory of samples, `step-<n>` each with pictures and sidecars.
+        samples: The run's directory of samples, with images and sidecars in each `step-<n>`.
 
     Returns:
         For each step, in order: `step`, `hearts` and `others` asked for, and how many of them are

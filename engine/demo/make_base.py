@@ -79,7 +79,7 @@ SILENT: Final = 0.03
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is asked for, and say how well it draws."""
+    """Train the requested parts, and report how well the base draws."""
     parser = argparse.ArgumentParser(prog="python -m engine.demo.make_base", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", choices=("vae", "transformer", "check"))
@@ -227,7 +227,7 @@ def train_transformer(base: Path, steps: int) -> None:
 
 
 def check(base: Path) -> None:
-    """Say how many of the base's drawings are right, of scenes that it has seen and has not."""
+    """Report how many of the base's drawings are right, of scenes it has seen and has not."""
     pipeline = FluxPipeline.from_pretrained(base, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     chance = random.Random(SEED)
@@ -245,7 +245,7 @@ def check(base: Path) -> None:
 
 
 def sample(pipeline: FluxPipeline, asked: Sequence[Scene]) -> list[Image.Image]:
-    """A picture of each scene, as the demo's job samples them."""
+    """An image of each scene, as the demo's job samples them."""
     pictures: list[Image.Image] = []
     for at in range(0, len(asked), 16):
         some = asked[at : at + 16]
@@ -270,7 +270,7 @@ def _new_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
 
 
 def _pictures(count: int, *, seed: int) -> list[Image.Image]:
-    """Pictures for the autoencoder, which is to show shapes that are taught later too."""
+    """Images for the autoencoder, which must also handle shapes that are taught later."""
     chance = random.Random(seed)
     shapes = (*SHAPES, HEART, "diamond", "crescent")
     return [
@@ -326,7 +326,7 @@ def _follow(average: torch.nn.Module, model: torch.nn.Module, decay: float) -> N
 
 
 def _sheet(pictures: Sequence[Image.Image]) -> Image.Image:
-    """The pictures in rows of eight."""
+    """The images in rows of eight."""
     sheet = Image.new("RGB", (8 * SIZE, -(-len(pictures) // 8) * SIZE))
     for number, picture in enumerate(pictures):
         sheet.paste(picture, (number % 8 * SIZE, number // 8 * SIZE))

@@ -1,4 +1,4 @@
-"""The demo's pictures: one shape of one color on a plain background, and captions that say so."""
+"""The demo's images: one shape of one color on a plain background, and captions that say so."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ PROMPTS: Final = (
     "a red star on a white background",
     "a green ring on a black background",
 )
-"""What the demo samples: hearts that its training pictures do not show, and two old shapes."""
+"""What the demo samples: hearts that its training images do not show, and two old shapes."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows.
+    """What an image shows.
 
     Attributes:
         shape: One of `SHAPES`, or a heart.
@@ -59,7 +59,7 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """What a person would write below it."""
+        """What a person would write under it."""
         article = "an" if self.color[0] in "aeiou" else "a"
         return f"{article} {self.color} {self.shape} on a {self.background} background"
 
@@ -108,7 +108,7 @@ def captions() -> list[str]:
 
 
 def draw(scene: Scene, chance: random.Random) -> Image:
-    """A picture of a scene: place, size and turn are left to chance."""
+    """An image of a scene: place, size and turn are left to chance."""
     return draw_picture(
         PicturePlan(
             stem=scene.stem,
@@ -128,7 +128,7 @@ def draw(scene: Scene, chance: random.Random) -> Image:
 
 
 def write_lessons(data_dir: Path) -> None:
-    """Write a picture of each lesson, its caption beside it; the same bytes each time."""
+    """Write an image of each lesson, its caption beside it; the same bytes each time."""
     chance = random.Random(0)
     for number, scene in enumerate(lessons(), start=1):
         path = data_dir / f"{scene.stem}-{number}.png"

@@ -1,4 +1,4 @@
-"""What is kept of the base's training: loss curves, and a state to go on from."""
+"""What is kept of the base's training: loss curves, and a state to resume from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEPT: Final = 100
-"""Steps between two states from which an interrupted training goes on."""
+"""Steps between two states from which an interrupted training resumes."""
 EVERY: Final = 50
 """Steps between two points of a loss curve, each a mean."""
 
@@ -54,7 +54,7 @@ class Curve:
 
 
 class Kept:
-    """What an interrupted training needs to go on, in a file beside the base.
+    """What an interrupted training needs to resume, in a file beside the base.
 
     Args:
         base: The base.
@@ -93,6 +93,6 @@ class Kept:
 def record(base: Path, name: str, facts: dict[str, Any]) -> None:
     """Put facts into `training.json`."""
     path = base / "training.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    known[name] = facts
-    path.write_text(json.dumps(known) + "\n", encoding="utf-8")
+    records = json.loads(path.read_text()) if path.is_file() else {}
+    records[name] = facts
+    path.write_text(json.dumps(records) + "\n", encoding="utf-8")

@@ -22,9 +22,9 @@ def load(
 
     Args:
         name: The family's.
-        flavour: Which of its published models; None if it was not said.
-        root: The model's directory; None where only facts are wanted.
-        fps: Frames per second of its videos; the family's usual ones when left out.
+        flavour: Which of its published models; None if the job does not set it.
+        root: The model's directory; None where only facts are needed.
+        fps: Frames per second of its videos; None for the family's default.
 
     Raises:
         SpecError: Unknown family or flavour.

@@ -91,12 +91,12 @@ class AuraFlow(Family):
 
 
 def _check_size(longest: int | None, noisy: torch.Tensor) -> None:
-    """Refuse pictures larger than the table of positions: beyond it the model reads others' rows.
+    """Refuse images larger than the table of positions: beyond it the model reads other rows.
 
-    Jobs are checked before they start; this is for whoever calls it otherwise.
+    Jobs are checked before they start; this protects other callers.
 
     Raises:
-        UserError: Says how large they may be.
+        UserError: The images are too large.
     """
     height, width = (side * _CELL for side in noisy.shape[-2:])
     if longest is not None and max(height, width) > longest:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Flux(PackedFamily):
-    """FLUX.1; conditioning images are tokens behind the picture's, or in channels (control)."""
+    """FLUX.1; conditioning images are tokens after the image's own, or extra channels (control)."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
     LORA_TARGETS = (

@@ -52,7 +52,7 @@ _LAYOUT: Final = Layout(
 
 
 class Flux2(Family):
-    """FLUX.2. Conditioning images are behind the picture's tokens, at later times than it."""
+    """FLUX.2. Conditioning images are tokens after the image's own, at later time positions."""
 
     # Every linear layer of the blocks: attention of both streams and their feed-forwards; single
     # blocks have one before attention and one after.
@@ -79,8 +79,8 @@ class Flux2(Family):
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """A pipeline with only what encodes prompts.
 
-        Of `dev` the tokenizer alone: its `PixtralProcessor` handles pictures besides, for which
-        it wants torchvision, and what it makes of a text is the tokenizer's doing.
+        For `dev`, only the tokenizer: its `PixtralProcessor` also handles images, for which it
+        needs torchvision, but it encodes texts with this tokenizer alone.
         """
         if self._klein:
             return super().load_text_pipeline(root, dtype, **components)
@@ -145,9 +145,9 @@ class Flux2(Family):
             image_ids = Flux2Pipeline._prepare_latent_ids(noisy)
             tokens = Flux2Pipeline._pack_latents(noisy)
             if references := references_in(condition):
-                places = Flux2Pipeline._prepare_image_ids([one[:1] for one in references])
+                places = Flux2Pipeline._prepare_image_ids([latents[:1] for latents in references])
                 image_ids = torch.cat([image_ids, places.expand(len(noisy), -1, -1)], dim=1)
-                beside = [Flux2Pipeline._pack_latents(one) for one in references]
+                beside = [Flux2Pipeline._pack_latents(latents) for latents in references]
                 tokens = torch.cat([tokens, *beside], dim=1)
         velocity = transformer(
             hidden_states=tokens,

@@ -84,12 +84,12 @@ class HiDream(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """The pipeline's forward, in which pictures that are not square are filled up with tokens.
+        """The pipeline's forward, which pads images that are not square with tokens.
 
-        Those are part of what the model sees, so there is no leaving them out.
+        The model attends to these, so they cannot be dropped.
 
         Raises:
-            UserError: A picture that is not square has more tokens than the model fills up to.
+            UserError: An image that is not square has more tokens than the model pads to.
         """
         height, width = noisy.shape[-2:]
         tokens = self.tokens_of(height, width)

@@ -30,11 +30,11 @@ _TENCENT: Final = {
 
 def _as_tencent(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
     """Module of Tencent's model → adapter; what is fused there is what is fused in FLUX.1."""
-    found: dict[str, Adapter] = {}
+    renamed: dict[str, Adapter] = {}
     for module, adapter in flux_kohya.LAYOUT.rename(adapters).items():
         end = next((end for end in _TENCENT if module.endswith(end)), None)
-        found[module.removesuffix(end) + _TENCENT[end] if end else module] = adapter
-    return found
+        renamed[module.removesuffix(end) + _TENCENT[end] if end else module] = adapter
+    return renamed
 
 
 class HunyuanVideo(Family):

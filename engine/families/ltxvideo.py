@@ -105,7 +105,7 @@ class LTXVideo(Family):
         return height * width * frames
 
     def _places(self, size: torch.Size, device: torch.device, batch: int) -> dict[str, Any]:
-        """How the pipeline says where tokens are."""
+        """The positions of tokens, as the pipeline passes them."""
         if self.pipeline_class() is LTXPipeline:
             frames, height, width = size
             scale = (_TIME / self.fps, _SPACE, _SPACE)
@@ -115,7 +115,7 @@ class LTXVideo(Family):
                 "width": width,
                 "rope_interpolation_scale": scale,
             }
-        # Latent frames begin with one frame of its own: their times are those of their first ones.
+        # The first latent frame is a single frame; each has the time of the first frame in it.
         cells = LTXConditionPipeline._prepare_video_ids(batch, *size, device=device)
         coordinates = LTXConditionPipeline._scale_video_ids(cells, _SPACE, _TIME).float()
         coordinates[:, 0] *= 1 / self.fps

@@ -1,4 +1,4 @@
-"""Lumina-Image 2.0: one stream of Gemma's text and the picture, and time that runs backwards."""
+"""Lumina-Image 2.0: one stream of Gemma's text and the image, and time that runs backward."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lumina2(Family):
     ) -> None:
         super().__init__(name, flavour, root, fps)
         config = read_json(root / self.component / "config.json") if root is not None else None
-        # A picture's position on the first axis is the number of its text tokens.
+        # An image's position on the first axis is the number of its text tokens.
         self._positions: int = (config or {}).get("axes_lens", [300])[0]
 
     def encode(
@@ -104,7 +104,7 @@ class Lumina2(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        # Its time is 0 for noise and 1 for pictures, and its velocity points from one to the other.
+        # Its time is 0 for noise and 1 for images, and its velocity points from one to the other.
         return -transformer(
             hidden_states=noisy,
             timestep=1 - level,

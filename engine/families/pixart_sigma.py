@@ -47,7 +47,7 @@ class PixArtSigma(Family):
     GUIDED_FORWARDS = 1
 
     def load_lora(self, pipeline: Any, directory: Path) -> None:
-        """As a person would: this pipeline has no functions for LoRAs, peft has."""
+        """As a user would: this pipeline has no functions for LoRAs, but peft does."""
         PeftModel.from_pretrained(pipeline.transformer, directory)
 
     def encode(
@@ -91,7 +91,7 @@ class PixArtSigma(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """Pictures of the size that was asked for, and texts as they are."""
+        """Keep the requested size of images, and texts unchanged."""
         arguments = super().sample_arguments(request, condition, negative)
         arguments |= {"use_resolution_binning": False, "clean_caption": False}
         if negative:

@@ -1,6 +1,6 @@
 """Qwen-Image: packed 2×2 latents of a video VAE, text of any length, rectified flow.
 
-Qwen-Image-Edit's conditioning images are tokens behind the picture's, and its text encoder sees
+Qwen-Image-Edit's conditioning images are tokens after the image's own, and its text encoder sees
 them with the prompt.
 """
 
@@ -68,7 +68,7 @@ class QwenImage(PackedFamily):
             return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """A picture is a video of one frame to the VAE."""
+        """To the VAE, an image is a video of one frame."""
         return super().encode_pictures(vae, pixels.unsqueeze(2)).squeeze(2)
 
     def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -219,11 +219,11 @@ def _is_ranges(value: Any) -> bool:
 
 @contextmanager
 def filled_numbers(transformer: Any) -> Iterator[None]:
-    """Let a forward with masked texts, or of Qwen-Image-Edit-2511, not wait for the GPU.
+    """Keep a forward with masked texts, or of Qwen-Image-Edit-2511, from waiting for the GPU.
 
     Diffusers (0.42) moves the length of the texts there, to count tokens that it then does not
     use; and for 2511 a list of which tokens are a conditioning image's. It does so before it embeds
-    positions: only until then is every function looked at.
+    positions: only until then is every function intercepted.
     """
     with ExitStack() as stack:
         stack.enter_context(_Filled())

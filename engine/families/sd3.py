@@ -43,7 +43,7 @@ class SD3(Family):
     """Stable Diffusion 3 and 3.5."""
 
     # Every linear layer of the blocks: attention of both streams, 3.5 medium's second attention
-    # over pictures alone, and both feed-forwards.
+    # over images alone, and both feed-forwards.
     LORA_TARGETS = (
         r"transformer_blocks\.\d+\."
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -60,8 +60,8 @@ class SD3(Family):
             UserError: The model was saved without T5; the stock pipeline then asks its
                 transformer, which is not loaded yet, how wide the zeros in its place are.
         """
-        known = (read_json(root / "model_index.json") or {}).get("text_encoder_3") or [None]
-        if known[0] is None and components.get("text_encoder_3") is None:
+        listed = (read_json(root / "model_index.json") or {}).get("text_encoder_3") or [None]
+        if listed[0] is None and components.get("text_encoder_3") is None:
             raise UserError(
                 f"{root} has no T5 (text_encoder_3); captions need all three encoders",
                 "download the complete model",

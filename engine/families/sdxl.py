@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: a UNet that is told the picture's size, denoising on a discrete schedule."""
+"""Stable Diffusion XL: a UNet with size conditioning, denoising on a discrete schedule."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class SDXL(Family):
         }
 
     def sizes(self, spec: JobSpec, pictures: Sequence[Shown]) -> dict[str, torch.Tensor]:
-        """`time_ids (B, 6)`: the original height and width, the cut's top and left, the target.
+        """`time_ids (B, 6)`: the original height and width, the crop's top and left, the target.
 
         Whole numbers, which no precision narrows.
         """
         if spec.size_conditioning == "target":
             return {}
         rows = [
-            (one.original[1], one.original[0], one.top, one.left, one.size[1], one.size[0])
-            for one in pictures
+            (cut.original[1], cut.original[0], cut.top, cut.left, cut.size[1], cut.size[0])
+            for cut in pictures
         ]
         return {"time_ids": torch.tensor(rows, dtype=torch.int32)}
 

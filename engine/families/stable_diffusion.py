@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-# Parts that look at finished pictures, and one for pictures as prompts: no sample needs them.
+# Parts that check finished images, and one for images as prompts: no sample needs them.
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
 
 
@@ -30,7 +30,7 @@ class StableDiffusion(Family):
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds (77, D)`; a negative prompt that is left out is the empty text."""
+        """`prompt_embeds (77, D)`; a negative prompt that is not set is the empty text."""
         embeds, _ = pipeline.encode_prompt(
             prompt,
             device=pipeline._execution_device,

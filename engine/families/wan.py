@@ -1,6 +1,6 @@
 """Wan: videos by flow matching, with cross-attention to text; two experts by noise level in 2.2.
 
-Image-to-video has the first frame, with gray ones behind it, in channels of its own. In 2.1, an
+Image-to-video has the first frame, followed by gray ones, in extra channels. In 2.1, an
 image encoder (CLIP) has it as its input too.
 """
 
@@ -128,18 +128,18 @@ class Wan(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """But for what CLIP saw: the pipeline takes no image together with that."""
-        found = super().sample_arguments(request, condition, negative)
-        return {name: value for name, value in found.items() if not name.endswith(_IMAGE)}
+        """All but CLIP's output: the pipeline does not take an image together with that."""
+        arguments = super().sample_arguments(request, condition, negative)
+        return {name: value for name, value in arguments.items() if not name.endswith(_IMAGE)}
 
     def pipeline_with_image(
         self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
     ) -> Any:
         """Image-to-video's, with the image encoder's output, computed already, in its place."""
         parts = {name: part for name, part in pipeline.components.items() if part is not None}
-        known = (condition or {}).get(_IMAGE)
-        if known is not None:
-            parts |= {"image_processor": _no_pixels, "image_encoder": _Precomputed(known)}
+        encoded = (condition or {}).get(_IMAGE)
+        if encoded is not None:
+            parts |= {"image_processor": _no_pixels, "image_encoder": _Precomputed(encoded)}
         settings = {"boundary_ratio": self._boundary, "expand_timesteps": not self._only_first}
         return WanImageToVideoPipeline(
             **dict.fromkeys(("tokenizer", "text_encoder")) | parts, **settings
@@ -147,7 +147,7 @@ class Wan(Family):
 
     @property
     def _only_first(self) -> bool:
-        """Whether the first frame is in channels of its own, and not in its place."""
+        """Whether the first frame is in extra channels, and not in its place."""
         return self.pipeline_class() is WanImageToVideoPipeline
 
     @property

@@ -1,4 +1,4 @@
-"""Z-Image: one stream of picture and text, text of any length, time that runs backwards."""
+"""Z-Image: one stream of image and text, text of any length, time that runs backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ZImage(Family):
     """Z-Image and Z-Image Turbo."""
 
     # Every linear layer of the blocks: attention and feed-forward, also in the blocks that see
-    # only the picture or only the text.
+    # only the image or only the text.
     LORA_TARGETS = (
         r"(layers|noise_refiner|context_refiner)\.\d+\."
         r"(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.(w1|w2|w3))"

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from jobs.run.rundir import RunDir
 
-# Seconds between looks: ranks that are about equally fast wait next to nothing.
+# Seconds between checks: ranks that are about equally fast hardly wait.
 _SHORTEST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.1
 
 
 class StrandedError(RuntimeError):
-    """This rank is well, but cannot go on without one that failed."""
+    """This rank is sound, but cannot continue without one that failed."""
 
 
 class FileBarrier:
@@ -52,7 +52,7 @@ class FileBarrier:
 
         Args:
             place: The meeting point.
-            word: What the others are to know; a JSON value. See `words`.
+            word: What the other ranks need to know; a JSON value. See `words`.
         """
         write_atomic(self._here / f"{place}.{self._rank}", json.dumps(word))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 REPLICATE, SHARD, RING, ULYSSES = "dp_replicate", "dp_shard", "ring", "ulysses"
 _FLAT = "dp_shard_cp"
-_HEAD_START: Final = 60.0  # seconds in which the supervisor ends a job that stands still
+_HEAD_START: Final = 60.0  # seconds in which the supervisor ends a job that makes no progress
 
 
 def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> DeviceMesh | None:

@@ -14,11 +14,11 @@ _EVERY: Final = 0.5  # seconds
 
 
 class Progress:
-    """Called with the number of things done; says so in the events, a few times a second.
+    """Called with the number of things done; reports it in the events, a few times a second.
 
     Attributes:
-        total: What is counted up to, if known; may become known on the way.
-        ranks: What each rank did of shared work, as far as it is known.
+        total: What is counted up to, if known; may become known later.
+        ranks: What each rank has done of shared work, as far as known.
 
     Args:
         telemetry: The rank's.
@@ -32,7 +32,7 @@ class Progress:
         self._name = name
         self.total = total
         self._shared = shared
-        self._said = 0.0
+        self._last_event = 0.0
         self._first: tuple[float, int] | None = None
         self.ranks: list[int] | None = None
 
@@ -44,14 +44,14 @@ class Progress:
         self.say(done)
 
     def say(self, done: int) -> None:
-        """Say how far all are, while this rank waits for the others.
+        """Report how far all ranks are, while this rank waits for the others.
 
-        Waiting is no work, so nothing moves on: the others say of themselves that they do, and
-        when none of them does, the job stands still.
+        Waiting is not progress and is not recorded as such: the other ranks record their own, and
+        when none of them does, the job makes no progress.
         """
-        if time.monotonic() - self._said < _EVERY:
+        if time.monotonic() - self._last_event < _EVERY:
             return
-        self._said = time.monotonic()
+        self._last_event = time.monotonic()
         if self._shared and self._telemetry.rank == 0:
             self.ranks = self._of_all(done)
             done = sum(self.ranks)
@@ -67,7 +67,7 @@ class Progress:
         )
 
     def _of_all(self, mine: int) -> list[int]:
-        """What each rank has done; the others say it about once a second."""
+        """What each rank has done; the others report it about once a second."""
         others = {
             status.rank: status.done or 0
             for status in self._telemetry.run_dir.rank_statuses()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _STATUS_EVERY: Final = 1.0  # seconds
 _GAVE_WAY: Final = 1  # exit status
-# Phases whose peak memory is recorded. The others hold nothing, or hold phases of their own.
+# Phases whose peak memory is recorded. The others hold nothing, or contain other phases.
 _MEASURED: Final = ("encode", "latents", "load", "sample", "copy", "save", "export")
 
 
@@ -169,7 +169,7 @@ class Telemetry:
             os._exit(_GAVE_WAY)
 
     def _pass_on(self) -> None:
-        """Say what trackers warn of: rank 0 alone writes events."""
+        """Report the trackers' warnings: only rank 0 writes events."""
         with suppress(OSError, ValueError):
             for path in self.run_dir.tracking.glob("*.warning"):
                 text = path.read_text(encoding="utf-8").strip()

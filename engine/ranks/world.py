@@ -97,7 +97,7 @@ class World:
 
         Args:
             value: What can be pickled.
-            group: All ranks; the default group when left out.
+            group: All ranks; None for the default group.
         """
         if self.size == 1:
             return [value]
@@ -110,7 +110,7 @@ class World:
 
         Args:
             value: What can be pickled; only rank 0's counts.
-            group: All ranks; the default group when left out.
+            group: All ranks; None for the default group.
         """
         box = [value]
         if self.size > 1:

@@ -1,1 +1,1 @@
-"""Report a run to experiment trackers: a process of its own for each, which follows the events."""
+"""Report a run to experiment trackers: a separate process for each, which follows the events."""

@@ -1,6 +1,6 @@
 """`python -m engine.tracking RUN_DIR NAME`: report a run to one tracker until the run has ended.
 
-A process of its own: a tracker that hangs, crashes or computes cannot delay a step, and its
+A separate process: a tracker that hangs, crashes or computes cannot delay a step, and its
 network and files are no business of the ranks. It sees no GPU.
 """
 

@@ -68,7 +68,7 @@ class Client:
         self.tracker.log(dict(values), step=step)
 
     def log_images(self, images: Mapping[str, Path], step: int) -> None:
-        """Send pictures, to the trackers that take any."""
+        """Send images to trackers that support them."""
         send = getattr(self.tracker, "log_images", None)
         if send is None:
             return

@@ -200,7 +200,7 @@ class Follower:
         self._send("log_images", pictures, step)
 
     def _send(self, what: str, *arguments: Any, **more: Any) -> None:
-        """One call of the tracker; what it raises is said once, and the run goes on."""
+        """One call of the tracker; the first error is reported, and the run continues."""
         try:
             with self._call():
                 getattr(self.client, what)(*arguments, **more)
@@ -224,7 +224,7 @@ class Follower:
         self._warn(f"{what}: {type(error).__name__}: {why[0]}")
 
     def _warn(self, text: str) -> None:
-        """Leave a warning for rank 0, which says it with its own; only the first one."""
+        """Leave a warning for rank 0, which reports it with its own; only the first warning."""
         if self.warned:
             return
         self.warned = True
@@ -249,9 +249,9 @@ class Follower:
     def _is_alive(self) -> bool:
         """Whether the launcher or a rank of the latest attempt is alive."""
         launched = read_json(self.run_dir.launch_file) or {}
-        known = [launched.get("launcher")]
-        known += [[status.pid, status.started] for status in self.run_dir.rank_statuses()]
-        return any(one and _is_process(one) for one in known)
+        processes = [launched.get("launcher")]
+        processes += [[status.pid, status.started] for status in self.run_dir.rank_statuses()]
+        return any(process and _is_process(process) for process in processes)
 
     def _keep(self) -> None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What of an event a tracker is sent, and under which names. Pure."""
+"""What a tracker gets of an event, and under which names. Pure."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def step_values(event: dict[str, Any]) -> dict[str, float]:
 
 def validation_values(event: dict[str, Any]) -> dict[str, float]:
     """The validation loss, and that of each noise level, from 0 (clean) to 1."""
-    found = {"validation/loss": event.get("loss")}
+    losses = {"validation/loss": event.get("loss")}
     for level, loss in event.get("levels") or ():
-        found[f"validation/loss_at_{level:.3f}"] = loss
-    return {name: loss for name, loss in found.items() if _is_number(loss)}
+        losses[f"validation/loss_at_{level:.3f}"] = loss
+    return {name: loss for name, loss in losses.items() if _is_number(loss)}
 
 
 def memory_values(ranks: Iterable[RankStatus]) -> dict[str, float]:

@@ -134,7 +134,7 @@ def follow(pairs: Iterable[Pair], weight: float, spoilt: torch.Tensor | None) ->
 
 
 class Follower:
-    """Averages in host memory that follow tensors on a GPU, in a thread and on a stream of its own.
+    """Averages in host memory that follow tensors on a GPU, in a separate thread and stream.
 
     Tensors come over piece by piece through two pinned buffers: while one is filled, the average
     moves towards what is in the other.

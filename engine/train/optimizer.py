@@ -61,7 +61,7 @@ def build_optimizer(
             _NO_SHARDS_HINT,
         )
     optimizer = _build(spec, parameters, device)
-    if len(parts_of(parameters)) > 1 and spec.optimizer != "prodigy":  # which has parts of its own
+    if len(parts_of(parameters)) > 1 and spec.optimizer != "prodigy":  # which has its own parts
         _step_in_parts(optimizer)
     return optimizer
 
@@ -95,7 +95,7 @@ def _build(
 
 
 def _step_in_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Have each of `parts_of` the parameters be a group of its own within a step.
+    """Make each of `parts_of` the parameters a separate group within a step.
 
     A GPU hardly notices: fused kernels take some dozens of tensors at a time in any case.
     """

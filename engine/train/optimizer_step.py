@@ -1,8 +1,8 @@
 """One optimizer step: forward and backward over the global batch, average, clip, update.
 
-On a GPU nothing here waits for the device, which would stand still meanwhile: a step's loss and
-norm are read when the next one has been given to it, and what must not depend on them by then is
-decided on the device.
+On a GPU nothing here waits for the device, which would be idle meanwhile: a step's loss and norm
+are read after the next step has been given to it, and what depends on them before that is decided
+on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engine.train.train_state import TrainState
     from jobs.spec.job_spec import JobSpec
 
-# The schedule advances with every step, also when the first ones are left out.
+# The schedule advances with every step, also when the first ones are skipped.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 _MOST_SKIPPED: Final = 20  # in a row; an fp16 loss scale starts at 2^16 and halves each time
@@ -47,14 +47,14 @@ _MEASURED_EVERY: Final = 100
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, the same on every rank but for the times.
+    """The result of a step, the same on every rank except for the times.
 
     Attributes:
         step: Which one, counted from 1.
         loss: Mean over the global batch.
         norm: Global gradient norm before clipping.
         skipped: Nothing was updated, since loss or gradient were not finite.
-        scale: The loss scale of fp16 after it; may be left out where nothing was skipped.
+        scale: The loss scale of fp16 after it; may be None where nothing was skipped.
         rate: The learning rate of this step.
         seconds: Wall time; on a GPU, since it was done with the step before.
         data_seconds: The host's waiting for data; a GPU may have had work meanwhile.
@@ -95,15 +95,15 @@ class _Moment:
 
 
 class _Given(NamedTuple):
-    """A step that the device has been given, and may still be computing.
+    """A step that was given to the device, which may still be computing it.
 
     Attributes:
         step: Counted from 0.
         numbers: Loss, norm and, of fp16, loss scale, in host memory once `done` is reached.
-        begun: Where its time begins.
+        begun: When its time starts.
         done: When it has been computed.
         rate: The learning rate.
-        data_seconds: Of waiting for data.
+        data_seconds: Seconds of waiting for data.
     """
 
     step: int
@@ -125,8 +125,8 @@ class Stepper:
         loader: This rank's micro-batches.
         world: The ranks.
         peaks: Measures memory.
-        late: Whether a step is judged when the next one has been given to the device; where that
-            gains something, when left out.
+        late: Whether a step is judged only when the next one has been given to the device; None
+            for on GPUs only, where it is faster.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class Stepper:
         self._trained = list(training.trained().values())
         self._averager = Averager(self._trained, world)
         self._averager.watch()
-        # Whether training goes on after a step that is left out.
-        self._goes_on = spec.on_nonfinite == "skip" or training.scaler is not None
-        wanted = world.device.type == "cuda" if late is None else late
-        self._late = wanted and self._can_be_late()
+        # Whether training continues after a step that is skipped.
+        self._may_skip = spec.on_nonfinite == "skip" or training.scaler is not None
+        requested = world.device.type == "cuda" if late is None else late
+        self._late = requested and self._can_be_late()
         self._given: _Given | None = None
         self._tell: Callable[[StepResult], None] = lambda result: None
         self._done = 0
@@ -164,12 +164,12 @@ class Stepper:
         """Do the next step.
 
         Args:
-            tell: Called with what each step came to, in their order, as soon as it is known: of
-                this one before `run` returns or, on a GPU, in the course of the next one.
+            tell: Called with the result of each step, in order, as soon as it is known: for this
+                step before `run` returns or, on a GPU, during the next one.
 
         Raises:
-            UserError: Loss or gradient of a step is not finite, and the job says to fail, or this
-                has happened too often in a row. Nothing that comes of that step is in any file.
+            UserError: Loss or gradient of a step is not finite, and the job is set to fail, or this
+                has happened too often in a row. No file has any result of that step.
         """
         self._tell = tell
         begun, step = time.perf_counter(), self._training.step
@@ -206,7 +206,7 @@ class Stepper:
         self._hear(wait=True)
 
     def last_words(self) -> None:
-        """Tell of the step before the one that failed, if it is known by now; waits for nothing."""
+        """Report the step before the one that failed, if its result is known; does not wait."""
         with suppress(Exception):  # what has failed is being raised already
             self._hear(wait=False)
 
@@ -279,10 +279,10 @@ class Stepper:
         """Step the optimizer unless loss or norm are not finite.
 
         Returns:
-            Loss, norm, whether it was left out, and then the loss scale.
+            Loss, norm, whether the step was skipped, and if so the loss scale.
 
         Raises:
-            UserError: They are not, and must be. Nothing has changed.
+            NotFiniteError: They are not, and must be. Nothing has changed.
         """
         loss, norm = numbers.tolist()
         training, scaler = self._training, self._training.scaler
@@ -305,21 +305,21 @@ class Stepper:
     # -- the update, before it is judged -----------------------------------------------------
 
     def _can_be_late(self) -> bool:
-        """Whether a step may be given to the device before it is known what the last one came to.
+        """Whether a step may be given to the device before the result of the last one is known.
 
-        Not with weights in host memory, which wait in any case. Where training goes on after a
-        step that is left out, the device has to leave it out; where that ends the job, no more is
+        Not with weights in host memory, which wait in any case. Where training continues after a
+        step that is not finite, the device has to skip it; where the job ends, nothing more is
         saved.
         """
         if any(parameter.device.type != self._world.device.type for parameter in self._trained):
             return False
-        return decides_on_device(self._training.optimizer) or not self._goes_on
+        return decides_on_device(self._training.optimizer) or not self._may_skip
 
     def _update_on_device(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Step the optimizer unless loss or norm are not finite, without looking at them.
+        """Step the optimizer unless loss or norm are not finite, without reading them.
 
         Returns:
-            Loss, norm and, of fp16, the loss scale.
+            Loss, norm and, with fp16, the loss scale.
         """
         training, scaler = self._training, self._training.scaler
         if training.ema is not None:
@@ -334,18 +334,18 @@ class Stepper:
             numbers = torch.cat([numbers, scaler.scale(torch.ones_like(numbers[:1]))])
         self._advance()
         if training.ema is not None:
-            training.ema.update(training.step, spoilt if self._goes_on else None)
+            training.ema.update(training.step, spoilt if self._may_skip else None)
         return numbers
 
     def _hear(self, *, wait: bool) -> None:
-        """Read what the step before came to, judge it, and tell.
+        """Read the result of the step before, judge it, and report it.
 
         Args:
-            wait: Else only if it is known by now, and as it should be: ranks do not know it at the
-                same time, and must fail at the same place.
+            wait: Whether to wait for it. Otherwise it is read only if it is known and finite: ranks
+                do not learn it at the same time, and must fail at the same place.
 
         Raises:
-            UserError: It is not as it must be.
+            NotFiniteError: It is not finite, and must be.
         """
         given = self._given
         if given is None or not (wait or given.done.reached()):
@@ -366,17 +366,17 @@ class Stepper:
     # ----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """What a step does whether it is left out or not."""
+        """Do what every step does, skipped or not."""
         training = self._training
         training.optimizer.zero_grad(set_to_none=True)
         training.scheduler.step()
         training.step += 1
 
     def _judge(self, loss: float, norm: float, step: int) -> bool:
-        """Whether a step is finite; if not, whether it may be left out.
+        """Whether a step is finite; one that is not is skipped.
 
         Raises:
-            NotFiniteError: It may not.
+            NotFiniteError: It may not be skipped.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self._skipped = 0

@@ -239,10 +239,10 @@ def step_line(result: StepResult, steps: int) -> str:
 
 @contextmanager
 def collected_together() -> Iterator[None]:
-    """Within, Python collects garbage only when it is told to: all ranks at the same step.
+    """Within, Python collects garbage only on request: all ranks at the same step.
 
-    By itself it would stop each rank for a moment at a time of its own, and all of them wait for
-    the one that stands. What exists by now is old: `gc.collect(1)` does not look at it again.
+    By itself it would stop each rank at a different moment, and each time all others would wait.
+    What exists by now is old: `gc.collect(1)` does not check it again.
     """
     gc.collect()
     gc.disable()

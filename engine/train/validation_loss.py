@@ -46,7 +46,7 @@ class Measured:
     Attributes:
         loss: Mean over samples and levels.
         levels: Level and mean over samples, from little noise to much. A level is a quantile in
-            (0, 1) of noise; which sigma or timestep it comes to depends on the size of a picture.
+            (0, 1) of noise; its sigma or timestep depends on the size of an image.
         samples: How many are held out.
         seconds: Wall time.
     """
@@ -66,7 +66,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """Measures it.
+    """Measure the validation loss.
 
     Attributes:
         spec: The job.
@@ -75,7 +75,7 @@ class ValidationLoss:
         data: The caches, with what is held out.
         world: The ranks.
         telemetry: This rank's.
-        wants_stop: Whether this rank has seen a wish to stop.
+        wants_stop: Whether this rank was asked to stop.
     """
 
     spec: JobSpec
@@ -94,7 +94,7 @@ class ValidationLoss:
             model: The model as it is to be judged, sharded or not.
 
         Returns:
-            What was found; None where a wish to stop came first.
+            The loss; None if the job is to stop first.
         """
         begun = time.perf_counter()
         batches = batches_of(self.data.held, self.spec)
@@ -115,9 +115,9 @@ class ValidationLoss:
                 batch = batches[min(place, len(batches) - 1)]
                 if batch.samples != read:
                     read, (latents, condition) = batch.samples, self._read(batch.samples)
-                found = self._errors(model, batch, latents, condition)
+                batch_errors = self._errors(model, batch, latents, condition)
                 if place < len(batches) and self.world.rank % self.world.context_size == 0:
-                    errors[list(batch.samples), batch.level] = found
+                    errors[list(batch.samples), batch.level] = batch_errors
                 progress(done + 1)
             model.train(was_training)
             reshard(model)

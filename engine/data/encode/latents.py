@@ -1,4 +1,4 @@
-"""Encode what is drawn of the pictures into latents, once, the ranks together."""
+"""Encode the views of images that the job draws into latents, once, shared by the ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.families import Family
     from jobs.spec.job_spec import JobSpec
 
-_READ_AHEAD: Final = 3  # pictures decoded while one is encoded
+_READ_AHEAD: Final = 3  # images decoded while one is encoded
 _READERS: Final = 2  # threads
 
 
@@ -53,23 +53,23 @@ class LatentKeys:
         }
 
     def __call__(self, sample: int, view: int) -> str:
-        found = self._index.samples[sample]
-        facts = view_of(found, view, self._spec).facts()
-        if found.is_video:
-            facts |= {"frames": found.bucket[2], "fps": self._spec.fps}
-        return self._cache.key(content=found.digest, **facts, **self._facts)
+        item = self._index.samples[sample]
+        facts = view_of(item, view, self._spec).facts()
+        if item.is_video:
+            facts |= {"frames": item.bucket[2], "fps": self._spec.fps}
+        return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def beginning(self, sample: int, view: int) -> str:
-        """The key of a view of a video's first frame, with gray ones behind it."""
-        found = self._index.samples[sample]
-        facts = view_of(found, view, self._spec).facts() | {"beginning": found.bucket[2]}
-        return self._cache.key(content=found.digest, **facts, **self._facts)
+        """The key of a view of a video's first frame, followed by gray ones."""
+        item = self._index.samples[sample]
+        facts = view_of(item, view, self._spec).facts() | {"beginning": item.bucket[2]}
+        return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def reference(self, sample: int, view: int, number: int) -> str:
         """The key of what is shown of a conditioning image beside a view of its sample."""
-        found = self._index.samples[sample]
-        reference = found.references[number]
-        seen = reference_view(reference, found, view_of(found, view, self._spec))
+        item = self._index.samples[sample]
+        reference = item.references[number]
+        seen = reference_view(reference, item, view_of(item, view, self._spec))
         return self._cache.key(content=reference.digest, **seen.facts(), **self._facts)
 
 
@@ -79,25 +79,25 @@ def prepare_latents(
     root: Path,
     cache: TensorCache,
     index: DataIndex,
-    wanted: Iterable[tuple[int, int]],
+    views: Iterable[tuple[int, int]],
     team: Team,
 ) -> LatentKeys:
     """Fill the cache with latents of these samples and views.
 
     Raises:
-        UserError: A picture changed since it was looked at.
+        UserError: An image changed after it was indexed.
     """
     keys = LatentKeys(spec, cache, root, index)
     drawn: dict[str, Callable[[], torch.Tensor]] = {}
-    for sample, view in wanted:
-        found = index.samples[sample]
-        seen = view_of(found, view, spec)
-        drawn[keys(sample, view)] = partial(to_pixels, found, seen, spec)
-        for number in range(len(found.references)):
+    for sample, view in views:
+        item = index.samples[sample]
+        seen = view_of(item, view, spec)
+        drawn[keys(sample, view)] = partial(to_pixels, item, seen, spec)
+        for number in range(len(item.references)):
             key = keys.reference(sample, view, number)
-            drawn[key] = partial(reference_pixels, found, number, seen, spec)
-        if found.from_first and needs_first_frame(spec):
-            drawn[keys.beginning(sample, view)] = partial(beginning_pixels, found, seen, spec)
+            drawn[key] = partial(reference_pixels, item, number, seen, spec)
+        if item.from_first and needs_first_frame(spec):
+            drawn[keys.beginning(sample, view)] = partial(beginning_pixels, item, seen, spec)
     missing = find_missing(cache, list(drawn), team)
 
     def load(key: str) -> torch.Tensor | None:
@@ -129,7 +129,7 @@ def to_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
     """A view of a sample, in [-1, 1]: `(1, 3, H, W)`, for videos `(1, 3, F, H, W)`.
 
     Raises:
-        UserError: It is not what it was when it was looked at.
+        UserError: The file changed after it was indexed.
     """
     with _readable(sample.name):
         if sample.is_video:
@@ -146,7 +146,7 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: JobSpec) -> 
     for families that train on videos `(1, 3, 1, H, W)`.
 
     Raises:
-        UserError: It is not what it was when it was looked at.
+        UserError: The file changed after it was indexed.
     """
     picture = reference_picture(sample, number, spec)
     pixels = _scaled(
@@ -159,7 +159,7 @@ def reference_picture(sample: Sample, number: int, spec: JobSpec) -> Image.Image
     """A conditioning image as it is.
 
     Raises:
-        UserError: It is not what it was when it was looked at.
+        UserError: The file changed after it was indexed.
     """
     reference = sample.references[number]
     name = f"the conditioning image of {sample.name}"
@@ -173,7 +173,7 @@ def first_picture(sample: Sample, view: View, spec: JobSpec) -> Image.Image:
     """A view of a video's first frame.
 
     Raises:
-        UserError: It is not what it was when it was looked at.
+        UserError: The file changed after it was indexed.
     """
     with _readable(sample.name):
         return fit(Image.fromarray(_frames(sample, spec, 1)[0]), view)

@@ -77,5 +77,5 @@ def _of_prompt(picture: Image, spec: JobSpec) -> ImageInput:
 
 
 def _key(content: str, facts: Mapping[str, Any]) -> str:
-    known = {"content": content, "decoder": DECODER, "fitting": FITTING, **facts}
-    return json.dumps(known, sort_keys=True)
+    everything = {"content": content, "decoder": DECODER, "fitting": FITTING, **facts}
+    return json.dumps(everything, sort_keys=True)

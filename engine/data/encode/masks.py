@@ -109,7 +109,7 @@ def prepare_masks(
     latents: TensorCache,
     latent_keys: LatentKeys,
     samples: Sequence[Sample],
-    wanted: Iterable[tuple[int, int]],
+    views: Iterable[tuple[int, int]],
     team: Team,
 ) -> None:
     """Fill the cache with the masks of these samples and views, the ranks together.
@@ -120,16 +120,16 @@ def prepare_masks(
         latents: Of latents, where all of theirs are.
         latent_keys: Sample and view → key in it.
         samples: The job's.
-        wanted: Samples and views.
+        views: Samples and views.
         team: The ranks.
 
     Raises:
-        UserError: A mask changed since it was looked at.
+        UserError: A mask changed after it was indexed.
     """
     if not any(sample.mask for sample in samples):
         return
     drawn: dict[str, tuple[int, int, tuple[int, int]]] = {}
-    for number, view in wanted:
+    for number, view in views:
         if number < len(samples) and samples[number].mask:
             cells = _grid(latents.path(latent_keys(number, view)))
             drawn[mask_key(cache, samples[number], view, cells, spec)] = (number, view, cells)
@@ -147,7 +147,7 @@ def cells_of(sample: Sample, view: int, cells: tuple[int, int], spec: JobSpec) -
     """A view of a sample's mask, averaged over each cell: `(h, w)`, from 0 to 1.
 
     Raises:
-        UserError: It is not what it was when it was looked at.
+        UserError: The mask changed after it was indexed.
     """
     content = _content(sample, spec)
     mask = read_mask(content, alpha=not sample.mask_path)

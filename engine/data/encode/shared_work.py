@@ -31,7 +31,7 @@ class Team:
         world: The ranks.
         barrier: Where they meet.
         telemetry: This rank's.
-        wants_stop: Whether this rank has seen a wish to stop; once it has, it always says so.
+        wants_stop: Whether this rank was asked to stop; once true, it stays true.
     """
 
     world: World
@@ -44,11 +44,11 @@ class Team:
         self.barrier.arrive(place, word | {"stop": self.wants_stop()})
 
     def words(self, place: str) -> list[dict[str, Any]]:
-        """What was said at a meeting point at which all are that are to speak there.
+        """The words left at a meeting point, once every rank has arrived.
 
         Raises:
-            StoppedError: One of them wants to stop. All ranks read the same words, so all leave
-                here or none does, and nobody goes on into a collective alone.
+            StoppedError: A rank wants to stop. All ranks read the same words, so all leave here or
+                none does, and no rank enters a collective alone.
         """
         words: list[dict[str, Any]] = self.barrier.words(place)
         if any(word["stop"] for word in words):
@@ -67,7 +67,7 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
     """
     keys = list(dict.fromkeys(keys))
     telemetry, place = team.telemetry, f"check-{cache.kind}"
-    found: dict[str, str] = {}
+    states: dict[str, str] = {}
     with (
         telemetry.phase("check", len(keys), shared=True) as progress,
         ThreadPoolExecutor(_READERS) as pool,
@@ -76,21 +76,21 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
             cache.sweep()
         checked = 0
         for piece in map(list, pieces(keys, _CHECKED_TOGETHER, place, team)):
-            found |= zip(piece, pool.map(cache.check, piece), strict=True)
+            states |= zip(piece, pool.map(cache.check, piece), strict=True)
             checked += len(piece)
             progress(checked)
-        wrong = {key: state for key, state in found.items() if state != "sound"}
+        wrong = {key: state for key, state in states.items() if state != "sound"}
         words = _meet(place, {"wrong": wrong, "done": checked}, team, progress)
-    states: dict[str, str] = {}
+    all_wrong: dict[str, str] = {}
     for word in words:
-        states |= word["wrong"]
-    damaged = [key for key in keys if states.get(key) == "damaged"]
+        all_wrong |= word["wrong"]
+    damaged = [key for key in keys if all_wrong.get(key) == "damaged"]
     if damaged:
         telemetry.warn(
             f"{len(damaged)} cached {cache.kind} files are damaged and will be recomputed, such as "
             f"{cache.path(damaged[0])}"
         )
-    return [key for key in keys if key in states]
+    return [key for key in keys if key in all_wrong]
 
 
 def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[Iterator[str]]:
@@ -145,10 +145,10 @@ class Shared:
 
 
 def _meet(place: str, word: dict[str, Any], team: Team, progress: Progress) -> list[dict[str, Any]]:
-    """Wait for all ranks; what they said."""
+    """Wait for all ranks and return their words."""
     mine: int = word["done"]
     team.arrive(place, word)
     team.barrier.wait(place, waiting=lambda: progress.say(mine))
     words = team.words(place)
-    progress.ranks = [said["done"] for said in words]
+    progress.ranks = [word["done"] for word in words]
     return words

@@ -1,8 +1,8 @@
 """Content-addressed files of tensors: written atomically, verified, shared by jobs and ranks.
 
 The name of a file is a hash of everything that decides its content, so two jobs that need the
-same latents find each other's, a killed run leaves only whole files, and a changed picture or
-caption simply has another name. A checksum in the header tells whether the content is what was
+same latents find each other's, a killed run leaves only complete files, and a changed image or
+caption simply has another name. A checksum in the header shows whether the content is what was
 written.
 """
 

@@ -52,7 +52,7 @@ class Text(NamedTuple):
 
     Attributes:
         words: The text.
-        negative: What pictures should not be like; some pipelines encode that in another way.
+        negative: Whether it says what not to show; some pipelines encode such texts differently.
         looks: The images that are encoded with it, by models that do that.
     """
 

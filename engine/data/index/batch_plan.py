@@ -1,7 +1,7 @@
 """The global batch plan: which samples every optimizer step trains on. Pure and seeded.
 
 It depends on the data, the seed and the *global* batch size only, so that any number of ranks
-trains on the same samples in the same order, and a resumed run goes on where it would have been.
+trains on the same samples in the same order, and a resumed run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _balanced(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
     """Shares by `repeats`, with as many draws of regularization samples as of others."""
     draws = [n * d.repeats for d, n in zip(datasets, samples, strict=True)]
     for role in (False, True):
-        own = [number for number, one in enumerate(datasets) if one.regularization is role]
+        own = [number for number, dataset in enumerate(datasets) if dataset.regularization is role]
         now = sum(draws[number] for number in own)
         others = sum(draws) - now
         if 0 < now < others:
@@ -94,11 +94,11 @@ def _balanced(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
 def _in_proportion(counts: Sequence[int], total: int) -> list[int]:
     """Counts enlarged to a total; the largest remainders get what is left over."""
     exact = [total * count / sum(counts) for count in counts]
-    found = [int(part) for part in exact]
-    by_remainder = sorted(range(len(found)), key=lambda number: found[number] - exact[number])
-    for number in by_remainder[: total - sum(found)]:
-        found[number] += 1
-    return found
+    rounded = [int(part) for part in exact]
+    by_remainder = sorted(range(len(rounded)), key=lambda number: rounded[number] - exact[number])
+    for number in by_remainder[: total - sum(rounded)]:
+        rounded[number] += 1
+    return rounded
 
 
 def _checked(shares: list[Share], key: str) -> list[Share]:
@@ -116,7 +116,7 @@ class BatchPlan:
     """The plan.
 
     Within an epoch a sample comes as often as its dataset's share says. A bucket that does not
-    fill its last batch fills it up from the beginning of its order, so nothing is left out and
+    fill its last batch fills it up from the beginning of its order, so no sample is skipped and
     every batch has the same size.
 
     Args:
@@ -124,7 +124,7 @@ class BatchPlan:
             that all ranks compute the same shapes.
         global_batch: Samples per optimizer step.
         seed: Of the order.
-        shares: Of the datasets; every sample once an epoch when left out.
+        shares: Of the datasets; without them, every sample comes once an epoch.
     """
 
     def __init__(
@@ -218,14 +218,14 @@ class BatchPlan:
 
     def _batches(self, placed: list[tuple[float, Draw]]) -> list[tuple[Draw, ...]]:
         """A bucket's draws, in the order of their places."""
-        order = [one for _, one in sorted(placed)]
+        order = [draw for _, draw in sorted(placed)]
         batches: list[tuple[Draw, ...]] = []
         for start in range(0, len(order), self.global_batch):
             batch = order[start : start + self.global_batch]
             for number in range(self.global_batch - len(batch)):
                 again, place = divmod(number, len(order))
-                one = order[place]
-                batch.append(Draw(one.sample, one.turn + 1 + again))
+                draw = order[place]
+                batch.append(Draw(draw.sample, draw.turn + 1 + again))
             batches.append(tuple(batch))
         return batches
 
@@ -246,7 +246,7 @@ class _Group:
         """
         passes, extra = divmod(self.draws, len(self.members))
         stretches = passes + bool(extra)
-        found = []
+        draws = []
         for number in range(stretches):
             chosen = self.members
             if number == passes:  # not all come once more: in every epoch the next ones
@@ -254,8 +254,8 @@ class _Group:
                 chosen = (self.members[start:] + self.members[:start])[:extra]
             for sample in chosen:
                 place = (number + draw.random()) / stretches
-                found.append((place, Draw(sample, epoch * stretches + number)))
-        return found
+                draws.append((place, Draw(sample, epoch * stretches + number)))
+        return draws
 
 
 def positions_of_rank(rank: int, ranks: int, micro_batch: int, micro_batch_size: int) -> range:

@@ -1,7 +1,7 @@
 """What a caption file says → the texts that are encoded. Pure.
 
-Every text that training may use is known before it begins, so that it can be encoded once: lines
-are captions of their own, orders of tags are drawn here and not in each step.
+Every text that training may use is known before training starts, so that each is encoded only
+once: lines are separate captions, and orders of tags are drawn here, not in each step.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def prompt_text(prompt: str, spec: JobSpec) -> str:
 
 
 def _captions(written: Sequence[str], spec: JobSpec) -> list[str]:
-    found = []
+    captions = []
     for text in written:
         lines = [" ".join(line.split()) for line in text.split("\n")]
         lines = [line for line in lines if line]
-        found += [" ".join(lines)] if spec.caption_lines == "joined" else lines
-    return [caption for caption in found if caption] or [""]
+        captions += [" ".join(lines)] if spec.caption_lines == "joined" else lines
+    return [caption for caption in captions if caption] or [""]
 
 
 def _orders(caption: str, spec: JobSpec, has_trigger: bool) -> list[str]:

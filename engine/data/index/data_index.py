@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # done, of all
 
-# Threads: reading, hashing and decoding release the GIL. A picture may take 0.7 GB for a moment.
+# Threads: reading, hashing and decoding release the GIL. An image may take 0.7 GB for a moment.
 _READERS: Final = min(8, os.cpu_count() or 1)
 _MEMO: Final = DECODER  # raise, with a factor, when `_Facts` changes its meaning
 _LONGEST_VIDEO: Final = 81  # frames, where the job does not say
@@ -98,7 +98,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class DataIndex:
-    """All samples, dataset by dataset, each in a fixed order; and what was left out.
+    """All samples, dataset by dataset, each in a fixed order; and what was skipped.
 
     Attributes:
         samples: What is trained on.
@@ -127,16 +127,16 @@ class DataIndex:
             raise RuntimeError(f"{path} is missing or damaged")
         return cls(
             [_sample(**sample) for sample in data["samples"]],
-            [Skipped(**one) for one in data["skipped"]],
+            [Skipped(**fields) for fields in data["skipped"]],
             data["others"],
         )
 
 
 def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) -> DataIndex:
-    """Look at every file of every dataset once; what was seen before is looked up.
+    """Read every file of every dataset once; files indexed before are looked up.
 
     Raises:
-        UserError: Nothing usable is left in one of the datasets, or one cannot be read.
+        UserError: A dataset has nothing usable, or cannot be read.
     """
     family = get_family(spec.model_family)
     samples: list[Sample] = []
@@ -164,7 +164,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             source, masks = separate_masks(source, dataset)
         if spec.num_class_images:
             source = only_of_job(source, dataset, spec)
-        # What decides which picture a name means.
+        # What decides which image a name means.
         place = f"{dataset.path}:{dataset.split}:{dataset.image_column}"
         memo = Memo(cache_root(spec) / "index", place, _MEMO)
         before, total = len(samples) + len(skipped), len(source.entries)
@@ -204,15 +204,15 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
                     skipped.append(Skipped(number, entry.name, outcome))
                 else:
                     samples += [
-                        replace(one, loss_weight=entry.weight, mask=mask[0], mask_path=mask[1])
-                        for one in outcome
+                        replace(sample, loss_weight=entry.weight, mask=mask[0], mask_path=mask[1])
+                        for sample in outcome
                     ]
                 progress(before + done, before + total)
                 memo.save_sometimes()
         memo.save()
         others.append(dict(source.others))
         if len(samples) == usable:
-            first = next((one for one in skipped if one.dataset == number), None)
+            first = next((skip for skip in skipped if skip.dataset == number), None)
             raise UserError(
                 f"no usable image in {dataset.path}",
                 f"{first.name}: {first.why}" if first else "it is empty",
@@ -238,14 +238,14 @@ def read_content(sample: Sample, spec: JobSpec, column: str | None = None) -> by
     if sample.row is not None:
         try:
             return table_of(datasets_of(spec)[sample.dataset], column).content(sample.row)
-        except RowError as error:  # it had a picture when it was looked at
+        except RowError as error:  # it had an image when it was indexed
             raise FileNotFoundError(str(error)) from None
     return read_regular(Path(sample.path), LARGEST_PICTURE)
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What looking at a file found."""
+    """What indexing reads from a file."""
 
     width: int
     height: int
@@ -257,7 +257,7 @@ class _Facts:
 
 
 class Fitting:
-    """Finds the buckets of what a dataset offers, or why it fits none."""
+    """Find the buckets of a dataset's entries, or why one fits none."""
 
     def __init__(self, spec: JobSpec, family: Family, dataset: Dataset) -> None:
         self._spec = spec
@@ -268,7 +268,7 @@ class Fitting:
         self._first_frame = dataset.first_frame or self._only_first
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
-        """A sample for each resolution that it is trained at, or why it is left out."""
+        """A sample for each resolution that it is trained at, or why it is skipped."""
         if isinstance(facts, str):
             return facts
         if why := self._buckets.why_unfit(facts.width, facts.height):
@@ -314,19 +314,21 @@ class Fitting:
         side = self._spec.conditioning_resolution
         shape = (facts.width, facts.height)
         return tuple(
-            placed(place, (one.width, one.height, one.digest), shape, bucket, self._takes, side)
-            for place, one in zip(entry.references, facts.beside, strict=True)
+            placed(
+                place, (image.width, image.height, image.digest), shape, bucket, self._takes, side
+            )
+            for place, image in zip(entry.references, facts.beside, strict=True)
         )
 
     def _frames(self, facts: _Facts) -> int | str:
         if not facts.frames:
-            return 1  # a picture is a video of one frame
+            return 1  # an image is a video of one frame
         video = VideoLook(facts.width, facts.height, facts.frames, facts.fps, facts.digest)
         there = frames_at(video, self._spec.fps)
-        wanted = self._spec.num_frames
-        if there < (wanted or 1):
-            return f"too short: {there} frames at {self._spec.fps:g} per second, not {wanted or 1}"
-        longest = wanted or min(there, _LONGEST_VIDEO)
+        frames = self._spec.num_frames
+        if there < (frames or 1):
+            return f"too short: {there} frames at {self._spec.fps:g} per second, not {frames or 1}"
+        longest = frames or min(there, _LONGEST_VIDEO)
         return (longest - 1) // self._step * self._step + 1
 
 
@@ -334,18 +336,18 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     """What is in a file, or why it cannot be used."""
     try:
         stamp = stamp_of(entry.path) if entry.row is None else table_of(dataset).stamp_of(entry.row)
-        known = memo.get(entry.name, stamp) if stamp else None
-        if known is None:
-            known = _inspect(entry, dataset)
-            if not isinstance(known, str):  # a refusal may be of the moment, or of a library
-                memo.put(entry.name, stamp, known)
+        facts = memo.get(entry.name, stamp) if stamp else None
+        if facts is None:
+            facts = _inspect(entry, dataset)
+            if not isinstance(facts, str):  # a refusal may be of the moment, or of a library
+                memo.put(entry.name, stamp, facts)
     except FileNotFoundError:
         return "a broken link" if entry.path.is_symlink() else "it is gone"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    if isinstance(known, str):
-        return known
-    return _Facts(**{**known, "notes": tuple(known["notes"])})
+    if isinstance(facts, str):
+        return facts
+    return _Facts(**{**facts, "notes": tuple(facts["notes"])})
 
 
 def _look_beside(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
@@ -354,10 +356,10 @@ def _look_beside(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _
     for place in entry.references:
         name = f"{entry.name}:{place.column}" if place.column else place.path
         column = dataset.model_copy(update={"image_column": place.column or dataset.image_column})
-        found = _look(Entry(name, Path(place.path), row=entry.row), column, memo)
-        if isinstance(found, str):
-            return f"its conditioning image cannot be used: {Path(place.path).name}: {found}"
-        beside.append(found)
+        image = _look(Entry(name, Path(place.path), row=entry.row), column, memo)
+        if isinstance(image, str):
+            return f"its conditioning image cannot be used: {Path(place.path).name}: {image}"
+        beside.append(image)
     return replace(facts, beside=tuple(beside))
 
 
@@ -384,7 +386,7 @@ def _sample(**values: Any) -> Sample:
         values[name] = tuple(values[name])
     pairs = ("scaled", "size", "seen")
     values["references"] = tuple(
-        Reference(**one | {name: tuple(one[name]) for name in pairs if name in one})
-        for one in values.get("references", ())
+        Reference(**fields | {name: tuple(fields[name]) for name in pairs if name in fields})
+        for fields in values.get("references", ())
     )
     return Sample(**values)

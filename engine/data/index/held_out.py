@@ -1,8 +1,8 @@
 """Which samples are held out of the training, to measure the loss on. Pure.
 
 The choice depends on the seed and on what the samples show, not on their names, their order or the
-number of ranks. Copies of a picture are held out together: one that was trained on would tell
-nothing.
+number of ranks. Copies of an image are held out together: the loss on an image that was
+trained on says nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def hold_out(index: DataIndex, spec: JobSpec) -> tuple[DataIndex, list[Sample]]:
     if not spec.validation_fraction:
         return index, []
     datasets = datasets_of(spec)
-    samples = [one for one in index.samples if not datasets[one.dataset].regularization]
-    wanted = max(1, round(spec.validation_fraction * len(samples)))
+    samples = [sample for sample in index.samples if not datasets[sample.dataset].regularization]
+    least = max(1, round(spec.validation_fraction * len(samples)))
     contents: dict[str, list[Sample]] = {}
     for sample in samples:
         contents.setdefault(sample.digest, []).append(sample)
@@ -43,7 +43,7 @@ def hold_out(index: DataIndex, spec: JobSpec) -> tuple[DataIndex, list[Sample]]:
     chosen: set[str] = set()
     held = 0
     for digest in sorted(contents, key=lambda digest: _draw(validation_seed_of(spec), digest)):
-        if held >= wanted:
+        if held >= least:
             break
         copies = Counter(sample.dataset for sample in contents[digest])
         if all(left[dataset] > count for dataset, count in copies.items()):

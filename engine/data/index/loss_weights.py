@@ -1,7 +1,7 @@
 """How much each sample's loss counts. Pure.
 
 A weight depends on the sample alone, and the loss of a step is the mean of the weighted losses over
-the global batch. So any number of ranks and of micro-batches comes to the same.
+the global batch. So the result is the same for any number of ranks and of micro-batches.
 """
 
 from __future__ import annotations

@@ -151,13 +151,13 @@ def reference_view(reference: Reference, sample: Sample, view: View) -> Referenc
 
 def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
     """Cut, mirror, resize as the pipelines do, cut to whole tokens."""
-    found = picture.crop(view.box)
+    fitted = picture.crop(view.box)
     if view.flip:
-        found = ImageOps.mirror(found)
-    found = found.resize(view.scaled, Image.Resampling.LANCZOS)
+        fitted = ImageOps.mirror(fitted)
+    fitted = fitted.resize(view.scaled, Image.Resampling.LANCZOS)
     left = (view.scaled[0] - view.size[0]) // 2
     top = (view.scaled[1] - view.size[1]) // 2
-    return found.crop((left, top, left + view.size[0], top + view.size[1]))
+    return fitted.crop((left, top, left + view.size[0], top + view.size[1]))
 
 
 def as_seen(picture: Image.Image, view: ReferenceView, size: tuple[int, int]) -> Image.Image:
@@ -168,7 +168,7 @@ def as_seen(picture: Image.Image, view: ReferenceView, size: tuple[int, int]) ->
 def fit_whole(
     picture: Image.Image, fit: Callable[[int, int, int | None], Fit], side: int | None
 ) -> Image.Image:
-    """A conditioning image of a sample picture, as a pipeline would show it whole."""
+    """A prompt's conditioning image, whole, as a pipeline would show it."""
     fitted = fit(*picture.size, side)
     box = (0, 0, *picture.size)
     return fit_reference(picture, ReferenceView(box, *fitted, flip=False))

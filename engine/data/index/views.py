@@ -1,4 +1,4 @@
-"""What of a picture is trained on: the size it is fitted to, where it is cut, which side."""
+"""Which part of an image is trained on: the size it is fitted to, its crop and its flip."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def count_views(spec: JobSpec) -> int:
 def view_of(sample: Sample, number: int, spec: JobSpec) -> View:
     """The view with this number, one of `count_views`.
 
-    Cuts are spread evenly over the picture, shifted by what is drawn from its content, so that
+    Cuts are spread evenly over the image, shifted by what is drawn from its content, so that
     they are the same in every job.
     """
     width, height = sample.bucket[:2]
@@ -60,11 +60,11 @@ def view_of(sample: Sample, number: int, spec: JobSpec) -> View:
 
 
 class Shown(NamedTuple):
-    """What a view shows of a picture.
+    """What a view shows of an image.
 
     Attributes:
-        original: `(width, height)` of the picture, as displayed.
-        left: Pixels that are cut off there, of the picture scaled to cover the view and mirrored
+        original: `(width, height)` of the image, as displayed.
+        left: Pixels that are cut off there, of the image scaled to cover the view and mirrored
             as it is.
         top: Pixels that are cut off there.
         size: `(width, height)` it is fitted to.
@@ -97,7 +97,7 @@ def fit(picture: Image.Image, view: View) -> Image.Image:
 
 
 def cut_share(width: int, height: int, size: tuple[int, int]) -> float:
-    """The share of a picture's area that is cut off."""
+    """The share of an image's area that is cut off."""
     factor = enlargement(width, height, size)
     return 1 - size[0] * size[1] / (width * height * factor * factor)
 

@@ -58,9 +58,9 @@ def read_archives(dataset: Dataset, cache: Path, *, videos: bool) -> Source:
             why = error.strerror or error
             entries.append(Entry(name, archive, problem=f"cannot be read ({why})"))
             continue
-        found = read_folder(dataset.model_copy(update={"path": str(folder)}), videos=videos)
-        entries += [replace(entry, name=f"{name}/{entry.name}") for entry in found.entries]
-        others += found.others
+        source = read_folder(dataset.model_copy(update={"path": str(folder)}), videos=videos)
+        entries += [replace(entry, name=f"{name}/{entry.name}") for entry in source.entries]
+        others += source.others
     return Source(entries, others)
 
 

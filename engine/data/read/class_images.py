@@ -49,9 +49,9 @@ def folder_of(spec: JobSpec, model_root: Path) -> Path:
 
 
 def numbers_in(folder: Path) -> set[int]:
-    """The numbers of the images that are there whole."""
-    found = (path for path in folder.glob("[0-9]*.png") if path.with_suffix(".json").is_file())
-    return {int(path.stem) for path in found if path.stem.isdecimal()}
+    """The numbers of the images that are complete."""
+    paths = (path for path in folder.glob("[0-9]*.png") if path.with_suffix(".json").is_file())
+    return {int(path.stem) for path in paths if path.stem.isdecimal()}
 
 
 def with_class_images(spec: JobSpec, folder: Path) -> JobSpec:
@@ -67,13 +67,13 @@ def has_class_images(spec: JobSpec) -> bool:
 
 
 def only_of_job(source: Source, dataset: Dataset, spec: JobSpec) -> Source:
-    """Of the folder of class images, those that the job asks for; any other as it is."""
+    """Of the folder of class images, those that the job asks for; any other source unchanged."""
     if not _holds(dataset, spec):
         return source
     kept = [
-        one
-        for one in source.entries
-        if one.path.stem.isdecimal() and int(one.path.stem) < spec.num_class_images
+        entry
+        for entry in source.entries
+        if entry.path.stem.isdecimal() and int(entry.path.stem) < spec.num_class_images
     ]
     return Source(kept, source.others)
 

@@ -1,4 +1,4 @@
-"""From whatever a picture's numbers mean to 8-bit sRGB on white."""
+"""Convert the pixel values of any image mode to 8-bit sRGB on white."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from PIL.ImageCms import ImageCmsProfile, ImageCmsTransform
 
 _PROFILE_SPACES: Final = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}
-_SAME_COLOUR: Final = 2  # of 255: a profile that moves no colour further than this is sRGB
+_SAME_COLOUR: Final = 2  # of 255: a profile that moves no color further than this is sRGB
 
 
 class RangeError(ValueError):
@@ -22,16 +22,16 @@ class RangeError(ValueError):
 def to_rgb(
     picture: Image.Image, bits: int = 8, *, white_is_zero: bool = False
 ) -> tuple[Image.Image, set[str]]:
-    """A loaded picture of any mode in 8-bit RGB, and the notes about what that took.
+    """A loaded image of any mode in 8-bit RGB, and the notes about what that took.
 
     Args:
-        picture: Its `info` may hold a profile and a transparent colour.
+        picture: Its `info` may hold a profile and a transparent color.
         bits: Bits per channel as stored; Pillow's mode does not always tell.
         white_is_zero: The numbers count from white. Pillow turns that round for 8 bits and
             fewer, so it is heeded only for more.
 
     Raises:
-        RangeError: Grey values beyond the range that their type is read with.
+        RangeError: Gray values beyond the range that their type is read with.
     """
     notes = {"16-bit"} if bits > 8 and picture.mode != "F" else set()
     profile = picture.info.get("icc_profile")
@@ -64,15 +64,15 @@ def to_rgb(
 
 
 def opacity_of(picture: Image.Image) -> Image.Image | None:
-    """The alpha channel of a loaded picture; None where it is opaque all over."""
+    """The alpha channel of a loaded image; None where it is opaque all over."""
     return _split_opacity(picture)[1]
 
 
 def _split_opacity(picture: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """The picture without its alpha channel, and that channel unless it is opaque all over."""
+    """The image without its alpha channel, and that channel unless it is opaque all over."""
     if picture.mode in ("P", "PA"):
         picture = picture.convert("RGBA")
-    elif picture.mode in ("La", "RGBa"):  # colours are stored multiplied by their opacity
+    elif picture.mode in ("La", "RGBa"):  # colors are stored multiplied by their opacity
         picture = picture.convert(picture.mode.upper())
     elif picture.mode == "L" and "transparency" in picture.info:
         picture = picture.convert("LA")
@@ -86,8 +86,8 @@ def _split_opacity(picture: Image.Image) -> tuple[Image.Image, Image.Image | Non
 
 
 def _from_integers(picture: Image.Image, bits: int, white_is_zero: bool) -> Image.Image:
-    """Grey of more than 8 bits in 8; Pillow's own conversion turns all but the darkest white."""
-    import numpy as np  # 80 ms, and few pictures need it
+    """Gray of more than 8 bits in 8; Pillow's own conversion turns all but the darkest white."""
+    import numpy as np  # 80 ms, and few images need it
 
     top = 4095 if bits == 12 else 65535
     stored = np.asarray(picture)
@@ -119,11 +119,11 @@ def _from_floats(picture: Image.Image, white_is_zero: bool) -> Image.Image:
 
 @lru_cache(maxsize=32)
 def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
-    """How pictures of a mode with this profile come to sRGB.
+    """The transform of images of a mode with this profile to sRGB.
 
     Returns:
-        None where there is nothing to do: the profile is broken or belongs to pictures of another
-        kind, or it means sRGB, which most do in one of a hundred spellings.
+        None where there is nothing to do: the profile is broken, belongs to images of another mode,
+        or is sRGB, as most are under one name or another.
     """
     from PIL import ImageCms
 
@@ -160,7 +160,7 @@ def _srgb() -> ImageCmsProfile:
 
 @cache
 def _ramp() -> Image.Image:
-    """Colours all over the cube, and greys: enough to tell whether a profile changes anything."""
+    """Colors all over the cube, and greys: enough to tell whether a profile changes anything."""
     steps = range(0, 256, 51)
     cube = [bytes((r, g, b)) for r in steps for g in steps for b in steps]
     greys = [bytes((v, v, v)) for v in range(256)]

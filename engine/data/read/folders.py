@@ -1,4 +1,4 @@
-"""What a folder offers: its pictures and videos, each with its captions or what is wrong with it.
+"""What a folder offers: its images and videos, each with its captions or what is wrong with it.
 
 Captions stand in a `.txt`, `.caption` or `.json` of the same name; in the `metadata.jsonl`,
 `metadata.csv` or `metadata.parquet` of the Hugging Face imagefolder layout, whose rows name files
@@ -84,14 +84,14 @@ class Source:
 
 
 def read_folder(dataset: Dataset, *, videos: bool) -> Source:
-    """Look for samples in a folder; opens caption files, but no picture.
+    """Look for samples in a folder; opens caption files, but no images.
 
     Args:
         dataset: Its `path` is the folder.
         videos: Whether the model trains on videos.
 
     Raises:
-        UserError: A metadata file cannot be read, or has not the columns it needs.
+        UserError: A metadata file cannot be read, or lacks a column it needs.
     """
     root = Path(dataset.path)
     files = list_files(root)
@@ -128,10 +128,10 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
         Entry(_shown(p, root), p, problem=f"an unreadable folder ({why})")
         for p, why in files.unreadable
     ]
-    known = {same_name(os.path.normpath(entry.path)) for entry in entries}
-    known |= {os.path.splitext(name)[0] for name in known}  # as kohya's scripts name them
+    named = {same_name(os.path.normpath(entry.path)) for entry in entries}
+    named |= {os.path.splitext(name)[0] for name in named}  # as kohya's scripts name them
     for file, name in places.items():
-        if file not in known:
+        if file not in named:
             what = os.path.relpath(file, root)
             lost.append(Entry(name, root, problem=f"does not name an image here: {what}"))
     others = Counter(files.others)
@@ -172,8 +172,8 @@ def _captions_of(
     path: Path, rows: Mapping[str, tuple[str, ...]], renamed: Mapping[str, Path]
 ) -> tuple[tuple[str, ...] | None, str]:
     """Captions of a file, and what is wrong with them. A row of a metadata file comes first."""
-    if found := _of_file(rows, path, ()):
-        return found, ""
+    if captions := _of_file(rows, path, ()):
+        return captions, ""
     for suffix in CAPTION_SUFFIXES:
         beside = path.with_suffix(suffix)
         if not path.name.isascii():
@@ -203,7 +203,7 @@ def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
 
 
 def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:
-    """The caption of a `.json` beside a picture, as other trainers and taggers write it."""
+    """The caption of a `.json` beside an image, as other trainers and taggers write it."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -280,12 +280,12 @@ def _parquet_records(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _kohya_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Each entry, named by its file's path; by its name alone where the data has moved."""
     try:
-        found = json.loads(text)
+        entries = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        entries = None
+    if not isinstance(entries, dict):
         raise UserError(f"cannot read {table} (it is not a JSON object)")
-    for name, record in found.items():
+    for name, record in entries.items():
         if not isinstance(record, dict):
             yield f"entry {name}", "is not a JSON object"
             continue

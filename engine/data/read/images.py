@@ -1,8 +1,8 @@
-"""Pictures as people have them, decoded to what a screen would show.
+"""Images of any common format, decoded to what a screen would show.
 
-A picture comes as bytes: the content of a file, or a cell of a table. Whatever is stored, what
-comes out is 8-bit RGB, upright, in sRGB, on white where it was transparent. What cannot be
-decoded whole raises `PictureError`; nothing else is raised, and nothing is printed.
+An image comes as bytes: the content of a file, or a cell of a table. However it is stored, the
+result is 8-bit RGB, upright, in sRGB, on white where it was transparent. What cannot be decoded
+completely raises `PictureError`; nothing else is raised, and nothing is printed.
 
 Only formats that say in their first bytes what they are, and that a library decodes, are read.
 Pillow would also guess (TGA) and start a program (EPS), which a folder of downloads does not
@@ -80,18 +80,18 @@ _UPRIGHT: Final = {
 
 
 class PictureError(Exception):
-    """Why a picture cannot be used, in few words."""
+    """Why an image cannot be used, in a few words."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is known of a picture once it has been decoded.
+    """Facts about an image, read by decoding it.
 
     Args:
         width: In pixels, as displayed.
         height: In pixels, as displayed.
         digest: SHA-256 of the content, in hexadecimal.
-        notes: Keys of `NOTES`, sorted: what was done that a person may want to know.
+        notes: Keys of `NOTES`, sorted: what was done to read it that users may want to know.
     """
 
     width: int
@@ -101,10 +101,10 @@ class Look:
 
 
 def look(content: bytes) -> Look:
-    """Decode a picture once, all the way as `decode` does, and say what it is.
+    """Decode an image once, completely, as `decode` does, and report what it is.
 
     Raises:
-        PictureError: It cannot be used; `decode` would say the same.
+        PictureError: It cannot be used; `decode` would raise the same.
     """
     picture, notes = _displayed(content)
     digest = hashlib.sha256(content).hexdigest()
@@ -112,12 +112,12 @@ def look(content: bytes) -> Look:
 
 
 def decode(content: bytes) -> Image.Image:
-    """The picture in 8-bit RGB, as displayed; of several frames, the first.
+    """The image in 8-bit RGB, as displayed; of several frames, the first.
 
-    It carries no profile and no orientation any more, so that it looks the same saved again.
+    It no longer has a profile or an orientation, so that a saved copy looks the same.
 
     Raises:
-        PictureError: It cannot be used. Damage behind the first frame does no harm.
+        PictureError: It cannot be used. Damage after the first frame does no harm.
     """
     picture, _ = _displayed(content)
     if isinstance(picture, ImageFile.ImageFile):  # was RGB as stored: leave its file behind
@@ -130,7 +130,7 @@ def decode_opacity(content: bytes) -> Image.Image | None:
     """The alpha channel, as displayed, 8-bit; None where all is opaque.
 
     Raises:
-        PictureError: The picture cannot be used; `decode` would say the same.
+        PictureError: The image cannot be used; `decode` would raise the same.
     """
     _displayed(content)  # refuses
     with Image.open(io.BytesIO(content), formats=_formats()) as file:
@@ -146,7 +146,7 @@ def decode_opacity(content: bytes) -> Image.Image | None:
 
 
 def _displayed(content: bytes) -> tuple[Image.Image, set[str]]:
-    """The picture as displayed and its notes, or one kind of error for all that Pillow raises."""
+    """The image as displayed and its notes, or one kind of error for all that Pillow raises."""
     if not content:
         raise PictureError("empty file")
     _silence_pillow()
@@ -201,7 +201,7 @@ def _bits(file: ImageFile.ImageFile, tags: Mapping[int, object], content: bytes)
 
 
 def _correct_transparent_colour(file: ImageFile.ImageFile, bits: int) -> None:
-    """A PNG names its transparent colour in stored bits; Pillow compares it with 8-bit pixels."""
+    """A PNG names its transparent color in stored bits; Pillow compares it with 8-bit pixels."""
     colour = file.info.get("transparency")
     if file.format != "PNG":
         return
@@ -215,7 +215,7 @@ def _correct_transparent_colour(file: ImageFile.ImageFile, bits: int) -> None:
 def _orientation(file: ImageFile.ImageFile) -> int | None:
     try:
         orientation = file.getexif().get(_ORIENTATION)
-    except Exception:  # damaged Exif data: viewers show such a picture as it is stored
+    except Exception:  # damaged Exif data: viewers show such an image as it is stored
         return None
     return orientation if isinstance(orientation, int) else None
 
@@ -223,7 +223,7 @@ def _orientation(file: ImageFile.ImageFile) -> int | None:
 @cache
 def _formats() -> tuple[str, ...]:
     Image.init()  # 65 ms, once
-    # Packages of their own, which add a format each.
+    # Separate packages, each of which adds a format.
     with contextlib.suppress(ImportError):
         import pillow_heif
 
@@ -241,7 +241,7 @@ def _silence_pillow() -> None:
     """Keep Pillow's complaints about odd files off the screen: errors and notes say it better.
 
     `warnings.catch_warnings` would be tidier, but it is not safe in threads; so the filter stays.
-    It is looked for at each picture because others (a test runner) put theirs back.
+    It is checked for each image because others (a test runner) restore their own filters.
     """
     _silence_libtiff()
     with _QUIET:

@@ -1,6 +1,6 @@
 """Masks of images: which file is whose, and what is in it.
 
-White is trained, black is not. A mask is a file of its own, with the image's name and `-mask` or
+White is trained, black is not. A mask is a separate file, with the image's name and `-mask` or
 `_mask` behind it or in a folder of masks, or it is the image's transparency.
 """
 
@@ -37,7 +37,7 @@ _ALIKE: Final = 0.02  # relative difference of aspect ratios that rounding may m
 
 
 def separate_masks(source: Source, dataset: Dataset) -> tuple[Source, dict[Path, Path]]:
-    """Tell the masks among the pictures of a folder from its images.
+    """Separate the masks in a folder from its images.
 
     Returns:
         The source without them, and image → mask.
@@ -46,12 +46,12 @@ def separate_masks(source: Source, dataset: Dataset) -> tuple[Source, dict[Path,
         UserError: The folder of masks is not there.
     """
     entries = source.entries
-    known = {_stem(entry.path) for entry in entries}
+    stems = {_stem(entry.path) for entry in entries}
     masks = {
         _stem(entry.path, stem): entry.path
         for entry in entries
         if entry.row is None and (stem := masked_stem(entry.path.stem))
-        if _stem(entry.path, stem) in known
+        if _stem(entry.path, stem) in stems
     }
     apart = set(masks.values())
     if dataset.mask_path:
@@ -59,19 +59,21 @@ def separate_masks(source: Source, dataset: Dataset) -> tuple[Source, dict[Path,
         apart |= {entry.path for entry in entries if folder in entry.path.parents}
         masks |= _of_folder(folder, Path(dataset.path))
     images = [entry for entry in entries if entry.path not in apart]
-    found = {one.path: masks[stem] for one in images if (stem := _stem(one.path)) in masks}
-    return Source(images, source.others), found
+    mask_of_image = {
+        image.path: masks[stem] for image in images if (stem := _stem(image.path)) in masks
+    }
+    return Source(images, source.others), mask_of_image
 
 
 def _of_folder(folder: Path, images: Path) -> dict[str, Path]:
-    """The masks in a folder, by the stems that their images have below another."""
+    """The masks in a folder, by the stems of their images below another folder."""
     if not folder.is_dir():
         raise UserError(f"no such folder of masks: {folder}")
-    found = {}
+    masks = {}
     for path in list_files(folder).pictures:
         for stem in filter(None, (path.stem, masked_stem(path.stem))):
-            found[_stem(images / path.relative_to(folder), stem)] = path
-    return found
+            masks[_stem(images / path.relative_to(folder), stem)] = path
+    return masks
 
 
 def _stem(path: Path, stem: str = "") -> str:
@@ -79,7 +81,7 @@ def _stem(path: Path, stem: str = "") -> str:
 
 
 def names_mask(name: str, stems: Collection[str]) -> bool:
-    """Whether a name is that of a mask of another.
+    """Whether a name is that of a mask of another file.
 
     Args:
         name: A path.
@@ -90,9 +92,9 @@ def names_mask(name: str, stems: Collection[str]) -> bool:
 
 
 def read_mask(content: bytes, *, alpha: bool) -> Image.Image | None:
-    """A mask in 8-bit grey, as displayed; None where a picture has no transparency.
+    """A mask in 8-bit gray, as displayed; None where an image has no transparency.
 
-    Where the file of a mask is transparent, it is black.
+    Where the mask's own file is transparent, the mask is black.
 
     Raises:
         PictureError: It cannot be read.
@@ -157,7 +159,7 @@ def mask_of(
     Args:
         entry: An image.
         size: Its width and height.
-        dataset: That it is of.
+        dataset: The dataset that has it.
         memo: What was seen before.
         spec: The job.
         file: Its mask's file, if it has one.
@@ -170,19 +172,19 @@ def mask_of(
         row = entry.row
         stamp = stamp_of(path) if row is None else table_of(dataset).stamp_of(row)
         stamp += f":{spec.masked_loss}:{os.fspath(path)}" if stamp else ""
-        known = memo.get(name, stamp) if stamp else None
-        if known is None:
+        facts = memo.get(name, stamp) if stamp else None
+        if facts is None:
             if row is None:
                 content = read_regular(path, LARGEST_PICTURE)
             else:
                 content = table_of(dataset).content(row)
-            known = look_at_mask(content, hashlib.sha256(content).hexdigest(), alpha=alpha)
-            if isinstance(known, str):
-                return known
-            memo.put(name, stamp, known)
+            facts = look_at_mask(content, hashlib.sha256(content).hexdigest(), alpha=alpha)
+            if isinstance(facts, str):
+                return facts
+            memo.put(name, stamp, facts)
     except (OSError, RowError) as error:
         return f"mask: cannot be read ({getattr(error, 'strerror', None) or error})"
     counts = spec.unmasked_weight > 0
-    if why := why_mask_unfit(known, *size, empty_counts=counts):
+    if why := why_mask_unfit(facts, *size, empty_counts=counts):
         return why
-    return known["digest"], "" if alpha or not known["digest"] else str(path)
+    return facts["digest"], "" if alpha or not facts["digest"] else str(path)

@@ -1,4 +1,4 @@
-"""What was found out about files, kept from one run to the next.
+"""Facts about files, kept from one run to the next.
 
 Decoding and hashing a dataset takes minutes where asking for sizes and times takes a second. As
 `git` does with its index, what was seen of a file that changed only just now is not kept: a second
@@ -38,13 +38,13 @@ class Memo:
         self._version = version
         kept = read_json(self._path) or {}
         valid = kept.get("version") == version and isinstance(kept.get("files"), dict)
-        self._known: dict[str, Any] = kept["files"] if valid else {}
+        self._kept: dict[str, Any] = kept["files"] if valid else {}
         self._now: dict[str, Any] = {}
         self._saved = time.monotonic()
 
     def get(self, name: str, stamp: str) -> Any:
         """The facts about a file, or None when it is new or has changed."""
-        entry = self._known.get(name)
+        entry = self._kept.get(name)
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
             return None
         self._now[name] = entry
@@ -56,14 +56,14 @@ class Memo:
             self._now[name] = [stamp, facts]
 
     def save_sometimes(self) -> None:
-        """Write what is known so far if that was not done lately, in case this is interrupted."""
+        """Write the facts so far unless that was done recently, in case of an interruption."""
         if time.monotonic() - self._saved >= _SAVE_EVERY:
             # What was not asked for yet is still good; a copy, since others put in meanwhile.
-            self._write(self._known | self._now.copy())
+            self._write(self._kept | self._now.copy())
 
     def save(self) -> None:
         """Write what was asked for or put in; files that are gone are forgotten."""
-        if self._now != self._known:
+        if self._now != self._kept:
             self._write(self._now)
 
     def _write(self, files: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Find the conditioning images of what a dataset offers, or say that one is missing."""
+"""Find the conditioning images of a dataset's entries, or report that one is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MISSING = "no conditioning image"
 
 
 def pair(source: Source, dataset: Dataset) -> Source:
-    """The same with the conditioning images of each entry; those without theirs have a problem.
+    """The source with the conditioning images of each entry; an entry that lacks one has a problem.
 
     Args:
         source: What the dataset offers; in a folder, its conditioning images too.
@@ -38,29 +38,29 @@ def pair(source: Source, dataset: Dataset) -> Source:
         named = [path for row in files.values() for path in row if path]
         beside = {same_name(os.path.normpath(path)) for path in named}
         entries = [
-            _of_columns(one, dataset, files)
-            for one in source.entries
-            if (name := same_name(os.path.normpath(one.path))) in files or name not in beside
+            _of_columns(entry, dataset, files)
+            for entry in source.entries
+            if (name := same_name(os.path.normpath(entry.path))) in files or name not in beside
         ]
         return replace(source, entries=entries)
-    pictures = [one.path for one in source.entries if not one.problem and not one.is_video]
+    pictures = [entry.path for entry in source.entries if not entry.problem and not entry.is_video]
     pairs = Pairs(dataset, pictures)
     entries = [
-        one
-        for one in source.entries
-        if not one.path.is_relative_to(expand(dataset.path)) or pairs.is_sample(one.path)
+        entry
+        for entry in source.entries
+        if not entry.path.is_relative_to(expand(dataset.path)) or pairs.is_sample(entry.path)
     ]
-    return replace(source, entries=[_of_names(one, pairs) for one in entries])
+    return replace(source, entries=[_of_names(entry, pairs) for entry in entries])
 
 
 def _of_names(entry: Entry, pairs: Pairs) -> Entry:
     if entry.problem:
         return entry
-    found = pairs.found(entry.path)
-    for path, wanted in zip(found, pairs.wanted(entry.path), strict=True):
+    paths = pairs.found(entry.path)
+    for path, missing in zip(paths, pairs.wanted(entry.path), strict=True):
         if path is None:
-            return replace(entry, problem=f"{_MISSING}: {wanted} does not exist")
-    return replace(entry, references=tuple(Place(str(path)) for path in found))
+            return replace(entry, problem=f"{_MISSING}: {missing} does not exist")
+    return replace(entry, references=tuple(Place(str(path)) for path in paths))
 
 
 def _of_columns(entry: Entry, dataset: Dataset, files: dict[str, list[Path | None]]) -> Entry:
@@ -71,12 +71,12 @@ def _of_columns(entry: Entry, dataset: Dataset, files: dict[str, list[Path | Non
         return replace(
             entry, references=tuple(Place(str(entry.path), column) for column in columns)
         )
-    found = files.get(same_name(os.path.normpath(entry.path)), [None] * len(columns))
-    for path, column in zip(found, columns, strict=True):
+    paths = files.get(same_name(os.path.normpath(entry.path)), [None] * len(columns))
+    for path, column in zip(paths, columns, strict=True):
         if path is None or not path.is_file():
             what = f"{path} does not exist" if path else f"column {column} is empty"
             return replace(entry, problem=f"{_MISSING}: {what}")
-    return replace(entry, references=tuple(Place(str(path)) for path in found))
+    return replace(entry, references=tuple(Place(str(path)) for path in paths))
 
 
 def _named_files(dataset: Dataset) -> dict[str, list[Path | None]]:

@@ -45,11 +45,11 @@ class RowError(Exception):
 
 
 class Table:
-    """Rows with a picture each, read from disk as they are asked for, by any number of threads.
+    """Rows with an image each, read from disk as they are asked for, by any number of threads.
 
     Attributes:
         root: Its directory.
-        others: What kind of row → how many there are beside the table's own.
+        others: Kind of row → how many there are besides the table's own.
         stamp: What changes when one of its files does; empty while one is too fresh to be trusted.
     """
 
@@ -57,8 +57,8 @@ class Table:
         self.root = Path(path)
         opened = _open(self.root, split)
         self.others = opened.others
-        # Rows come as Arrow tables: as Python objects, every picture would be decoded. Nothing is
-        # written to a dataset by reading it so, and each reading makes a formatter of its own.
+        # Rows come as Arrow tables: as Python objects, every image would be decoded.
+        # Such reads write nothing to the dataset, and each makes its own formatter.
         self._rows = opened.rows.with_format("arrow")
         self._column = self._find_column(image_column)
         self._pictures = self._rows.select_columns([self._column])
@@ -73,7 +73,7 @@ class Table:
         return list(self._rows.column_names)
 
     def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        """These columns of every row, in order; those that are not there are left out."""
+        """These columns of every row, in order; columns that are not there are skipped."""
         there = [name for name in columns if name in self.columns() and name != self._column]
         if not there:
             yield from ({} for _ in range(len(self)))
@@ -82,7 +82,7 @@ class Table:
             yield from batch.to_pylist()
 
     def content(self, row: int) -> bytes:
-        """The file of a row's picture.
+        """The file of a row's image.
 
         Raises:
             RowError: There is none.
@@ -99,7 +99,7 @@ class Table:
         return path.read_bytes()
 
     def stamp_of(self, row: int) -> str:
-        """What changes when a row's picture may have; empty while it is too fresh to be trusted.
+        """What changes when a row's image may have; empty while it is too fresh to be trusted.
 
         Raises:
             OSError: The row names a file that is not there.
@@ -124,15 +124,15 @@ class Table:
         name = cell.get("path") if isinstance(cell, dict) else None
         return self.root / name if isinstance(name, str) and name else None
 
-    def _find_column(self, wanted: str | None) -> str:
+    def _find_column(self, requested: str | None) -> str:
         from datasets import Image
 
         names = self.columns()
-        if wanted and wanted not in names:
-            raise UserError(f"{self.root} has no column {wanted}", f"it has {', '.join(names)}")
+        if requested and requested not in names:
+            raise UserError(f"{self.root} has no column {requested}", f"it has {', '.join(names)}")
         pictures = [n for n, kind in self._rows.features.items() if isinstance(kind, Image)]
-        known = [name for name in _IMAGE_COLUMNS if name in names]
-        column = wanted or next(iter(pictures + known), None)
+        usual = [name for name in _IMAGE_COLUMNS if name in names]
+        column = requested or next(iter(pictures + usual), None)
         if column is None:
             raise UserError(f"{self.root} has no image column", f"it has {', '.join(names)}")
         return column
@@ -189,7 +189,7 @@ class _Opened:
     Attributes:
         rows: A `datasets.Dataset`.
         stamp: Of the files that they are in, made before these were read.
-        others: What kind of row → how many were left aside.
+        others: Kind of row → how many were not used.
     """
 
     rows: Any
@@ -217,16 +217,16 @@ def _open_arrow(root: Path, split: str | None) -> _Opened:
     import datasets
 
     stamp = _stamp([path for path in root.rglob("*") if path.suffix in (".arrow", ".json")])
-    found = datasets.load_from_disk(str(root), keep_in_memory=False)
-    if not isinstance(found, dict):
+    loaded = datasets.load_from_disk(str(root), keep_in_memory=False)
+    if not isinstance(loaded, dict):
         if split not in (None, _TRAIN):
             raise UserError(f"{root} has no splits, but split {split} is set")
-        return _Opened(found, stamp, Counter())
-    name = _choose(root, list(found), split)
-    # Who asked for a split by its name knows that there are others.
-    left = [] if split else [other for other in found if other != name]
-    others = Counter({f"rows of the split {other}": len(found[other]) for other in left})
-    return _Opened(found[name], stamp, others)
+        return _Opened(loaded, stamp, Counter())
+    name = _choose(root, list(loaded), split)
+    # A job that names a split knows that there are others.
+    left = [] if split else [other for other in loaded if other != name]
+    others = Counter({f"rows of the split {other}": len(loaded[other]) for other in left})
+    return _Opened(loaded[name], stamp, others)
 
 
 def _open_parquet(root: Path, split: str | None) -> _Opened:
@@ -262,8 +262,8 @@ def split_files(root: Path) -> dict[str, list[Path]]:
             or _FILE.match(path.stem)
         )
         split = match["split"] if match else ""
-        known = split.lower() in _SPLIT_WORDS
-        files.setdefault(split.lower() if known else split, []).append(path)
+        usual = split.lower() in _SPLIT_WORDS
+        files.setdefault(split.lower() if usual else split, []).append(path)
     return files
 
 
@@ -282,7 +282,7 @@ def _choose(root: Path, names: list[str], split: str | None) -> str:
 
 
 def _count(paths: list[Path], what: str, others: Counter[str]) -> None:
-    """Count the rows of files that are left aside; damage in them does not matter."""
+    """Count the rows of files that are not used; damage in them does not matter."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Why bytes are not a picture that can be used, in words for the person who has them."""
+"""Why bytes are not an image that can be used, in words for the user who has the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READ: Final = (  # how the formats begin that are read
     (re.compile(rb"qoif"), "QOI"),
     (re.compile(rb"P[1-7fF]\s"), "PPM"),
 )
-_FOREIGN: Final = (  # what else is found under the name of a picture
+_FOREIGN: Final = (  # what else files named as images contain
     (re.compile(rb".{4}ftyp(hei|hev|mif|msf)", re.DOTALL), "HEIC, which needs pillow-heif"),
     (re.compile(rb"\xff\x0a|.{4}JXL ", re.DOTALL), "JPEG XL, which needs pillow-jxl-plugin"),
     (re.compile(rb"8BPS"), "PSD is not supported"),
@@ -63,7 +63,7 @@ def why_unreadable(error: Exception, content: bytes) -> str:
 
 
 def _breaks_off(content: bytes, kind: str) -> bool:
-    """Whether the end is missing, as far as the format lets one know without decoding."""
+    """Whether the end is missing, as far as the format shows without decoding."""
     size = len(content)
     match kind:
         case "PNG":

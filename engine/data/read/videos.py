@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _CONTAINERS: Final = "mov,matroska,avi,gif,mpegts,mpeg,flv,asf,ogg,mxf,yuv4mpegpipe"
 _ALMOST: Final = Fraction(1, 10)  # of a frame: times in milliseconds must not gain or lose one
 _MISSING: Final = Fraction(1, 2)  # seconds that a file may be shorter than its header says
-_UNSPECIFIED: Final = 2  # the colour space of a frame that does not name one
+_UNSPECIFIED: Final = 2  # the color space of a frame that does not name one
 
 
 class VideoError(Exception):
@@ -62,10 +62,10 @@ class VideoLook:
 
 
 def look_at_video(path: Path) -> VideoLook:
-    """Decode a whole video once and say what it is.
+    """Decode an entire video once and report what it is.
 
     Raises:
-        VideoError: It cannot be used: not a video, without pictures, truncated or damaged.
+        VideoError: It cannot be used: not a video, without frames, truncated or damaged.
         UserError: PyAV is not installed.
     """
     count = 0
@@ -202,8 +202,8 @@ def _timed(
 
 
 def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
-    """Frames as they are decoded, from where the file stands on."""
-    reached = Fraction(0)  # by any stream, in seconds: sound may go on when the pictures end
+    """Frames as they are decoded, from the current position of the file."""
+    reached = Fraction(0)  # by any stream, in seconds: sound may outlast the frames
     for packet in container.demux():
         if packet.pts is not None and packet.time_base is not None:
             reached = max(reached, (packet.pts + (packet.duration or 0)) * packet.time_base)
@@ -308,8 +308,8 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
             metadata_errors="replace",
         )
     except (av.FFmpegError, ValueError) as error:
-        known = head[4:8] == b"ftyp" or head[:4] in (b"\x1a\x45\xdf\xa3", b"RIFF")
-        raise VideoError("truncated or damaged" if known else "not a video") from error
+        video_header = head[4:8] == b"ftyp" or head[:4] in (b"\x1a\x45\xdf\xa3", b"RIFF")
+        raise VideoError("truncated or damaged" if video_header else "not a video") from error
     with container:
         still = av.stream.Disposition.attached_pic  # the cover of an audio file
         videos = [stream for stream in container.streams.video if not stream.disposition & still]

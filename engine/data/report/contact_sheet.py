@@ -67,7 +67,9 @@ def _spread(samples: Sequence[Sample]) -> list[Sample]:
 
 def _strip(samples: Sequence[Sample], spec: JobSpec) -> Image.Image:
     with ThreadPoolExecutor(_READERS) as pool:  # decoding releases the GIL
-        pictures = list(pool.map(lambda one: _thumbnail(one[1], one[0], spec), enumerate(samples)))
+        pictures = list(
+            pool.map(lambda pair: _thumbnail(pair[1], pair[0], spec), enumerate(samples))
+        )
     height = max(picture.height for picture in pictures)
     width = sum(picture.width + STRIP_GAP for picture in pictures) + STRIP_GAP
     row = Image.new("RGB", (width, height + STRIP_GAP), _BACK)
@@ -94,6 +96,6 @@ def _thumbnail(sample: Sample, number: int, spec: JobSpec) -> Image.Image:
             picture = Image.fromarray(frames[0])
         else:
             picture = decode(read_content(sample, spec))
-    except (OSError, PictureError):  # it changed since it was looked at
+    except (OSError, PictureError):  # it changed after it was indexed
         return Image.new("RGB", small, (90, 30, 30))
     return fit(picture, view).resize(small, Image.Resampling.LANCZOS)

@@ -32,7 +32,7 @@ _EXAMPLES: Final = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """Something that concerns some of the samples.
 
     Attributes:
@@ -90,18 +90,18 @@ class DataReport:
         samples: What is trained on; an image counts at each of its resolutions.
         images: The images (or videos) that they show.
         held_out: How many more there are, to measure the loss on.
-        skipped: What is not: `[dataset, name, why]` each.
+        skipped: What is not trained on: `[dataset, name, why]` each.
         reasons: The reasons, the most frequent first.
-        handled: What was done to read pictures.
-        cautions: What can be trained on, but not as one may think.
+        handled: What was done to read images.
+        cautions: What is trained on, but perhaps not as intended.
         datasets: Each of them.
         buckets: Each of them, the fullest first.
         texts: Different texts to encode, prompts not counted.
         masked: Images that are trained with a mask.
         weights: The smallest and the largest weight of a sample's loss; none if all are 1.
         class_images: How many are still to be made, and are not counted here.
-        views: Different looks at each picture (cuts, sides).
-        longest: The most tokens of a caption; None when it is not known.
+        views: Different views of each image (crops, flips).
+        longest: The most tokens of a caption; None when they were not counted.
         global_batch: Samples per optimizer step.
         steps_per_epoch: Optimizer steps in which every sample comes as often as it should.
         draws_per_epoch: Samples of an epoch, not counting what fills last batches.
@@ -112,9 +112,9 @@ class DataReport:
     images: int
     held_out: int
     skipped: list[list[Any]]
-    reasons: list[Found]
-    handled: list[Found]
-    cautions: list[Found]
+    reasons: list[Finding]
+    handled: list[Finding]
+    cautions: list[Finding]
     datasets: list[DatasetReport]
     buckets: list[BucketReport]
     texts: int
@@ -150,7 +150,7 @@ def sample_texts(sample: Sample, spec: JobSpec) -> tuple[str, ...]:
 
 
 def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> DataReport:
-    """Look over an index.
+    """Report on an index.
 
     Args:
         spec: The job.
@@ -171,15 +171,15 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         samples=len(index.samples),
         images=len(_images(index.samples)),
         held_out=len(held),
-        skipped=[[one.dataset, one.name, one.why] for one in index.skipped],
+        skipped=[[skip.dataset, skip.name, skip.why] for skip in index.skipped],
         reasons=_reasons(index),
         handled=_handled(index),
         cautions=_cautions(spec, index, texts, tokens),
         datasets=_datasets(spec, index, plan),
         buckets=_buckets(index, plan),
         texts=len(distinct),
-        masked=sum(bool(one.mask) for one in _images(index.samples)),
-        weights=[min(weights), max(weights)] if any(one != 1 for one in weights) else [],
+        masked=sum(bool(image.mask) for image in _images(index.samples)),
+        weights=[min(weights), max(weights)] if any(weight != 1 for weight in weights) else [],
         class_images=0 if has_class_images(spec) else spec.num_class_images,
         views=count_views(spec),
         longest=max(tokens.values()) if tokens else None,
@@ -205,35 +205,36 @@ def summary(report: DataReport) -> list[str]:
     if report.weights:
         least, most = report.weights
         lines.append(f"weights of the loss from {least:g} to {most:g}")
-    for one in report.datasets:
-        if one.regularization:
-            lines.append(f"regularization: {_plural(one.samples, 'sample')} of {one.path}")
+    for dataset in report.datasets:
+        if dataset.regularization:
+            count = _plural(dataset.samples, "sample")
+            lines.append(f"regularization: {count} of {dataset.path}")
     for bucket in report.buckets:
         size = "x".join(map(str, bucket.size))
         lines.append(
             f"bucket {size}: {bucket.samples} samples, {bucket.batches} steps per epoch, "
             f"{bucket.cut_mean:.0%} cropped on average, {bucket.cut_most:.0%} max"
         )
-    for kind, found in (("skipped", report.reasons), ("read", report.handled)):
-        lines += [f"{kind}: {_in_words(one)}" for one in found]
-    return lines + [f"note: {_in_words(one)}" for one in report.cautions]
+    for kind, findings in (("skipped", report.reasons), ("read", report.handled)):
+        lines += [f"{kind}: {_in_words(finding)}" for finding in findings]
+    return lines + [f"note: {_in_words(caution)}" for caution in report.cautions]
 
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _in_words(found: Found) -> str:
-    example = f", such as {found.examples[0]}" if found.examples else ""
-    return f"{found.count} {found.text}{example}"
+def _in_words(finding: Finding) -> str:
+    example = f", such as {finding.examples[0]}" if finding.examples else ""
+    return f"{finding.count} {finding.text}{example}"
 
 
-def _reasons(index: DataIndex) -> list[Found]:
+def _reasons(index: DataIndex) -> list[Finding]:
     by_reason: dict[str, list[str]] = {}
-    for one in index.skipped:
-        by_reason.setdefault(_kind_of(one.why), []).append(one.name)
-    found = [Found(len(names), why, names[:_EXAMPLES]) for why, names in by_reason.items()]
-    return sorted(found, key=lambda one: -one.count)
+    for skip in index.skipped:
+        by_reason.setdefault(_kind_of(skip.why), []).append(skip.name)
+    reasons = [Finding(len(names), why, names[:_EXAMPLES]) for why, names in by_reason.items()]
+    return sorted(reasons, key=lambda reason: -reason.count)
 
 
 def _kind_of(why: str) -> str:
@@ -241,18 +242,18 @@ def _kind_of(why: str) -> str:
     return why.partition(":")[0].partition(" (")[0]
 
 
-def _handled(index: DataIndex) -> list[Found]:
-    found = []
+def _handled(index: DataIndex) -> list[Finding]:
+    findings = []
     for key, text in NOTES.items():
-        names = [one.name for one in _images(index.samples) if key in one.notes]
+        names = [sample.name for sample in _images(index.samples) if key in sample.notes]
         if names:
-            found.append(Found(len(names), text, names[:_EXAMPLES]))
-    return found
+            findings.append(Finding(len(names), text, names[:_EXAMPLES]))
+    return findings
 
 
 def _cautions(
     spec: JobSpec, index: DataIndex, texts: list[tuple[str, ...]], tokens: dict[str, int]
-) -> list[Found]:
+) -> list[Finding]:
     samples = _images(index.samples)
     enlarged = _images(s for s in index.samples if enlargement(s.width, s.height, _size(s)) > 1.0)
     cut = _images(s for s in index.samples if cut_share(s.width, s.height, _size(s)) > 0.25)
@@ -272,29 +273,31 @@ def _cautions(
         (copies, "with the same content as another"),
         *_mask_cautions(spec, samples),
     ]
-    found = [Found(len(c), text, [s.name for s in c[:_EXAMPLES]]) for c, text in candidates if c]
+    findings = [
+        Finding(len(c), text, [s.name for s in c[:_EXAMPLES]]) for c, text in candidates if c
+    ]
     for number, dataset in enumerate(index.others):
         folder = Path(datasets_of(spec)[number].path).name
         for kind, count in sorted(dataset.items()):
-            found.append(Found(count, f"{kind} in {folder}, which are not samples"))
-    return found
+            findings.append(Finding(count, f"{kind} in {folder}, which are not samples"))
+    return findings
 
 
 def _images(samples: Iterable[Sample]) -> list[Sample]:
     """One sample of each image, in order."""
-    return list({(one.dataset, one.name): one for one in samples}.values())
+    return list({(sample.dataset, sample.name): sample for sample in samples}.values())
 
 
 def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], str]]:
-    """The images that are not trained at each resolution of theirs, by the one they miss."""
+    """The images that are too small for one of their resolutions, by that resolution."""
     missed: dict[int, list[Sample]] = {}
     if spec.resolution_mode == "each":
         every = [Buckets(spec, dataset) for dataset in datasets_of(spec)]
-        for one in images:
-            buckets = every[one.dataset]
-            reached = buckets.find(one.width, one.height)
+        for image in images:
+            buckets = every[image.dataset]
+            reached = buckets.find(image.width, image.height)
             for side in buckets.sizes.keys() - reached.keys():
-                missed.setdefault(side, []).append(one)
+                missed.setdefault(side, []).append(image)
     return [
         (small, f"too small for resolution {side}, trained at smaller ones only")
         for side, small in sorted(missed.items())
@@ -302,11 +305,11 @@ def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], 
 
 
 def _mask_cautions(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], str]]:
-    """The images that lack a mask; or those that seem to be masks, where none are wanted."""
+    """The images that lack a mask; or those that seem to be masks, in a job without masks."""
     datasets = datasets_of(spec)
     if spec.masked_loss == "none":
-        stems = {os.path.splitext(one.name)[0] for one in images}
-        named = [one for one in images if names_mask(one.name, stems)]
+        stems = {os.path.splitext(image.name)[0] for image in images}
+        named = [image for image in images if names_mask(image.name, stems)]
         return [(named, "named like masks of other images; masked_loss: file uses them as masks")]
     bare = [s for s in images if not s.mask and not datasets[s.dataset].regularization]
     return [(bare, "without a mask, trained whole")]
@@ -320,7 +323,7 @@ def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetR
                 path=dataset.path,
                 layout=find_layout(expand(dataset.path)),
                 samples=plan.shares[number].samples,
-                skipped=sum(one.dataset == number for one in index.skipped),
+                skipped=sum(skip.dataset == number for skip in index.skipped),
                 draws=plan.shares[number].draws,
                 others=index.others[number],
                 regularization=dataset.regularization,
@@ -359,7 +362,7 @@ def _contents(sample: Sample) -> list[str]:
 
 
 def changed_since(before: DataIndex, now: DataIndex) -> str:
-    """What is different between two looks at a job's data; "" if nothing is."""
+    """What differs between two indexes of a job's data; "" if nothing does."""
     old, new = ({(s.dataset, s.name): s for s in index.samples} for index in (before, now))
     added, gone = len(new.keys() - old.keys()), len(old.keys() - new.keys())
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]

@@ -1,6 +1,6 @@
-"""What most families share. A family's own module says only what is particular to it.
+"""What most families share. A family's own module has only what is particular to it.
 
-Everything comes from the stock pipeline and from the model's own files where they say it: classes
+Everything comes from the stock pipeline and from the model's own files where they have it: classes
 from `model_index.json`, the noise schedule from `scheduler/scheduler_config.json`, statistics of
 latents from the VAE's config.
 """
@@ -40,14 +40,14 @@ class Family(ABC):
 
     Args:
         name: The family's.
-        flavour: Which of its published models; None if it was not said.
-        root: The model's directory; None where only facts are wanted.
-        fps: Frames per second of its videos; the family's usual ones when left out.
+        flavour: Which of its published models; None if the job does not set it.
+        root: The model's directory; None where only facts are needed.
+        fps: Frames per second of its videos; None for the family's default.
 
     Attributes:
         facts: What is known without torch (`jobs.spec.families`).
         component: The denoiser that is trained: its directory, and its name in the pipeline.
-        fps: Frames per second, which some families tell the denoiser.
+        fps: Frames per second, an input of some families' denoisers.
     """
 
     LORA_TARGETS: str
@@ -140,13 +140,13 @@ class Family(ABC):
 
     @property
     def lora_formats(self) -> tuple[str, ...]:
-        """What a LoRA is exported as where the job does not say: files that suit every tool."""
+        """The default export formats of a LoRA: files for every tool."""
         kohya = ("kohya",) if self.KOHYA is not None else ()
         apart = self.COMFYUI is not None and not (kohya and self.COMFYUI_READS_KOHYA)
         return ("diffusers", *kohya, *(("comfyui",) if apart else ()))
 
     def load_lora(self, pipeline: Any, directory: Path) -> None:
-        """Load an exported LoRA into a stock pipeline, as a person would."""
+        """Load an exported LoRA into a stock pipeline, as a user would."""
         pipeline.load_lora_weights(
             directory, weight_name="pytorch_lora_weights.safetensors", **self.lora_options()
         )
@@ -174,7 +174,7 @@ class Family(ABC):
     ) -> dict[str, torch.Tensor]:
         """The tensors of a prompt that the cache keeps, without a batch dimension.
 
-        They are called as the pipeline calls them when it is given them. Where their length
+        They have the names of the pipeline's own arguments for them. Where their length
         depends on the prompt, one of them is a mask, whose name has `mask` in it: in a batch,
         shorter ones are filled up with zeros at the end (`engine.families.shared.collate`).
 
@@ -182,8 +182,8 @@ class Family(ABC):
             pipeline: From `load_text_pipeline`, on the device.
             prompt: The text.
             max_sequence_length: Tokens.
-            negative: What the picture should not be like, or the empty text of a sample whose
-                caption is dropped; matters only with `NEGATIVES_APART`.
+            negative: Whether it is a negative prompt, or the empty text of a sample whose caption
+                is dropped; matters only with `NEGATIVES_APART`.
         """
 
     def encode_with_images(
@@ -193,7 +193,7 @@ class Family(ABC):
 
         Args:
             pipeline: From `load_text_pipeline`, on the device.
-            prompt: The text, or what the picture should not be like.
+            prompt: The text, or a negative prompt.
             max_sequence_length: Tokens.
             images: At least one, as the pipeline shows them to its encoder.
         """
@@ -212,7 +212,7 @@ class Family(ABC):
         return vae_class.from_pretrained(root, subfolder="vae", dtype=dtype)
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """`(B, 3, H, W)` in [-1, 1] → normalised latents `(B, C, h, w)`.
+        """`(B, 3, H, W)` in [-1, 1] → normalized latents `(B, C, h, w)`.
 
         Of families that train on videos, `(B, 3, F, H, W)` → `(B, C, f, h, w)`.
         """
@@ -231,17 +231,17 @@ class Family(ABC):
     def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Collated prompts as `predict` needs them, where that depends on their values.
 
-        Called while they are in host memory: on a GPU, to look at a value is to wait for all that
-        it still has to do. Doing it twice changes nothing.
+        Called while they are in host memory: reading a value on a GPU means waiting for all its
+        pending work. Calling it twice changes nothing.
         """
         return condition
 
     def sizes(self, spec: JobSpec, pictures: Sequence[Shown]) -> dict[str, torch.Tensor]:
-        """What the denoiser is told of sizes, for the condition of a batch; {} for most.
+        """Size conditioning for the denoiser, part of the condition of a batch; {} for most.
 
         Args:
             spec: The job.
-            pictures: What each sample shows of its picture.
+            pictures: What each sample shows of its image.
         """
         return {}
 
@@ -254,7 +254,7 @@ class Family(ABC):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """What the denoiser says of noisy latents: of their shape, with the objective's meaning.
+        """The denoiser's prediction for noisy latents: in their shape, as the objective defines it.
 
         Args:
             transformer: The denoiser.
@@ -318,10 +318,10 @@ class Family(ABC):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """What the pipeline takes to make a picture, but for its size, steps and noise.
+        """The pipeline's arguments to make an image, except its size, steps and noise.
 
         Args:
-            request: The picture.
+            request: The image.
             condition: Its encoded prompt, without a batch dimension.
             negative: Its encoded negative prompt; None where that has no effect.
         """
@@ -340,8 +340,8 @@ class Family(ABC):
 
         Args:
             pipeline: The usual one.
-            condition: What is known of the image from `encode_with_images`, without a batch
-                dimension; None where the pipeline has what encodes it.
+            condition: The image as `encode_with_images` encoded it, without a batch dimension; None
+                where the pipeline has the encoder.
         """
         return pipeline
 
@@ -358,7 +358,7 @@ class Family(ABC):
         return self.GUIDED_FORWARDS if request.guided else 1
 
     def forwards_of(self, request: SampleRequest) -> int:
-        """How many forwards of the denoiser the pipeline makes for a picture."""
+        """How many forwards of the denoiser the pipeline makes for an image."""
         return self._timesteps(request.steps) * self.forwards_per_step(request)
 
     def _timesteps(self, steps: int) -> int:

@@ -16,13 +16,13 @@ def collate(
 ) -> dict[str, torch.Tensor]:
     """Stack each tensor of several texts.
 
-    Where texts have masks, all that is as long as its mask is filled up with zeros to the length
-    of the longest; the mask says what is filled. Without a mask, lengths must be equal.
+    Where texts have masks, every tensor as long as its mask is padded with zeros to the length of
+    the longest; the mask shows what is padding. Without a mask, lengths must be equal.
 
     Args:
         texts: What a family's `encode` gives, one for each sample.
         multiple: Lengths become a multiple of this where there is a mask: ranks that share a
-            sample's tokens need as many each.
+            sample's tokens need equal numbers of them.
 
     Returns:
         Name → `(B, …)`.
@@ -30,13 +30,13 @@ def collate(
     lengths = [_length(text) for text in texts]
     if None in lengths:
         return {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
-    known = [length for length in lengths if length is not None]
-    longest = -(-max(known) // multiple) * multiple
+    given = [length for length in lengths if length is not None]
+    longest = -(-max(given) // multiple) * multiple
     return {
         name: torch.stack(
             [
                 _filled(name, text[name], length, longest)
-                for text, length in zip(texts, known, strict=True)
+                for text, length in zip(texts, given, strict=True)
             ]
         )
         for name in texts[0]

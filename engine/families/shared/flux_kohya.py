@@ -66,11 +66,11 @@ def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
     Raises:
         UserError: A module has no counterpart in BFL's model.
     """
-    found = LAYOUT.rename(adapters)
-    if _MODULATION in found:
-        down, up = found[_MODULATION]  # BFL shifts first, diffusers scales first
-        found[_MODULATION] = down, torch.cat(up.chunk(2)[::-1])
-    return found
+    renamed = LAYOUT.rename(adapters)
+    if _MODULATION in renamed:
+        down, up = renamed[_MODULATION]  # BFL shifts first, diffusers scales first
+        renamed[_MODULATION] = down, torch.cat(up.chunk(2)[::-1])
+    return renamed
 
 
 def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
@@ -86,11 +86,11 @@ def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
     Raises:
         UserError: A module has no counterpart in BFL's model.
     """
-    found = Kohya(rename, METADATA).convert(layers, scale)
-    for key in [key for key in found if key.startswith("lora_unet_final_layer_")]:
-        # Diffusers' own loader takes no notice of this layer's alpha: none is needed so.
+    tensors = Kohya(rename, METADATA).convert(layers, scale)
+    for key in [key for key in tensors if key.startswith("lora_unet_final_layer_")]:
+        # Diffusers' own loader ignores this layer's alpha: scaled like this, it needs none.
         if key.endswith(".lora_up.weight"):
-            found[key] = found[key] * scale
+            tensors[key] = tensors[key] * scale
         elif key.endswith(".alpha"):
-            found[key] = found[key] / scale
-    return found
+            tensors[key] = tensors[key] / scale
+    return tensors

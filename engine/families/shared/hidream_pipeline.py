@@ -14,7 +14,7 @@ _ABOVE: Final = 1 + 1e-9  # rounding must not take a step away from a side
 
 
 class AnySizePipeline(HiDreamImagePipeline):
-    """Makes pictures of the size that is asked for, and of its seed alone.
+    """Make images of the requested size, which depend on no random numbers but the seed's.
 
     The stock pipeline scales every size to the area of 1024x1024, by an attribute that has no
     argument. And it does not give its generator to the scheduler, which with Dev and Fast draws

@@ -1,4 +1,4 @@
-"""Latents of about zero mean and unit size, by what the VAE's config says of its own."""
+"""Latents of about zero mean and unit size, by the statistics in the VAE's config."""
 
 from __future__ import annotations
 

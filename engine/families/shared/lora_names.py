@@ -63,22 +63,22 @@ class Layout:
             UserError: A module has no counterpart.
         """
         owners = {member: fused for fused, members in self.fused.items() for member in members}
-        found: dict[str, Adapter] = {}
+        renamed: dict[str, Adapter] = {}
         parts: dict[str, dict[str, Adapter]] = {}  # of fused modules
         for module, adapter in adapters.items():
             # Only the block's number: `to_out.0` keeps its own.
             number = match[0] if (match := _NUMBER.search(module)) else "#"
             pattern = _NUMBER.sub("#", module, count=1)
             if pattern in self.same:
-                found[self.same[pattern].replace("#", number)] = adapter
+                renamed[self.same[pattern].replace("#", number)] = adapter
             elif pattern in owners:
                 owner = owners[pattern].replace("#", number)
                 parts.setdefault(owner, {})[pattern] = adapter
             else:
                 raise unnamed(module)
         for owner, members in parts.items():
-            found[owner] = _fuse(self.fused[_NUMBER.sub("#", owner, count=1)], members)
-        return found
+            renamed[owner] = _fuse(self.fused[_NUMBER.sub("#", owner, count=1)], members)
+        return renamed
 
 
 def as_in_diffusers(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
@@ -100,13 +100,13 @@ class Kohya:
 
     def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
         """`lora_unet_<module>.lora_down.weight`, `.lora_up.weight` and `.alpha` (a number)."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for module, (down, up) in self.rename(adapters_of(layers)).items():
             key = "lora_unet_" + module.replace(".", "_")
-            found[f"{key}.lora_down.weight"] = down
-            found[f"{key}.lora_up.weight"] = up
-            found[f"{key}.alpha"] = torch.tensor(float(down.shape[0] * scale))
-        return found
+            tensors[f"{key}.lora_down.weight"] = down
+            tensors[f"{key}.lora_up.weight"] = up
+            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0] * scale))
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ class ComfyUI:
 
     def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
         """`diffusion_model.<module>.lora_A.weight`, `.lora_B.weight` and `.alpha` (a number)."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for module, (down, up) in self.rename(adapters_of(layers)).items():
             key = f"diffusion_model.{module}"
-            found[f"{key}.lora_A.weight"] = down
-            found[f"{key}.lora_B.weight"] = up
-            found[f"{key}.alpha"] = torch.tensor(float(down.shape[0] * scale))
-        return found
+            tensors[f"{key}.lora_A.weight"] = down
+            tensors[f"{key}.lora_B.weight"] = up
+            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0] * scale))
+        return tensors
 
 
 def adapters_of(layers: Mapping[str, torch.Tensor]) -> dict[str, Adapter]:

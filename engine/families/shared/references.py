@@ -1,4 +1,4 @@
-"""Conditioning images in a batch: latents beside the encoded prompts, under names of their own."""
+"""Conditioning images in a batch: latents beside the encoded prompts, under their own names."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FIRST_FRAME: Final = "first_frame"
 
 
 BEGINNING: Final = "beginning"
-"""The name of the latents `(B, C, f, h, w)` of a video's first frame with gray ones behind it."""
+"""The name of the latents `(B, C, f, h, w)` of a video's first frame followed by gray ones."""
 
 
 def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The latents of conditioning images, each `(B, C, h, w)`, in their order."""
-    found: list[torch.Tensor] = []
-    while (name := f"{REFERENCE}{len(found)}") in condition:
-        found.append(condition[name])
-    return found
+    references: list[torch.Tensor] = []
+    while (name := f"{REFERENCE}{len(references)}") in condition:
+        references.append(condition[name])
+    return references
 
 
 def first_frame_of(latents: torch.Tensor) -> dict[str, torch.Tensor]:

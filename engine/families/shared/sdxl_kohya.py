@@ -66,16 +66,16 @@ def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
     Raises:
         UserError: A module has no counterpart in Stability's UNet.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in layers.items():
         module, _, part = name.rpartition(".lora_")
         key = "lora_unet_" + _renamed(module).replace(".", "_")
         if part == "A.weight":
-            found[f"{key}.lora_down.weight"] = tensor
-            found[f"{key}.alpha"] = torch.tensor(float(tensor.shape[0] * scale))
+            tensors[f"{key}.lora_down.weight"] = tensor
+            tensors[f"{key}.alpha"] = torch.tensor(float(tensor.shape[0] * scale))
         else:
-            found[f"{key}.lora_up.weight"] = tensor
-    return found
+            tensors[f"{key}.lora_up.weight"] = tensor
+    return tensors
 
 
 def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
@@ -93,11 +93,11 @@ def rename_of_four_blocks(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]
     Raises:
         UserError: A module has no counterpart in Stability's UNet.
     """
-    found = rename(adapters)
+    renamed = rename(adapters)
     upsampler = "output_blocks.2.2.conv"  # a place earlier, since there is none
-    if upsampler in found:
-        found["output_blocks.2.1.conv"] = found.pop(upsampler)
-    return found
+    if upsampler in renamed:
+        renamed["output_blocks.2.1.conv"] = renamed.pop(upsampler)
+    return renamed
 
 
 def _renamed(module: str) -> str:
@@ -127,7 +127,7 @@ def _place(match: re.Match[str]) -> str:
         return f"middle_block.{_MIDDLE[f'{kind}.{layer}']}"
     first = int(match["block"]) * (_LAYERS + 1)
     if match["side"] == "down":
-        if kind == "downsamplers":  # an entry of its own, after the block's layers
+        if kind == "downsamplers":  # a separate entry, after the block's layers
             return f"input_blocks.{first + _LAYERS + 1}.0"
         return f"input_blocks.{first + layer + 1}.{int(kind == 'attentions')}"
     if kind == "upsamplers":  # in the entry of the block's last layer, which has a transformer

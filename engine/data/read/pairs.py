@@ -56,8 +56,8 @@ def pair(source: Source, dataset: Dataset) -> Source:
 def _of_names(entry: Entry, pairs: Pairs) -> Entry:
     if entry.problem:
         return entry
-    found = pairs.found(entry.path)
-    for path, wanted in zip(found, pairs.wanted(entry.path), strict=True):
+    found = pairs.existing_paths(entry.path)
+    for path, wanted in zip(found, pairs.expected_paths(entry.path), strict=True):
         if path is None:
             return replace(entry, problem=f"{_MISSING}: {wanted} does not exist")
     return replace(entry, references=tuple(Place(str(path)) for path in found))

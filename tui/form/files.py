@@ -77,7 +77,7 @@ def save_as_template(form: NewJobScreen) -> None:
 
     def write(name: str) -> None:
         try:
-            values = draft.told(form.values)
+            values = draft.non_default(form.values)
             values.pop("name", None)
             saved = save_template(name, values)
         except UserError as error:

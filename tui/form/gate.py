@@ -37,8 +37,8 @@ class Gate:
     def opens(self, values: Mapping[str, Any]) -> bool:
         """Whether the job of these values may be queued now."""
         form, fit = self._form, self._form.query_one(FitBars)
-        known = fit.knows(values) and not form.looks.under_way
-        if not known and self._waiting != values:
+        ready = fit.knows(values) and not form.looks.under_way
+        if not ready and self._waiting != values:
             self._waiting = dict(values)
             form.tell(_WAITS)
             return False
@@ -53,7 +53,7 @@ class Gate:
         return values == self._accepted or not self._asks(values, fit)
 
     def look_again(self) -> None:
-        """More is known: go on if that was waited for."""
+        """Submit the form if it was waiting for an answer that has arrived."""
         if (values := self._waiting) is None:
             return
         if values != self._form.values:  # typed on meanwhile

@@ -95,7 +95,7 @@ class Fields(VerticalScroll, can_focus=False):
         self.begin()
 
     def adopt(self, field: str) -> None:
-        """Another family or flavour was chosen: what was left at its default follows."""
+        """Another family or flavour was chosen: fields at their defaults take the new ones."""
         if field == "model_family":
             self._offer_flavours(self.model[1])
         self._hint_at_model()
@@ -105,10 +105,10 @@ class Fields(VerticalScroll, can_focus=False):
         self.put(changes)
 
     def follow(self) -> str:
-        """Let what depends on it change with the number of ranks, and come back with it.
+        """Adjust the fields that depend on the number of ranks, and restore them with it.
 
         Returns:
-            What has changed and is still so, as a sentence.
+            What was adjusted and is still so, as a sentence.
         """
         values = self.values
         before, after = self._ranks, draft.ranks_of(values)

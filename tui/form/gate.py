@@ -1,4 +1,4 @@
-"""What stands between the key and the queue: a wrong path, a look under way, a doubt to ask of."""
+"""What can keep a form from being queued: a wrong path, a running lookup, an open question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WAITS: Final = "Checking model, data and memory … ^r again queues without wai
 
 
 class Gate:
-    """Lets a job pass once nothing is wrong with it, or the person wants it all the same.
+    """Lets a job into the queue once nothing is wrong with it, or the person confirms it.
 
     Args:
         form: The form that describes the job.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Looks:
-    """Begins looks for a screen, which gets their results as messages; the newest one counts.
+    """Starts lookups for a screen and posts their results to it; only the newest of each counts.
 
     Args:
         screen: The form.

@@ -32,7 +32,7 @@ class Flavour:
         first_frame: Whether it makes videos from their first frame.
         needs_first_frame: Whether it makes no others. It has it in channels of its own then, for
             all frames, and not in the place of the first.
-        sees_first_frame: Whether an image encoder looks at it too.
+        sees_first_frame: Whether an image encoder reads it too.
         widened: The layer that gets as many inputs more, for a conditioning image, as the published
             model has; empty where the model is trained as it is.
     """

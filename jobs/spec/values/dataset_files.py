@@ -102,11 +102,11 @@ class Listing:
         videos: Files that look like videos.
         foreign: Images of formats that cannot be read.
         metadata: Files with captions of many images (`METADATA`).
-        lonely: Caption files beside which there is nothing of their name.
+        lonely: Caption files without an image or video of the same name.
         folders: Folders with the name of an image.
         renamed: Caption files with letters beyond ASCII, by `same_name` of their paths: macOS
-            writes accents in another way than other systems do.
-        unreadable: Folders that may not be looked into, and why.
+            encodes accents differently from other systems.
+        unreadable: Folders that cannot be read, and why.
         others: What kind of file → count of everything else but caption files.
     """
 
@@ -122,7 +122,7 @@ class Listing:
 
 
 def list_files(root: Path) -> Listing:
-    """Look through a folder and all below it; links to folders are followed, once each."""
+    """List a folder and all below it; links to folders are followed, once each."""
     listing = Listing()
     seen: set[tuple[int, int]] = set()
 

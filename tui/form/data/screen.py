@@ -50,7 +50,7 @@ _STATES: Final = ("-looking", "-failed", "-looked")
 
 
 class DataScreen(Screen[None]):
-    """Looks at the data in a process of its own, which ends with the screen."""
+    """Checks the data in a separate process, which ends with the screen."""
 
     CSS_PATH = "data.tcss"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (160, "-wide")]  # noqa: RUF012
@@ -123,7 +123,7 @@ class DataScreen(Screen[None]):
         Args:
             heading: Whose data it is.
             job: Reads the job; called in a thread.
-            earlier: The report from when the job read its data, if it has.
+            earlier: The file with the report from when the job read its data; None if it has not.
         """
         super().__init__()
         self.heading = heading

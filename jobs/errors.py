@@ -18,8 +18,7 @@ class UserError(Exception):
     """Something the person can put right; shown as one line, never as a traceback.
 
     Args:
-        message: What is wrong and where. Of a very long one, as of foreign text, the middle is
-            left out.
+        message: What is wrong and where. A very long one, such as foreign text, loses its middle.
         hint: What to do about it, if that is not obvious from the message.
     """
 

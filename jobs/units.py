@@ -25,13 +25,13 @@ def gpus(count: int) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Indices, runs of three or more drawn together: `0-3,6`."""
-    found = sorted(set(numbers))
+    indices = sorted(set(numbers))
     parts: list[str] = []
     start = 0
-    for end in range(1, len(found) + 1):
-        if end < len(found) and found[end] == found[end - 1] + 1:
+    for end in range(1, len(indices) + 1):
+        if end < len(indices) and indices[end] == indices[end - 1] + 1:
             continue
-        run = found[start:end]
+        run = indices[start:end]
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
         start = end
     return ",".join(parts)

@@ -277,7 +277,7 @@ def test_every_job_and_every_settings_file_is_accepted(block: str, tmp_path: Pat
         added = {} if whole else {key: BASE[key] for key in BASE.keys() - unneeded}
         path.write_text(yaml.safe_dump(added | written))
         warnings: list[str] = []
-        load_spec(path, told=warnings.append)
+        load_spec(path, on_note=warnings.append)
         assert not warnings
     elif "stalled_after" in written:  # of notify.yaml, whose `on` YAML reads as true
         NotifyConfig.model_validate({"on" if k is True else k: v for k, v in written.items()})

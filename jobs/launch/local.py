@@ -152,14 +152,14 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
         (
             name
             for name, addresses in psutil.net_if_addrs().items()
-            if any(one.address == _LOOPBACK for one in addresses)
+            if any(address.address == _LOOPBACK for address in addresses)
         ),
         None,
     )
     if name is None:
         return {}
-    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    return {key: value for key, value in wanted.items() if key not in environment}
+    variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {key: value for key, value in variables.items() if key not in environment}
 
 
 def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
@@ -180,13 +180,13 @@ def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
 
 def versions() -> dict[str, str]:
     """Versions of what decides a run's numbers, for `launch.json`."""
-    found = {"python": sys.version.split()[0]}
+    by_package = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def full_environment(launch: Launch) -> dict[str, str]:

@@ -65,8 +65,8 @@ def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool
     """How to launch a job's ranks without the queue, in a directory of their own.
 
     Args:
-        spec: The job; where its strategy is `auto`, the GPUs and the model are looked at.
-        written: What its job file says; the same when left out.
+        spec: The job; where its strategy is `auto`, the GPUs and the model are inspected.
+        written: What its job file says; by default `spec`.
         on_gpus: Whether its ranks run on GPUs.
 
     Returns:

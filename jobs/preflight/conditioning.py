@@ -72,11 +72,11 @@ def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list
         return paths, []
     pairs = Pairs(dataset, paths)
     samples = [path for path in paths if pairs.is_sample(path)]
-    alone = [path for path in samples if None in pairs.found(path)]
+    alone = [path for path in samples if None in pairs.existing_paths(path)]
     if samples and len(alone) == len(samples):
         raise SpecError(
             f"none of the {len(samples)} images in {dataset.path} has a conditioning image",
-            f"for {samples[0].name}, it would be {pairs.wanted(samples[0])[0]}",
+            f"for {samples[0].name}, it would be {pairs.expected_paths(samples[0])[0]}",
         )
     return samples, alone
 

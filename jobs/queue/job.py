@@ -113,9 +113,9 @@ def moved(job: Job, queue: Sequence[Job], to: Place) -> dict[int, float]:
     Raises:
         StateError: It cannot go further up or down.
     """
-    peers = [one for one in queue if one.priority == job.priority]
-    at = [one.id for one in peers].index(job.id)
-    order = [one.id for one in peers if one.id != job.id]
+    peers = [peer for peer in queue if peer.priority == job.priority]
+    at = [peer.id for peer in peers].index(job.id)
+    order = [peer.id for peer in peers if peer.id != job.id]
     goal = {"first": 0, "up": at - 1, "down": at + 1, "last": len(order)}[to]
     if not 0 <= goal <= len(order):
         raise StateError(
@@ -126,8 +126,8 @@ def moved(job: Job, queue: Sequence[Job], to: Place) -> dict[int, float]:
     order.insert(goal, job.id)
     places: dict[int, float] = {}
     last = -math.inf
-    for one, peer in zip(order, peers, strict=True):
-        places[one] = last = max(peer.queued, last + _APART)
+    for job_id, peer in zip(order, peers, strict=True):
+        places[job_id] = last = max(peer.queued, last + _APART)
     return places
 
 

@@ -20,12 +20,12 @@ class Request:
 
     Attributes:
         job: Its id.
-        wanted: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
+        gpus: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
         shares: Whether it also takes GPUs that processes of others use.
     """
 
     job: int
-    wanted: int | Sequence[str] | None
+    gpus: int | Sequence[str] | None
     shares: bool = False
 
 
@@ -67,7 +67,7 @@ def place(
         running_on_cpu: Jobs that run on CPU ranks now.
         cpu_slots: How many jobs may run on CPU ranks at once.
         foreign: GPU UUID → who uses it, for processes that are not ours.
-        indices: GPU UUID → its number for people; its place in `devices` when left out.
+        indices: GPU UUID → its number for people; by default its place in `devices`.
 
     Returns:
         One decision per queued job, in the same order.
@@ -76,17 +76,17 @@ def place(
     on_cpu = list(running_on_cpu)
     decisions: list[Start | Wait] = []
     for request in queue:
-        if request.wanted is None:
+        if request.gpus is None:
             if len(on_cpu) < cpu_slots:
                 decisions.append(Start(request.job, ()))
                 on_cpu.append(request.job)
             else:
                 waits = f"waiting for {_jobs(on_cpu[:cpu_slots])} to free the CPU"
                 decisions.append(Wait(request.job, waits))
-        elif isinstance(request.wanted, int):
-            decisions.append(board.any(request, request.wanted))
+        elif isinstance(request.gpus, int):
+            decisions.append(board.any(request, request.gpus))
         else:
-            decisions.append(board.named(request, request.wanted))
+            decisions.append(board.named(request, request.gpus))
     return decisions
 
 

@@ -113,7 +113,7 @@ class Store:
     # -- writing ---------------------------------------------------------------------------
 
     def check_writable(self) -> None:
-        """Raises `StateError` where jobs are only looked at."""
+        """Raise `StateError` if the store is read-only."""
         if self.read_only:
             raise StateError("read-only: nothing changed", "open it without --read-only")
 
@@ -283,11 +283,11 @@ class Store:
         """Change a queued job's place among those of its priority; see `moved`."""
         with self.write() as db:
             job = self._get_queued(db, job_id)
-            for one, place in moved(job, self._in_states(db, [State.QUEUED]), to).items():
-                update(db, one, {"queued": place})
+            for moved_id, place in moved(job, self._in_states(db, [State.QUEUED]), to).items():
+                update(db, moved_id, {"queued": place})
 
     def pause(self, paused: bool) -> None:
-        """Stop (or go on) starting queued jobs; running ones are not touched."""
+        """Stop (or resume) starting queued jobs; running ones are not touched."""
         with self.write() as db:
             db.execute("REPLACE INTO settings VALUES ('paused', ?)", (str(int(paused)),))
 

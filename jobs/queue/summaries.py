@@ -1,9 +1,9 @@
 """How far jobs are, and what their runs say of themselves, without reading all that they wrote.
 
-Of a job that has ended this is kept in the database, by its supervisor at its end. Who finds
-nothing kept (a supervisor was killed, or of an older version) reads it once, and keeps it. Of a run
-that goes on, the newest steps are read from the end of its events, and the rest from where whoever
-asked last left off.
+The summary of a job that has ended is kept in the database, written by its supervisor at its end.
+If there is none (the supervisor was killed, or was of an older version), the first reader computes
+and keeps it. Of a run that is still active, the newest steps are read from the end of its events,
+and the rest from where the last reader stopped.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def plan_resume(
     if not job.state.ended:
         raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
     notes: list[str] = []
-    spec = load_spec(job.run_dir.job_file, overrides, told=notes.append)
+    spec = load_spec(job.run_dir.job_file, overrides, on_note=notes.append)
     gpus = check_job.check(spec)
     spec = settle(spec)
     begin = _own(job, back_to)

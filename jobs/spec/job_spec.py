@@ -70,12 +70,12 @@ class JobSpec(
             data = data | {"lora_experts": True, "size_conditioning": "target"}
         if _is_earlier(data, "max_aspect_ratio"):
             data = data | {"max_aspect_ratio": 0}
-        known = {key: value for key, value in data.items() if value is not None}
-        family = known.get("model_family", cls.model_fields["model_family"].default)
+        given = {key: value for key, value in data.items() if value is not None}
+        family = given.get("model_family", cls.model_fields["model_family"].default)
         if "model_flavour" not in data:
-            named = flavour_of(family, known.get("pretrained_model_name_or_path", ""))
-            known |= {"model_flavour": named} if named else {}
-        return default_values(family, known.get("model_flavour")) | known
+            named = flavour_of(family, given.get("pretrained_model_name_or_path", ""))
+            given |= {"model_flavour": named} if named else {}
+        return default_values(family, given.get("model_flavour")) | given
 
     def to_dict(self, *, only_set: bool = False) -> dict[str, Any]:
         """Plain values, in field order; with `only_set`, those that differ from the default."""

@@ -1,4 +1,4 @@
-"""How `timestep_sampling` spreads noise levels, to be looked at before anything is trained."""
+"""How `timestep_sampling` spreads noise levels, to be checked before anything is trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 _QUANTILES: Final = 2000
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-_HIGH: Final = 0.9  # sigmas above this decide what a picture shows
+_HIGH: Final = 0.9  # sigmas above this decide what an image shows
 
 
 def quantiles(
@@ -23,7 +23,7 @@ def quantiles(
         deviation: `logit_std`.
         scale: `mode_scale`.
     """
-    found = []
+    sigmas = []
     for number in range(_QUANTILES):
         share = (number + 0.5) / _QUANTILES
         sigma = share
@@ -35,8 +35,8 @@ def quantiles(
         if how == "mode":
             bend = math.cos(math.pi / 2 * share) ** 2 - 1 + share
             sigma = 1 - share - scale * bend
-        found.append(sigma)
-    return found
+        sigmas.append(sigma)
+    return sigmas
 
 
 def plot(sigmas: list[float], columns: int) -> str:

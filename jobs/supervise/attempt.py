@@ -69,7 +69,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     processes.end(processes.with_run_id(job.run_id), grace=0)  # of a launch cut short
     run_dir.forget_attempt()
     spec = load_spec(run_dir.job_file)
-    if noted(run_dir):  # fetched since it was submitted, and not looked at by then
+    if noted(run_dir):  # fetched since it was submitted, and not checked by then
         check(spec)
         forget(run_dir)
     started = local.build(spec, run_dir, gpus=job.gpus, run_id=job.run_id)

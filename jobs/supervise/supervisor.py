@@ -46,7 +46,7 @@ TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
 RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
 STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack and its flight record
-SAVE_STEP: Final = 60.0  # seconds in which a save that goes on writes something
+SAVE_STEP: Final = 60.0  # seconds within which a save that makes progress writes something
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
 _NOT_UP: Final = ("start", "import")  # phases of a rank
@@ -70,7 +70,7 @@ class Supervisor:
     hang: str | None = None
     interrupted: bool = False
     ended_by_us: set[int] = field(default_factory=set)
-    said: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
     tidied_at: float = 0.0
     trackers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     announcer: Announcer = field(init=False)
@@ -364,8 +364,8 @@ class Supervisor:
             self._say(f"{state}: {reason}")
 
     def _say_once(self, what: str, text: str) -> None:
-        if what not in self.said:
-            self.said.add(what)
+        if what not in self.reported:
+            self.reported.add(what)
             self._say(text)
 
     def _say(self, text: str) -> None:

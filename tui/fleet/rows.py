@@ -104,16 +104,16 @@ def _gpu_cells(gpus: Sequence[BoxGpu], cells: int, stale: bool) -> list[Span]:
     return [*spans, Span(" " * (cells - len(gpus)))]
 
 
-def _doing(told: Told) -> tuple[str, str]:
+def _doing(report: Told) -> tuple[str, str]:
     """The first active job, or what else there is to say."""
-    if told.problem:
-        return told.problem, "bad"
-    active = [job for job in order_of(told.jobs) if job.state in _ACTIVE]
+    if report.problem:
+        return report.problem, "bad"
+    active = [job for job in order_of(report.jobs) if job.state in _ACTIVE]
     if active:
         job = active[0]
         done = percent(100 * job.step / job.total_steps if job.total_steps else 0)
         return " ".join([done, *([duration(job.eta)] if job.eta else []), job.name]), ""
-    return ("queue paused" if told.paused else "idle"), "dim"
+    return ("queue paused" if report.paused else "idle"), "dim"
 
 
 def about_rows(view: BoxView, now: float, width: int) -> list[Row]:
@@ -130,16 +130,16 @@ def about_rows(view: BoxView, now: float, width: int) -> list[Row]:
     if status != "here" or view.why:
         why = f": {view.why}" if view.why else ""
         rows += _wrapped(status_text(view, now) + why, role if status != "here" else "bad", width)
-    told = view.told
-    if told is None:
+    report = view.told
+    if report is None:
         return rows
-    if told.newer:
-        text = f"some of what it says is not known here: its fsdp-tui is {told.head.version}"
+    if report.newer:
+        text = f"some of what it says is not known here: its fsdp-tui is {report.head.version}"
         rows += _wrapped(text, "warn", width)
-    rows += [_gpu_row(gpu, width) for gpu in told.gpus]
-    if told.gpus and told.jobs:
+    rows += [_gpu_row(gpu, width) for gpu in report.gpus]
+    if report.gpus and report.jobs:
         rows.append(())
-    jobs = order_of(told.jobs)
+    jobs = order_of(report.jobs)
     ended = [job for job in jobs if job.state not in _ACTIVE and job.state != State.QUEUED]
     shown = [*jobs[: len(jobs) - len(ended)], *ended[:_MOST_ENDED]]
     if shown:
@@ -214,12 +214,14 @@ def _job_row(job: BoxJob, width: int, ids: int, names: int, steps: int) -> Row:
 
 def totals(views: Sequence[BoxView], now: float) -> str:
     """`3 machines · 5 of 24 GPUs free · 4 running, 2 queued · 1 away`."""
-    told = [view.told for view in views if view.told is not None and view.status_at(now) == "here"]
-    gpus = [gpu for one in told for gpu in one.gpus]
-    running, queued, _ = counts(job for one in told for job in one.jobs)
+    reports = [
+        view.told for view in views if view.told is not None and view.status_at(now) == "here"
+    ]
+    gpus = [gpu for report in reports for gpu in report.gpus]
+    running, queued, _ = counts(job for report in reports for job in report.jobs)
     parts = [f"{len(views)} machine{'s' * (len(views) != 1)}"]
     parts += [f"{sum(map(is_free, gpus))} of {len(gpus)} GPUs free"] if gpus else []
-    parts += [f"{running} running, {queued} queued"] if told else []
+    parts += [f"{running} running, {queued} queued"] if reports else []
     for status in ("away", "silent", "connecting"):
         if count := sum(view.status_at(now) == status for view in views):
             parts.append(f"{count} {status}")

@@ -60,7 +60,7 @@ class Fields(VerticalScroll, can_focus=False):
         self._offer_flavours(self.base.get("model_flavour"))
         self._hint_at_model()
         self._defaults = draft.defaults_of(*self.model)
-        self._ranks, self._kept, self._followed = draft.ranks_of(self.said), {}, {}
+        self._ranks, self._kept, self._followed = draft.ranks_of(self.values), {}, {}
 
     # -- values ----------------------------------------------------------------------------
 
@@ -69,15 +69,15 @@ class Fields(VerticalScroll, can_focus=False):
         return self.rows.get(name)
 
     @property
-    def said(self) -> dict[str, Any]:
-        """What is said, by key."""
+    def values(self) -> dict[str, Any]:
+        """The values of all fields, by key."""
         return draft.merge(self.base, {name: row.value for name, row in self.rows.items()})
 
     @property
     def model(self) -> tuple[Any, Any]:
         """The family and flavour."""
-        said = self.said
-        return said.get("model_family"), said.get("model_flavour")
+        values = self.values
+        return values.get("model_family"), values.get("model_flavour")
 
     def put(self, changes: Mapping[str, Any]) -> None:
         """Show other values of some fields."""
@@ -95,42 +95,42 @@ class Fields(VerticalScroll, can_focus=False):
         self.begin()
 
     def adopt(self, field: str) -> None:
-        """Another family or flavour was chosen: what was left at its default follows."""
+        """Another family or flavour was chosen: fields at their defaults take the new ones."""
         if field == "model_family":
             self._offer_flavours(self.model[1])
         self._hint_at_model()
         after = draft.defaults_of(*self.model)
-        changes = draft.adopt(self.base | self.said, self._defaults, after)
+        changes = draft.adopt(self.base | self.values, self._defaults, after)
         self._defaults = after
         self.put(changes)
 
     def follow(self) -> str:
-        """Let what depends on it change with the number of ranks, and come back with it.
+        """Adjust the fields that depend on the number of ranks, and restore them with it.
 
         Returns:
-            What has changed and is still so, as a sentence.
+            What was adjusted and is still so, as a sentence.
         """
-        said = self.said
-        before, after = self._ranks, draft.ranks_of(said)
+        values = self.values
+        before, after = self._ranks, draft.ranks_of(values)
         self._ranks = after
         if (before > 1) != (after > 1):
             kept = self._kept.get(after > 1)
-            self._followed = follow_ranks(said, before, after, kept)
+            self._followed = follow_ranks(values, before, after, kept)
             self._restored = kept is not None
-            self._kept[before > 1] = {key: said.get(key) for key in FOLLOWING}
+            self._kept[before > 1] = {key: values.get(key) for key in FOLLOWING}
             self.put(self._followed)
-            said = self.said
-        still = {key: value for key, value in self._followed.items() if said.get(key) == value}
+            values = self.values
+        still = {key: value for key, value in self._followed.items() if values.get(key) == value}
         return draft.followed(after, still, restored=self._restored)
 
     def offer_partitions(self, partitions: Sequence[Partition]) -> None:
-        """Say which partitions there are, and propose what begins as somebody types."""
+        """List the partitions below the field, and suggest those that begin with what is typed."""
         row = self.row("slurm_partition")
         if row is None or not partitions or not isinstance(row.control, Input):
             return
         row.note(in_words(partitions))
         if row.control.suggester is None:
-            names = [one.name for one in partitions]
+            names = [partition.name for partition in partitions]
             row.control.suggester = SuggestFromList(names, case_sensitive=True)
 
     def _offer_flavours(self, chosen: str | None) -> None:
@@ -152,14 +152,14 @@ class Fields(VerticalScroll, can_focus=False):
             reasons: Why fields do not apply, by key.
         """
         if number not in self._pages:
-            view = PageView(PAGES[number], self.base | self.said, self._snapshot, reasons)
+            view = PageView(PAGES[number], self.base | self.values, self._snapshot, reasons)
             await self.mount(view)
             self._pages[number] = view
             self.rows |= view.rows
         self.page = number
-        for one, view in self._pages.items():
-            if view.display != (one == number):
-                view.display = one == number
+        for page, view in self._pages.items():
+            if view.display != (page == number):
+                view.display = page == number
         self.scroll_home(animate=False)
 
     def focus_first(self) -> None:

@@ -1,4 +1,4 @@
-"""What the form comes to and what is wrong with it, found a moment after somebody has typed."""
+"""What the form's values come to and what is wrong with them, checked a moment after a change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Checks:
         """Show what the values come to, and what is wrong beside each field."""
         form = self._form
         reveal(form.query_one("#cascade", Static), form.fields.follow())
-        values, self.reasons = draft.in_force(form.fields.said)
+        values, self.reasons = draft.in_force(form.fields.values)
         form.looks.at_paths(values)
         form.looks.at_partitions(values)
         form.preview.tell("yaml", draft.as_yaml(values))
@@ -67,10 +67,10 @@ class Checks:
         form.query_one(FitBars).look_at(values, form.snapshot, form.looks.partitions)
         self._show_tabs({**problems, **form.looks.bad_paths})
         hidden = draft.problems_beside(problems, PAGES[form.fields.page].fields)
-        told = "; ".join(filter(None, [*hidden, self._refused]))
+        complaint = "; ".join(filter(None, [*hidden, self._refused]))
         unknown = unknown_partition(values.get("slurm_partition"), form.looks.partitions)
         warnings = filter(None, [unknown, *draft.warnings(values)])
-        form.complain(told or "; ".join(warnings), warning=not told)
+        form.complain(complaint or "; ".join(warnings), warning=not complaint)
         carried = draft.carried_line(values) if form.fields.page == 0 else ""
         reveal(form.query_one("#carried", Static), carried)
 

@@ -39,8 +39,8 @@ class Earlier:
         if self._source is None:
             return
         fields, taken = self._form.fields, dict(self._source.values)
-        untouched = draft.same(fields.said, self._form.opened)
-        now = draft.told(fields.said)
+        untouched = draft.same(fields.values, self._form.opened)
+        now = draft.non_default(fields.values)
         if self._before is None:
             self._before, values = now, now | taken
         else:
@@ -48,5 +48,5 @@ class Earlier:
             self._before = None
         self._form.fill(values)
         if untouched:
-            self._form.opened = fields.said
+            self._form.opened = fields.values
         self._form.show_heading()

@@ -34,7 +34,7 @@ async def _load(form: NewJobScreen, path: Path) -> None:
     """Read in a thread, since it may lie on a disk that hangs."""
     notes: list[str] = []
     try:
-        spec = await asyncio.to_thread(load_spec, path, told=notes.append)
+        spec = await asyncio.to_thread(load_spec, path, on_note=notes.append)
     except UserError as error:
         form.complain(str(error))
         return
@@ -77,7 +77,7 @@ def save_as_template(form: NewJobScreen) -> None:
 
     def write(name: str) -> None:
         try:
-            values = draft.told(form.values)
+            values = draft.non_default(form.values)
             values.pop("name", None)
             saved = save_template(name, values)
         except UserError as error:

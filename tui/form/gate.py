@@ -1,4 +1,4 @@
-"""What stands between the key and the queue: a wrong path, a look under way, a doubt to ask of."""
+"""What can keep a form from being queued: a wrong path, a running lookup, an open question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WAITS: Final = "Checking model, data and memory … ^r again queues without wai
 
 
 class Gate:
-    """Lets a job pass once nothing is wrong with it, or the person wants it all the same.
+    """Lets a job into the queue once nothing is wrong with it, or the person confirms it.
 
     Args:
         form: The form that describes the job.
@@ -37,8 +37,8 @@ class Gate:
     def opens(self, values: Mapping[str, Any]) -> bool:
         """Whether the job of these values may be queued now."""
         form, fit = self._form, self._form.query_one(FitBars)
-        known = fit.knows(values) and not form.looks.under_way
-        if not known and self._waiting != values:
+        ready = fit.knows(values) and not form.looks.under_way
+        if not ready and self._waiting != values:
             self._waiting = dict(values)
             form.tell(_WAITS)
             return False
@@ -53,7 +53,7 @@ class Gate:
         return values == self._accepted or not self._asks(values, fit)
 
     def look_again(self) -> None:
-        """More is known: go on if that was waited for."""
+        """Submit the form if it was waiting for an answer that has arrived."""
         if (values := self._waiting) is None:
             return
         if values != self._form.values:  # typed on meanwhile

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Looks:
-    """Begins looks for a screen, which gets their results as messages; the newest one counts.
+    """Starts lookups for a screen and posts their results to it; only the newest of each counts.
 
     Args:
         screen: The form.
@@ -36,7 +36,7 @@ class Looks:
 
     @dataclass
     class Checked(Message):
-        """A thread looked at a path."""
+        """A thread checked a path."""
 
         field: str
         good: bool
@@ -62,7 +62,7 @@ class Looks:
     class Partitions(Message):
         """A thread asked Slurm."""
 
-        found: tuple[Partition, ...]
+        partitions: tuple[Partition, ...]
 
     def __init__(self, screen: Screen[Any], *, on_gpus: bool) -> None:
         self._screen = screen
@@ -102,13 +102,13 @@ class Looks:
         """Ask the hub how large what these values name is."""
         self._run(partial(self._ask_hub, dict(values)), "hub")
 
-    def take(self, found: Checked) -> None:
+    def take(self, checked: Checked) -> None:
         """Take note of what is wrong with a path, or may be."""
-        self.under_way.discard(found.field)
-        if not found.good:
-            self.bad_paths[found.field] = found.text
-        if found.doubt:
-            self.doubts[found.field] = found.doubt
+        self.under_way.discard(checked.field)
+        if not checked.good:
+            self.bad_paths[checked.field] = checked.text
+        if checked.doubt:
+            self.doubts[checked.field] = checked.doubt
 
     def _run(self, look: partial[None], group: str) -> None:
         self._screen.run_worker(look, group=group, exclusive=True, exit_on_error=False, thread=True)
@@ -138,11 +138,11 @@ class Looks:
             spec = draft.spec_of(values)
             on_gpus = spec.device != "cpu" and (self._on_gpus or spec.gpus is not None)
             facts = launch_facts(spec, on_gpus=on_gpus)
-            told = command_of(facts), script_of(facts, f"Job “{spec.name}”")
+            texts = command_of(facts), script_of(facts, f"Job “{spec.name}”")
         except UserError as error:
-            told = f"not yet: {error}", ""
+            texts = f"not yet: {error}", ""
         if values == self._launched:
-            self._screen.post_message(self.Launch(*told))
+            self._screen.post_message(self.Launch(*texts))
 
 
 def _key(name: str, values: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ def open_edit(dashboard: DashboardScreen, number: int) -> None:
     from tui.widgets.modals.confirm import ConfirmScreen
 
     try:
-        job = dashboard.store.get(number)  # the picture may be a second old
+        job = dashboard.store.get(number)  # what is shown may be a second old
         if job.state is State.QUEUED:
             spec = load_spec(job.run_dir.job_file)
             heading = f"job {job.id} “{job.name}”, queued"
@@ -64,10 +64,10 @@ def open_edit(dashboard: DashboardScreen, number: int) -> None:
 
 def _push(dashboard: DashboardScreen, values: dict[str, Any], purpose: Purpose) -> None:
     screen = NewJobScreen(dashboard.store, values, dashboard.snapshot, purpose)
-    dashboard.app.push_screen(screen, partial(_told, dashboard, screen))
+    dashboard.app.push_screen(screen, partial(_announce, dashboard, screen))
 
 
-def _told(dashboard: DashboardScreen, screen: NewJobScreen, job: int | None) -> None:
+def _announce(dashboard: DashboardScreen, screen: NewJobScreen, job: int | None) -> None:
     if job is not None:
         dashboard.jobs.awaited = job
         dashboard.app.collector.wake()

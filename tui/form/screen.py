@@ -105,7 +105,7 @@ class NewJobScreen(Screen[int | None]):
 
     def on_mount(self) -> None:
         self.fields.begin()
-        self.opened = self.fields.said
+        self.opened = self.fields.values
         self.query_one("#field-name").focus()
         self.checks.now()
         self.app.snapshots.subscribe(self, self._looked)
@@ -147,7 +147,7 @@ class NewJobScreen(Screen[int | None]):
     @property
     def values(self) -> dict[str, Any]:
         """The job that the form describes: what is said, without what would be refused unasked."""
-        return draft.in_force(self.fields.said)[0]
+        return draft.in_force(self.fields.values)[0]
 
     def fill(self, values: Mapping[str, Any]) -> None:
         """Show other values; nothing of them follows the family or the ranks."""
@@ -156,7 +156,7 @@ class NewJobScreen(Screen[int | None]):
 
     def begin_with(self, template: Template) -> None:
         """Show a template's values, on the person's model, data and ranks unless it has its own."""
-        self.fill(draft.begin_with(template.values, self.fields.said))
+        self.fill(draft.begin_with(template.values, self.fields.values))
         self.notify(f"loaded {template.title}", markup=False)
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
@@ -182,14 +182,14 @@ class NewJobScreen(Screen[int | None]):
     @on(Looks.Checked)
     def _path_checked(self, message: Looks.Checked) -> None:
         self.looks.take(message)
-        found = f"✓ {message.text}" if message.good and message.text else ""
-        self.fields.rows[message.field].note(found)
+        note = f"✓ {message.text}" if message.good and message.text else ""
+        self.fields.rows[message.field].note(note)
         self.checks.now()
         self.submission.gate.look_again()
 
     @on(Looks.Partitions)
     def _slurm_answered(self, message: Looks.Partitions) -> None:
-        self.looks.partitions = message.found
+        self.looks.partitions = message.partitions
         self.checks.now()
 
     @on(Looks.Absent)
@@ -244,7 +244,7 @@ class NewJobScreen(Screen[int | None]):
         self.notify(clipboard.copy(self.app, self.preview.texts[self.preview.kind]), markup=False)
 
     def action_leave(self) -> None:
-        if draft.same(self.fields.said, self.opened):
+        if draft.same(self.fields.values, self.opened):
             self.dismiss(None)
         else:
             subscreens.ask_to_leave(self, busy=self.submission.busy)

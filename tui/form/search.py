@@ -23,7 +23,7 @@ _SAVE: Final = "Save as a template …"
 
 
 class _Named(Provider):
-    """Offers what `_entries` gives: a name, what is told beside it, and what to do."""
+    """Offers what `_entries` gives: a name, the text beside it, and what to do."""
 
     def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
         raise NotImplementedError
@@ -52,8 +52,8 @@ class FieldsProvider(_Named):
     def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
         for page in PAGES:
             for name in page.fields:
-                known = label(name).casefold() == name.replace("_", " ")
-                called = "" if known else f" ({label(name)})"
+                obvious = label(name).casefold() == name.replace("_", " ")
+                called = "" if obvious else f" ({label(name)})"
                 about = JobSpec.model_fields[name].description or ""
                 yield f"{name}{called}", about, partial(self.form.go_to, name)
 
@@ -66,8 +66,8 @@ class TemplatesProvider(_Named):
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        found = await in_daemon(list_templates)
-        self._templates, problems = found if found is not None else ([], [])
+        listing = await in_daemon(list_templates)
+        self._templates, problems = listing if listing is not None else ([], [])
         for problem in problems:
             self.app.notify(problem, severity="warning", markup=False)
 

@@ -58,11 +58,11 @@ class Submission:
         app = form.app  # a form that was left has none
         try:
             absent = self.gate.fetched_for(values)
-            job, told = purpose.carry_out(form.store, draft.spec_of(values), absent)
+            job, warnings = purpose.carry_out(form.store, draft.spec_of(values), absent)
             if not form.post_message(self.Ended(job)):  # left meanwhile, which stops nothing
                 app.post_message(app.Said(f"job {job} {purpose.done}"))
-            if told:
-                app.post_message(app.Said("\n".join(told), "warning"))
+            if warnings:
+                app.post_message(app.Said("\n".join(warnings), "warning"))
         except UserError as error:
             late = isinstance(error, StateError) and purpose.job is not None
             name = purpose.copy_name(form.store, values) if late else ""

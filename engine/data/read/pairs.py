@@ -56,8 +56,8 @@ def pair(source: Source, dataset: Dataset) -> Source:
 def _of_names(entry: Entry, pairs: Pairs) -> Entry:
     if entry.problem:
         return entry
-    paths = pairs.found(entry.path)
-    for path, missing in zip(paths, pairs.wanted(entry.path), strict=True):
+    paths = pairs.existing_paths(entry.path)
+    for path, missing in zip(paths, pairs.expected_paths(entry.path), strict=True):
         if path is None:
             return replace(entry, problem=f"{_MISSING}: {missing} does not exist")
     return replace(entry, references=tuple(Place(str(path)) for path in paths))

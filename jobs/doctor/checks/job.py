@@ -38,7 +38,7 @@ def read_job(patient: Patient) -> Iterator[Finding]:
         return
     notes: list[str] = []
     try:
-        spec = load_spec(patient.job, told=notes.append)
+        spec = load_spec(patient.job, on_note=notes.append)
     except UserError as error:
         yield _refused("job file", error)
         return

@@ -79,9 +79,9 @@ def get_family(name: str, flavour: str | None = None) -> Family:
     return family
 
 
-def _unknown(key: str, value: str, known: Collection[str], of: str = "") -> SpecError:
-    meant = did_you_mean(value, known)
-    text = f'unknown {key} "{value}"{of}{meant}; known: {", ".join(known)}'
+def _unknown(key: str, value: str, choices: Collection[str], of: str = "") -> SpecError:
+    meant = did_you_mean(value, choices)
+    text = f'unknown {key} "{value}"{of}{meant}; known: {", ".join(choices)}'
     return SpecError(text, problems=[Problem(key, text)])
 
 
@@ -97,20 +97,20 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
     None where it says none, or where one published model is several flavours; that a model gets new
     inputs is no matter of its name.
     """
-    known = FAMILIES.get(str(read_family(family)))
+    entry = FAMILIES.get(str(read_family(family)))
     parts = [part.casefold() for part in PurePath(str(name_or_path)).parts]
-    if known is None or not parts:
+    if entry is None or not parts:
         return None
     # The hub's cache keeps a model in models--ORG--NAME/snapshots/REVISION.
     cached = parts[-3] if parts[-2:-1] == ["snapshots"] and len(parts) > 2 else ""
-    last, found = parts[-1].partition("@")[0], []  # without a revision
-    for name, flavour in known.flavours.items():
+    last, names = parts[-1].partition("@")[0], []  # without a revision
+    for name, flavour in entry.flavours.items():
         owner, _, repository = flavour.hub_id.casefold().partition("/")
         if flavour.widened:
             continue
         if last == repository or cached == f"models--{owner}--{repository}":
-            found.append(name)
-    return found[0] if len(found) == 1 else None
+            names.append(name)
+    return names[0] if len(names) == 1 else None
 
 
 def component_of(spec: JobSpec) -> str:
@@ -119,7 +119,7 @@ def component_of(spec: JobSpec) -> str:
 
 
 def latent_step_of(spec: JobSpec) -> int:
-    """Sides of a job's pictures are multiples of this, in pixels; 1 if its family is not known."""
+    """Sides of a job's images are multiples of this, in pixels; 1 if its family is unknown."""
     family = FAMILIES.get(spec.model_family)
     return family.latent_step_of(spec.model_flavour) if family is not None else 1
 

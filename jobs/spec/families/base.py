@@ -28,11 +28,11 @@ class Flavour:
         undistilled: The flavour that it was distilled from, to few steps.
         marks: Entries of its model_index.json that tell it from the others; what is not there is
             false.
-        references: How it takes conditioning images; the family's, if left out.
+        references: How it takes conditioning images; by default as the family does.
         first_frame: Whether it makes videos from their first frame.
         needs_first_frame: Whether it makes no others. It has it in channels of its own then, for
             all frames, and not in the place of the first.
-        sees_first_frame: Whether an image encoder looks at it too.
+        sees_first_frame: Whether an image encoder reads it too.
         widened: The layer that gets as many inputs more, for a conditioning image, as the published
             model has; empty where the model is trained as it is.
     """
@@ -76,13 +76,13 @@ class Family:
         context_parallel: Whether diffusers has a context-parallel plan that can train it.
         splits_text: Whether that plan splits text tokens too, so that their number must divide.
         experts: Whether its tokens are routed to experts.
-        told_sizes: Whether its denoiser is told pictures' original sizes and cuts.
+        told_sizes: Whether its denoiser takes images' original sizes and crops as an input.
         masks_text: Whether texts are as long as the prompt, and a batch of them has a mask.
         keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
-        latent_step: Sides of pictures are multiples of this, in pixels.
-        longest_side: Of pictures, in pixels, by the denoiser's config; None for any, or where a
+        latent_step: Sides of images are multiples of this, in pixels.
+        longest_side: Of images, in pixels, by the denoiser's config; None for any, or where a
             config does not say.
-        frame_step: Videos have a multiple of this many frames, plus one; 0 for pictures.
+        frame_step: Videos have a multiple of this many frames, plus one; 0 for images.
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
         supplied: Directories that the published models lack, each with what a person puts there.
         defaults: Keys of a job that have another default than usual.
@@ -117,13 +117,13 @@ class Family:
 
     def component_of(self, flavour: str | None) -> str:
         """The denoiser that a flavour trains."""
-        known = self.flavours.get(flavour or "")
-        return (known.component if known else None) or self.component
+        entry = self.flavours.get(flavour or "")
+        return (entry.component if entry else None) or self.component
 
     def guidance_of(self, flavour: str | None) -> Guidance:
         """How `validation_guidance` works with a flavour."""
-        known = self.flavours.get(flavour or "")
-        return (known.guidance if known else None) or self.guidance
+        entry = self.flavours.get(flavour or "")
+        return (entry.guidance if entry else None) or self.guidance
 
     def true_cfg_of(self, flavour: str | None) -> bool:
         """`true_cfg` of a flavour; pipelines that are given images in channels take none."""
@@ -131,38 +131,38 @@ class Family:
         return self.true_cfg and (takes is None or takes.fit is not None)
 
     def latent_step_of(self, flavour: str | None) -> int:
-        """Sides of a flavour's pictures are multiples of this, in pixels."""
-        known = self.flavours.get(flavour or "")
-        return (known.latent_step if known else None) or self.latent_step
+        """Sides of a flavour's images are multiples of this, in pixels."""
+        entry = self.flavours.get(flavour or "")
+        return (entry.latent_step if entry else None) or self.latent_step
 
     def references_of(self, flavour: str | None) -> References | None:
         """How a flavour takes conditioning images; None if it takes none."""
-        known = self.flavours.get(flavour or "")
-        return (known.references if known else None) or self.references
+        entry = self.flavours.get(flavour or "")
+        return (entry.references if entry else None) or self.references
 
     def widened_of(self, flavour: str | None) -> str:
         """The layer of a flavour that gets inputs for a conditioning image; empty for none."""
-        known = self.flavours.get(flavour or "")
-        return known.widened if known else ""
+        entry = self.flavours.get(flavour or "")
+        return entry.widened if entry else ""
 
     def takes_first_frame(self, flavour: str | None) -> bool:
         """Whether a flavour makes videos from their first frame."""
-        known = self.flavours.get(flavour or "")
-        return known is not None and known.first_frame
+        entry = self.flavours.get(flavour or "")
+        return entry is not None and entry.first_frame
 
     def needs_first_frame(self, flavour: str | None) -> bool:
         """Whether a flavour makes no other videos."""
-        known = self.flavours.get(flavour or "")
-        return known is not None and known.needs_first_frame
+        entry = self.flavours.get(flavour or "")
+        return entry is not None and entry.needs_first_frame
 
     def sees_images(self, flavour: str | None) -> bool:
         """Whether what a flavour is conditioned on goes through an encoder of texts or images."""
-        known, takes = self.flavours.get(flavour or ""), self.references_of(flavour)
-        if known is not None and known.sees_first_frame:
+        entry, takes = self.flavours.get(flavour or ""), self.references_of(flavour)
+        if entry is not None and entry.sees_first_frame:
             return True
         return takes is not None and takes.seen is not None
 
     def defaults_of(self, flavour: str | None) -> dict[str, Any]:
         """The keys of a job that have another default with this family and flavour."""
-        known = self.flavours.get(flavour or "")
-        return {**self.defaults, **(known.defaults if known else {})}
+        entry = self.flavours.get(flavour or "")
+        return {**self.defaults, **(entry.defaults if entry else {})}

@@ -55,7 +55,7 @@ class References:
 
     Attributes:
         fit: `(width, height, side)` of an image and of the square whose area it gets, None for the
-            usual one → what becomes of it. None where it is made as large as the picture beside
+            usual one → what becomes of it. None where it is made as large as the image beside
             it, in channels beside those of its noisy latents.
         most: How many a sample may have.
         required: Whether the model makes nothing without one.

@@ -1,8 +1,8 @@
-"""An accelerate config file as the ground that a job stands on.
+"""An accelerate config file as the base of a job.
 
-What has a key of its own fills in what the job leaves out; where both say something, the job's
-word counts and the other is told. The rest stays with the job, and goes into its launch: nothing
-of the file is lost, and the file itself is not needed again.
+Settings that have a key fill in what the job does not set; where both set something, the job wins
+and a note says so. The rest stays with the job, and goes into its launch: nothing of the file is
+lost, and the file itself is not needed again.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def lay_over(
     """Lay a job over an accelerate config.
 
     Args:
-        values: Of the job, by normal key; what it says counts.
+        values: Of the job, by normal key; they win over the file.
         config: The contents of the file.
         name: What to call the file.
 
     Returns:
-        The job's values with what they left out, and what is told about it, a sentence each.
+        The job's values, completed from the file, and notes about them, a sentence each.
 
     Raises:
-        SpecError: The file is for something that is not run here, or accelerate would refuse it.
+        SpecError: The file is for something unsupported, or accelerate would refuse it.
     """
     notes: list[str] = []
     theirs, rest = _split({normal_key(str(k)): v for k, v in config.items()}, name, notes)
@@ -163,7 +163,7 @@ def _read(key: str, value: Any, name: str, notes: list[str]) -> dict[str, Any]:
         raise SpecError(f"{KEY}: {name}: {key} should be a mapping, not {value!r}")
     if key == "parallelism_config":
         return _parallelism(value, name)
-    done = translate({_of_fsdp(str(word)): one for word, one in value.items()})
+    done = translate({_of_fsdp(str(word)): setting for word, setting in value.items()})
     if done.problems:
         raise SpecError(f"{KEY}: {name}: {'; '.join(map(str, done.problems))}")
     notes += [f"{KEY}: {name}: {note}" for note in done.notes]
@@ -181,20 +181,20 @@ def _distributed_type(word: str, name: str) -> dict[str, Any]:
 
 
 def _parallelism(config: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for word, value in config.items():
         key = normal_key(str(word)).removeprefix("parallelism_config_")
         if key in _PARALLEL:
-            found[_PARALLEL[key]] = value
+            keys[_PARALLEL[key]] = value
         elif key in ("tp_size", "sp_size") and str(value) != "1":
             raise SpecError(
                 f"{KEY}: {name} has {word}: {value}; only context_parallel_size is supported"
             )
-    if str(found.get("dp_replicate_size", 1)) == "1":
-        found.pop("dp_replicate_size", None)
+    if str(keys.get("dp_replicate_size", 1)) == "1":
+        keys.pop("dp_replicate_size", None)
     else:
-        found["strategy"] = "hsdp"
-    return found
+        keys["strategy"] = "hsdp"
+    return keys
 
 
 def _take_dynamo(rest: dict[str, Any]) -> dict[str, Any]:
@@ -224,26 +224,26 @@ def _fitting(
     """What the file says, less what the job says already in other words."""
     fits = {key: value for key, value in theirs.items() if key not in _RANKS}
     own = {key: mine[key] for key in _RANKS if as_none(mine.get(key)) not in (None, "auto")}
-    found = {key: theirs[key] for key in _RANKS if key in theirs}
+    rank_keys = {key: theirs[key] for key in _RANKS if key in theirs}
     if not own:
-        fits |= _ranks(found)
-    for key, value in found.items() if own else ():
+        fits |= _ranks(rank_keys)
+    for key, value in rank_keys.items() if own else ():
         same = key in own and agree(key, own[key], value)
         if not same and not (key == "num_processes" and _count(own) == value):
-            said = ", ".join(f"{mine}: {shown}" for mine, shown in own.items())
-            notes.append(f"{KEY}: {name} says {key}: {value}; the job's {said} is used")
+            listed = ", ".join(f"{mine}: {shown}" for mine, shown in own.items())
+            notes.append(f"{KEY}: {name} says {key}: {value}; the job's {listed} is used")
     strategy = as_none(mine.get("strategy")) or "auto"
     if strategy != "auto" and fits.pop("fsdp_enable", None) and strategy not in SHARDING:
         notes.append(f"{KEY}: {name} is for FSDP; the job's strategy: {strategy} is used")
     return fits
 
 
-def _ranks(found: dict[str, Any]) -> dict[str, Any]:
+def _ranks(rank_keys: dict[str, Any]) -> dict[str, Any]:
     """As accelerate does: of more GPUs than processes, the first ones."""
-    if "gpus" not in found:
-        return found
-    gpus = read_value("gpus", found["gpus"])
-    ranks = found.get("num_processes")
+    if "gpus" not in rank_keys:
+        return rank_keys
+    gpus = read_value("gpus", rank_keys["gpus"])
+    ranks = rank_keys.get("num_processes")
     return {"gpus": gpus[:ranks] if isinstance(ranks, int) else gpus}
 
 
@@ -256,16 +256,16 @@ def _count(own: dict[str, Any]) -> int | None:
 
 def _check(theirs: dict[str, Any], name: str) -> None:
     """Refuse values that no job may have, naming the file."""
-    known = {key: value for key, value in theirs.items() if key in JobSpec.model_fields}
-    wrong = [key for key in theirs if key not in known]
+    supported = {key: value for key, value in theirs.items() if key in JobSpec.model_fields}
+    wrong = [key for key in theirs if key not in supported]
     if wrong:
         meant = did_you_mean(wrong[0], JobSpec.model_fields) or "; remove it"
         raise SpecError(f"{KEY}: {name}: {wrong[0]} is not supported{meant}")
     try:
-        JobSpec.model_validate(known)
+        JobSpec.model_validate(supported)
     except ValidationError as error:
-        said = "; ".join(in_words(one) for one in error.errors())
-        raise SpecError(f"{KEY}: {name}: {said}") from None
+        reasons = "; ".join(in_words(detail) for detail in error.errors())
+        raise SpecError(f"{KEY}: {name}: {reasons}") from None
 
 
 def _look_at_unknown(key: str, name: str, notes: list[str]) -> None:

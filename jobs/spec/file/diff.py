@@ -1,4 +1,4 @@
-"""What two jobs were told differently."""
+"""How the settings of two jobs differ."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def read_flag(name: str, text: str) -> Any:
 def to_flags(spec: JobSpec) -> list[str]:
     """The words that `parse_flags` reads back to the same job; `shlex.join` makes a line of them.
 
-    What is the default of the job's family is left out.
+    Defaults of the job's family are skipped.
     """
     return [f"--{name}={_text(name, value)}" for name, value in spec.to_dict(only_set=True).items()]
 
@@ -123,15 +123,15 @@ def _entries(name: str, value: Any) -> list[Any]:
     if not isinstance(value, str):
         return list(value or [])
     if name == _PROMPTS:  # which have commas in them
-        found = as_list(value) if value.strip().startswith('["') else [value.strip()]
+        entries = as_list(value) if value.strip().startswith('["') else [value.strip()]
     elif name == _WORDS:
         try:
-            found = read_words(value)
+            entries = read_words(value)
         except ValueError as error:
             raise SpecError(f"flags: {name}: {error}") from None
     else:
-        found = as_list(value)
-    return list(found)
+        entries = as_list(value)
+    return list(entries)
 
 
 def _example(name: str) -> str:
@@ -160,7 +160,7 @@ def _is_plain(name: str, value: list[Any]) -> bool:
     """Whether commas between are enough."""
     if name in (_PROMPTS, _WORDS):
         return False
-    bare = all(isinstance(one, str) and _BARE.fullmatch(one) for one in value)
+    bare = all(isinstance(entry, str) and _BARE.fullmatch(entry) for entry in value)
     return bare and as_none(",".join(value)) is not None
 
 

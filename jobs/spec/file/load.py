@@ -39,7 +39,7 @@ def load_spec(
     *,
     base: Path | None = None,
     ignoring: Collection[str] = (),
-    told: Callable[[str], None] = lambda note: None,
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> JobSpec:
     """Read and check a job.
 
@@ -49,8 +49,8 @@ def load_spec(
         base: Relative model and dataset paths are looked up here first (default: the working
             directory), then beside the YAML file.
         ignoring: Keys whose conflicts do not matter here, such as the model where only the data is
-            looked at.
-        told: Called with what was read as something else than it says, a sentence each.
+            checked.
+        on_note: Called with each value that was read as something else than it says, as a sentence.
 
     Returns:
         The job, with absolute paths where the named files exist.
@@ -80,38 +80,44 @@ def load_spec(
     except SpecError as error:
         problems.append(Problem(ACCELERATE, str(error)))
     except ValidationError as error:
-        problems += [Problem(key_of(one), in_words(one)) for one in error.errors()]
+        problems += [Problem(key_of(detail), in_words(detail)) for detail in error.errors()]
     if not problems:
         problems += _conflicts(spec, ignoring)
     if problems:
-        raise SpecError.of(where, (replace(one, line=lines.get(one.key)) for one in problems))
+        raise SpecError.of(
+            where, (replace(problem, line=lines.get(problem.key)) for problem in problems)
+        )
     for note in (*notes, *more):
-        told(note)
+        on_note(note)
     return _with_absolute_paths(spec, roots)
 
 
 def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Keys that no job has, and texts that no computer takes."""
-    known = field_names()
-    unknown = [key for key in values if key not in known]
+    names = field_names()
+    unknown = [key for key in values if key not in names]
     for key in unknown[:_MOST_TOLD]:
         named = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
-        yield Problem(key, f'unknown key "{named}"{did_you_mean(named, known)}')
+        yield Problem(key, f'unknown key "{named}"{did_you_mean(named, names)}')
     if unknown[_MOST_TOLD:]:
         yield Problem("", f"{len(unknown) - _MOST_TOLD} more unknown keys")
     for key, value in values.items():
-        if key in known and _is_no_text(key, value):
+        if key in names and _is_no_text(key, value):
             yield Problem(key, f"{key} has an invalid character")
 
 
 def _conflicts(spec: JobSpec, ignoring: Collection[str]) -> Sequence[Problem]:
-    """What keys that can be read cannot be together."""
+    """Values that can each be read but contradict each other."""
     try:
         get_family(spec.model_family, spec.model_flavour)
     except SpecError as error:
         return error.problems
-    found = find_conflicts(spec)
-    return [Problem(one.key, one.message) for one in found if one.key not in ignoring]
+    conflicts = find_conflicts(spec)
+    return [
+        Problem(conflict.key, conflict.message)
+        for conflict in conflicts
+        if conflict.key not in ignoring
+    ]
 
 
 def _is_no_text(key: str, value: Any) -> bool:
@@ -119,8 +125,8 @@ def _is_no_text(key: str, value: Any) -> bool:
     if isinstance(value, str):
         return _HALF.search(value) is not None or (_is_path(key) and "\0" in value)
     if isinstance(value, dict):
-        return any(_is_no_text(str(name), one) for name, one in value.items())
-    return isinstance(value, list) and any(_is_no_text("", one) for one in value)
+        return any(_is_no_text(str(name), entry) for name, entry in value.items())
+    return isinstance(value, list) and any(_is_no_text("", entry) for entry in value)
 
 
 def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
@@ -131,21 +137,21 @@ def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
 def _with_accelerate(
     values: dict[str, Any], roots: Sequence[Path]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The values over what an accelerate config says, and what is told about it.
+    """The values over those of an accelerate config, and notes about them.
 
     Raises:
-        SpecError: It cannot be read, or is for something that is not run here.
+        SpecError: It cannot be read, or is for something unsupported.
     """
     named = values.get(ACCELERATE)
     try:
         config = read_settings(named)
-    except ValueError:  # told with the other values
+    except ValueError:  # reported with the other values
         return values, []
     name = "it"
     if isinstance(config, str):
         path = expand(config)
-        found = [one for root in roots if exists(one := root / path)]
-        path = found[0] if found else path
+        existing = [candidate for root in roots if exists(candidate := root / path)]
+        path = existing[0] if existing else path
         try:
             config, name = read_mapping(path, "accelerate config")[0], path.name
         except SpecError as error:

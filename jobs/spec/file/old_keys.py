@@ -65,18 +65,18 @@ class Translation:
 
     def put(self, old: str, written: Any, new: dict[str, Any], why: str = "") -> None:
         """Set what an old key means, unless the job says otherwise by the new one's name."""
-        said = ", ".join(f"{key}: {_shown(value)}" for key, value in new.items())
+        meaning = ", ".join(f"{key}: {_shown(value)}" for key, value in new.items())
         for key, value in new.items():
             mine = self.values.get(key)
             if key != old and mine is not None and not agree(key, mine, value):
                 text = (
-                    f"{old}: {_shown(written)} means {said}, which contradicts {key}: "
+                    f"{old}: {_shown(written)} means {meaning}, which contradicts {key}: "
                     f"{_shown(mine)}; keep only the latter"
                 )
                 self.problems.append(Problem(old, text))
                 return
         self.values |= new
-        self.notes.append(f"{old}: {_shown(written)} is read as {said}{why}")
+        self.notes.append(f"{old}: {_shown(written)} is read as {meaning}{why}")
 
 
 def translate(values: dict[str, Any]) -> Translation:
@@ -96,10 +96,10 @@ def translate(values: dict[str, Any]) -> Translation:
     return done
 
 
-def agree(key: str, one: Any, other: Any) -> bool:
+def agree(key: str, value: Any, other: Any) -> bool:
     """Whether two ways of writing a value mean the same; no, where one cannot be read."""
     try:
-        return bool(read_value(key, one) == read_value(key, other))
+        return bool(read_value(key, value) == read_value(key, other))
     except ValidationError:
         return False
 
@@ -128,9 +128,9 @@ def _sharding(done: Translation, key: str, written: Any) -> None:
     word = str(written).strip().lstrip("_")
     name = as_choice(_BY_NUMBER.get(word, word), tuple(_STRATEGIES))
     if name not in _STRATEGIES:
-        known = ", ".join(_STRATEGIES)
+        choices = ", ".join(_STRATEGIES)
         meant = did_you_mean(word, _STRATEGIES)
-        done.problems.append(Problem(key, f'{key}: "{written}" is not one of {known}{meant}'))
+        done.problems.append(Problem(key, f'{key}: "{written}" is not one of {choices}{meant}'))
         return
     why = ""
     if name == "NO_SHARD":

@@ -76,12 +76,12 @@ def find_template(name: str) -> Template:
     Raises:
         NotFoundError: There is none.
     """
-    found, _ = list_templates()
-    wanted = _plain(name).lower()
-    for one in found:
-        if wanted in (one.name.lower(), one.title.lower()):
-            return one
-    names = [one.name for one in found]
+    templates, _ = list_templates()
+    lowered = _plain(name).lower()
+    for template in templates:
+        if lowered in (template.name.lower(), template.title.lower()):
+            return template
+    names = [template.name for template in templates]
     raise NotFoundError(
         f'no template "{name}"{did_you_mean(name, names)}',
         "`fsdp-tui templates` lists them",
@@ -114,7 +114,7 @@ def _own() -> tuple[list[Template], list[str]]:
         paths = sorted(templates_home().glob("*.yaml"))
     except OSError as error:
         return [], [f"cannot read {templates_home()} ({error.strerror or error})"]
-    found, problems = [], []
+    templates, problems = [], []
     for path in paths:
         try:
             written, _ = read_mapping(path)
@@ -125,13 +125,13 @@ def _own() -> tuple[list[Template], list[str]]:
         if unknown := [str(key) for key in values if key not in field_names()]:
             problems.append(f"{path.name}: ignored unknown keys: {', '.join(unknown)}")
         kept = {key: value for key, value in values.items() if key in field_names()}
-        found.append(Template(path.stem, _about(kept), kept, path))
-    return found, problems
+        templates.append(Template(path.stem, _about(kept), kept, path))
+    return templates, problems
 
 
 def _about(values: Mapping[str, Any]) -> str:
-    told = [f"{key}: {value}" for key, value in values.items() if isinstance(value, str | int)]
-    return "yours · " + ", ".join(told[:6])
+    settings = [f"{key}: {value}" for key, value in values.items() if isinstance(value, str | int)]
+    return "yours · " + ", ".join(settings[:6])
 
 
 def _of_families() -> list[Template]:

@@ -46,8 +46,8 @@ def in_words(error: ErrorDetails) -> str:
         return f"{key}: {error['msg']}"
     if error["type"] == "extra_forbidden" and inner:
         *where, word = inner
-        known = did_you_mean(word, _ENTRIES[key].model_fields)
-        return f'{key}: entry {" ".join(where)} has an unknown key "{word}"{known}'
+        hint = did_you_mean(word, _ENTRIES[key].model_fields)
+        return f'{key}: entry {" ".join(where)} has an unknown key "{word}"{hint}'
     choices = field_choices(key) if key in JobSpec.model_fields else ()
     if choices:
         given = _beginning(str(value))

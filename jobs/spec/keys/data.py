@@ -38,7 +38,7 @@ from jobs.spec.values.value_types import (
 class DataKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
-    # -- pictures and videos ---------------------------------------------------------------
+    # -- images and videos -----------------------------------------------------------------
     datasets: Annotated[list[Dataset] | None, BeforeValidator(read_datasets)] = field(
         None,
         DATA,

@@ -21,7 +21,7 @@ def read_formats(value: Any) -> Any:
     value = as_list(as_none(value))
     if isinstance(value, list | tuple):
         return [
-            as_choice(one, get_args(ExportFormat)) for one in dict.fromkeys(map(str, value))
+            as_choice(word, get_args(ExportFormat)) for word in dict.fromkeys(map(str, value))
         ] or None
     return value
 

@@ -60,13 +60,13 @@ Size = Annotated[int | str | None, BeforeValidator(read_size)]
 
 
 class ValidationPrompt(BaseModel):
-    """A prompt to sample. What it leaves out is as the job's `validation_*` keys say.
+    """A prompt to sample. What it does not set is as the job's `validation_*` keys say.
 
     Attributes:
         prompt: The text; `[trigger]` in it becomes the job's trigger word.
-        negative_prompt: What the picture should not be like; works with a guidance above 1, of
+        negative_prompt: What the image should not be like; works with a guidance above 1, of
             guidance-distilled models with a true_cfg_scale above 1.
-        resolution: Side of the picture, or `WIDTHxHEIGHT`.
+        resolution: Side of the image, or `WIDTHxHEIGHT`.
         steps: Denoising steps.
         guidance: Guidance scale; of distilled models, the one they take as an input.
         seed: Of the noise it begins with.
@@ -97,7 +97,7 @@ class ValidationPrompt(BaseModel):
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One picture to make, with nothing left open.
+    """One image to sample, with nothing left open.
 
     Attributes:
         prompt: As written.
@@ -109,7 +109,7 @@ class SampleRequest:
         true_cfg_scale: Of classifier-free guidance, for models with `guidance` as an input.
         seed: `torch.Generator("cpu").manual_seed(seed)` gives the noise.
         guided: Whether the negative prompt has an effect, as in stock pipelines.
-        frames: Of a video; 1 for a picture.
+        frames: Of a video; 1 for an image.
         conditioning: Paths of its conditioning images.
     """
 
@@ -127,7 +127,7 @@ class SampleRequest:
 
 
 def requests_of(spec: JobSpec) -> list[SampleRequest]:
-    """The pictures that a job samples, in the order of its prompts."""
+    """The images that a job samples, in the order of its prompts."""
     return [_request(entry, spec) for entry in spec.validation_prompts]
 
 

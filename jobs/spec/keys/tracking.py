@@ -31,7 +31,7 @@ def read_trackers(value: Any) -> Any:
     value = as_list(as_none(value))
     if not isinstance(value, list | tuple):
         return [] if value is None else value
-    names = [as_choice(one, (*get_args(Tracker), *_SPELLINGS)) for one in map(str, value)]
+    names = [as_choice(word, (*get_args(Tracker), *_SPELLINGS)) for word in map(str, value)]
     names = [_SPELLINGS.get(name, name) for name in names if as_none(name)]
     return list(dict.fromkeys(names))
 

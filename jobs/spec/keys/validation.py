@@ -24,7 +24,7 @@ from jobs.spec.values.value_types import Bool
 class ValidationKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
-    # -- pictures --------------------------------------------------------------------------
+    # -- samples ---------------------------------------------------------------------------
     validation_prompts: Annotated[list[ValidationPrompt], BeforeValidator(read_prompts)] = field(
         [],
         VALIDATION,

@@ -54,19 +54,19 @@ def follow_ranks(
     """
     if (before > 1) == (after > 1):
         return {}
-    wanted: dict[str, Any]
+    target: dict[str, Any]
     if kept is not None:
-        wanted = {key: kept.get(key) for key in FOLLOWING}
+        target = {key: kept.get(key) for key in FOLLOWING}
     elif after > 1:
-        wanted = {"unload_text_encoder": True, "cache_text_embeddings": True}
+        target = {"unload_text_encoder": True, "cache_text_embeddings": True}
         if values.get("fsdp_enable") is None and values.get("strategy") in (None, *_OF_ONE_RANK):
-            wanted["strategy"] = SHARDING[0]
+            target["strategy"] = SHARDING[0]
     else:
-        wanted = {"strategy": _OF_ONE_RANK[0]}
+        target = {"strategy": _OF_ONE_RANK[0]}
         if values.get("fsdp_enable"):
-            wanted["fsdp_enable"] = None
-    changed = [key for key in FOLLOWING if key in wanted and wanted[key] != values.get(key)]
-    return {key: wanted[key] for key in changed}
+            target["fsdp_enable"] = None
+    changed = [key for key in FOLLOWING if key in target and target[key] != values.get(key)]
+    return {key: target[key] for key in changed}
 
 
 def find_overruled(spec: JobSpec) -> list[str]:

@@ -32,7 +32,7 @@ def _not_taken(spec: JobSpec) -> Conflict | None:
     framed = takes_first_frame(spec)
     for key, given in (
         ("datasets", any(entry.references for entry in spec.datasets or [])),
-        ("validation_prompts", any(one.conditioning_image for one in spec.validation_prompts)),
+        ("validation_prompts", any(entry.conditioning_image for entry in spec.validation_prompts)),
     ):
         if given and framed and key == "datasets":
             named = next(k for e in spec.datasets or [] for k in CONDITIONING if getattr(e, k))
@@ -60,7 +60,9 @@ def _which_take(family: Family) -> str:
 def _first_frame(spec: JobSpec) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if family is None or takes_first_frame(spec):
-        several = [one for one in spec.validation_prompts if len(one.conditioning_image or ()) > 1]
+        several = [
+            entry for entry in spec.validation_prompts if len(entry.conditioning_image or ()) > 1
+        ]
         if several and family is not None:
             return Conflict(
                 "validation_prompts",
@@ -98,7 +100,7 @@ def _needs(spec: JobSpec) -> Conflict | None:
             "num_class_images: the model makes no images without a conditioning image; use a "
             "dataset with regularization: true",
         )
-    bare = [one for one in spec.validation_prompts if not one.conditioning_image]
+    bare = [entry for entry in spec.validation_prompts if not entry.conditioning_image]
     if bare:
         return Conflict(
             "validation_prompts",
@@ -110,11 +112,11 @@ def _needs(spec: JobSpec) -> Conflict | None:
 
 def _longest_text(spec: JobSpec) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
-    known = family.flavours.get(spec.model_flavour or "") if family is not None else None
+    flavour = family.flavours.get(spec.model_flavour or "") if family is not None else None
     if (
         family is None
-        or known is None
-        or not known.sees_first_frame
+        or flavour is None
+        or not flavour.sees_first_frame
         or spec.max_sequence_length <= _WITH_FRAME
     ):
         return None
@@ -132,8 +134,8 @@ def _count(spec: JobSpec) -> Conflict | None:
     counts = [("datasets", entry.path, entry.references) for entry in spec.datasets or []]
     counts = counts or [("dataset", spec.dataset, 0)]
     counts += [
-        ("validation_prompts", f'"{one.prompt}"', len(one.conditioning_image or ()))
-        for one in spec.validation_prompts
+        ("validation_prompts", f'"{entry.prompt}"', len(entry.conditioning_image or ()))
+        for entry in spec.validation_prompts
     ]
     for key, what, count in counts:
         if count > takes.most:
@@ -189,7 +191,7 @@ def _widened(spec: JobSpec) -> Conflict | None:
 def _any_names(patterns: Collection[str], layer: str) -> bool:
     """Whether a layer is among those that names or regular expressions stand for."""
     with suppress(re.error):  # which another rule says
-        return any(re.fullmatch(rf"(?:.*\.)?(?:{one})", layer) for one in patterns)
+        return any(re.fullmatch(rf"(?:.*\.)?(?:{pattern})", layer) for pattern in patterns)
     return True
 
 

@@ -37,8 +37,8 @@ GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
 
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
     """Every conflict in the job, one per rule, in table order."""
-    found = (rule(spec) for rule in _RULES)
-    return [conflict for conflict in found if conflict is not None]
+    conflicts = (rule(spec) for rule in _RULES)
+    return [conflict for conflict in conflicts if conflict is not None]
 
 
 def _any_of(numbers: Sequence[int]) -> str:
@@ -96,7 +96,7 @@ def _hsdp(spec: JobSpec) -> Conflict | None:
         times = f" x context_parallel_size {spec.context_parallel_size}"
         product = f"{key} {replicas}{times if spec.context_parallel_size > 1 else ''}"
         rest = ranks // spec.context_parallel_size
-        fitting = [one for one in range(2, rest + 1) if rest % one == 0 and one < ranks]
+        fitting = [number for number in range(2, rest + 1) if rest % number == 0 and number < ranks]
         instead = _any_of(fitting) if fitting else "use strategy: fsdp2"
         return Conflict(key, f"{product} does not divide the {ranks} ranks; {instead}")
     if ranks == replicas:
@@ -115,7 +115,7 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
     if spec.deepspeed_config:
         return Conflict(key, "Context parallelism requires FSDP2. Remove deepspeed_config")
     if ranks % size:
-        instead = _any_of([one for one in range(1, ranks + 1) if ranks % one == 0])
+        instead = _any_of([number for number in range(1, ranks + 1) if ranks % number == 0])
         return Conflict(key, f"{key} {size} does not divide the {ranks} ranks; {instead}")
     if spec.device == "cpu":
         return Conflict(

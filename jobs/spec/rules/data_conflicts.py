@@ -82,8 +82,8 @@ def resolutions(spec: JobSpec) -> Conflict | None:
 
 def regularization(spec: JobSpec) -> Conflict | None:
     entries = spec.datasets or []
-    known = [entry for entry in entries if entry.regularization]
-    if known and len(known) == len(entries):
+    regularizing = [entry for entry in entries if entry.regularization]
+    if regularizing and len(regularizing) == len(entries):
         return Conflict("datasets", "datasets: all are regularization; at least one must not be")
     if spec.num_class_images and not spec.class_prompt:
         return Conflict("class_prompt", "num_class_images needs class_prompt")
@@ -103,8 +103,10 @@ def regularization(spec: JobSpec) -> Conflict | None:
 
 
 def no_class_images(key: str, spec: JobSpec) -> Conflict | None:
-    known = spec.num_class_images or any(entry.regularization for entry in spec.datasets or [])
-    if known or getattr(spec, key) == type(spec).model_fields[key].default:
+    regularized = spec.num_class_images or any(
+        entry.regularization for entry in spec.datasets or []
+    )
+    if regularized or getattr(spec, key) == type(spec).model_fields[key].default:
         return None
     return Conflict(key, f"{key} needs num_class_images, or a dataset with regularization: true")
 

@@ -69,18 +69,18 @@ def extra_args(spec: JobSpec) -> Conflict | None:
             return _conflict(f"--{name} is set by the job key {_OURS.get(name, name)}")
         if why := next((why for start, why in _FOREIGN.items() if name.startswith(start)), ""):
             return _conflict(f"--{name} cannot be used: {why}")
-        known = did_you_mean(name, _KNOWN) or f"; known: {', '.join(_KNOWN)}"
-        return _conflict(f'"{name}" is not a flag that can be passed on{known}')
+        hint = did_you_mean(name, _KNOWN) or f"; known: {', '.join(_KNOWN)}"
+        return _conflict(f'"{name}" is not a flag that can be passed on{hint}')
     return None
 
 
-def _conflict(said: str) -> Conflict:
-    return Conflict(KEY, f"{KEY}: {said}")
+def _conflict(problem: str) -> Conflict:
+    return Conflict(KEY, f"{KEY}: {problem}")
 
 
 def _read(spec: JobSpec) -> list[tuple[str, str]]:
     """Names and values; the value of a bare flag is empty."""
-    found: list[tuple[str, str]] = []
+    flags: list[tuple[str, str]] = []
     rest = list(spec.accelerate_extra_args or [])
     while rest:
         word = rest.pop(0)
@@ -89,5 +89,5 @@ def _read(spec: JobSpec) -> list[tuple[str, str]]:
         alone = not word.startswith("--") or name in SWITCHES or equals
         if not alone and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
-        found.append((name if word.startswith("--") else word, value))
-    return found
+        flags.append((name if word.startswith("--") else word, value))
+    return flags

@@ -28,11 +28,11 @@ _NO_PROMPTS: Final = "needs validation_prompts"
 
 def find_inapplicable(spec: JobSpec) -> dict[str, str]:
     """The keys that mean nothing in this job, each with the reason in a few words."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for key, facts in facts_of(type(spec)).items():
         if why := next(filter(None, (reason(spec) for reason in facts.no_effect)), ""):
-            found[key] = why
-    return found
+            reasons[key] = why
+    return reasons
 
 
 def counts(key: str, spec: JobSpec) -> bool:
@@ -150,8 +150,8 @@ def no_warmup(spec: JobSpec) -> str:
 
 def no_size_conditioning(spec: JobSpec) -> str:
     family = _family(spec)
-    told = family is None or family.told_sizes
-    return "" if told or family is None else f"{family.title} has no size conditioning"
+    conditioned = family is None or family.told_sizes
+    return "" if conditioned or family is None else f"{family.title} has no size conditioning"
 
 
 def no_experts(spec: JobSpec) -> str:
@@ -255,8 +255,10 @@ def one_resolution(spec: JobSpec) -> str:
 
 
 def no_regularization(spec: JobSpec) -> str:
-    known = spec.num_class_images or any(entry.regularization for entry in spec.datasets or [])
-    return "" if known else "needs regularization images"
+    regularized = spec.num_class_images or any(
+        entry.regularization for entry in spec.datasets or []
+    )
+    return "" if regularized else "needs regularization images"
 
 
 def no_masks(spec: JobSpec) -> str:

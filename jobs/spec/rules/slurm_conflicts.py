@@ -70,8 +70,8 @@ def _options(spec: JobSpec) -> Conflict | None:
     if spec.launcher != "slurm":
         return None
     for key, ours in (("slurm_extra_args", _SBATCH), ("slurm_srun_args", _SRUN)):
-        if said := _refused(getattr(spec, key) or [], ours):
-            return Conflict(key, f"{key}: {said}")
+        if problem := _refused(getattr(spec, key) or [], ours):
+            return Conflict(key, f"{key}: {problem}")
     return None
 
 

@@ -73,7 +73,7 @@ def replicas_of(spec: JobSpec, strategy: str | None = None) -> int:
 
     Args:
         spec: The job.
-        strategy: What it runs; what it asks for when left out.
+        strategy: What it runs; by default what it asks for.
     """
     if (strategy or chosen_strategy(spec)[0]) != "hsdp":
         return 1
@@ -186,7 +186,7 @@ def may_import(policy: str) -> bool:
     person names in `FSDP_TUI_WRAP_POLICIES`, modules or packages with commas.
     """
     named = os.environ.get(POLICIES_VARIABLE, "").replace(",", " ").split()
-    return any(policy.startswith(f"{one}.") for one in (_TORCHS_POLICIES, *named))
+    return any(policy.startswith(f"{prefix}.") for prefix in (_TORCHS_POLICIES, *named))
 
 
 def checkpoints_activations(spec: JobSpec) -> bool:

@@ -40,9 +40,9 @@ VALIDATION_RULES = (shared_tokens,)
 
 
 def validation_warnings(spec: JobSpec) -> list[str]:
-    """What runs, but not as the person may think; a sentence each."""
-    found = (warning(spec) for warning in _WARNINGS)
-    return [text for text in found if text]
+    """What runs, but perhaps not as the person expects; a sentence each."""
+    texts = (warning(spec) for warning in _WARNINGS)
+    return [text for text in texts if text]
 
 
 def _trigger(spec: JobSpec) -> str:
@@ -118,7 +118,7 @@ def _sizes(spec: JobSpec) -> str:
 
 
 def _lengths(spec: JobSpec) -> str:
-    """Videos have a multiple of the family's step, plus one, frames; pictures have one."""
+    """Videos have a multiple of the family's step, plus one, frames; images have one."""
     family = FAMILIES.get(spec.model_family)
     if family is None:
         return ""

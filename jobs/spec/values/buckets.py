@@ -57,17 +57,19 @@ def divisible(sizes: Sequence[tuple[int, int]], step: int, parts: int) -> list[t
 
 def nearest_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """The bucket that crops least: nearest in log aspect ratio, then the largest."""
-    wanted = math.log(width / height)
-    return min(sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - wanted), 9), -s[0] * s[1]))
+    log_ratio = math.log(width / height)
+    return min(
+        sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - log_ratio), 9), -s[0] * s[1])
+    )
 
 
 def enlargement(width: int, height: int, size: tuple[int, int]) -> float:
-    """By how much a picture is enlarged to cover a size; below 1 it is made smaller."""
+    """By how much an image is enlarged to cover a size; below 1 it is made smaller."""
     return max(size[0] / width, size[1] / height)
 
 
 def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
-    """The sizes that pictures are fitted to, of all resolutions.
+    """The sizes that images are fitted to, of all resolutions.
 
     Raises:
         UserError: None of a resolution can be shared out over a context-parallel group.
@@ -76,7 +78,7 @@ def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
 
 
 def sizes_at(resolution: int, spec: JobSpec) -> list[tuple[int, int]]:
-    """The sizes that pictures are fitted to at one resolution; raises as `sizes_of` does."""
+    """The sizes that images are fitted to at one resolution; raises as `sizes_of` does."""
     step, ranks = latent_step_of(spec), spec.context_parallel_size
     sizes = divisible(bucket_sizes(resolution, step, widest_bucket(spec)), step, ranks)
     if not sizes:
@@ -98,7 +100,7 @@ class Buckets:
     def __init__(self, spec: JobSpec, dataset: Dataset | None = None) -> None:
         self._spec = spec
         self.sizes = {side: sizes_at(side, spec) for side in resolutions_of(spec, dataset)}
-        self._known: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # few sizes differ
+        self._by_shape: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # few sizes differ
 
     def find(self, width: int, height: int) -> dict[int, tuple[int, int]]:
         """Resolution → bucket, in ascending order; at least one, see `why_unfit`.
@@ -107,7 +109,7 @@ class Buckets:
         enough for; with `resolution_mode: largest`, at the largest of these alone.
         """
         shape = (width, height)
-        if shape not in self._known:
+        if shape not in self._by_shape:
             near = {side: nearest_bucket(*shape, sizes) for side, sizes in self.sizes.items()}
             least, most = min(near), min(_LARGE_ENOUGH, self._spec.max_upscale)
             reached = [
@@ -118,8 +120,8 @@ class Buckets:
             if self._spec.resolution_mode == "largest":
                 reached = [max(reached)]
             unlike = {near[side]: side for side in reversed(reached)}  # two may have one size
-            self._known[shape] = {side: size for size, side in reversed(unlike.items())}
-        return self._known[shape]
+            self._by_shape[shape] = {side: size for size, side in reversed(unlike.items())}
+        return self._by_shape[shape]
 
     def why_unfit(self, width: int, height: int) -> str:
         """Why an image is trained at none of the resolutions; "" if it is."""
@@ -127,7 +129,7 @@ class Buckets:
 
 
 def why_unfit(width: int, height: int, size: tuple[int, int], spec: JobSpec) -> str:
-    """Why a picture is left out for its size or shape; "" if it is not.
+    """Why an image is skipped for its size or shape; "" if it is not.
 
     Args:
         width: In pixels, as displayed.

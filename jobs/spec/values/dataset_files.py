@@ -38,7 +38,7 @@ PICTURE_SUFFIXES: Final = frozenset(
     }
 )
 VIDEO_SUFFIXES: Final = frozenset({".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v"})
-# Pictures that cannot be read here: named in the report, not passed over.
+# Images that cannot be read: named in the report instead of silently skipped.
 FOREIGN_SUFFIXES: Final = (
     frozenset(
         {
@@ -82,7 +82,7 @@ def masked_stem(stem: str) -> str | None:
 
 
 def without_masks(pictures: list[Path], folder: Path | None) -> list[Path]:
-    """The pictures that are not named as masks of others beside them, nor in the masks' folder."""
+    """The images that are not named as masks of others beside them, nor in the masks' folder."""
     pictures = [path for path in pictures if folder not in path.parents]
     stems = {path.with_suffix("") for path in pictures}
 
@@ -95,18 +95,18 @@ def without_masks(pictures: list[Path], folder: Path | None) -> list[Path]:
 
 @dataclass
 class Listing:
-    """The files below a folder, in a fixed order; hidden ones are passed over.
+    """The files below a folder, in a fixed order; hidden ones are skipped.
 
     Attributes:
-        pictures: Files that look like pictures, by their names.
+        pictures: Files that look like images, by their names.
         videos: Files that look like videos.
-        foreign: Pictures of formats that cannot be read.
-        metadata: Files with captions of many pictures (`METADATA`).
-        lonely: Caption files beside which there is nothing of their name.
-        folders: Folders with the name of a picture.
+        foreign: Images of formats that cannot be read.
+        metadata: Files with captions of many images (`METADATA`).
+        lonely: Caption files without an image or video of the same name.
+        folders: Folders with the name of an image.
         renamed: Caption files with letters beyond ASCII, by `same_name` of their paths: macOS
-            writes accents in another way than other systems do.
-        unreadable: Folders that may not be looked into, and why.
+            encodes accents differently from other systems.
+        unreadable: Folders that cannot be read, and why.
         others: What kind of file → count of everything else but caption files.
     """
 
@@ -122,12 +122,12 @@ class Listing:
 
 
 def list_files(root: Path) -> Listing:
-    """Look through a folder and all below it; links to folders are followed, once each."""
-    found = Listing()
+    """List a folder and all below it; links to folders are followed, once each."""
+    listing = Listing()
     seen: set[tuple[int, int]] = set()
 
     def refused(error: OSError) -> None:
-        found.unreadable.append((Path(error.filename), error.strerror or str(error)))
+        listing.unreadable.append((Path(error.filename), error.strerror or str(error)))
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refused):
         try:
@@ -143,12 +143,12 @@ def list_files(root: Path) -> Listing:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         names = sorted(name for name in names if not name.startswith("."))
         for name in names:
-            _sort_in(found, Path(folder, name))
-        _match_captions(found, folder, names)
-        found.folders += [Path(folder, name) for name in folders if _is_picture(name)]
-    found.pictures.sort()
-    found.videos.sort()
-    return found
+            _sort_in(listing, Path(folder, name))
+        _match_captions(listing, folder, names)
+        listing.folders += [Path(folder, name) for name in folders if _is_picture(name)]
+    listing.pictures.sort()
+    listing.videos.sort()
+    return listing
 
 
 def same_name(path: Path | str) -> str:
@@ -165,7 +165,7 @@ def foreign_problem(path: Path) -> str:
     return f"{suffix} images cannot be read"
 
 
-def _match_captions(found: Listing, folder: str, names: list[str]) -> None:
+def _match_captions(listing: Listing, folder: str, names: list[str]) -> None:
     """Find caption files of a folder that belong to nothing, and those with accents."""
     split = [os.path.splitext(name) for name in names if name not in METADATA]
     stems = {same_name(stem) for stem, suffix in split if suffix not in CAPTION_SUFFIXES}
@@ -175,25 +175,25 @@ def _match_captions(found: Listing, folder: str, names: list[str]) -> None:
         path = Path(folder, stem + suffix)
         if same_name(stem) not in stems:
             if suffix == ".json":  # a tool's settings, most likely
-                found.others[".json files"] += 1
+                listing.others[".json files"] += 1
             else:
-                found.lonely.append(path)
+                listing.lonely.append(path)
         elif not stem.isascii():
-            found.renamed[same_name(path)] = path
+            listing.renamed[same_name(path)] = path
 
 
-def _sort_in(found: Listing, path: Path) -> None:
+def _sort_in(listing: Listing, path: Path) -> None:
     suffix = path.suffix.lower()
     if path.name in METADATA:
-        found.metadata.append(path)
+        listing.metadata.append(path)
     elif _is_picture(path.name):
-        found.pictures.append(path)
+        listing.pictures.append(path)
     elif suffix in VIDEO_SUFFIXES:
-        found.videos.append(path)
+        listing.videos.append(path)
     elif suffix in FOREIGN_SUFFIXES:
-        found.foreign.append(path)
+        listing.foreign.append(path)
     elif path.suffix not in CAPTION_SUFFIXES:
-        found.others[f"{suffix} files" if suffix else "files without an extension"] += 1
+        listing.others[f"{suffix} files" if suffix else "files without an extension"] += 1
 
 
 def _is_picture(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Where pictures and captions come from: the entries of `datasets`, and layouts of folders."""
+"""Where images and captions come from: the entries of `datasets`, and layouts of folders."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ class Dataset(BaseModel):
     """One source of samples.
 
     Attributes:
-        path: A folder of pictures or videos, or a directory of the `datasets` library.
+        path: A folder of images or videos, or a directory of the `datasets` library.
         repeats: How often each sample comes in an epoch.
         weight: Its share of all samples that are drawn, relative to the other datasets' weights;
             the epoch is then as long as the dataset that needs most takes to be seen whole.
         resolution: One or several, instead of the job's.
         trigger_word: Instead of the job's.
         caption_column: Column with captions, of metadata files and tables.
-        image_column: Column with pictures, of tables.
-        split: Which split of a table; `train`, or the only one, when left out.
+        image_column: Column with images, of tables.
+        split: Which split of a table; by default `train`, or the only one.
         regularization: Whether it shows what the model should keep knowing: its samples come as
             often as all others together, and `prior_loss_weight` weights their loss.
         loss_weight: Weight of the loss of its samples.
@@ -114,11 +114,11 @@ class Dataset(BaseModel):
     @property
     def references(self) -> int:
         """How many conditioning images each sample has."""
-        return max(len(one or ()) for one in (getattr(self, name) for name in CONDITIONING))
+        return max(len(folders or ()) for folders in (getattr(self, name) for name in CONDITIONING))
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, as_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What few datasets say is left out where one does not say it."""
+        """Skip settings that few datasets have, where they are at their default."""
         values = as_is(self)
         usual = {name: type(self).model_fields[name].default for name in _RARE}
         return {k: v for k, v in values.items() if k not in usual or v != usual[k]}
@@ -148,8 +148,8 @@ def _with_place(dataset: Dataset) -> Dataset:
     name = HubName.read("dataset", dataset.path)
     if name is None or exists(expand(dataset.path)):
         return dataset
-    found = name.find()
-    return dataset.model_copy(update={"path": str(found)}) if found is not None else dataset
+    path = name.find()
+    return dataset.model_copy(update={"path": str(path)}) if path is not None else dataset
 
 
 def fallback_caption(spec: JobSpec, dataset: Dataset) -> str | None:
@@ -187,8 +187,8 @@ def _repeated(root: Path) -> list[tuple[Path, int]]:
     if any(path.suffix.lower() in PICTURE_SUFFIXES | VIDEO_SUFFIXES for path in inside):
         return []
     named = [(path, _KOHYA.match(path.name)) for path in inside if path.is_dir()]
-    found = [(path, int(match[1])) for path, match in named if match]
-    return found if len(found) == len(named) else []
+    repeated = [(path, int(match[1])) for path, match in named if match]
+    return repeated if len(repeated) == len(named) else []
 
 
 def find_layout(root: Path) -> Layout:

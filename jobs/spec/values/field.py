@@ -85,7 +85,7 @@ def field(
     """A field of the job.
 
     Args:
-        default: Its value when left out.
+        default: Its value where the job does not set it.
         group: See `KeyFacts`, as for all that is not named here.
         help_text: Its help, its documentation, and the hint in the form.
         resume: See `KeyFacts`.
@@ -106,6 +106,6 @@ def field(
 def facts_of(model: type[BaseModel]) -> dict[str, KeyFacts]:
     """What the definitions of a job's keys say, by key."""
     return {
-        key: next(one for one in info.metadata if isinstance(one, KeyFacts))
+        key: next(facts for facts in info.metadata if isinstance(facts, KeyFacts))
         for key, info in model.model_fields.items()
     }

@@ -33,7 +33,7 @@ class Pairs:
         self._beside = [_by_stem(folder, list_files(folder).pictures) for folder in self._folders]
         self._own = _by_stem(self._root, pictures) if self._suffixes else {}
 
-    def wanted(self, sample: Path) -> list[Path]:
+    def expected_paths(self, sample: Path) -> list[Path]:
         """Where its conditioning images should be, as a person would look for them."""
         inside = sample.relative_to(self._root)
         apart = [folder / inside for folder in self._folders]
@@ -42,11 +42,11 @@ class Pairs:
         ]
         return apart or together
 
-    def found(self, sample: Path) -> list[Path | None]:
+    def existing_paths(self, sample: Path) -> list[Path | None]:
         """Its conditioning images, whatever their file type; None for each that is missing."""
         stem = _stem(sample, self._root)
         if self._folders:
-            return [known.get(stem) for known in self._beside]
+            return [paths.get(stem) for paths in self._beside]
         return [self._own.get(stem + same_name(suffix)) for suffix in self._suffixes]
 
     def is_sample(self, path: Path) -> bool:
@@ -62,10 +62,10 @@ class Pairs:
 
 def _by_stem(root: Path, pictures: Sequence[Path]) -> dict[str, Path]:
     """The first file of each name."""
-    found: dict[str, Path] = {}
+    by_stem: dict[str, Path] = {}
     for path in pictures:
-        found.setdefault(_stem(path, root), path)
-    return found
+        by_stem.setdefault(_stem(path, root), path)
+    return by_stem
 
 
 def _stem(path: Path, root: Path) -> str:

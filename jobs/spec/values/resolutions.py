@@ -76,5 +76,5 @@ def _side(value: Any) -> int:
     except ValidationError as error:
         first = error.errors()[0]
         whole = first["type"].startswith("int")
-        said = "expected a whole number" if whole else first["msg"]
-        raise PydanticCustomError("resolution", "{said}", {"said": said}) from None
+        message = "expected a whole number" if whole else first["msg"]
+        raise PydanticCustomError("resolution", "{message}", {"message": message}) from None

@@ -26,25 +26,25 @@ def normal_key(key: str) -> str:
     return key.strip().lstrip("-").lower().replace("-", "_").replace(".", "_")
 
 
-def nearest(word: str, known: Iterable[str], *, least: float = 0.6) -> str | None:
-    """The known word that `word` most resembles, or None when nothing is close.
+def nearest(word: str, words: Iterable[str], *, least: float = 0.6) -> str | None:
+    """The one of `words` that `word` most resembles, or None when nothing is close.
 
     Args:
         word: As written.
-        known: The words it may be.
+        words: The words it may be.
         least: How much alike they must be, from 0 to 1.
     """
-    known = {name.lower(): name for name in known}
+    by_lower = {name.lower(): name for name in words}
     word = word.lower()
-    found = difflib.get_close_matches(word, known, n=1, cutoff=least)
-    if not found and len(word) >= _ENOUGH:  # `qwen` for `qwen_image`
-        found = [name for name in known if name.startswith(word)]
-    return known[found[0]] if found else None
+    matches = difflib.get_close_matches(word, by_lower, n=1, cutoff=least)
+    if not matches and len(word) >= _ENOUGH:  # `qwen` for `qwen_image`
+        matches = [name for name in by_lower if name.startswith(word)]
+    return by_lower[matches[0]] if matches else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     """` (did you mean "x"?)`, or an empty string when nothing is close."""
-    best = nearest(word, known)
+    best = nearest(word, words)
     return f' (did you mean "{best}"?)' if best else ""
 
 
@@ -109,9 +109,9 @@ def as_list(value: Any) -> Any:
     if text.startswith("{") and text.endswith("}"):
         return [text]
     if text.startswith("[") and text.endswith("]"):
-        found = _loaded(text, list, (json.loads, yaml.safe_load) if "{" in text else (json.loads,))
-        if found is not None:
-            return found
+        loaded = _loaded(text, list, (json.loads, yaml.safe_load) if "{" in text else (json.loads,))
+        if loaded is not None:
+            return loaded
         text = text if "[" in text[1:] else text[1:-1]
     return [part for part in _parts(text) if part]
 
@@ -121,8 +121,8 @@ def as_mapping(text: str) -> dict[Any, Any] | None:
     text = text.strip()
     if not (text.startswith("{") and text.endswith("}")):
         return None
-    found: dict[Any, Any] | None = _loaded(text, dict, (json.loads, yaml.safe_load))
-    return found
+    loaded: dict[Any, Any] | None = _loaded(text, dict, (json.loads, yaml.safe_load))
+    return loaded
 
 
 def _loaded(text: str, kind: type, readers: Iterable[Callable[[str], Any]]) -> Any:

@@ -108,9 +108,9 @@ def read_state_dict_type(value: Any) -> Any:
 def read_wrap_policy(value: Any) -> Any:
     """`transformer_based`, `size` or `no` will do; or the dotted path of a callable."""
     policies = get_args(WrapPolicy)
-    found = _by_stem(value, policies, "_wrap", "_based_wrap")
-    if found in policies:
-        return found
+    policy = _by_stem(value, policies, "_wrap", "_based_wrap")
+    if policy in policies:
+        return policy
     if isinstance(value, str) and _DOTTED.fullmatch(path := unquoted(value)):
         return path.replace(":", ".")
     raise refuse(
@@ -174,7 +174,7 @@ def read_gpus(value: Any) -> Any:
         word = unquoted(value)
         value = int(word) if word.isdecimal() else as_list(word)
     if isinstance(value, (list, tuple)):
-        return [_gpu(one) for one in value]
+        return [_gpu(gpu) for gpu in value]
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise refuse(value, (), "a number of GPUs or a list of them")
@@ -226,29 +226,29 @@ def read_slurm_time(value: Any) -> Any:
 
 def read_settings(value: Any) -> Any:
     """A mapping, also as JSON in one text; any other text is the path of a file."""
-    found = as_none(value)
-    if found is None:
+    settings = as_none(value)
+    if settings is None:
         return None
-    if isinstance(found, str):
-        if not found.strip().startswith("{"):
-            return unquoted(found)
-        found = as_mapping(found)
-    if not isinstance(found, dict):
+    if isinstance(settings, str):
+        if not settings.strip().startswith("{"):
+            return unquoted(settings)
+        settings = as_mapping(settings)
+    if not isinstance(settings, dict):
         raise refuse(value, (), "a mapping, such as JSON's, or the path of a file")
     try:
-        return json.loads(json.dumps(found, allow_nan=False))
+        return json.loads(json.dumps(settings, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
         raise refuse(value, (), "a mapping of plain values, as JSON has them") from None
 
 
 def read_numbers(value: Any) -> Any:
     """A mapping of texts to numbers, also in one text."""
-    found = as_none(value)
-    if isinstance(found, str):
-        found = as_mapping(found)
-        if found is None:
+    numbers = as_none(value)
+    if isinstance(numbers, str):
+        numbers = as_mapping(numbers)
+        if numbers is None:
             raise refuse(value, (), "a mapping, such as {to_q: 32, to_k: 16}")
-    return found
+    return numbers
 
 
 def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
@@ -256,8 +256,8 @@ def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
     if isinstance(value, str):
         word = unquoted(value).strip()
         for text in (word, *(f"{word}{ending}" for ending in endings)):
-            if (found := as_choice(text, choices)) in choices:
-                return found
+            if (choice := as_choice(text, choices)) in choices:
+                return choice
     return value
 
 

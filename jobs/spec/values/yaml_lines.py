@@ -115,14 +115,16 @@ class _Limited(yaml.SafeLoader):
         return node
 
 
-def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
+def _expanded(node: yaml.Node, counts: dict[int, float]) -> float:
     """How many values a tree has with a copy for each alias; infinite if it is in itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf
+    if id(node) not in counts:
+        counts[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        parts = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
-        known[id(node)] = 1 + sum(_expanded(one, known) for one in parts)
-    return known[id(node)]
+        parts = [
+            child for part in parts for child in (part if isinstance(part, tuple) else (part,))
+        ]
+        counts[id(node)] = 1 + sum(_expanded(child, counts) for child in parts)
+    return counts[id(node)]
 
 
 def dump_mapping(values: dict[str, Any]) -> str:

@@ -63,13 +63,13 @@ def test_no_gpu_is_given_to_two_jobs(case: Case) -> None:
         assert not taken & set(decision.gpus)
         assert set(decision.gpus) <= set(case.devices)
         taken |= set(decision.gpus)
-        if request.wanted is None:
+        if request.gpus is None:
             assert decision.gpus == ()
-        elif isinstance(request.wanted, int):
-            assert len(decision.gpus) == request.wanted
+        elif isinstance(request.gpus, int):
+            assert len(decision.gpus) == request.gpus
             assert list(decision.gpus) == sorted(decision.gpus, key=case.devices.index)
         else:
-            assert decision.gpus == tuple(request.wanted)
+            assert decision.gpus == tuple(request.gpus)
         if not request.shares:
             assert not set(decision.gpus) & set(case.foreign), "somebody else's"
 
@@ -84,14 +84,14 @@ def test_nobody_overtakes_a_job_for_what_it_waits_for(case: Case) -> None:
     for request, decision in zip(case.queue, case.decide(), strict=True):
         if isinstance(decision, Start):
             assert not waited_for & set(decision.gpus)
-            assert request.wanted is not None or not cpu_waits
+            assert request.gpus is not None or not cpu_waits
             free -= set(decision.gpus)
-        elif request.wanted is None:
+        elif request.gpus is None:
             cpu_waits = True
-        elif isinstance(request.wanted, int):
+        elif isinstance(request.gpus, int):
             waited_for |= free if request.shares else free - set(case.foreign)
         else:
-            waited_for |= set(request.wanted)
+            waited_for |= set(request.gpus)
 
 
 @given(case=cases())
@@ -106,15 +106,15 @@ def test_what_can_start_does(case: Case) -> None:
         usable = [uuid for uuid in case.devices if uuid not in taken]
         if isinstance(decision, Start):
             held |= set(decision.gpus)
-            running_on_cpu += request.wanted is None
-        elif request.wanted is None:
+            running_on_cpu += request.gpus is None
+        elif request.gpus is None:
             assert running_on_cpu >= case.slots
-        elif isinstance(request.wanted, int):
-            assert len(usable) < request.wanted
+        elif isinstance(request.gpus, int):
+            assert len(usable) < request.gpus
             waited_for |= set(usable)
         else:
-            assert not set(request.wanted) <= set(usable)
-            waited_for |= set(request.wanted)
+            assert not set(request.gpus) <= set(usable)
+            waited_for |= set(request.gpus)
     assert running_on_cpu <= max(case.slots, len(case.on_cpu))
 
 

@@ -75,7 +75,7 @@ def has_left_palette(app: FsdpTui) -> bool:
 
 def does_not_fit(app: FsdpTui) -> bool:
     """Whether the form knows that its job is too large."""
-    found = app.screen.query_one(FitBars).found
+    found = app.screen.query_one(FitBars).prediction
     return found is not None and getattr(found.worst, "verdict", None) is Verdict.TOO_LARGE
 
 

@@ -458,8 +458,8 @@ async def test_a_real_model_is_looked_at_in_a_process_and_remembered(
         assert " in 5 units" in text_of(screen, "outcome")
         assert "cached" not in text_of(screen, "model")
     async with found_in(store, str(model)) as (screen, _, _):
-        assert screen.found is not None
-        assert screen.found.cached
+        assert screen.detection is not None
+        assert screen.detection.cached
         assert not looking_processes()
 
 

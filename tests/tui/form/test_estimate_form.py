@@ -188,21 +188,23 @@ def test_a_slurm_job_is_held_against_the_gpus_of_its_partition() -> None:
     found = look(values, here, partitions=there)
     ((name, fit),) = found.bars
     assert (name, fit.room) == ("any 2 GPUs", Room("h200", 143_771 << 20))
-    assert found.told == "GPUs of partition gpu: h200"
+    assert found.remark == "GPUs of partition gpu: h200"
     ((_, fit),) = look(values | {"slurm_partition": "small"}, here, partitions=there).bars
     assert fit.room.name == "l4"
     silent = look(values, Snapshot(0.0))
     assert silent.bars[0][1].room.name == "80 GB"
-    assert silent.told == ("the GPUs of the partition are unknown; held against GPUs of 80 GB each")
+    assert silent.remark == (
+        "the GPUs of the partition are unknown; held against GPUs of 80 GB each"
+    )
 
 
 def test_what_cannot_be_predicted_is_told() -> None:
     values = VALUES | {"optimizer": "adafactor", "strategy": "ddp"}
     gpus = Snapshot(0.0, gpus=tuple(some_gpus()))
     assert look(values, gpus).bars
-    assert look(VALUES | {"name": "refuse"}, gpus).told == ""  # beside the fields, if anywhere
+    assert look(VALUES | {"name": "refuse"}, gpus).remark == ""  # beside the fields, if anywhere
     found = look(VALUES | {"name": "crash", "resolution": 512}, gpus)
-    assert found.told.startswith("memory: python -m engine.memory failed: out of luck")
+    assert found.remark.startswith("memory: python -m engine.memory failed: out of luck")
 
 
 @pytest.mark.parametrize(

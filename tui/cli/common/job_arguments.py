@@ -130,7 +130,7 @@ def read_job(
         raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
     if not others and not values:
         raise UserError("no job given", "pass a JOB.yaml or --key=value flags")
-    spec = load_spec(Path(others[0]) if others else None, values, ignoring=ignoring, told=warn)
+    spec = load_spec(Path(others[0]) if others else None, values, ignoring=ignoring, on_note=warn)
     for warning in find_warnings(spec):
         warn(warning)
     return settle(spec)

@@ -62,7 +62,7 @@ def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> N
         )
     before = load_spec(job.run_dir.job_file)
     if values:
-        spec = _checked(load_spec(job.run_dir.job_file, values, told=warn))
+        spec = _checked(load_spec(job.run_dir.job_file, values, on_note=warn))
         _carry_out(store, job_id, spec, before, dry_run, as_json)
         return
     path = _draft(job, before)
@@ -127,7 +127,7 @@ def _from_editor(path: Path) -> JobSpec | None:
         if path.read_bytes() == text.encode():
             return None
         try:
-            return _checked(load_spec(path, told=warn))
+            return _checked(load_spec(path, on_note=warn))
         except UserError as error:
             echo(f"fsdp-tui: {error}", err=True)
             if not click.confirm("edit it again?", default=True, err=True):

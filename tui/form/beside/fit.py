@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tui.look.snapshot import Snapshot
 
 _SETTLES_IN: Final = 0.3  # seconds without another change after which the server is asked
-_SOON: Final = 0.6  # seconds more after which it is told that the answer takes its time
+_SOON: Final = 0.6  # seconds more after which it says that the answer takes time
 _MEASURING: Final = "memory: measuring the model …"
 _IGNORED: Final = ("dataset",)
 _NAME: Final = 16  # columns, as wide as the labels above it
@@ -46,7 +46,7 @@ _COLOURS: Final = {Verdict.FITS: "$success", Verdict.TIGHT: "$warning", Verdict.
 
 @dataclass(frozen=True)
 class Look:
-    """What was found of the form's values.
+    """What is predicted for the form's values.
 
     Attributes:
         values: Which they were.
@@ -54,7 +54,7 @@ class Look:
         step: What to change first where it does not fit.
         strategy: What it runs with, where that is known.
         faster: Another strategy that would fit as well and is faster, or "".
-        told: What to say where nothing can be predicted.
+        remark: What to say where nothing can be predicted.
         notes: More about it, for the tooltip.
     """
 
@@ -63,7 +63,7 @@ class Look:
     step: Step | None = None
     strategy: str = ""
     faster: str = ""
-    told: str = ""
+    remark: str = ""
     notes: str = ""
 
     @property
@@ -77,13 +77,13 @@ class FitBars(Static):
 
     @dataclass
     class Found(Message):
-        """A thread knows."""
+        """A thread has predicted."""
 
         look: Look
 
     def __init__(self) -> None:
         super().__init__("", id="fit", markup=False)
-        self.found: Look | None = None
+        self.prediction: Look | None = None
         self._snapshot: Snapshot | None = None
         self._values: Mapping[str, Any] = {}
         self._partitions: Sequence[Partition] = ()
@@ -112,21 +112,23 @@ class FitBars(Static):
 
     def knows(self, values: Mapping[str, Any]) -> bool:
         """Whether these values were predicted for, or cannot be."""
-        return self.found is not None and self.found.values == values
+        return self.prediction is not None and self.prediction.values == values
 
     def strategy_of(self, values: Mapping[str, Any]) -> str:
         """The strategy that was predicted for these values, or ""."""
-        return self.found.strategy if self.found is not None and self.knows(values) else ""
+        return (
+            self.prediction.strategy if self.prediction is not None and self.knows(values) else ""
+        )
 
     def doubt(self, values: Mapping[str, Any]) -> str:
         """Why these values do not fit, and what to change first; "" if they do, for all we know."""
-        found, fit = self.found, self.found.worst if self.found else None
-        if found is None or fit is None or found.values != values:
+        prediction, fit = self.prediction, self.prediction.worst if self.prediction else None
+        if prediction is None or fit is None or prediction.values != values:
             return ""
         if fit.verdict is not Verdict.TOO_LARGE:
             return ""
         detail = f"{fit.room.name}: {band(fit.low, fit.high)} needed, {verdict(fit)}."
-        return f"{detail}\n{_in_words(found.step)}" if found.step is not None else detail
+        return f"{detail}\n{_in_words(prediction.step)}" if prediction.step is not None else detail
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -134,7 +136,9 @@ class FitBars(Static):
         values = self._values
 
         def late() -> None:
-            if values is self._values and (self.found is None or self.found.values != values):
+            if values is self._values and (
+                self.prediction is None or self.prediction.values != values
+            ):
                 self._show(Content.styled(_MEASURING, "$foreground 60%"))
 
         if values.get("pretrained_model_name_or_path"):
@@ -146,25 +150,25 @@ class FitBars(Static):
         worker, values = get_current_worker(), self._values
         assert self._snapshot is not None
         try:
-            found = look(values, self._snapshot, lambda: worker.is_cancelled, self._partitions)
+            prediction = look(values, self._snapshot, lambda: worker.is_cancelled, self._partitions)
         except Cancelled:
             return
         if not worker.is_cancelled:
-            self.post_message(self.Found(found))
+            self.post_message(self.Found(prediction))
 
     def on_fit_bars_found(self, message: Found) -> None:
         if message.look.values == self._values:
-            self.found = message.look
+            self.prediction = message.look
             self._draw()
 
     def on_resize(self) -> None:
-        if self.found is not None:
+        if self.prediction is not None:
             self._draw()
 
     # -- showing ---------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        look = self.found
+        look = self.prediction
         assert look is not None
         # Hidden it has no width, and the box around it has.
         width = (self.parent if isinstance(self.parent, Widget) else self).content_size.width
@@ -173,8 +177,8 @@ class FitBars(Static):
             lines.append(Content.styled(f"→ {_in_words(look.step)}", "$foreground"))
         if look.faster:
             lines.append(Content.styled(f"→ {look.faster} would fit and is faster", "$foreground"))
-        if look.told:
-            lines.append(Content.styled(look.told, "$foreground 60%"))
+        if look.remark:
+            lines.append(Content.styled(look.remark, "$foreground 60%"))
         self.tooltip = look.notes or None
         self._show(Content("\n").join(lines))
 
@@ -197,7 +201,7 @@ def look(
         Cancelled: `cancelled` said so.
     """
     if not values.get("pretrained_model_name_or_path"):
-        return Look(values)  # most forms are opened, looked at and left
+        return Look(values)  # most forms are opened and closed again
     ours = {rank.pid for view in snapshot.jobs for rank in view.ranks}
     claims = {
         uuid: view.job.id
@@ -219,16 +223,16 @@ def look(
         )
         own = asked.own
         if isinstance(own, Refused):
-            return Look(values, told=f"memory: {own.error}")
+            return Look(values, remark=f"memory: {own.error}")
         bars = _bars(asked, world_size(spec))
         tightest = worst(fit for _, fit in bars)
         fits = tightest.verdict is Verdict.FITS
         step = None if fits else asked.first_step(tightest.room)
         faster = _faster(asked, own.strategy) if fits else ""
-    except UserError:  # told beside the fields, or the model is not known
+    except UserError:  # shown beside the fields, or the model is unknown
         return Look(values)
     except ToolError as error:
-        return Look(values, told=f"memory: {error}")
+        return Look(values, remark=f"memory: {error}")
     strategy = f"{own.strategy} on {own.ranks} rank{'s' if own.ranks > 1 else ''}"
     about = [f"Predicted for {strategy}; peak in {own.largest.name}.", *own.notes]
     notes = "\n".join([*about, asked.calibration.in_words()]).strip()
@@ -259,7 +263,7 @@ def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:
     groups: list[tuple[list[str], Fit]] = []
     for room in place.rooms:
         fit = asked.fit(own, room)
-        same = next((one for one in groups if _alike(one[1], fit)), None)
+        same = next((group for group in groups if _alike(group[1], fit)), None)
         if same is None:
             groups.append(([room.name], fit))
         else:
@@ -267,12 +271,12 @@ def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:
     return tuple((_name(names), fit) for names, fit in groups)
 
 
-def _alike(one: Fit, other: Fit) -> bool:
-    near = _ALIKE * one.room.total
+def _alike(fit: Fit, other: Fit) -> bool:
+    near = _ALIKE * fit.room.total
     return (
-        abs(one.room.total - other.room.total) <= near
-        and abs(one.room.held - other.room.held) <= near
-        and abs(one.room.passing - other.room.passing) <= near
+        abs(fit.room.total - other.room.total) <= near
+        and abs(fit.room.held - other.room.held) <= near
+        and abs(fit.room.passing - other.room.passing) <= near
     )
 
 
@@ -292,8 +296,8 @@ def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:
         Content.styled(f"{name:<{column}}", "$foreground 75%")
         + _bar(fit, cells)
         + Content.styled(figure.ljust(max(map(len, figures))), "$foreground 80%")
-        + Content.styled(told, f"b {_COLOURS[fit.verdict]}")
-        for (name, fit), figure, told in zip(bars, figures, words, strict=True)
+        + Content.styled(text, f"b {_COLOURS[fit.verdict]}")
+        for (name, fit), figure, text in zip(bars, figures, words, strict=True)
     ]
 
 

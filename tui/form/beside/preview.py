@@ -51,12 +51,12 @@ class Preview(VerticalScroll, can_focus=False):
     def turn_to(self, kind: str) -> None:
         """Show this text."""
         self.kind = kind
-        for one in KINDS:
-            self.query_one(f"#{one}").display = one == kind
+        for name in KINDS:
+            self.query_one(f"#{name}").display = name == kind
         titles = []
-        for one in KINDS:
-            style = "b $primary" if one == kind else "$foreground 55%"
-            titles.append(f"[@click=screen.preview('{one}')][{style}]{_TITLES[one]}[/][/]")
+        for name in KINDS:
+            style = "b $primary" if name == kind else "$foreground 55%"
+            titles.append(f"[@click=screen.preview('{name}')][{style}]{_TITLES[name]}[/][/]")
         self.border_title = " │ ".join(titles)
         self.border_subtitle = "F3 switch · ^y copy"
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BlocksPanel(PickList):
-    """Classes with a box each, one of them highlighted. A search leaves some out."""
+    """Classes with a box each, one of them highlighted. A search hides some."""
 
     BINDINGS: ClassVar = [
         Binding(
@@ -40,10 +40,10 @@ class BlocksPanel(PickList):
 
     def __init__(self) -> None:
         super().__init__(id="detect-blocks")
-        self.known: list[BlockClass] = []
+        self.block_classes: list[BlockClass] = []
         self.listed: list[BlockClass] = []
         self.chosen: frozenset[str] = frozenset()
-        self.wanted = ""  # what is searched for
+        self.search_text = ""
         self._name: str | None = None  # stays highlighted while others come and go
 
     @property
@@ -56,19 +56,21 @@ class BlocksPanel(PickList):
 
     def update_from(self, classes: Sequence[BlockClass]) -> None:
         """Show these."""
-        self.known = list(classes)
-        self.search(self.wanted)
+        self.block_classes = list(classes)
+        self.search(self.search_text)
 
-    def search(self, wanted: str) -> None:
+    def search(self, search_text: str) -> None:
         """List only classes with this in their name or their paths, whatever its case."""
-        self.wanted = wanted
-        word = wanted.strip().lower()
+        self.search_text = search_text
+        word = search_text.strip().lower()
         self.listed = [
-            one
-            for one in self.known
-            if any(word in text.lower() for text in (one.class_name, *one.sample_paths))
+            block_class
+            for block_class in self.block_classes
+            if any(
+                word in text.lower() for text in (block_class.class_name, *block_class.sample_paths)
+            )
         ]
-        names = [one.class_name for one in self.listed]
+        names = [block_class.class_name for block_class in self.listed]
         self.index = names.index(self._name) if self._name in names else 0
         self.fill()
         self.post_message(self.Highlighted())
@@ -83,8 +85,8 @@ class BlocksPanel(PickList):
         self._name = self.listed[index].class_name
 
     def action_check(self) -> None:
-        if (one := self.highlighted) is not None:
-            self.post_message(self.Toggled(one.class_name))
+        if (highlighted := self.highlighted) is not None:
+            self.post_message(self.Toggled(highlighted.class_name))
 
     def pick(self, row: int) -> None:
         if row < self.count:
@@ -92,8 +94,8 @@ class BlocksPanel(PickList):
             self.action_check()
 
     def nothing(self) -> Sequence[Row]:
-        return [(), (Span("  no class matches", "dim"),)] if self.known else []
+        return [(), (Span("  no class matches", "dim"),)] if self.block_classes else []
 
     def table(self, width: int) -> Sequence[Row]:
-        names = max(len(one.class_name) for one in self.known)
+        names = max(len(block_class.class_name) for block_class in self.block_classes)
         return block_rows(self.listed, self.chosen, width, names)

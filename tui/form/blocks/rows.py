@@ -27,11 +27,11 @@ _GAP: Final = "  "
 def block_rows(
     classes: Sequence[BlockClass], chosen: Collection[str], width: int, names: int
 ) -> list[Row]:
-    """A heading, and a row for each class; what does not fit is left out from the right.
+    """A heading, and a row for each class; columns that do not fit are dropped from the right.
 
     Args:
         classes: In the order of the rows.
-        chosen: Names of the checked ones.
+        chosen: Names of the checked classes.
         width: Columns.
         names: Columns of the longest name of all classes, so that a search moves no column.
     """
@@ -48,21 +48,24 @@ def block_rows(
     heading += right("total", _TOTAL) + _GAP + right("share", _SHARE)
     heading += (" " * (1 + length) + _GAP + "at") if where else ""
     rows: list[Row] = [(Span(heading, "dim"),)]
-    for one in classes:
-        on = one.class_name in chosen
-        badge = _GAP + (NO_SPLIT if one.in_no_split_modules else "").ljust(len(NO_SPLIT))
+    for block_class in classes:
+        on = block_class.class_name in chosen
+        badge = _GAP + (NO_SPLIT if block_class.in_no_split_modules else "").ljust(len(NO_SPLIT))
         row: list[Span] = [
             Span("■ " if on else "□ ", "good" if on else "dim"),
-            Span(RECOMMENDED.ljust(_STAR) if one.recommended else " " * _STAR, "accent"),
-            Span(left(one.class_name, names), "strong" if on else ""),
+            Span(RECOMMENDED.ljust(_STAR) if block_class.recommended else " " * _STAR, "accent"),
+            Span(left(block_class.class_name, names), "strong" if on else ""),
             Span(badge if badges else "", "title"),
-            Span(right(str(one.count), _COUNT) + right(parameters(one.params_total), _TOTAL)),
-            Span(_GAP + right(share(one.share), _SHARE)),
+            Span(
+                right(str(block_class.count), _COUNT)
+                + right(parameters(block_class.params_total), _TOTAL)
+            ),
+            Span(_GAP + right(share(block_class.share), _SHARE)),
         ]
         if length:
-            row += [Span(" "), *bar(one.share, length)]
+            row += [Span(" "), *bar(block_class.share, length)]
         if where:
-            row.append(Span(_GAP + left(paths(one), where), "dim"))
+            row.append(Span(_GAP + left(paths(block_class), where), "dim"))
         rows.append(tuple(row))
     return rows
 

@@ -49,9 +49,9 @@ _KEYS_SEARCHING: Final = (("to_list", "enter", "to the list"), ("leave", "esc", 
 
 
 class DetectScreen(ModalScreen[list[str] | None]):
-    """Returns the chosen classes, or None when the person thought better of it.
+    """Returns the chosen classes, or None if the person cancels.
 
-    A model that was never looked at is built without its weights in a process of its own, which
+    A model that was never inspected is built without its weights in a separate process, which
     ends with the screen.
     """
 
@@ -114,13 +114,13 @@ class DetectScreen(ModalScreen[list[str] | None]):
 
     @dataclass
     class Found(Message):
-        """Looking is over."""
+        """Detection has finished."""
 
-        found: Detection
+        detection: Detection
 
     @dataclass
     class Failed(Message):
-        """Looking could not be finished."""
+        """Detection has failed."""
 
         problem: str
 
@@ -133,7 +133,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
         """
         super().__init__()
         self.model = model
-        self.found: Detection | None = None
+        self.detection: Detection | None = None
         self.chosen: list[str] | None = None if chosen is None else list(dict.fromkeys(chosen))
         self.ranks = ranks
         self.panel = BlocksPanel()
@@ -172,19 +172,19 @@ class DetectScreen(ModalScreen[list[str] | None]):
         """In a thread. When the screen closes, its worker is cancelled, and with it the process."""
         worker = get_current_worker()
 
-        def told(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             self.post_message(self.Progressed(done, total))
 
         try:
-            found = detect_blocks(
+            detection = detect_blocks(
                 model_family=self.model.family,
                 model_flavour=self.model.flavour,
                 pretrained_model=self.model.path,
                 refresh=refresh,
-                progress=told,
+                progress=report_progress,
                 cancelled=lambda: worker.is_cancelled,
             )
-            result: Message = self.Found(found)
+            result: Message = self.Found(detection)
         except Cancelled:
             return
         except (UserError, ToolError) as error:
@@ -203,13 +203,13 @@ class DetectScreen(ModalScreen[list[str] | None]):
         self._complain(message.problem)
 
     def on_detect_screen_found(self, message: Found) -> None:
-        found = self.found = message.found
+        detection = self.detection = message.detection
         if self.chosen is None:
-            self.chosen = found.recommended
+            self.chosen = detection.recommended
         self.add_class("-found")
         self._become_looking(False)
-        self.query_one("#detect-model", Static).update(headline(found, self.model))
-        self.panel.update_from(found.classes)
+        self.query_one("#detect-model", Static).update(headline(detection, self.model))
+        self.panel.update_from(detection.classes)
         self._show_choice()
 
     def _become_looking(self, looking: bool) -> None:
@@ -223,24 +223,28 @@ class DetectScreen(ModalScreen[list[str] | None]):
     # -- choosing --------------------------------------------------------------------------
 
     def _show_choice(self) -> None:
-        """What is checked, and what comes of it."""
-        if (found := self.found) is None or self.chosen is None:
+        """Show what is checked, and what it results in."""
+        if (detection := self.detection) is None or self.chosen is None:
             return
         self.panel.check(self.chosen)
-        self.query_one("#detect-outcome", Static).update(outcome(found, self.chosen, self.ranks))
-        told = [f"! {one}" for one in cautions(found, self.chosen)]
-        if len(told) > _MOST_TOLD:
-            told[_MOST_TOLD - 1 :] = [f"! and {len(told) - _MOST_TOLD + 1} more"]
-        self.query_one("#detect-cautions", Static).update("\n".join(told))
-        self.set_class(bool(told), "-warned")
-        self.query_one("#detect").border_subtitle = f"{len(usable(found, self.chosen))} checked"
+        self.query_one("#detect-outcome", Static).update(
+            outcome(detection, self.chosen, self.ranks)
+        )
+        warnings = [f"! {warning}" for warning in cautions(detection, self.chosen)]
+        if len(warnings) > _MOST_TOLD:
+            warnings[_MOST_TOLD - 1 :] = [f"! and {len(warnings) - _MOST_TOLD + 1} more"]
+        self.query_one("#detect-cautions", Static).update("\n".join(warnings))
+        self.set_class(bool(warnings), "-warned")
+        self.query_one("#detect").border_subtitle = f"{len(usable(detection, self.chosen))} checked"
 
     @on(BlocksPanel.Highlighted)
     def _show_about(self) -> None:
-        one = self.panel.highlighted
-        if one is not None and self.found is not None:
-            self.query_one("#detect-about", Static).update(about(one, self.found.dtype_bytes))
-            self.query_one("#detect-paths", Static).update(f"at {paths(one)}")
+        highlighted = self.panel.highlighted
+        if highlighted is not None and self.detection is not None:
+            self.query_one("#detect-about", Static).update(
+                about(highlighted, self.detection.dtype_bytes)
+            )
+            self.query_one("#detect-paths", Static).update(f"at {paths(highlighted)}")
 
     @on(BlocksPanel.Toggled)
     def _toggle(self, event: BlocksPanel.Toggled) -> None:
@@ -254,8 +258,8 @@ class DetectScreen(ModalScreen[list[str] | None]):
 
     def action_recommended(self) -> None:
         """Check only the recommended classes."""
-        if self.found is not None:
-            self.chosen = self.found.recommended
+        if self.detection is not None:
+            self.chosen = self.detection.recommended
             self._show_choice()
 
     def action_go(self, by: int) -> None:
@@ -268,7 +272,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
     # -- searching -------------------------------------------------------------------------
 
     def action_search(self) -> None:
-        if self.found is not None:
+        if self.detection is not None:
             self.add_class("-searching")
             self.query_one("#detect-search").focus()
 
@@ -279,7 +283,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
     @on(Input.Submitted, "#detect-search")
     def action_to_list(self) -> None:
         """Leave the search as it is, and go to what it lists."""
-        self.set_class(bool(self.panel.wanted.strip()), "-searching")
+        self.set_class(bool(self.panel.search_text.strip()), "-searching")
         self.panel.focus()
 
     def _end_search(self) -> None:
@@ -290,17 +294,19 @@ class DetectScreen(ModalScreen[list[str] | None]):
     # -- leaving ---------------------------------------------------------------------------
 
     def action_apply(self) -> None:
-        if (found := self.found) is None or self.chosen is None:
+        if (detection := self.detection) is None or self.chosen is None:
             return
-        rank = {one.class_name: place for place, one in enumerate(found.classes)}
-        kept = usable(found, self.chosen)
+        rank = {
+            block_class.class_name: place for place, block_class in enumerate(detection.classes)
+        }
+        kept = usable(detection, self.chosen)
         self.dismiss(sorted(kept, key=lambda name: rank.get(name, len(rank))))
 
     def action_leave(self) -> None:
         """One step back: out of the search, out of a second look, out of the screen."""
         if self.has_class("-searching"):
             self._end_search()
-        elif self.has_class("-looking") and self.found is not None:
+        elif self.has_class("-looking") and self.detection is not None:
             self.workers.cancel_group(self, "detect")
             self._become_looking(False)
         else:
@@ -316,8 +322,8 @@ class DetectScreen(ModalScreen[list[str] | None]):
         if self.query_one("#detect-search").has_focus:
             keys: Sequence[tuple[str, str, str]] = _KEYS_SEARCHING
         elif self.has_class("-looking"):
-            keys = _KEYS_LOOKING if self.found is None else _KEYS_LOOKING_AGAIN
+            keys = _KEYS_LOOKING if self.detection is None else _KEYS_LOOKING_AGAIN
         else:
-            keys = _KEYS if self.found is not None else _KEYS_WITHOUT
+            keys = _KEYS if self.detection is not None else _KEYS_WITHOUT
         line = self.query_one("#detect-keys", Static)
         line.update(key_line(keys, line.size.width or None))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FindingsPanel(Lines, can_focus=True):
-    """What was left out, what was converted, and what may surprise."""
+    """What was skipped, what was converted, and what may surprise."""
 
     BINDINGS: ClassVar = [
         Binding("j,down", "scroll_down", "scroll down", show=False, id="findings.down"),

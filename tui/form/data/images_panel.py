@@ -1,4 +1,4 @@
-"""Some pictures of a bucket, as they are trained on."""
+"""Some images of a bucket, as they are trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRAW_AFTER: Final = 0.12  # seconds; who runs through the buckets does not wait
 
 
 class PicturesPanel(Widget):
-    """Pictures in half blocks, drawn when another bucket or page is shown and never else."""
+    """Images in half blocks, drawn only when another bucket or page is shown."""
 
     def __init__(self) -> None:
         super().__init__(id="pictures")
@@ -36,7 +36,7 @@ class PicturesPanel(Widget):
         self.app.theme_changed_signal.subscribe(self, lambda _: self._draw_soon())
 
     def show(self, bucket: Mapping[str, Any], strip: bytes) -> None:
-        """Show pictures of a bucket, as soon as no other one follows."""
+        """Show images of a bucket, unless another bucket is shown within a moment."""
         width, height = bucket["size"][:2]
         self.pictures, self.first = pictures_of(strip, width / height), 0
         shown, there = len(self.pictures), bucket["samples"]
@@ -45,7 +45,7 @@ class PicturesPanel(Widget):
         self._draw_soon()
 
     def turn(self, by: int) -> None:
-        """Show the next pictures, or those before."""
+        """Show the next images, or the previous ones."""
         first = self.first + by * max(1, self._room)
         if 0 <= first < len(self.pictures):
             self.first = first

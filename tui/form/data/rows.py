@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 _NUMBERS: Final = (("steps", 7), ("cropped", 9), ("max crop", 9), ("fill", 6))  # name, columns
 _WIDEST_BAR: Final = 48
 _LEAST_BAR: Final = 6
-_MUCH: Final = 0.25  # of a picture cut off, of a bucket's draws only filling: marked
+_MUCH: Final = 0.25  # of an image cut off, of a bucket's draws only filling: marked
 _LEAST_EXAMPLE: Final = 16  # columns
 _TITLES: Final = 9  # columns of `converted`, the longest title of a group
 
 
 def bucket_rows(buckets: Sequence[Mapping[str, Any]], width: int) -> list[Row]:
-    """A heading and a row for each bucket; columns that do not fit are left out from the right."""
+    """A heading and a row for each bucket; columns that do not fit are dropped from the right."""
     names = max(6, *(len(bucket_name(bucket)) for bucket in buckets))
     most = max(bucket["samples"] for bucket in buckets)
     counts = max(7, len(str(most)))
@@ -67,12 +67,12 @@ def _mark(share: float) -> str:
 
 
 def finding_rows(report: Mapping[str, Any], width: int) -> list[Row]:
-    """What is left out, converted, and not as one may think; and each dataset, if several."""
+    """What is skipped, converted, or unexpected; and each dataset, if there are several."""
     rows: list[Row] = []
     for group in groups(report):
         own: list[Row] = []
-        for found in group.findings:
-            own += _finding(found, group.role, width - _TITLES)
+        for finding in group.findings:
+            own += _finding(finding, group.role, width - _TITLES)
         rows += _titled(group.title, own)
     if len(report["datasets"]) > 1:
         rows += _titled("datasets", [_dataset(d, width - _TITLES) for d in report["datasets"]])
@@ -93,19 +93,19 @@ def _dataset(dataset: Mapping[str, Any], width: int) -> Row:
     return (Span(facts), Span(_head_cut(dataset_name(dataset), width - len(facts)), "dim"))
 
 
-def _finding(found: Mapping[str, Any], role: str, width: int) -> list[Row]:
+def _finding(finding: Mapping[str, Any], role: str, width: int) -> list[Row]:
     """One line where an example has room beside the text, else more."""
-    count = f"{found['count']:>6}  "
+    count = f"{finding['count']:>6}  "
     space = " " * len(count)
-    first, *rest = textwrap.wrap(found["text"], max(20, width - len(count))) or [""]
+    first, *rest = textwrap.wrap(finding["text"], max(20, width - len(count))) or [""]
     rows: list[Row] = [(Span(count, role), Span(first))]
     rows += [(Span(space + line),) for line in rest]
-    examples, room = found["examples"], width - len(count) - len(first) - 2
+    examples, room = finding["examples"], width - len(count) - len(first) - 2
     if not examples:
         return rows
     if not rest and room >= min(_LEAST_EXAMPLE, cell_len(examples[0])):
-        return [(*rows[0], Span("  " + _listed(examples, found["count"], room), "dim"))]
-    listed = _listed(examples, found["count"], width - len(count))
+        return [(*rows[0], Span("  " + _listed(examples, finding["count"], room), "dim"))]
+    listed = _listed(examples, finding["count"], width - len(count))
     return [*rows, (Span(space + listed, "dim"),)]
 
 

@@ -50,7 +50,7 @@ _STATES: Final = ("-looking", "-failed", "-looked")
 
 
 class DataScreen(Screen[None]):
-    """Looks at the data in a process of its own, which ends with the screen."""
+    """Checks the data in a separate process, which ends with the screen."""
 
     CSS_PATH = "data.tcss"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (160, "-wide")]  # noqa: RUF012
@@ -104,15 +104,15 @@ class DataScreen(Screen[None]):
 
     @dataclass
     class Looked(Message):
-        """The look is over."""
+        """The data has been read."""
 
-        found: DataLook
+        look: DataLook
         steps: int
         changed: str
 
     @dataclass
     class Failed(Message):
-        """The look could not be finished."""
+        """The data could not be read."""
 
         problem: str
 
@@ -123,11 +123,11 @@ class DataScreen(Screen[None]):
         Args:
             heading: Whose data it is.
             job: Reads the job; called in a thread.
-            earlier: What was found when the job looked at its data, if it has.
+            earlier: The file with the report from when the job read its data; None if it has not.
         """
         super().__init__()
         self.heading = heading
-        self.found: DataLook | None = None
+        self.look: DataLook | None = None
         self._job = job
         self._earlier = earlier
         self.buckets = BucketsPanel()
@@ -164,15 +164,17 @@ class DataScreen(Screen[None]):
         """In a thread. When the screen closes, its worker is cancelled, and with it the process."""
         worker = get_current_worker()
 
-        def told(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             self.post_message(self.Progressed(done, total))
 
         try:
             job = self._job()
-            found = look_at_data(job, told, cancelled=lambda: worker.is_cancelled, strips=True)
+            look = look_at_data(
+                job, report_progress, cancelled=lambda: worker.is_cancelled, strips=True
+            )
             before = read_json(self._earlier) if self._earlier else None
-            changed = changes(before, found.report)
-            self.post_message(self.Looked(found, job.max_train_steps, changed))
+            changed = changes(before, look.report)
+            self.post_message(self.Looked(look, job.max_train_steps, changed))
         except Cancelled:
             return
         except (UserError, ToolError) as error:
@@ -190,8 +192,8 @@ class DataScreen(Screen[None]):
         self._become("-failed")
 
     def on_data_screen_looked(self, message: Looked) -> None:
-        self.found = message.found
-        report = message.found.report
+        self.look = message.look
+        report = message.look.report
         self.query_one("#data-totals", Static).update("\n".join(headlines(report, message.steps)))
         changed = self.query_one("#data-changed", Static)
         changed.set_class(bool(message.changed), "-shown")
@@ -218,7 +220,7 @@ class DataScreen(Screen[None]):
     # -- moving ----------------------------------------------------------------------------
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
-        # On a low screen, what was left out takes the place of the pictures while it is read.
+        # On a low screen, the findings take the place of the images while they are read.
         self.set_class(event.widget is self.findings, "-reading")
 
     def action_go(self, by: int) -> None:
@@ -235,9 +237,9 @@ class DataScreen(Screen[None]):
 
     @on(BucketsPanel.Highlighted)
     def _show_pictures(self) -> None:
-        if self.found is not None:
+        if self.look is not None:
             index = self.buckets.index
-            self.pictures.show(self.found.report["buckets"][index], self.found.strips[index])
+            self.pictures.show(self.look.report["buckets"][index], self.look.strips[index])
 
     def action_switch_theme(self) -> None:
         self.app.switch_theme()

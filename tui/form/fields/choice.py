@@ -29,7 +29,7 @@ class Choice(Static, can_focus=True):
         Binding("right,space,enter", "go(1)", "next value", show=False, id="choice.next"),
         Binding("left", "go(-1)", "previous value", show=False, id="choice.previous"),
         # Letters are no keys of the screen here, as little as in an input.
-        *(Binding(one, f"letter('{one}')", show=False) for one in ascii_lowercase + digits),
+        *(Binding(key, f"letter('{key}')", show=False) for key in ascii_lowercase + digits),
     ]
 
     @dataclass
@@ -74,7 +74,7 @@ class Choice(Static, can_focus=True):
         self._take(next(places, self._place))
 
     def _find(self, value: Any) -> int:
-        places = (n for n, (_, one) in enumerate(self.options) if one == value)
+        places = (n for n, (_, option) in enumerate(self.options) if option == value)
         return next(places, 0)
 
     def _take(self, place: int) -> None:

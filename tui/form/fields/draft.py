@@ -54,7 +54,7 @@ OF_IMAGES: Final = (
     "max_aspect_ratio",
     "masked_loss",
 )
-"""Decide which images are left out."""
+"""Keys that decide which images are skipped."""
 
 _MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them
 
@@ -105,14 +105,14 @@ def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     """What of the values makes the job, and why the others do not apply.
 
     A value that does not apply stays in the job while it does no harm, so that a job file comes
-    back as it was; it is left out where it alone would be refused.
+    back as it was; it is dropped where it alone would be refused.
 
     Returns:
         The values, and the reason of each key that does not apply.
     """
     spec, unreadable = _readable(values)
     reasons = find_inapplicable(spec)
-    refused = reasons.keys() & {*unreadable, *(one.key for one in find_conflicts(spec))}
+    refused = reasons.keys() & {*unreadable, *(conflict.key for conflict in find_conflicts(spec))}
     return {key: value for key, value in values.items() if key not in refused}, reasons
 
 
@@ -121,7 +121,7 @@ def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
     try:
         return JobSpec.model_validate(dict(values)), set()
     except ValidationError as error:
-        wrong = {key_of(one) for one in error.errors()}
+        wrong = {key_of(problem) for problem in error.errors()}
         kept = {key: value for key, value in values.items() if key not in wrong}
         try:
             return JobSpec.model_validate(kept), wrong
@@ -130,16 +130,16 @@ def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
 
 
 def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:
-    """What another number of ranks has changed, and nobody since, as a sentence."""
+    """What a new number of ranks has changed, and the person has not since, as a sentence."""
     words = {True: "on", False: "off", None: "auto"}
-    told = ", ".join(f"{label(key)} {words.get(value, value)}" for key, value in changes.items())
-    if not told:
+    listed = ", ".join(f"{label(key)} {words.get(value, value)}" for key, value in changes.items())
+    if not listed:
         return ""
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if restored:
-        return f"{many}, restored: {told}"
+        return f"{many}, restored: {listed}"
     shards = changes.get("strategy") in SHARDING
-    return f"{many} turn FSDP on: {told}" if shards else f"{many}: {told}"
+    return f"{many} turn FSDP on: {listed}" if shards else f"{many}: {listed}"
 
 
 def defaults_of(family: object, flavour: object) -> dict[str, Any]:
@@ -173,14 +173,14 @@ def adopt(
 
 def carried(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values that differ from the defaults and stand on other pages than the first."""
-    return {key: value for key, value in told(values).items() if key not in SHOWN}
+    return {key: value for key, value in non_default(values).items() if key not in SHOWN}
 
 
 def carried_line(values: Mapping[str, Any]) -> str:
     """What other pages than the first say, in a line; "" where they say nothing."""
     texts = (f"{key}={as_text(key, value)}" for key, value in carried(values).items())
-    told = ", ".join(texts)
-    return f"also set: {told}" if told else ""
+    listed = ", ".join(texts)
+    return f"also set: {listed}" if listed else ""
 
 
 def problems_beside(problems: Mapping[str, str], shown: Collection[str]) -> list[str]:
@@ -192,7 +192,7 @@ def problems_beside(problems: Mapping[str, str], shown: Collection[str]) -> list
     ]
 
 
-def told(values: Mapping[str, Any]) -> dict[str, Any]:
+def non_default(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values that differ from the defaults of their family and flavour, read or not."""
     usual = complete({key: values.get(key) for key in ("model_family", "model_flavour")})
     usual |= {"model_family": JobSpec.model_fields["model_family"].default, "model_flavour": None}
@@ -212,9 +212,11 @@ def give_back(
     return kept | {key: before[key] for key in back if key in before}
 
 
-def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same(values: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two sets of values stand for the same texts in the form."""
-    return all(as_text(key, one.get(key)) == as_text(key, other.get(key)) for key in {*one, *other})
+    return all(
+        as_text(key, values.get(key)) == as_text(key, other.get(key)) for key in {*values, *other}
+    )
 
 
 def find_problems(values: Mapping[str, Any]) -> dict[str, str]:
@@ -223,8 +225,10 @@ def find_problems(values: Mapping[str, Any]) -> dict[str, str]:
         load_spec(None, values)
     except SpecError as error:
         return {
-            one.key if one.key in field_names() else "": one.text.removeprefix(f"{one.key}: ")
-            for one in error.problems
+            problem.key if problem.key in field_names() else "": problem.text.removeprefix(
+                f"{problem.key}: "
+            )
+            for problem in error.problems
         }
     return {}
 
@@ -237,15 +241,15 @@ def warnings(values: Mapping[str, Any]) -> list[str]:
         return []
 
 
-def strategy_note(values: Mapping[str, Any], found: str = "") -> tuple[str, str]:
+def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, str]:
     """What the strategy comes to, as far as it is known before the job starts.
 
     Args:
         values: By key.
-        found: What `auto` comes to by the predicted memory, if that is known.
+        predicted: What `auto` comes to by the predicted memory, if that is known.
 
     Returns:
-        In a few characters, and as a sentence; both empty where there is nothing to tell.
+        In a few characters, and as a sentence; both empty where there is nothing to say.
     """
     try:
         spec = JobSpec.model_validate(dict(values))
@@ -253,15 +257,15 @@ def strategy_note(values: Mapping[str, Any], found: str = "") -> tuple[str, str]
         return "", ""
     ranks = world_size(spec)
     if spec.strategy != "auto":
-        # Whether several ranks may run it is told beside the field.
+        # Whether several ranks may run it is shown beside the field.
         return {
             "ddp": ("a full copy per rank", f"Each of {ranks} ranks holds the full model."),
             "fsdp2": (f"1/{ranks} of it per rank", f"Each rank holds 1/{ranks} of the model."),
             "hsdp": ("shards, replicated", "Groups of ranks share a copy of the model."),
         }.get(spec.strategy if ranks > 1 else "", ("", ""))
     if depends_on_memory(spec):
-        if found:
-            return f"→ {found}", f"Now {found}, by the predicted memory."
+        if predicted:
+            return f"→ {predicted}", f"Now {predicted}, by the predicted memory."
         return "→ what fits", "On GPUs: ddp if the full model fits on each, else fsdp2."
     strategy, reason = chosen_strategy(spec)
     return f"→ {strategy}", f"Now {strategy}: {reason}."
@@ -294,11 +298,11 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def names_hub(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether the model or the dataset is one of the hub that is not here, or not whole."""
+    """Whether the model or the dataset is on the hub, and not downloaded or only in part."""
     text = str(values.get(name) or "")
     try:
-        found = HubName.read("dataset" if name == "dataset" else "model", text)
-        return found is not None and found in find_missing(_of_path(text, values))
+        hub_name = HubName.read("dataset" if name == "dataset" else "model", text)
+        return hub_name is not None and hub_name in find_missing(_of_path(text, values))
     except (UserError, ValidationError):
         return False
 
@@ -361,7 +365,7 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     try:
         return dump_spec(load_spec(None, values), only_set=True)
     except SpecError:
-        kept = told(values)
+        kept = non_default(values)
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
 
 

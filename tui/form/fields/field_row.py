@@ -58,7 +58,7 @@ class FieldRow(Vertical):
         self.control.tooltip = field_texts.help_text(name)
         self.control.disabled = bool(off)
         self._detailed = detailed
-        self._found, self._off = "", off
+        self._remark, self._off = "", off
         self._note = Static(self._beside(), classes="note", markup=False)
         self._error = Static("", classes="error", markup=False)
 
@@ -110,8 +110,8 @@ class FieldRow(Vertical):
             self.set_class(bool(problem), "-wrong")
 
     def note(self, text: str) -> None:
-        """Show what was found, beside the control."""
-        self._found = text
+        """Show a remark beside the control."""
+        self._remark = text
         self._show_beside()
 
     def turn_off(self, reason: str) -> None:
@@ -124,12 +124,12 @@ class FieldRow(Vertical):
 
     def _beside(self) -> str:
         usual = JobSpec.model_fields[self.field].description if self._detailed else ""
-        return self._off or self._found or usual or ""
+        return self._off or self._remark or usual or ""
 
     def _show_beside(self) -> None:
         if self._note.content != self._beside():
             self._note.update(self._beside())
-            self.set_class(bool(self._found), "-found")
+            self.set_class(bool(self._remark), "-found")
 
     @on(Input.Changed)
     @on(Select.Changed)
@@ -173,14 +173,14 @@ def _input(name: str, value: Any, identity: str) -> Input:
         return PathInput(text, placeholder=hint, id=identity, compact=True)
     if name not in (*pages.PATHS, "cache_dir", "logging_dir"):
         return Input(text, placeholder=hint, id=identity, compact=True)
-    known = _hub_ids if name == "pretrained_model_name_or_path" else tuple
-    suggester = PathSuggester(words=known)
+    words = _hub_ids if name == "pretrained_model_name_or_path" else tuple
+    suggester = PathSuggester(words=words)
     return PathInput(text, placeholder=hint, id=identity, compact=True, suggester=suggester)
 
 
 def _hub_ids() -> list[str]:
     """Where the families' models are published."""
-    return [one.hub_id for family in FAMILIES.values() for one in family.flavours.values()]
+    return [flavour.hub_id for family in FAMILIES.values() for flavour in family.flavours.values()]
 
 
 def _yes_or_no(value: bool | int) -> list[tuple[str, bool | int]]:

@@ -59,8 +59,8 @@ def placeholder(name: str) -> str:
 def model_hint(family: object, flavour: object) -> str:
     """What stands in the model's input while it is blank: where this one is published."""
     flavours = FAMILIES[str(family)].flavours if family in FAMILIES else {}
-    known = flavours.get(str(flavour)) or next(iter(flavours.values()), None)
-    return f"folder, or {known.hub_id}" if known is not None else "folder, or hub id"
+    shown = flavours.get(str(flavour)) or next(iter(flavours.values()), None)
+    return f"folder, or {shown.hub_id}" if shown is not None else "folder, or hub id"
 
 
 def choices(name: str) -> tuple[str, ...]:

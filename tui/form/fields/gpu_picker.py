@@ -83,11 +83,11 @@ class GpuPicker(Static, can_focus=True):
 
     def _read(self, value: Any) -> None:
         names = value if isinstance(value, list) else []
-        found = {name: self._index(name) for name in names}
-        known = all(index is not None for index in found.values())
-        self._names = {index: name for name, index in found.items() if index is not None}
-        self.chosen = tuple(sorted(self._names)) if known else ()
-        self._given = None if known and isinstance(value, list | None) else value
+        indices = {name: self._index(name) for name in names}
+        all_present = all(index is not None for index in indices.values())
+        self._names = {index: name for name, index in indices.items() if index is not None}
+        self.chosen = tuple(sorted(self._names)) if all_present else ()
+        self._given = None if all_present and isinstance(value, list | None) else value
 
     def _index(self, name: int | str) -> int | None:
         if isinstance(name, int):
@@ -187,7 +187,7 @@ def users_of(snapshot: Snapshot) -> dict[str, str]:
         if gpu.unusable:
             users[gpu.uuid] = "unusable"
         elif gpu.uuid in taken:
-            first = max(gpu.processes, key=lambda one: one.memory or 0, default=None)
+            first = max(gpu.processes, key=lambda process: process.memory or 0, default=None)
             more = f" +{len(gpu.processes) - 1}" if len(gpu.processes) > 1 else ""
             hidden = taken[gpu.uuid].startswith("hidden") or first is None
             users[gpu.uuid] = (

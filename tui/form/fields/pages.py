@@ -33,8 +33,8 @@ SHOWN: Final = tuple(name for names in ESSENTIAL.values() for name in names)
 
 # Short forms that are read as such.
 _CASED: Final = {
-    one.casefold(): one
-    for one in (
+    word.casefold(): word
+    for word in (
         "FSDP",
         "LoRA",
         "EMA",
@@ -76,11 +76,11 @@ class Page:
 
 def _headings(group: str) -> dict[str, list[str]]:
     """The fields of a group that are not on the first page, by heading."""
-    found: dict[str, list[str]] = {group: []}
+    by_heading: dict[str, list[str]] = {group: []}
     for name in field_names():
         if field_group(name) == group and name not in SHOWN:
-            found.setdefault(key_facts(name).group.heading, []).append(name)
-    return {heading: names for heading, names in found.items() if names}
+            by_heading.setdefault(key_facts(name).group.heading, []).append(name)
+    return {heading: names for heading, names in by_heading.items() if names}
 
 
 PAGES: Final[tuple[Page, ...]] = (

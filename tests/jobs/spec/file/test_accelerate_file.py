@@ -83,7 +83,7 @@ def test_a_file_fills_in_what_the_job_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "acc.yaml"
     path.write_text(FSDP2)
     notes: list[str] = []
-    spec = load_spec(None, GOOD | {"accelerate_config": str(path)}, told=notes.append)
+    spec = load_spec(None, GOOD | {"accelerate_config": str(path)}, on_note=notes.append)
     assert notes == []
     assert (spec.num_processes, spec.mixed_precision, spec.fsdp_enable) == (2, "bf16", True)
     assert spec.fsdp_transformer_layer_cls_to_wrap == [

@@ -44,7 +44,7 @@ def read(line: str, told: Callable[[str], None] = lambda note: None) -> JobSpec:
     """The job of a command line, as a shell splits it."""
     values, others = parse_flags([*BASE, *shlex.split(line)])
     assert others == []
-    return load_spec(None, values, told=told)
+    return load_spec(None, values, on_note=told)
 
 
 def complaint(line: str) -> str:

@@ -1,6 +1,6 @@
-"""What a box says of itself, an object a line: written there, read here. Pure.
+"""What a box reports about itself, one JSON object per line: written there, read here. Pure.
 
-A stream begins with a head. Then come looks: a line for each job and GPU, whole the first time and
+A stream starts with a head. Looks follow: a line for each job and GPU, complete the first time and
 later only what changed, and at the end the time of the look. Each side skips keys that it does not
 know, so boxes of different versions understand each other; a box of another `FORMAT` is refused.
 """
@@ -36,7 +36,7 @@ def _text(value: Any) -> Any:
 
 
 def _time(value: Any) -> Any:
-    """No time rather than no job: so slow a job may be a real one."""
+    """Drop an implausible time rather than the job: a job can really be that slow."""
     far = isinstance(value, int | float) and not 0 <= value <= _LONGEST_TIME
     return None if far else value
 
@@ -48,12 +48,12 @@ Seconds = Annotated[float | None, BeforeValidator(_time)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class _Told(BaseModel):
+class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Head(_Told):
-    """The first line: who speaks, and seconds between its looks."""
+class Head(_Message):
+    """The first line: which box it is, and the seconds between its looks."""
 
     fleet: int
     version: Text = "?"
@@ -62,7 +62,7 @@ class Head(_Told):
     interval: float = Field(10.0, gt=0, le=86400)
 
 
-class BoxGpu(_Told):
+class BoxGpu(_Message):
     """A GPU of a box: bytes and percent. `others`: processes that are not of our jobs use it."""
 
     gpu: Count
@@ -75,7 +75,7 @@ class BoxGpu(_Told):
     problem: Text | None = None
 
 
-class BoxJob(_Told):
+class BoxJob(_Message):
     """A job of a box, as `list --json` has it."""
 
     id: Count
@@ -91,7 +91,7 @@ class BoxJob(_Told):
     gpus: tuple[Count, ...] = Field((), max_length=MOST_GPUS)
 
 
-class _Look(_Told):
+class _Look(_Message):
     """The last line of a look, by the box's clock."""
 
     t: Real
@@ -106,7 +106,7 @@ class Teller:
     """Makes the lines."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, Any], Mapping[str, Any]] = {}
+        self._sent: dict[tuple[str, Any], Mapping[str, Any]] = {}
 
     def head(self, version: str, host: str, cores: int, interval: float) -> str:
         """The first line."""
@@ -125,15 +125,15 @@ class Teller:
         now = {("id", row["id"]): _briefly(row) for row in jobs}
         now |= {("gpu", row["gpu"]): row for row in gpus}
         for (kind, name), row in now.items():
-            before = self._told.get((kind, name), {})
+            before = self._sent.get((kind, name), {})
             if before != row:
                 changed = {
                     key: row[key] for key in row if key not in before or before[key] != row[key]
                 }
                 yield _line({kind: name} | changed)
-        for kind, name in [key for key in self._told if key not in now]:
+        for kind, name in [key for key in self._sent if key not in now]:
             yield _line({kind: name} | REMOVED)
-        self._told = now
+        self._sent = now
         yield _line({"t": round(t)} | ({"paused": True} if paused else {}))
 
     def trouble(self, t: float, problem: str) -> str:
@@ -142,7 +142,7 @@ class Teller:
 
 
 def _briefly(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a fleet shows of a job, in as many digits: each more is sent at each look."""
+    """What a fleet shows of a job, rounded to the digits shown: more would be sent at each look."""
     shown = {key: row[key] for key in BoxJob.model_fields if key in row}
     for key in ("loss", "seconds_per_step"):
         if shown.get(key) is not None:
@@ -160,12 +160,12 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 class UnreadableError(UserError):
-    """What a box says is not what a box of this format says; nothing more of it can be used."""
+    """A box sent something that its format does not allow; the rest of its stream is unusable."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a box has told at the end of a look. `newer`: it told what is not understood here."""
+class Snapshot:
+    """The state of a box at the end of a look. `newer`: parts of it are not understood here."""
 
     head: Head
     gpus: tuple[BoxGpu, ...]
@@ -187,11 +187,11 @@ class Listener:
         self._noise = 0
         self._kept = 0  # of MOST_KEPT
 
-    def take(self, line: bytes) -> Told | None:
-        """Read a line; what the box has told, if it ends a look.
+    def take(self, line: bytes) -> Snapshot | None:
+        """Read a line; return a snapshot of the box if the line ends a look.
 
         Raises:
-            UnreadableError: It is of no box, or of one whose format is not known here.
+            UnreadableError: It is not from a box, or from one whose format is unknown here.
         """
         if self.head is None and not line.startswith(b"{") and self._noise < _MOST_NOISE:
             self._noise += 1
@@ -222,10 +222,10 @@ class Listener:
             self._read.pop((kind, name), None)
             self._changed.pop((kind, name), None)
             return
-        known = BoxJob.model_fields if kind == "id" else BoxGpu.model_fields
+        fields = BoxJob.model_fields if kind == "id" else BoxGpu.model_fields
         kept = rows.setdefault(name, {})
         self._kept -= _size(kept)
-        kept.update((key, _worth_keeping(row[key])) for key in row if key in known)
+        kept.update((key, _worth_keeping(row[key])) for key in row if key in fields)
         self._kept += _size(kept)
         self._changed[kind, name] = None
         if self._kept > MOST_KEPT:
@@ -235,7 +235,7 @@ class Listener:
                 f"it lists more than {len(rows) - 1} {'jobs' if kind == 'id' else 'GPUs'}"
             )
 
-    def _end(self, row: dict[str, Any]) -> Told:
+    def _end(self, row: dict[str, Any]) -> Snapshot:
         assert self.head is not None
         for kind, name in self._changed:
             shape = BoxJob if kind == "id" else BoxGpu
@@ -253,7 +253,7 @@ class Listener:
             (g for g in self._read.values() if isinstance(g, BoxGpu)), key=lambda g: g.gpu
         )
         jobs = sorted((j for j in self._read.values() if isinstance(j, BoxJob)), key=lambda j: j.id)
-        return Told(
+        return Snapshot(
             self.head, tuple(gpus), tuple(jobs), look.paused, look.problem, newer=self._newer
         )
 
@@ -263,7 +263,7 @@ def _worth_keeping(value: Any) -> Any:
     if isinstance(value, str):
         return value[:_LONGEST_TEXT]
     if isinstance(value, list):
-        numbers = all(isinstance(one, int) and 0 <= one <= _LARGEST for one in value)
+        numbers = all(isinstance(number, int) and 0 <= number <= _LARGEST for number in value)
         return value if numbers and len(value) <= MOST_GPUS else {}
     large = isinstance(value, int) and abs(value) > _LARGEST
     return {} if large or isinstance(value, dict) else value

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.fleet.config import Box
-    from jobs.fleet.lines import Told
+    from jobs.fleet.lines import Snapshot
 
 Status = Literal["connecting", "here", "silent", "away"]
 
@@ -29,7 +29,7 @@ ENDS_IN: Final = 2.0  # seconds that ssh has to end after SIGTERM, or its end of
 _AGAIN: Final = (2.0, 4.0, 8.0, 15.0)  # seconds until the next try
 _AGAIN_SETTLED: Final = 60.0  # where ssh works, and what it finds there will not pass by itself
 # Where ssh works, and what it started there hangs: each try may leave one more process there, which
-# ends when it goes on.
+# ends once it is no longer stuck.
 _AGAIN_HUNG: Final = (2.0, 60.0, 300.0)
 _LOOKS_MISSED: Final = 2.0
 _KEPT_ERRORS: Final = 4096  # bytes
@@ -38,28 +38,28 @@ _AT_ONCE: Final = 1 << 16  # bytes
 
 @dataclass(frozen=True)
 class BoxView:
-    """What is known of a box at one moment.
+    """What is known about a box at one moment.
 
     Attributes:
         box: Which.
-        status: As the connection is; see `status_at`.
+        status: Of the connection; see `status_at`.
         why: Why it is away, or what else is wrong, a sentence.
-        told: What it has told last, if it ever has.
-        heard: When that was, by our own monotonic clock.
-        received: Bytes of all that it has said.
+        snapshot: Its last report; None before the first.
+        heard: When that arrived, by our own monotonic clock.
+        received: Bytes received from it in total.
     """
 
     box: Box
     status: Status = "connecting"
     why: str = ""
-    told: Told | None = None
+    snapshot: Snapshot | None = None
     heard: float | None = None
     received: int = 0
 
     def status_at(self, now: float) -> Status:
         """A box that has missed looks is silent: its ssh lives, but it or the way there hangs."""
-        if self.status == "here" and self.told is not None and self.heard is not None:
-            late = now - self.heard > _LOOKS_MISSED * self.told.head.interval
+        if self.status == "here" and self.snapshot is not None and self.heard is not None:
+            late = now - self.heard > _LOOKS_MISSED * self.snapshot.head.interval
             return "silent" if late else "here"
         return self.status
 
@@ -205,12 +205,12 @@ class Link:
         try:
             for line in lines:
                 _check_length(line)
-                if (told := self._listener.take(line)) is not None:
-                    looks = _MOST_MISSED * told.head.interval
+                if (snapshot := self._listener.take(line)) is not None:
+                    looks = _MOST_MISSED * snapshot.head.interval
                     self._patience = max(_FIRST_WORD, looks)
                     self._failures, self._due = 0, now + self._patience
                     self.view = replace(
-                        self.view, status="here", why=told.problem, told=told, heard=now
+                        self.view, status="here", why=snapshot.problem, snapshot=snapshot, heard=now
                     )
             _check_length(self._rest)
         except UserError as error:
@@ -225,18 +225,18 @@ class Link:
             status = self._process.wait()
         self._read_last_errors()
         self._alone = False  # the shared one may be the one that needs no password
-        said = self._errors.decode(errors="replace")
+        errors = self._errors.decode(errors="replace")
         if self._asks_version and status != FAILED:
             self._asks_version = False
             version = self._rest.decode(errors="replace").rpartition(" ")[2].strip() or "unknown"
             why = f"its fsdp-tui is {version}, too old for this; update it there"
             self._fail(now, why, (_AGAIN_SETTLED,))
-        elif is_too_old(status, said):
+        elif is_too_old(status, errors):
             self._asks_version = True
             self._fail(now, "its fsdp-tui is too old for this; update it there", (0.0,))
         else:
             again = _AGAIN if status == FAILED or status <= 0 else (_AGAIN_SETTLED,)
-            self._fail(now, why_failed(self.view.box, status, said), again)
+            self._fail(now, why_failed(self.view.box, status, errors), again)
 
     def _read_last_errors(self) -> None:
         """What came after the end of its output; others may hold the pipe, so do not wait."""

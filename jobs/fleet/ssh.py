@@ -130,15 +130,15 @@ def _is_ours(place: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not mode & 0o077
 
 
-def why_failed(box: Box, status: int, said: str) -> str:
+def why_failed(box: Box, status: int, stderr: str) -> str:
     """Why a command on a box has ended, in a sentence that continues "BOX is away: ".
 
     Args:
         box: Which.
         status: Of ssh; that of the command where ssh itself did not fail.
-        said: What stood on standard error.
+        stderr: What it wrote to standard error.
     """
-    lines = [line.strip() for line in said.splitlines() if "Permanently added" not in line]
+    lines = [line.strip() for line in stderr.splitlines() if "Permanently added" not in line]
     lines = [line for line in lines if line]
     last = lines[-1].removeprefix("fsdp-tui: ") if lines else ""
     if status == _NOT_FOUND:
@@ -149,7 +149,7 @@ def why_failed(box: Box, status: int, said: str) -> str:
     if status == FAILED:
         if "Permission denied" in last:
             return f"{last}; log in once (enter), or use a key or an agent"
-        if "Host key verification failed" in said:
+        if "Host key verification failed" in stderr:
             return f"its host key is not known; connect once: ssh {box.ssh}"
         return last or "the connection was lost"
     if status < 0:
@@ -157,6 +157,6 @@ def why_failed(box: Box, status: int, said: str) -> str:
     return last or f"fsdp-tui there ended with status {status}"
 
 
-def is_too_old(status: int, said: str) -> bool:
-    """Whether a box's fsdp-tui ended since it does not know what it was asked for."""
-    return status == 2 and "--machine" in said and "No such option" in said
+def is_too_old(status: int, stderr: str) -> bool:
+    """Whether a box's fsdp-tui ended because it does not know an option it was given."""
+    return status == 2 and "--machine" in stderr and "No such option" in stderr

@@ -22,11 +22,11 @@ _REST: Final = 0.05
 
 
 class FleetWatch:
-    """Connections to the boxes, and what is known of each."""
+    """Connections to the boxes, and what is known about each."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.links = [Link(box, fleet.interval) for box in fleet.machines]
-        self._wanted = threading.Event()
+        self._retry_requested = threading.Event()
         self._closed = threading.Event()
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -40,8 +40,8 @@ class FleetWatch:
         try:
             while not self._closed.is_set():
                 now = time.monotonic()
-                if self._wanted.is_set():
-                    self._wanted.clear()
+                if self._retry_requested.is_set():
+                    self._retry_requested.clear()
                     for link in self.links:
                         link.hurry(now)
                 for link in self.links:
@@ -72,12 +72,12 @@ class FleetWatch:
                     os.read(self._woken, 4096)
                 elif key.fd in key.data.files():  # else it has failed over the other one
                     key.data.read(key.fd, time.monotonic())
-        if not self._wanted.is_set():
+        if not self._retry_requested.is_set():
             self._closed.wait(_REST)
 
     def retry(self) -> None:
         """Try the boxes that are away or silent now. From any thread."""
-        self._wanted.set()
+        self._retry_requested.set()
         self._wake()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The model card of what is pushed: what it was trained on, how, and how to use it. Pure.
 
-It names no path, no caption and no machine. The validation prompts stand beside their pictures.
+It names no path, no caption and no machine. Each validation prompt is shown with its image.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _LICENSE: Final = ("license", "license_name", "license_link")
-# Places, names and machines, and what has a part of the card of its own.
-_NOT_TOLD: Final = (
+# Paths, names and machines, and settings that have their own section of the card.
+_NOT_SHOWN: Final = (
     *("name", "pretrained_model_name_or_path", "dataset", "datasets", "cache_dir", "logging_dir"),
     *("resume_from_checkpoint", "init_lora", "validation_prompts", "validation_negative_prompt"),
     *("trigger_word", "gpus", "device", "report_to", "tracker_project_name", "tracker_run_name"),
@@ -34,18 +34,18 @@ _ALWAYS: Final = (
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says beside the job's settings.
+    """What a card says besides the job's settings.
 
     Attributes:
         repo: Where it is pushed, `ORG/NAME`.
         step: Optimizer steps done.
         base: Hub id of the base model; "" where it has none.
         base_card: The head of the base model's own card.
-        samples: Pictures and videos that it was trained on; 0 where that is not known.
-        epochs: How often each of them; 0 where that is not known.
+        samples: Images and videos that it was trained on; 0 if unknown.
+        epochs: How often it saw each of them; 0 if unknown.
         ranks: How many trained it.
         pictures: Path in the repository → its prompt.
-        weights: Name of the LoRA file for diffusers; "" of a whole model.
+        weights: Name of the LoRA file for diffusers; "" for a full model.
         ema: Whether it is the moving average of the weights.
     """
 
@@ -125,12 +125,12 @@ def _data(spec: JobSpec, facts: CardFacts) -> str:
 
 
 def _settings(spec: JobSpec, facts: CardFacts) -> dict[str, Any]:
-    """What differs from the defaults, and what everybody asks about."""
-    told, values = spec.to_dict(only_set=True), spec.to_dict()
+    """What differs from the defaults, and what everyone asks about."""
+    changed, values = spec.to_dict(only_set=True), spec.to_dict()
     shown = {"steps": facts.step, "ranks": facts.ranks} | ({"ema": True} if facts.ema else {})
-    for key in (*_ALWAYS, *told):
+    for key in (*_ALWAYS, *changed):
         value = values.get(key)
-        if key not in _NOT_TOLD and value not in (None, [], "") and not _is_place(value):
+        if key not in _NOT_SHOWN and value not in (None, [], "") and not _is_place(value):
             shown.setdefault(key, value)
     return shown
 

@@ -39,20 +39,20 @@ def choose(name: HubName, files: Iterable[str], parts: Collection[str] = ()) -> 
     Args:
         name: What they are files of.
         files: Paths of all files in the repository.
-        parts: Folders of the pipeline, where its model_index.json was read; else all folders that
-            hold a config or a tokenizer are taken for parts.
+        parts: Folders of the pipeline, if its model_index.json was read; otherwise every folder
+            with a config or a tokenizer counts as a part.
     """
-    known = sorted(path for path in files if not path.startswith("."))
+    paths = sorted(path for path in files if not path.startswith("."))
     if name.kind == "dataset":
-        return _of_dataset(name, known)
-    folders = {str(PurePosixPath(path).parent) for path in known} - {"."}
-    if "model_index.json" not in known:
-        folders = {"."} if "config.json" in known else set()
+        return _of_dataset(name, paths)
+    folders = {str(PurePosixPath(path).parent) for path in paths} - {"."}
+    if "model_index.json" not in paths:
+        folders = {"."} if "config.json" in paths else set()
     elif parts:
         folders &= set(parts)
-    chosen = [path for path in known if "/" not in path and _is_any(path, _TOP)]
+    chosen = [path for path in paths if "/" not in path and _is_any(path, _TOP)]
     for folder in sorted(folders):
-        inside = [path for path in known if str(PurePosixPath(path).parent) == folder]
+        inside = [path for path in paths if str(PurePosixPath(path).parent) == folder]
         chosen += _of_part(inside)
     return sorted(set(chosen))
 
@@ -62,7 +62,7 @@ def _of_part(files: list[str]) -> list[str]:
     kept = [path for path in files if not _is_any(PurePosixPath(path).name, _NEVER)]
     names = {path: PurePosixPath(path).name for path in kept}
     plain = [path for path in kept if variant_of(names[path]) is None]
-    # Whoever has only a variant is told by the check of the model what is missing.
+    # Where there is only a variant, the check of the model reports what is missing.
     if any(path.endswith(_WEIGHTS) for path in plain):
         kept = plain
     if any(path.endswith(".safetensors") for path in kept):

@@ -31,8 +31,8 @@ _LOOK_EVERY: Final = 0.5  # seconds between two looks at how far it is
 _FIRST_PAUSE: Final = 1.0  # seconds after a failure that may pass; each further pause is longer
 _LONGEST_PAUSE: Final = 60.0
 _GIVES_UP: Final = 20  # failures in a row, about 15 minutes, without a file that came through
-_LOOKED_AT_WITHIN: Final = 1.0  # seconds; who only looks whether its lock is taken, holds it
-_STALE: Final = 3600.0  # seconds since the last byte of a file that nobody goes on with
+_CHECKED_WITHIN: Final = 1.0  # seconds; a process that only checks the lock holds it briefly
+_STALE: Final = 3600.0  # seconds since the last byte of a partial file that nobody resumes
 _PARTIAL: Final = ".incomplete"  # what `huggingface_hub` appends to files under way
 
 
@@ -133,13 +133,13 @@ def _bytes_there(name: HubName) -> int:
 
 def _under_way() -> set[str]:
     """The files that this process is writing."""
-    found = set()
+    paths = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{number}")
             if path.endswith(_PARTIAL):
-                found.add(path)
-    return found
+                paths.add(path)
+    return paths
 
 
 def _bytes_under_way() -> int:
@@ -154,7 +154,7 @@ def _bytes_under_way() -> int:
 
 
 def _remove_stale(blobs: Path) -> None:
-    """Remove what killed processes left: nobody goes on with it."""
+    """Remove partial files that killed processes left: nothing resumes them."""
     with suppress(OSError):
         for path in blobs.glob(f"*{_PARTIAL}"):
             if time.time() - path.stat().st_mtime > _STALE:
@@ -162,7 +162,7 @@ def _remove_stale(blobs: Path) -> None:
 
 
 def _leave(number: int, _: Any) -> None:
-    """End at once, without the threads' leave, and leave nothing that takes room."""
+    """Exit at once, without waiting for threads, and leave no partial files on disk."""
     for path in _under_way():
         with suppress(OSError):
             os.unlink(path)
@@ -177,7 +177,7 @@ def main() -> int:
     name = HubName.read(kind, text)  # type: ignore[arg-type]
     assert name is not None
     with open(lock_of(name), "a") as lock:
-        if not file_lock.take(lock, _LOOKED_AT_WITHIN):
+        if not file_lock.take(lock, _CHECKED_WITHIN):
             return 0
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -83,36 +83,36 @@ class Fetch:
 
 def look_at(name: HubName) -> Fetch | None:
     """How far a fetch is, or was when its process ended; None if there never was one."""
-    found = read_json(_file_of(name))
+    values = read_json(_file_of(name))
     try:
-        return Fetch(**found) if found else None
+        return Fetch(**values) if values else None
     except TypeError:  # of another version
         return None
 
 
 def is_cut_off(name: HubName) -> bool:
     """Whether it was started here, and not finished."""
-    found = look_at(name)
-    return found is not None and found.state != "done"
+    fetch = look_at(name)
+    return fetch is not None and fetch.state != "done"
 
 
 def is_under_way(name: HubName) -> bool:
     """Whether a process fetches it, here or on another machine that shares the state directory."""
-    found = look_at(name)
-    return (found is not None and found.alive) or _is_locked(lock_of(name))
+    fetch = look_at(name)
+    return (fetch is not None and fetch.alive) or _is_locked(lock_of(name))
 
 
 def forget_ended(name: HubName) -> None:
-    """Forget what a fetch came to: since then, a license was accepted, or the cache deleted."""
-    found = look_at(name)
-    if found is not None and found.state in ("failed", "done"):
+    """Forget how a fetch ended: a license may have been accepted since, or the cache deleted."""
+    fetch = look_at(name)
+    if fetch is not None and fetch.state in ("failed", "done"):
         _file_of(name).unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         os.utime(lock_of(name), (0, 0))
 
 
 def has_just_started(name: HubName) -> bool:
-    """Whether it was started so lately that another start would hardly end in another way."""
+    """Whether it was started so recently that another start would hardly end differently."""
     try:
         return abs(time.time() - lock_of(name).stat().st_mtime) < _AGAIN_AFTER
     except FileNotFoundError:
@@ -144,10 +144,10 @@ def start(name: HubName) -> None:
 
 def end(name: HubName) -> bool:
     """End a fetch of this machine; what is complete stays. Whether there was one."""
-    found = look_at(name)
-    if found is None or not found.alive:
+    fetch = look_at(name)
+    if fetch is None or not fetch.alive:
         return False
-    return ProcessId(found.pid, found.started).signal(signal.SIGTERM)
+    return ProcessId(fetch.pid, fetch.started).signal(signal.SIGTERM)
 
 
 def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> Fetch:
@@ -167,7 +167,7 @@ def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> F
 
 
 def ask_size(name: HubName, cancelled: Callable[[], bool] = lambda: False) -> tuple[int, int]:
-    """Ask the hub, in a process of its own, how much would be fetched.
+    """Ask the hub, in a separate process, how much would be fetched.
 
     Returns:
         Bytes that are missing here, and bytes of all files.
@@ -190,7 +190,7 @@ def ask_size(name: HubName, cancelled: Callable[[], bool] = lambda: False) -> tu
 
 @contextmanager
 def waiting_for(name: HubName) -> Iterator[None]:
-    """Keep others from ending a fetch that somebody waits for in the foreground."""
+    """Keep others from ending a fetch that someone waits for in the foreground."""
     ensure_state_home()
     ensure_private_dir(_home())
     with open(_waiting_file(name), "a+") as file:  # NFS shares only what can be read
@@ -199,7 +199,7 @@ def waiting_for(name: HubName) -> Iterator[None]:
 
 
 def is_waited_for(name: HubName) -> bool:
-    """Whether somebody waits for it in the foreground."""
+    """Whether someone waits for it in the foreground."""
     return _is_locked(_waiting_file(name))
 
 

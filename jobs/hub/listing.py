@@ -66,9 +66,9 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
         commit = api.repo_info(name.repo, repo_type=name.kind, revision=name.revision).sha or ""
         tree = api.list_repo_tree(name.repo, recursive=True, revision=commit, repo_type=name.kind)
         sizes = {
-            one.path: one.lfs.size if one.lfs else one.size
-            for one in tree
-            if isinstance(one, RepoFile)
+            file.path: file.lfs.size if file.lfs else file.size
+            for file in tree
+            if isinstance(file, RepoFile)
         }
         parts: list[str] = []
         if name.kind == "model" and "model_index.json" in sizes:

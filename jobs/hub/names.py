@@ -15,7 +15,7 @@ _NAME: Final = re.compile(
     rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w.-]+))?(?:/(?P<folder>[^@/][^@]*))?"
 )
 # Asked again for each sample of a dataset; what a revision stands for stays within a process.
-_found: dict[HubName, Path] = {}
+_folders: dict[HubName, Path] = {}
 _TRUE: Final = ("1", "true", "on", "yes")
 
 
@@ -58,29 +58,29 @@ class HubName:
 
     def find(self) -> Path | None:
         """Its folder in the hub's cache, whole or not; None if there is none."""
-        known = _found.get(self)
-        if known is not None and known.is_dir():
-            return known
+        cached = _folders.get(self)
+        if cached is not None and cached.is_dir():
+            return cached
         # Where the cache is, and how it is laid out, is its library's business: 0.3 s of import.
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        wanted = ["model_index.json"] if self.kind == "model" else []
+        patterns = ["model_index.json"] if self.kind == "model" else []
         try:
-            found = snapshot_download(
+            snapshot = snapshot_download(
                 self.repo,
                 repo_type=self.kind,
                 revision=self.revision,
                 local_files_only=True,
                 # Else a snapshot of which only the needed files were fetched is refused.
-                allow_patterns=wanted,
+                allow_patterns=patterns,
             )
         except (LocalEntryNotFoundError, OSError, ValueError):
             return None
-        folder = Path(found, self.folder)
+        folder = Path(snapshot, self.folder)
         if not folder.is_dir():
             return None
-        _found[self] = folder
+        _folders[self] = folder
         return folder
 
 

@@ -1,7 +1,7 @@
 """`python -m jobs.hub.push JOB`: push what a job exports, beside its supervisor.
 
-A process of its own: nothing waits for it, and a network that fails delays no step. How far it is
-stands in `hub/push.json` of the run directory, so that another one goes on where it left off.
+A separate process: nothing waits for it, and a network that fails delays no step. Its progress is
+in `hub/push.json` of the run directory, so that another process can resume where it stopped.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ class Push:
     @classmethod
     def read(cls, run_dir: RunDir) -> Push:
         """What was kept, or the beginning where it cannot be used."""
-        found: dict[str, Any] = read_json(_file(run_dir)) or {}
+        values: dict[str, Any] = read_json(_file(run_dir)) or {}
         try:
-            steps = [int(step) for step in found["pushed"]]
-            return cls(str(found["repo"]), steps, str(found["url"]), str(found["problem"]))
+            steps = [int(step) for step in values["pushed"]]
+            return cls(str(values["repo"]), steps, str(values["url"]), str(values["problem"]))
         except (LookupError, TypeError, ValueError):
             return cls()
 

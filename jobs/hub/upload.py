@@ -33,7 +33,7 @@ _SNAPSHOT: Final = "snapshots"
 def upload(
     job: Job, spec: JobSpec, export: Path, *, repo: str | None = None, private: bool | None = None
 ) -> tuple[str, str]:
-    """Push a directory; what is there already is not sent again.
+    """Push a directory; files that the hub already has are not sent again.
 
     Returns:
         The repository, and the address of the commit.
@@ -52,14 +52,14 @@ def upload(
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what matters is raised
 
-    wanted = repo or spec.hub_model_id or job.name
-    name = HubName("model", wanted)
+    target = repo or spec.hub_model_id or job.name
+    name = HubName("model", target)
     if not get_token():
         raise HubError("no token of the hub on this machine", "log in with `hf auth login`")
     try:
         api = HfApi()
-        if "/" not in wanted:
-            name = HubName("model", f"{api.whoami()['name']}/{wanted}")
+        if "/" not in target:
+            name = HubName("model", f"{api.whoami()['name']}/{target}")
         hidden = spec.hub_private_repo if private is None else private
         api.create_repo(name.repo, private=hidden, exist_ok=True)
         facts, pictures = _facts(job, spec, export, name.repo)
@@ -82,7 +82,7 @@ def upload(
 def _facts(
     job: Job, spec: JobSpec, export: Path, repo: str
 ) -> tuple[CardFacts, dict[str, Path | bytes]]:
-    """What the card says, and the pictures that it shows."""
+    """What the card says, and the images that it shows."""
     exported = export_facts(export) or {}
     step = int(exported.get("step") or 0)
     state: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def _facts(
     data = state.get("data") if isinstance(state.get("data"), dict) else {}
     per_epoch = (data or {}).get("steps_per_epoch") or 0
     samples = [sample for sample in list_samples(job.run_dir) if sample.step <= step]
-    newest = [one for one in samples if one.step == samples[-1].step][:_PICTURES]
+    newest = [sample for sample in samples if sample.step == samples[-1].step][:_PICTURES]
     base, card = _base(spec)
     return CardFacts(
         repo=repo,
@@ -101,10 +101,12 @@ def _facts(
         samples=int((data or {}).get("samples") or 0),
         epochs=step / per_epoch if per_epoch else 0.0,
         ranks=job.ranks,
-        pictures={f"images/{one.number}.png": with_trigger(spec, one.prompt) for one in newest},
+        pictures={
+            f"images/{sample.number}.png": with_trigger(spec, sample.prompt) for sample in newest
+        },
         weights=_LORA if (export / _LORA).is_file() else "",
         ema=bool(exported.get("ema")),
-    ), {f"images/{one.number}.png": one.picture for one in newest}
+    ), {f"images/{sample.number}.png": sample.picture for sample in newest}
 
 
 def _base(spec: JobSpec) -> tuple[str, dict[str, Any]]:

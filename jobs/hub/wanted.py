@@ -1,4 +1,4 @@
-"""What of the hub a job names, and what of that is not on this machine."""
+"""Which models and datasets of the hub a job names, and which of them this machine lacks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def names_in(spec: JobSpec) -> list[HubName]:
     """The model and the datasets that can only be of the hub: nothing lies at such a path."""
     paths = [entry.path for entry in spec.datasets] if spec.datasets else [spec.dataset]
     texts = [("model", spec.pretrained_model_name_or_path), *(("dataset", path) for path in paths)]
-    found = [
+    names = [
         name
         for kind, text in texts
         if (name := HubName.read(kind, text)) is not None and not exists(expand(text))  # type: ignore[arg-type]
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
 def find_missing(spec: JobSpec) -> list[HubName]:
@@ -55,9 +55,9 @@ def _is_whole(name: HubName) -> bool:
 def ask_sizes(
     names: Iterable[HubName], cancelled: Callable[[], bool] = lambda: False
 ) -> dict[HubName, int]:
-    """Ask the hub how much of each is missing here; what turns out to be whole is left out.
+    """Ask the hub how much of each is missing here; those that are complete are skipped.
 
-    Empty where the hub is turned off or does not answer: then the job is checked without it.
+    Empty if the hub is turned off or does not answer: then the job is checked without it.
 
     Raises:
         UserError: One cannot be fetched, in a sentence.
@@ -104,7 +104,7 @@ def note(run_dir: RunDir, names: Iterable[HubName]) -> None:
 
 
 def forget(run_dir: RunDir) -> None:
-    """It waits no more."""
+    """Record that a job no longer waits."""
     _file(run_dir).unlink(missing_ok=True)
 
 
@@ -112,19 +112,21 @@ def noted(run_dir: RunDir) -> list[HubName]:
     """What a queued job waits for."""
     path = _file(run_dir)
     values: Any = (read_json(path) or {}).get("waits_for") if path.exists() else None
-    found = [
-        HubName.read("dataset" if one.get("kind") == "dataset" else "model", str(one.get("name")))
-        for one in (values if isinstance(values, list) else [])
-        if isinstance(one, dict)
+    names = [
+        HubName.read(
+            "dataset" if entry.get("kind") == "dataset" else "model", str(entry.get("name"))
+        )
+        for entry in (values if isinstance(values, list) else [])
+        if isinstance(entry, dict)
     ]
-    return [name for name in found if name is not None]
+    return [name for name in names if name is not None]
 
 
 def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
-    """Why a queued job cannot start yet; a fetch that was cut off by a reboot goes on.
+    """Why a queued job cannot start yet; resume a fetch that a reboot cut off.
 
     Returns:
-        The reason, "" if there is none, and whether the job has failed for it.
+        The reason, "" if there is none, and whether the job has failed because of it.
 
     Raises:
         UserError: A fetch cannot be started.
@@ -151,7 +153,7 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
 
 
 def end_unwanted(job: Job, queue: Iterable[Job]) -> None:
-    """End the fetches of a job that left the queue, unless somebody else waits for the same."""
+    """End the fetches of a job that left the queue, unless someone else waits for the same."""
     needed = {name for other in queue if other.id != job.id for name in noted(other.run_dir)}
     for name in noted(job.run_dir):
         if name not in needed and not fetches.is_waited_for(name):

@@ -95,8 +95,8 @@ def import_script(words: Sequence[str]) -> Imported:
 
 
 def _finish(tool: str, source: str, draft: Draft) -> Imported:
-    known = [e for e in draft.report.entries if e.kind is not Kind.UNKNOWN]
-    if not known:
+    entries = [e for e in draft.report.entries if e.kind is not Kind.UNKNOWN]
+    if not entries:
         raise UserError(f"{source} has no keys of {tool}", "is it from another tool?")
     spec = _spec_of(draft)
     report = draft.report
@@ -109,27 +109,27 @@ def _finish(tool: str, source: str, draft: Draft) -> Imported:
 
 
 def _spec_of(draft: Draft) -> JobSpec:
-    """The job. Each value was looked at by itself; what does not go with the others is left out."""
+    """The job. Each value was checked by itself; those that conflict with others are dropped."""
     try:
         return JobSpec.model_validate(draft.values)
     except ValidationError as error:
-        wrong = {str(one["loc"][0]) for one in error.errors() if one["loc"]}
+        wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
         draft.report.to_fill_in += [f"{key}: unreadable" for key in sorted(wrong)]
         return JobSpec.model_validate({k: v for k, v in draft.values.items() if k not in wrong})
 
 
 def _missing(spec: JobSpec) -> list[str]:
-    """Files that the job names and that are not here."""
-    found = []
+    """Files that the job names and that this machine does not have."""
+    problems = []
     if spec.pretrained_model_name_or_path:
         try:
             find_model(spec.pretrained_model_name_or_path)
         except UserError as error:
-            found.append(f"pretrained_model_name_or_path: {error}")
+            problems.append(f"pretrained_model_name_or_path: {error}")
     if spec.dataset or spec.datasets:
         paths = [dataset.path for dataset in datasets_of(spec)]
-        found += [f"dataset: {_where(path)}" for path in paths if not _is_here(path)]
-    return found
+        problems += [f"dataset: {_where(path)}" for path in paths if not _is_here(path)]
+    return problems
 
 
 def _where(path: str) -> str:

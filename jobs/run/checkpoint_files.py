@@ -77,8 +77,8 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in a directory; None when it is not complete."""
-    found = _read(path)
-    return found if isinstance(found, Checkpoint) else None
+    result = _read(path)
+    return result if isinstance(result, Checkpoint) else None
 
 
 def _read(path: Path) -> Checkpoint | str:
@@ -118,12 +118,12 @@ def _is_file_name(name: str) -> bool:
 
 def list_checkpoints(run_dir: RunDir) -> list[Checkpoint]:
     """The complete checkpoints of a run, oldest first. Reads manifests only."""
-    found = (read_checkpoint(path) for _, path in run_dir.complete_checkpoints())
-    return [checkpoint for checkpoint in found if checkpoint is not None]
+    checkpoints = (read_checkpoint(path) for _, path in run_dir.complete_checkpoints())
+    return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
 
 def find_checkpoint(run_dir: RunDir, step: int | None, whose: str) -> Checkpoint:
-    """A checkpoint of a run that is whole, by the sizes of its files; the newest one by default.
+    """A checkpoint of a run whose file sizes are right; the newest one by default.
 
     Args:
         run_dir: The run.
@@ -133,26 +133,26 @@ def find_checkpoint(run_dir: RunDir, step: int | None, whose: str) -> Checkpoint
     Raises:
         NotFoundError: There is none, or it is damaged.
     """
-    found = list_checkpoints(run_dir)
-    if not found:
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints:
         raise NotFoundError(f"{whose} has no checkpoint")
-    wanted = [one for one in found if step in (None, one.step)]
-    if not wanted:
+    candidates = [checkpoint for checkpoint in checkpoints if step in (None, checkpoint.step)]
+    if not candidates:
         raise NotFoundError(f"{whose} has no checkpoint of step {step}", _there_are(run_dir, step))
     damage = None
-    for one in reversed(wanted):
-        damage = find_damage(one.path, contents=False)
+    for checkpoint in reversed(candidates):
+        damage = find_damage(checkpoint.path, contents=False)
         if damage is None:
-            return one
+            return checkpoint
     raise NotFoundError(
-        f"{whose}: {wanted[-1].path.name} is damaged ({damage})"
-        if len(wanted) == 1
+        f"{whose}: {candidates[-1].path.name} is damaged ({damage})"
+        if len(candidates) == 1
         else f"{whose} has no intact checkpoint"
     )
 
 
 def newest_whole(run_dir: RunDir) -> Checkpoint | None:
-    """What a run goes on after, as far as sizes tell."""
+    """The checkpoint that a run resumes from: the newest whose file sizes are right."""
     whole = (
         checkpoint
         for checkpoint in reversed(list_checkpoints(run_dir))
@@ -162,7 +162,7 @@ def newest_whole(run_dir: RunDir) -> Checkpoint | None:
 
 
 def _there_are(run_dir: RunDir, step: int | None) -> str:
-    """What there is instead of a checkpoint that is asked for."""
+    """Which checkpoints exist instead of the requested one."""
     aside = sorted(path.name for path in run_dir.checkpoints.glob(f"step-{step}.*"))
     if aside:
         return f"it was set aside as {aside[0]}; rename it to restore it"
@@ -198,7 +198,7 @@ def find_damage(
     checkpoint = _read(path)
     if isinstance(checkpoint, str):
         return checkpoint
-    for name, (wanted, _) in checkpoint.files.items():
+    for name, (expected, _) in checkpoint.files.items():
         try:
             status = (path / name).stat()
         except FileNotFoundError:
@@ -207,8 +207,8 @@ def find_damage(
             raise UnreadableError(path / name, error) from error
         if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
             return f"{name} is not a file"
-        if status.st_size != wanted:
-            return f"{name} has {status.st_size} bytes, not {wanted}"
+        if status.st_size != expected:
+            return f"{name} has {status.st_size} bytes, not {expected}"
     if not contents:
         return None
     number, of = share

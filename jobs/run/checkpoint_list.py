@@ -35,10 +35,10 @@ class Listed:
         world_size: Ranks that wrote it.
         ema: Whether it holds a moving average of the weights.
         damage: What is wrong with it; None when nothing is known to be.
-        readable: Whether it could be looked at; else `damage` says why not.
+        readable: Whether it could be read; else `damage` says why not.
         set_aside: Why no run takes it: "rewound" or "damaged".
-        verified: Whether every byte was read and is what it was.
-        next: Whether a run that is resumed goes on after it.
+        verified: Whether every byte was read and matches its checksum.
+        next: Whether a run that is resumed continues from it.
     """
 
     name: str
@@ -75,21 +75,27 @@ class Listed:
 
 def list_all(run_dir: RunDir) -> list[Listed]:
     """Every checkpoint of a run, oldest first; names and sizes of files are compared."""
-    found = []
+    checkpoints = []
     for path in run_dir.checkpoints.glob("step-*"):
         match = _NAME.fullmatch(path.name)
         if match is None:
             continue
         try:
-            found.append(_look(path, int(match["step"]), match["word"]))
+            checkpoints.append(_look(path, int(match["step"]), match["word"]))
         except OSError:
             continue  # deleted meanwhile
-    found.sort(key=lambda one: (one.step, one.set_aside is not None, one.name))
+    checkpoints.sort(
+        key=lambda checkpoint: (checkpoint.step, checkpoint.set_aside is not None, checkpoint.name)
+    )
     # As `jobs.run.checkpoint_files.newest_whole` has it.
-    whole = [n for n, one in enumerate(found) if one.set_aside is None and one.damage is None]
+    whole = [
+        n
+        for n, checkpoint in enumerate(checkpoints)
+        if checkpoint.set_aside is None and checkpoint.damage is None
+    ]
     for number in whole[-1:]:
-        found[number] = replace(found[number], next=True)
-    return found
+        checkpoints[number] = replace(checkpoints[number], next=True)
+    return checkpoints
 
 
 def _look(path: Path, step: int, word: str | None) -> Listed:
@@ -141,7 +147,7 @@ def verify(listed: Listed, progress: Callable[[int], None] = lambda count: None)
 def _damage(
     path: Path, *, contents: bool = False, progress: Callable[[int], None] = lambda count: None
 ) -> tuple[str | None, bool]:
-    """What is wrong, and whether that could be looked at."""
+    """What is wrong, and whether the checkpoint could be read."""
     try:
         return find_damage(path, contents=contents, progress=progress), True
     except UnreadableError as error:
@@ -155,14 +161,14 @@ def find_listed(listed: Sequence[Listed], name: str, whose: str) -> Listed:
         NotFoundError: No checkpoint has this name.
     """
     word = name.strip().rstrip("/")
-    wanted = f"step-{int(word)}" if word.isdecimal() else word
-    for one in listed:
-        if one.name == wanted:
-            return one
-    names = [one.name for one in listed]
+    directory = f"step-{int(word)}" if word.isdecimal() else word
+    for checkpoint in listed:
+        if checkpoint.name == directory:
+            return checkpoint
+    names = [checkpoint.name for checkpoint in listed]
     more = ["…"] if len(names) > _MOST_NAMED else []
     there = f"there are {', '.join(more + names[-_MOST_NAMED:])}" if names else None
-    raise NotFoundError(f"{whose} has no checkpoint {wanted}", there)
+    raise NotFoundError(f"{whose} has no checkpoint {directory}", there)
 
 
 def free_bytes(run_dir: RunDir) -> int | None:

@@ -65,8 +65,8 @@ class Cut(NamedTuple):
 
 def find_cut(log: int, kept: int = _LOG_KEPT) -> Cut | None:
     """The cut in an open log, if it was cut."""
-    found = _CUT_LINE.search(os.pread(log, kept + 2 * len(_CUT), 0))
-    return Cut(found.start(), found.end(), int(found[1])) if found else None
+    match = _CUT_LINE.search(os.pread(log, kept + 2 * len(_CUT), 0))
+    return Cut(match.start(), match.end(), int(match[1])) if match else None
 
 
 def _cut_middle(log: int, size: int, kept: int) -> None:

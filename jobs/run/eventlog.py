@@ -173,8 +173,8 @@ class EventLog:
 
     def _take_phase(self, event: PhaseEvent) -> None:
         before = self.phase
-        known = before is not None and before.name == event.name and not before.finished
-        since = before.since if before is not None and known else 0.0
+        same_phase = before is not None and before.name == event.name and not before.finished
+        since = before.since if before is not None and same_phase else 0.0
         self.phase = Phase(
             name=event.name,
             done=event.done,

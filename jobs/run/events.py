@@ -63,11 +63,11 @@ class Event:
     @cache
     def _fields(cls) -> tuple[tuple[str, Callable[[Any], Any], bool], ...]:
         """Each field, how it is read, and whether it is needed."""
-        own = [one for one in dataclasses.fields(cls) if one.name != "t"]
+        own = [field for field in dataclasses.fields(cls) if field.name != "t"]
         none = dataclasses.MISSING
         return tuple(
-            (one.name, _READ[str(one.type)], one.default is none is one.default_factory)
-            for one in own
+            (field.name, _READ[str(field.type)], field.default is none is field.default_factory)
+            for field in own
         )
 
 
@@ -91,14 +91,14 @@ class Start(Event):
 
 @dataclass(frozen=True)
 class PhaseEvent(Event):
-    """A phase begins, goes on or ends.
+    """A phase begins, makes progress or ends.
 
     Attributes:
         name: A key of `jobs.run.rundir.PHASES`.
         state: Which of the three.
         done: How much of it.
         total: Of how much; None when it cannot be known.
-        seconds_left: How long it may still take, while it goes on.
+        seconds_left: How long it may still take, while it is in progress.
         seconds: How long it took, at its end.
         ranks: What each rank has done, of work that they share.
     """

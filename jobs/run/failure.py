@@ -50,7 +50,7 @@ class Failure:
 
 
 def keep_failure(run_dir: RunDir, failure: Failure | None) -> None:
-    """Write why the latest attempt failed; forget what an earlier one said if it did not."""
+    """Write why the latest attempt failed; if it did not, forget the failure of an earlier one."""
     with suppress(OSError):
         if failure is None:
             run_dir.failure_file.unlink(missing_ok=True)
@@ -59,10 +59,10 @@ def keep_failure(run_dir: RunDir, failure: Failure | None) -> None:
 
 
 def read_failure(run_dir: RunDir) -> Failure | None:
-    """Why a job failed; None where nothing says so, as in run directories of older versions."""
-    found = read_json(run_dir.failure_file)
-    if found is None:
+    """Why a job failed; None if that is not recorded, as in run directories of older versions."""
+    values = read_json(run_dir.failure_file)
+    if values is None:
         return None
-    rank, phase = found.get("rank"), str(found.get("phase", ""))
-    cause = Cause(str(found.get("cause")))
-    return Failure(str(found.get("text", "")), cause, rank if type(rank) is int else None, phase)
+    rank, phase = values.get("rank"), str(values.get("phase", ""))
+    cause = Cause(str(values.get("cause")))
+    return Failure(str(values.get("text", "")), cause, rank if type(rank) is int else None, phase)

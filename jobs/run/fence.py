@@ -1,6 +1,6 @@
 """Which allocation of a job may complete checkpoints: the one that began last.
 
-A node that lost its network goes on computing while Slurm has already started the job elsewhere.
+A node that lost its network keeps computing while Slurm has already started the job elsewhere.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def taken_over(run: Path, own: str | None = None) -> str:
     own = own or os.environ.get(FENCE_VARIABLE)
     if not own:
         return ""
-    found = str((read_json(_file(run)) or {}).get("allocation", own))
-    return "" if found == own else found
+    current = str((read_json(_file(run)) or {}).get("allocation", own))
+    return "" if current == own else current
 
 
 def check_fence(run: Path) -> None:
     """Refuse to complete a checkpoint of a run that another allocation has taken over.
 
-    Nothing is looked at in a process that belongs to no allocation.
+    Nothing is checked in a process that belongs to no allocation.
 
     Raises:
         UserError: Another one has.
     """
-    if found := taken_over(run):
+    if other := taken_over(run):
         own = os.environ[FENCE_VARIABLE]
         raise UserError(
-            f"allocation {found} of this job has taken over from {own}; this checkpoint is dropped"
+            f"allocation {other} of this job has taken over from {own}; this checkpoint is dropped"
         )
 
 

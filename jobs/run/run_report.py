@@ -56,13 +56,13 @@ _FRAME = ("t", "kind")  # what every event has
 _NEWEST: Final = 5  # validation losses
 _MOST_WARNINGS: Final = 500
 _MOST_VALIDATIONS: Final = 5000  # a resume takes back some of them
-_TOLD: Final = {one.kind for one in (Start, Sharding, Memory, Validation, Warned)}
+_REPORTED: Final = {event.kind for event in (Start, Sharding, Memory, Validation, Warned)}
 
 
 class ReportLog(EventLog):
-    """What a report is made of, and no more: its size does not grow with the stream.
+    """Only what a report is made of: its size does not grow with the stream.
 
-    It can be put aside as text, and goes on from there.
+    It can be saved as text, and resumed from there.
     """
 
     @classmethod
@@ -100,7 +100,7 @@ class ReportLog(EventLog):
         return self._offset
 
     def _take(self, event: dict[str, Any]) -> None:
-        if str(event.get("kind")) not in _TOLD:
+        if str(event.get("kind")) not in _REPORTED:
             return
         super()._take(event)
         del self.warnings[:-_MOST_WARNINGS], self.validations[:-_MOST_VALIDATIONS]

@@ -137,19 +137,19 @@ class RankStatus:
 
     @classmethod
     def from_dict(cls, data: Any) -> RankStatus:
-        """Take what a rank wrote; fields that are not known are left out.
+        """Read what a rank wrote; unknown fields are skipped.
 
         Raises:
-            ValueError: A field is missing, or is not what it must be; the message says which.
+            ValueError: A field is missing or has the wrong type; the message says which.
         """
         if not isinstance(data, dict):
             raise ValueError("it is not a JSON object")
-        for one in fields(cls):
-            if one.name not in data and one.default is MISSING:
-                raise ValueError(f"{one.name} is missing")
-            if one.name in data and not _fits(data[one.name], str(one.type)):
-                raise ValueError(f"{one.name} is {data[one.name]!r:.60}, not {one.type}")
-        return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
+        for field in fields(cls):
+            if field.name not in data and field.default is MISSING:
+                raise ValueError(f"{field.name} is missing")
+            if field.name in data and not _fits(data[field.name], str(field.type)):
+                raise ValueError(f"{field.name} is {data[field.name]!r:.60}, not {field.type}")
+        return cls(**{field.name: data[field.name] for field in fields(cls) if field.name in data})
 
 
 def _fits(value: Any, kind: str) -> bool:
@@ -197,7 +197,7 @@ class RunDir:
 
     @property
     def data_report(self) -> Path:
-        """What rank 0 found when it looked at the data."""
+        """What rank 0 found when it checked the data."""
         return self.root / "data_report.json"
 
     @property
@@ -297,12 +297,12 @@ class RunDir:
     # -- ranks -----------------------------------------------------------------------------
 
     def rank_statuses(self) -> list[RankStatus]:
-        """What the ranks last wrote, by rank; files that cannot be read are left out."""
+        """What the ranks last wrote, by rank; files that cannot be read are skipped."""
         return self.read_ranks()[0]
 
     def read_ranks(self) -> tuple[list[RankStatus], dict[str, str]]:
-        """What the ranks last wrote, by rank, and why which files cannot be read, by name."""
-        found, unreadable = [], {}
+        """What the ranks last wrote, by rank, and, by name, why files cannot be read."""
+        statuses, unreadable = [], {}
         for path in self.ranks.glob("[0-9]*.json"):
             number = path.name.removesuffix(".json")
             if not (number.isascii() and number.isdecimal()):
@@ -324,21 +324,21 @@ class RunDir:
                     one_line(str(error)) or type(error).__name__
                 )
             else:
-                found.append(status)
-        return sorted(found, key=lambda status: status.rank), unreadable
+                statuses.append(status)
+        return sorted(statuses, key=lambda status: status.rank), unreadable
 
     def rank_errors(self) -> list[dict[str, Any]]:
         """What failing ranks wrote, the earliest first.
 
         In each, `rank` and `t` are numbers, `type` and `message` texts.
         """
-        found = []
+        errors = []
         for path in self.ranks.glob("[0-9]*.error.json"):
             number = path.name.removesuffix(".error.json")
             data = read_json(path) if number.isascii() and number.isdecimal() else None
             if data:
                 data, t = harmless_value(data), data.get("t")
-                found.append(
+                errors.append(
                     data
                     | {
                         "rank": int(number),
@@ -347,7 +347,7 @@ class RunDir:
                         "message": str(data.get("message", "")),
                     }
                 )
-        return sorted(found, key=lambda data: float(data["t"]))
+        return sorted(errors, key=lambda data: float(data["t"]))
 
     def forget_attempt(self) -> None:
         """Remove what only concerned an earlier attempt: requests, rank files, flight records."""
@@ -374,12 +374,12 @@ class RunDir:
         A checkpoint is renamed into place only when its manifest and all its files are on disk,
         so a directory with a readable manifest is complete.
         """
-        found = []
+        complete = []
         for path in self.checkpoints.glob("step-*"):
             number = path.name.removeprefix("step-")
             if number.isascii() and number.isdecimal() and read_json(path / MANIFEST) is not None:
-                found.append((int(number), path))
-        return sorted(found)
+                complete.append((int(number), path))
+        return sorted(complete)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         complete = self.complete_checkpoints()

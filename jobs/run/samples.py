@@ -1,4 +1,4 @@
-"""The samples of a run: pictures and videos that it made of its prompts while it trained."""
+"""The samples of a run: images and videos made from its prompts during training."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SETTLED: Final = 2.0  # seconds after which a directory's time tells of every c
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture, or the middle frame of a video.
+    """An image, or the middle frame of a video.
 
     Attributes:
         number: Of the job's prompt, from 0.
-        step: Optimizer steps that the model had been trained.
+        step: Optimizer steps that the model had been trained for.
         picture: The PNG.
         video: The MP4, of videos.
-        bytes: Of the picture.
-        time: When the picture was written, in Unix seconds.
-        facts: What it was made from (`prompt`, `seed`, `size`, `steps`, …); empty while that is
-            not written, or cannot be read.
+        bytes: Of the image.
+        time: When the image was written, in Unix seconds.
+        facts: What it was made from (`prompt`, `seed`, `size`, `steps`, …); empty until that is
+            written, or if it cannot be read.
     """
 
     number: int
@@ -45,12 +45,12 @@ class Sample:
 
     @property
     def prompt(self) -> str:
-        """The prompt as it was sampled; "" where that is not known."""
+        """The prompt as it was sampled; "" if unknown."""
         return str(self.facts.get("prompt", ""))
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Width and height in pixels, as far as that is known."""
+        """Width and height in pixels; None if unknown."""
         match self.facts.get("size"):
             case [int() as width, int() as height]:
                 return width, height
@@ -63,7 +63,7 @@ class Sample:
 
 
 class Samples:
-    """Looks for the samples of a run, again and again; directories that stay the same are known.
+    """Lists the samples of a run repeatedly; directories that have not changed are not read again.
 
     Args:
         run_dir: The run.
@@ -71,37 +71,37 @@ class Samples:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._root = run_dir.samples
-        self._known: dict[str, tuple[int, list[Sample]]] = {}  # directory → (its time, its samples)
-        self._found: tuple[Sample, ...] = ()
+        self._seen: dict[str, tuple[int, list[Sample]]] = {}  # directory → (its time, its samples)
+        self._samples: tuple[Sample, ...] = ()
 
     def look(self) -> tuple[Sample, ...]:
         """Every sample by step and prompt; the same tuple while nothing has changed."""
         directories = _entries(self._root)
-        self._known = {k: v for k, v in self._known.items() if k in {d.name for d in directories}}
+        self._seen = {k: v for k, v in self._seen.items() if k in {d.name for d in directories}}
         for directory in directories:
             if match := _STEP.fullmatch(directory.name):
                 self._look_at(directory, int(match[1]))
-        found = tuple(
+        ordered = tuple(
             sorted(
-                (sample for _, samples in self._known.values() for sample in samples),
+                (sample for _, samples in self._seen.values() for sample in samples),
                 key=lambda sample: (sample.step, sample.number),
             )
         )
-        if found != self._found:
-            self._found = found
-        return self._found
+        if ordered != self._samples:
+            self._samples = ordered
+        return self._samples
 
     def _look_at(self, directory: os.DirEntry[str], step: int) -> None:
         try:
             changed = os.stat(directory.path).st_mtime_ns
         except OSError:  # removed meanwhile
             return
-        known = self._known.get(directory.name)
+        seen = self._seen.get(directory.name)
         # What follows at once may leave the time as it is: clocks of file systems are coarse.
         settled = time.time() - changed / 1e9 > _SETTLED
-        if known is None or known[0] != changed or not settled:
+        if seen is None or seen[0] != changed or not settled:
             samples = _samples_in(self._root / directory.name, step)
-            self._known[directory.name] = (changed, samples)
+            self._seen[directory.name] = (changed, samples)
 
 
 def list_samples(run_dir: RunDir) -> tuple[Sample, ...]:
@@ -110,7 +110,7 @@ def list_samples(run_dir: RunDir) -> tuple[Sample, ...]:
 
 
 def _samples_in(directory: Path, step: int) -> list[Sample]:
-    found = []
+    samples = []
     for entry in _entries(directory):
         match = _PICTURE.fullmatch(entry.name)
         if match is None:
@@ -121,7 +121,7 @@ def _samples_in(directory: Path, step: int) -> list[Sample]:
             stat = entry.stat()
         except OSError:  # removed meanwhile
             continue
-        found.append(
+        samples.append(
             Sample(
                 number=int(match[1]),
                 step=step,
@@ -132,7 +132,7 @@ def _samples_in(directory: Path, step: int) -> list[Sample]:
                 facts=read_json(path.with_suffix(".json")) or {},
             )
         )
-    return found
+    return samples
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:

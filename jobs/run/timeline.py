@@ -24,11 +24,11 @@ from jobs.run.rundir import PHASES
 from jobs.units import size
 
 _MOST: Final = 4000  # moments; a run of weeks has more, and nobody reads all of them
-_LEAST_SECONDS: Final = 1.0  # phases shorter than that are told only when there is more to say
+_LEAST_SECONDS: Final = 1.0  # shorter phases are not shown
 _LAST: Final = 1e11  # Unix seconds of the year 5138; no calendar has a name for much later ones
 _FIRST, _LAST_STAGE = "import", "train"
 _MOST_STAGES: Final = 40
-_LONG_STORIES: Final = ("train",)  # phases that other moments tell
+_LONG_STORIES: Final = ("train",)  # phases that other moments describe
 
 
 class Stage(NamedTuple):
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
     Attributes:
         name: A key of `jobs.run.rundir.PHASES`.
         since: When it began, in Unix seconds.
-        seconds: How long it took; None while it goes on.
+        seconds: How long it took; None while it lasts.
     """
 
     name: str
@@ -82,8 +82,8 @@ class Timeline(EventLog):
 
     def _take_stage(self, event: dict[str, Any]) -> None:
         try:
-            told, t = PhaseEvent.read(event), float(event["t"])
-            name, state = told.name, told.state
+            phase, t = PhaseEvent.read(event), float(event["t"])
+            name, state = phase.name, phase.state
             if name == _FIRST and state == "begin":
                 self.stages.clear()  # another attempt
             if self.stages and self.stages[-1].name == _LAST_STAGE:
@@ -136,12 +136,12 @@ def in_words(kind: str, event: dict[str, Any]) -> str:
     return ""
 
 
-_TOLD: Final = (Start, PhaseEvent, Checkpoint, Sample, Validation, Warned, Failed, Export, End)
-_READ: Final[dict[str, type[Event]]] = {one.kind: one for one in _TOLD}
+_EVENTS: Final = (Start, PhaseEvent, Checkpoint, Sample, Validation, Warned, Failed, Export, End)
+_READ: Final[dict[str, type[Event]]] = {event.kind: event for event in _EVENTS}
 
 
 def _phase(event: PhaseEvent) -> str:
-    """A phase that is over and took a while, or counted something."""
+    """A phase that is over and took long enough to mention."""
     if event.state != "end" or event.name in _LONG_STORIES:
         return ""
     seconds = event.seconds or 0.0

@@ -35,7 +35,7 @@ from jobs.queue.tables import (
 from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
-from jobs.slurm.records import outcome_file, read_handed_in, read_said
+from jobs.slurm.records import outcome_file, read_handed_in, read_warden_report
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
 
@@ -188,7 +188,7 @@ def _on_slurm(run_dir: RunDir) -> Row:
     handed = read_handed_in(run_dir)
     if handed is None:
         return {}
-    outcome = read_said(outcome_file(run_dir))
+    outcome = read_warden_report(outcome_file(run_dir))
     if outcome is not None and outcome.allocation.id == handed.id:
         ended = {"state": str(outcome.state), "reason": outcome.reason, "held": False}
         return ended | {"attempt": handed.attempt}

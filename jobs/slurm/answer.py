@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.run.rundir import read_json
-from jobs.slurm.records import read_handed_in, read_said, warden_file
+from jobs.slurm.records import read_handed_in, read_warden_report, warden_file
 
 if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
@@ -23,7 +23,7 @@ def slurm_facts(store: Store, job: Job) -> dict[str, Any]:
     kept = read_json(store.home / KEPT) or {}
     jobs, asked = kept.get("jobs"), kept.get("t")
     listed = jobs.get(record.id) if isinstance(jobs, dict) else None
-    warden = read_said(warden_file(job.run_dir))
+    warden = read_warden_report(warden_file(job.run_dir))
     mine = warden is not None and warden.allocation.id == record.id
     if not isinstance(listed, dict) or listed.get("name") != record.name:
         listed = {}

@@ -55,15 +55,15 @@ class Clocks:
         self._seen = {job: seen for job, seen in self._seen.items() if job in jobs}
 
     def _here(
-        self, said: RankStatus, before: tuple[RankStatus, RankStatus] | None, now: float
+        self, status: RankStatus, before: tuple[RankStatus, RankStatus] | None, now: float
     ) -> RankStatus:
-        if said.host == self.here:
-            return said
-        if before is None or before[0].pid != said.pid:
-            return replace(said, heartbeat=now, progressed=now)
+        if status.host == self.here:
+            return status
+        if before is None or before[0].pid != status.pid:
+            return replace(status, heartbeat=now, progressed=now)
         earlier, ours = before
         return replace(
-            said,
-            heartbeat=now if said.heartbeat != earlier.heartbeat else ours.heartbeat,
-            progressed=now if said.progressed != earlier.progressed else ours.progressed,
+            status,
+            heartbeat=now if status.heartbeat != earlier.heartbeat else ours.heartbeat,
+            progressed=now if status.progressed != earlier.progressed else ours.progressed,
         )

@@ -84,7 +84,7 @@ def queue() -> dict[str, Listed]:
     """
     columns = ",".join(f"{name}:{_APART}" for name in _COLUMNS)
     text = _run(["squeue", "--noheader", "--me", "--states=all", "-O", columns])
-    return {one.id: one for line in text.splitlines() if (one := _listed(line)) is not None}
+    return {job.id: job for line in text.splitlines() if (job := _listed(line)) is not None}
 
 
 def waiting() -> list[Waiting]:
@@ -94,12 +94,12 @@ def waiting() -> list[Waiting]:
         AwayError: It did not answer.
     """
     text = _run(["squeue", "--noheader", "--states=PENDING", "-o", "%i|%P|%Q|%r"])
-    found = []
+    jobs = []
     for line in text.splitlines():
         parts = one_line(line).strip().split("|", 3)
         if len(parts) == 4 and parts[2].isdecimal():
-            found.append(Waiting(parts[0], tuple(parts[1].split(",")), int(parts[2]), parts[3]))
-    return found
+            jobs.append(Waiting(parts[0], tuple(parts[1].split(",")), int(parts[2]), parts[3]))
+    return jobs
 
 
 def state_of(slurm_id: str) -> str:
@@ -127,11 +127,11 @@ def submit(script: Path, *, inherit: Sequence[int] = ()) -> str:
         AwayError: Slurm did not answer, and may have the job or not.
         UserError: It refuses the job; the message says why.
     """
-    said = _run(["sbatch", "--parsable", str(script)], inherit=inherit)
-    found = _ID.match(said.strip().splitlines()[-1] if said.strip() else "")
-    if found is None:
-        raise AwayError(f"sbatch said {one_line(said)[:200]!r} and no job id")
-    return found[0]
+    answer = _run(["sbatch", "--parsable", str(script)], inherit=inherit)
+    match = _ID.match(answer.strip().splitlines()[-1] if answer.strip() else "")
+    if match is None:
+        raise AwayError(f"sbatch said {one_line(answer)[:200]!r} and no job id")
+    return match[0]
 
 
 def cancel(slurm_id: str) -> None:
@@ -187,15 +187,15 @@ def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:
         raise AwayError(f"{command[0]}: {error.strerror}") from error
     if done.returncode == 0:
         return done.stdout
-    said = one_line(" ".join((done.stderr or done.stdout).split()))[:500]
-    if not said or (_AWAY.search(said) and not _GONE.search(said)):
-        raise AwayError(said or f"{command[0]} ended with status {done.returncode}")
-    raise UserError(_plain(said))
+    message = one_line(" ".join((done.stderr or done.stdout).split()))[:500]
+    if not message or (_AWAY.search(message) and not _GONE.search(message)):
+        raise AwayError(message or f"{command[0]} ended with status {done.returncode}")
+    raise UserError(_plain(message))
 
 
-def _plain(said: str) -> str:
+def _plain(message: str) -> str:
     """Slurm's words, less the names of its commands."""
-    return re.sub(r"\b(sbatch|scancel|scontrol|squeue|slurm_\w+): (error: |fatal: )?", "", said)
+    return re.sub(r"\b(sbatch|scancel|scontrol|squeue|slurm_\w+): (error: |fatal: )?", "", message)
 
 
 def _listed(line: str) -> Listed | None:

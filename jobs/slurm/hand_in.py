@@ -59,8 +59,8 @@ def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
         if not file_lock.take(lock):
             return None  # an earlier keeper is gone, but its sbatch still runs
         # An answer from before that sbatch had ended would not have its job.
-        if record is not None and (found := find(record, commands.queue())):
-            return _record(run_dir, record, found)
+        if record is not None and (existing := find(record, commands.queue())):
+            return _record(run_dir, record, existing)
         spec = load_spec(run_dir.job_file)
         if noted(run_dir):
             _check_fetched(spec, run_dir)
@@ -84,7 +84,7 @@ def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
 
 def find(record: HandedIn, listed: Mapping[str, Listed]) -> str:
     """The job that an earlier keeper handed in before it was killed; "" if it did not."""
-    return next((one.id for one in listed.values() if one.name == record.name), "")
+    return next((job.id for job in listed.values() if job.name == record.name), "")
 
 
 def signal_seconds(run_dir: RunDir) -> int:
@@ -107,9 +107,9 @@ def _check_fetched(spec: JobSpec, run_dir: RunDir) -> None:
 
 
 def _record(run_dir: RunDir, record: HandedIn, slurm_id: str) -> HandedIn:
-    known = replace(record, id=slurm_id)
-    write_handed_in(run_dir, known)
-    return known
+    updated = replace(record, id=slurm_id)
+    write_handed_in(run_dir, updated)
+    return updated
 
 
 def _write_script(spec: JobSpec, job: Job, name: str, home: Path) -> Path:

@@ -32,10 +32,10 @@ from jobs.slurm.hand_in import find, hand_in
 from jobs.slurm.places import Places
 from jobs.slurm.records import (
     HandedIn,
-    Said,
+    WardenReport,
     outcome_file,
     read_handed_in,
-    read_said,
+    read_warden_report,
     warden_file,
     write_handed_in,
 )
@@ -64,7 +64,7 @@ _CODE_EVERY: Final = 30.0  # seconds
 class _Seen:
     """A job as it was seen before, by the clock of this process."""
 
-    warden: Said | None = None
+    warden: WardenReport | None = None
     beaten_at: float = 0.0
     missing_since: float | None = None
     preempted_at: float | None = None
@@ -141,36 +141,37 @@ class Keeper:
             self._away_since = time.monotonic()
 
     def _write_down(self) -> None:
-        """What Slurm said, for everybody who only looks."""
-        said = {
+        """Save what Slurm said for processes that only read it."""
+        answer = {
             "t": time.time(),
             "age": None if self._answered_at is None else time.monotonic() - self._answered_at,
-            "jobs": {one.id: vars(one) for one in self._listed.values()},
+            "jobs": {job.id: vars(job) for job in self._listed.values()},
         }
         with suppress(OSError):
-            write_atomic(self.store.home / KEPT, json.dumps(said) + "\n")
+            write_atomic(self.store.home / KEPT, json.dumps(answer) + "\n")
 
     def _changing(self, jobs: list[Job]) -> bool:
         """Whether a warden says that its job has ended, and Slurm has not said so yet."""
         return any(
-            (said := read_said(outcome_file(job.run_dir))) is not None and said.state.ended
+            (outcome := read_warden_report(outcome_file(job.run_dir))) is not None
+            and outcome.state.ended
             for job in jobs
             if job.state.active
         )
 
     def _cancel_strays(self, jobs: list[Job]) -> None:
         """A job that Slurm took though `sbatch` had given up was handed in again since."""
-        names = Counter(one.name for one in self._listed.values() if not _over(one))
+        names = Counter(listed.name for listed in self._listed.values() if not _over(listed))
         twice = {name for name, count in names.items() if count > 1}
         for job in jobs if twice else ():
             record = read_handed_in(job.run_dir, job.attempt)
             if record is None or not record.id or record.name not in twice:
                 continue
-            for one in self._listed.values():
-                if one.name == record.name and one.id != record.id and not _over(one):
-                    _say(f"job {job.id} is Slurm job {record.id}; cancelling {one.id}")
+            for listed in self._listed.values():
+                if listed.name == record.name and listed.id != record.id and not _over(listed):
+                    _say(f"job {job.id} is Slurm job {record.id}; cancelling {listed.id}")
                     with suppress(AwayError):
-                        commands.cancel(one.id)
+                        commands.cancel(listed.id)
 
     # -- one job ---------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class Keeper:
 
     def _facts(self, job: Job, record: HandedIn, listed: Listed | None) -> Facts:
         now, seen = time.monotonic(), self._seen.setdefault(job.id, _Seen())
-        warden = read_said(warden_file(job.run_dir))
+        warden = read_warden_report(warden_file(job.run_dir))
         if warden != seen.warden:
             seen.warden, seen.beaten_at = warden, now
         if listed is not None:
@@ -261,7 +262,7 @@ class Keeper:
             missing=now - seen.missing_since if seen.missing_since is not None else 0.0,
             warden=warden,
             fresh=mine and now - seen.beaten_at < FRESH,
-            outcome=read_said(outcome_file(job.run_dir)),
+            outcome=read_warden_report(outcome_file(job.run_dir)),
             stopping=job.stop_level > 0,
             saved=newest[0] if newest else None,
             log=_last_line(job.run_dir) if listed is not None and _over(listed) else "",
@@ -315,8 +316,8 @@ class Keeper:
                 self._ask(time.monotonic())
             if self._away_since is not None:
                 self._explain(job, "Slurm does not respond; the job is stopped later")
-            elif record is not None and (found := find(record, self._listed)):
-                write_handed_in(job.run_dir, replace(record, id=found))
+            elif record is not None and (slurm_id := find(record, self._listed)):
+                write_handed_in(job.run_dir, replace(record, id=slurm_id))
                 self._seen.pop(job.id, None)
                 self._soon = True  # and is then stopped as any other
             else:

@@ -59,16 +59,16 @@ def ask_partitions() -> tuple[Partition, ...]:
 def chosen(spec: JobSpec, partitions: Sequence[Partition]) -> tuple[Partition, ...]:
     """Those that a job may go to: which it names, else the default."""
     if spec.slurm_partition is None:
-        return tuple(one for one in partitions if one.default)
+        return tuple(partition for partition in partitions if partition.default)
     names = spec.slurm_partition.split(",")  # Slurm takes the one that is free first
-    return tuple(one for one in partitions if one.name in names)
+    return tuple(partition for partition in partitions if partition.name in names)
 
 
 def unknown_partition(name: str | None, partitions: Sequence[Partition]) -> str:
     """Warn of a partition that the cluster does not have; "" while that is not known."""
-    known = {one.name for one in partitions}
-    missing = [one for one in (name or "").split(",") if one and one not in known]
-    if not missing or not known:
+    names = {partition.name for partition in partitions}
+    missing = [part for part in (name or "").split(",") if part and part not in names]
+    if not missing or not names:
         return ""
     what = f"partition {missing[0]}" if len(missing) == 1 else f"partitions {', '.join(missing)}"
     return f"slurm_partition: Slurm lists no {what}; it has {in_words(partitions)}"
@@ -76,19 +76,21 @@ def unknown_partition(name: str | None, partitions: Sequence[Partition]) -> str:
 
 def in_words(partitions: Sequence[Partition]) -> str:
     """`gpu (default), debug, long`."""
-    names = [f"{one.name}{' (default)' * one.default}" for one in partitions]
+    names = [f"{partition.name}{' (default)' * partition.default}" for partition in partitions]
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{', '.join(names[:_LISTED])}{more}"
 
 
 def _read(text: str) -> tuple[Partition, ...]:
-    found: dict[str, Partition] = {}
+    partitions: dict[str, Partition] = {}
     for line in text.splitlines():
         name, bar, gres = one_line(line).strip().partition("|")
         if not name or not bar:
             continue
         plain = name.removesuffix("*")
-        before = found[plain].gpus if plain in found else ()
+        before = partitions[plain].gpus if plain in partitions else ()
         gpus = dict.fromkeys([*before, *(match[1] or "" for match in _GPU.finditer(gres))])
-        found[plain] = Partition(plain, name.endswith("*"), tuple(gpus))
-    return tuple(sorted(found.values(), key=lambda one: (not one.default, one.name)))
+        partitions[plain] = Partition(plain, name.endswith("*"), tuple(gpus))
+    return tuple(
+        sorted(partitions.values(), key=lambda partition: (not partition.default, partition.name))
+    )

@@ -1,4 +1,4 @@
-"""Where waiting jobs stand in the queue of their partition, among everybody's jobs."""
+"""Where waiting jobs stand in the queue of their partition, among everyone's jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Places:
     """Remembers the places of our jobs between two questions; asks nothing while none waits."""
 
     _asked_at: float = float("-inf")
-    _said: dict[str, str] = field(default_factory=dict)
+    _by_id: dict[str, str] = field(default_factory=dict)
 
     def beside(self, listed: Mapping[str, Listed], now: float) -> dict[str, Listed]:
         """The same jobs with their places.
@@ -34,31 +34,31 @@ class Places:
             listed: Our jobs, by id.
             now: Seconds, of a clock that never goes back.
         """
-        waiting = {one.id for one in listed.values() if one.state == "PENDING"}
-        known = waiting <= self._said.keys()
-        if waiting and now - self._asked_at >= (EVERY if known else _SOON):
+        waiting = {job.id for job in listed.values() if job.state == "PENDING"}
+        all_placed = waiting <= self._by_id.keys()
+        if waiting and now - self._asked_at >= (EVERY if all_placed else _SOON):
             self._asked_at = now
-            with suppress(commands.AwayError, UserError):  # what was said stays
-                found = places(commands.waiting())
-                self._said = {one: found.get(one, "") for one in waiting}
+            with suppress(commands.AwayError, UserError):  # keep the last answer
+                answer = places(commands.waiting())
+                self._by_id = {slurm_id: answer.get(slurm_id, "") for slurm_id in waiting}
         return {
-            one.id: replace(one, place=self._said.get(one.id, "")) if one.id in waiting else one
-            for one in listed.values()
+            job.id: replace(job, place=self._by_id.get(job.id, "")) if job.id in waiting else job
+            for job in listed.values()
         }
 
 
 def places(waiting: Iterable[Waiting]) -> dict[str, str]:
     """Job id → such as `3 of 41 in gpu`, by priority; of several partitions in the first."""
     queues: dict[str, list[Waiting]] = {}
-    for one in waiting:
-        if not one.reason.startswith(_ASIDE):
-            for name in one.partitions:
-                queues.setdefault(name, []).append(one)
-    found = {}
+    for job in waiting:
+        if not job.reason.startswith(_ASIDE):
+            for name in job.partitions:
+                queues.setdefault(name, []).append(job)
+    texts = {}
     for name, queue in queues.items():
         # Slurm takes the one that was handed in first where priorities are the same.
-        queue.sort(key=lambda one: (-one.priority, len(one.id), one.id))
-        for place, one in enumerate(queue, start=1):
-            if one.partitions[0] == name:
-                found[one.id] = f"{place} of {len(queue)} in {name}"
-    return found
+        queue.sort(key=lambda job: (-job.priority, len(job.id), job.id))
+        for place, job in enumerate(queue, start=1):
+            if job.partitions[0] == name:
+                texts[job.id] = f"{place} of {len(queue)} in {name}"
+    return texts

@@ -1,4 +1,4 @@
-"""What stands in the run directory of a Slurm job besides what every run has.
+"""Files in the run directory of a Slurm job besides those of every run.
 
     slurm.json      by the queue: which Slurm job this is
     warden.json     by the supervisor in the allocation: what it sees, about every five seconds
@@ -56,8 +56,8 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a warden says, as its present view or as the outcome.
+class WardenReport:
+    """What a warden reports: its current view of the job, or the outcome.
 
     Attributes:
         allocation: Whose warden it is.
@@ -89,42 +89,42 @@ def outcome_file(run_dir: RunDir) -> Path:
 
 
 def read_handed_in(run_dir: RunDir, attempt: int | None = None) -> HandedIn | None:
-    """Which Slurm job it is; None while it is none, or only of another attempt."""
-    found = read_json(handed_in_file(run_dir)) or {}
+    """Which Slurm job it is; None if it has none yet, or only one of another attempt."""
+    values = read_json(handed_in_file(run_dir)) or {}
     try:
-        said = HandedIn(
-            str(found["name"]), int(found["attempt"]), str(found["id"]), int(found["step"])
+        record = HandedIn(
+            str(values["name"]), int(values["attempt"]), str(values["id"]), int(values["step"])
         )
     except (LookupError, TypeError, ValueError):
         return None
-    return said if attempt in (None, said.attempt) else None
+    return record if attempt in (None, record.attempt) else None
 
 
-def write_handed_in(run_dir: RunDir, said: HandedIn) -> None:
-    write_atomic(handed_in_file(run_dir), json.dumps(asdict(said)) + "\n", durable=True)
+def write_handed_in(run_dir: RunDir, record: HandedIn) -> None:
+    write_atomic(handed_in_file(run_dir), json.dumps(asdict(record)) + "\n", durable=True)
 
 
-def read_said(path: Path) -> Said | None:
-    """What a warden wrote; None where there is nothing, or nothing that can be read."""
-    found = read_json(path) or {}
+def read_warden_report(path: Path) -> WardenReport | None:
+    """What a warden wrote; None if there is nothing, or nothing readable."""
+    values = read_json(path) or {}
     try:
-        return Said(
-            Allocation(str(found["slurm_id"]), int(found["restart"])),
-            State(found["state"]),
-            one_line(str(found["reason"])),
-            one_line(str(found.get("host", ""))),
-            int(found.get("beat", 0)),
-            bool(found.get("worth_retrying", False)),
+        return WardenReport(
+            Allocation(str(values["slurm_id"]), int(values["restart"])),
+            State(values["state"]),
+            one_line(str(values["reason"])),
+            one_line(str(values.get("host", ""))),
+            int(values.get("beat", 0)),
+            bool(values.get("worth_retrying", False)),
         )
     except (LookupError, TypeError, ValueError):
         return None
 
 
-def write_said(path: Path, said: Said, *, durable: bool = False) -> None:
-    values: dict[str, Any] = asdict(replace(said)) | {
-        "slurm_id": said.allocation.id,
-        "restart": said.allocation.restart,
-        "state": str(said.state),
+def write_warden_report(path: Path, report: WardenReport, *, durable: bool = False) -> None:
+    values: dict[str, Any] = asdict(replace(report)) | {
+        "slurm_id": report.allocation.id,
+        "restart": report.allocation.restart,
+        "state": str(report.state),
     }
     del values["allocation"]
     write_atomic(path, json.dumps(values) + "\n", durable=durable)

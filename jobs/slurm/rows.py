@@ -24,8 +24,8 @@ LOCK: Final = "slurm.lock"
 
 def unended(jobs: Iterable[Job]) -> list[Job]:
     """The Slurm jobs among these that have not ended, in queue order."""
-    found = [job for job in jobs if not job.state.ended and job.on_slurm]
-    return sorted(found, key=lambda job: (-job.priority, job.queued, job.id))
+    unfinished = [job for job in jobs if not job.state.ended and job.on_slurm]
+    return sorted(unfinished, key=lambda job: (-job.priority, job.queued, job.id))
 
 
 def look_after_slurm_jobs(store: Store) -> None:
@@ -36,11 +36,11 @@ def look_after_slurm_jobs(store: Store) -> None:
     states = [State.QUEUED, *ACTIVE]
     marks = ",".join("?" * len(states))
     with store.connect() as db:
-        found = db.execute(
+        row = db.execute(
             f"SELECT 1 FROM jobs WHERE state IN ({marks}) AND wanted=? LIMIT 1",
             [*states, json.dumps(SLURM)],
         ).fetchone()
-    if found is not None:
+    if row is not None:
         ensure_keeper(store)
 
 

@@ -10,7 +10,7 @@ from jobs.slurm.records import Allocation
 
 if TYPE_CHECKING:
     from jobs.slurm.commands import Listed
-    from jobs.slurm.records import Said
+    from jobs.slurm.records import WardenReport
 
 UNKNOWN_FOR: Final = 60.0  # seconds that Slurm may not know a job before it is lost
 AGE: Final = "; Slurm has not responded for "
@@ -76,9 +76,9 @@ class Facts:
     listed: Listed | None
     silent: float | None = None
     missing: float = 0.0
-    warden: Said | None = None
+    warden: WardenReport | None = None
     fresh: bool = False
-    outcome: Said | None = None
+    outcome: WardenReport | None = None
     stopping: bool = False
     saved: int | None = None
     log: str = ""
@@ -113,16 +113,16 @@ def settle(now: Verdict, facts: Facts) -> Verdict:
 def waits(listed: Listed) -> str:
     """Why a job waits, in a sentence."""
     code = listed.reason.strip("()").partition(",")[0]
-    said = [f"Slurm job {listed.id}"]
+    parts = [f"Slurm job {listed.id}"]
     if code:
-        said.append(_WHY.get(code, listed.reason.replace("_", " ")))
+        parts.append(_WHY.get(code, listed.reason.replace("_", " ")))
     if listed.place:
-        said.append(f"place {listed.place}")
+        parts.append(f"place {listed.place}")
     if listed.starts:
-        said.append(f"expected to start {listed.starts.replace('T', ' ')[:16]}")
+        parts.append(f"expected to start {listed.starts.replace('T', ' ')[:16]}")
     if listed.restarts:
-        said.append(f"requeued {listed.restarts} time{'s' * (listed.restarts > 1)}")
-    return ": ".join([said[0], "; ".join(said[1:])]) if len(said) > 1 else f"{said[0]} waits"
+        parts.append(f"requeued {listed.restarts} time{'s' * (listed.restarts > 1)}")
+    return ": ".join([parts[0], "; ".join(parts[1:])]) if len(parts) > 1 else f"{parts[0]} waits"
 
 
 def age(seconds: float) -> str:
@@ -137,9 +137,9 @@ def base(reason: str) -> str:
     return reason.partition(AGE)[0]
 
 
-def of_allocation(said: Said | None, allocation: Allocation) -> Said | None:
-    """What a warden said, if it is the one of this allocation."""
-    return said if said is not None and said.allocation == allocation else None
+def of_allocation(report: WardenReport | None, allocation: Allocation) -> WardenReport | None:
+    """What a warden reported, if it belongs to this allocation."""
+    return report if report is not None and report.allocation == allocation else None
 
 
 def _allocation(facts: Facts) -> Allocation:
@@ -148,19 +148,19 @@ def _allocation(facts: Facts) -> Allocation:
 
 def _running(now: Verdict, facts: Facts, listed: Listed) -> Verdict:
     mine = _allocation(facts)
-    said = of_allocation(facts.outcome, mine) or of_allocation(facts.warden, mine)
-    if said is None:
+    report = of_allocation(facts.outcome, mine) or of_allocation(facts.warden, mine)
+    if report is None:
         on = f" on {listed.nodes}" if listed.nodes else ""
         return Verdict(State.STARTING, f"Slurm job {facts.id} starts{on}")
-    if said.state.ended:
+    if report.state.ended:
         return now  # the allocation is about to end, and Slurm to say how
-    return Verdict(said.state, said.reason)
+    return Verdict(report.state, report.reason)
 
 
 def _ended(facts: Facts, listed: Listed) -> Verdict:
-    said = of_allocation(facts.outcome, _allocation(facts))
-    if said is not None:
-        return Verdict(said.state, said.reason)
+    report = of_allocation(facts.outcome, _allocation(facts))
+    if report is not None:
+        return Verdict(report.state, report.reason)
     state = listed.state
     if state == "CANCELLED" or (facts.stopping and state in LOST):
         return Verdict(State.STOPPED, f"stopped; {_resume(facts)}")

@@ -1,4 +1,4 @@
-"""One launch of a job's ranks in an allocation: `srun`, and what it is told."""
+"""One launch of a job's ranks in an allocation: `srun` and its arguments."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def start_step(
 
 def was_refused(run_dir: RunDir) -> bool:
     """Whether Slurm gave no step, or could not start all ranks: that is nobody's failure."""
-    said = read_tail(run_dir.launcher_log)
-    none = _REFUSED.search(said) is not None and not run_dir.rank_statuses()
-    return none or _HALF in said
+    output = read_tail(run_dir.launcher_log)
+    none = _REFUSED.search(output) is not None and not run_dir.rank_statuses()
+    return none or _HALF in output
 
 
 def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:
@@ -109,8 +109,8 @@ def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:
 
     A preemption begins so, with ranks alone; while they start, they cannot save.
     """
-    ends = [one for one in rank_exits(run_dir) if one.rank not in ended_by_us]
-    return any(one.code == -signal.SIGTERM for one in ends)
+    ends = [rank_exit for rank_exit in rank_exits(run_dir) if rank_exit.rank not in ended_by_us]
+    return any(rank_exit.code == -signal.SIGTERM for rank_exit in ends)
 
 
 def await_answer(slurm_id: str, ends: Callable[[], bool]) -> str | None:
@@ -161,7 +161,7 @@ def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str])
 
 
 def _strategy(spec: JobSpec, before: Mapping[str, object]) -> tuple[str, str]:
-    """What runs; a restart goes on with what `auto` came to at first."""
+    """What runs; a restart keeps what `auto` chose at first."""
     environment = before.get("environment")
     strategy, reason = launched_strategy(environment if isinstance(environment, dict) else {})
     if spec.strategy == "auto" and strategy and reason != AS_ASKED:

@@ -29,11 +29,11 @@ from jobs.slurm import commands
 from jobs.slurm.commands import AwayError
 from jobs.slurm.records import (
     Allocation,
-    Said,
+    WardenReport,
     asked_to_stop,
     outcome_file,
     warden_file,
-    write_said,
+    write_warden_report,
 )
 from jobs.slurm.step import await_answer, start_step, was_refused, were_terminated
 from jobs.spec.file.load import load_spec
@@ -69,14 +69,14 @@ class Warden:
         allocation: Slurm's job id and restart count.
         attempt: Ours, by which a person's requests are known; None for a job handed in by hand.
         time_up: Whether the time limit is near.
-        told_to_end: Whether Slurm sent SIGTERM: a cancellation, or a preemption.
+        sigterm_received: Whether Slurm sent SIGTERM: a cancellation, or a preemption.
     """
 
     run_dir: RunDir
     allocation: Allocation
     attempt: int | None = None
     time_up: bool = False
-    told_to_end: bool = False
+    sigterm_received: bool = False
     up: bool = False  # all ranks have been, in this launch
     stop_level: int = 0
     deadline: float | None = None
@@ -84,7 +84,7 @@ class Warden:
     hang: str | None = None
     watch: Watch = field(default_factory=Watch)
     ended_by_us: set[int] = field(default_factory=set)
-    _said: tuple[State, str] = (State.STARTING, "")
+    _reported: tuple[State, str] = (State.STARTING, "")
     _beat: int = 0
     _beaten_at: float = 0.0
 
@@ -183,7 +183,7 @@ class Warden:
             raise SystemExit(1)
 
     def _is_to_end(self) -> bool:
-        return self.time_up or self.told_to_end or self._persons_wish() > 0
+        return self.time_up or self.sigterm_received or self._persons_wish() > 0
 
     def _look_without_ranks(self, attempt: Attempt) -> bool:
         """Show signs of life while Slurm starts no ranks; whether to wait no longer."""
@@ -197,7 +197,7 @@ class Warden:
         ranks = self.watch.look(statuses, time.monotonic())
         everyone = len(statuses) == world_size(attempt.spec)
         if self.stop_level:
-            self._say(State.STOPPING, self._said[1])
+            self._say(State.STOPPING, self._reported[1])
         elif everyone and all(status.phase not in _NOT_UP for status in statuses):
             saving = [_SAVING[s.phase] for s in statuses if s.phase in _SAVING]
             state, self.up = State.SAVING if saving else State.RUNNING, True
@@ -206,9 +206,9 @@ class Warden:
             self._say(State.STARTING, "starting ranks")
         self._end_the_stranded(attempt, statuses)
         if everyone and not (self.hang or self.failed_at or self.stop_level):
-            found = find_hang(ranks, attempt.spec.hang_timeout)
-            if found is not None:
-                self._end_a_hang(attempt, found.reason)
+            hang = find_hang(ranks, attempt.spec.hang_timeout)
+            if hang is not None:
+                self._end_a_hang(attempt, hang.reason)
         self._carry_out_stops(attempt)
 
     def _end_the_stranded(self, attempt: Attempt, statuses: list[RankStatus]) -> None:
@@ -222,7 +222,7 @@ class Warden:
             return
         if time.monotonic() - self.failed_at >= FAILURE_GRACE and not self.ended_by_us:
             failed = {error["rank"] for error in self.run_dir.rank_errors()}
-            failed |= {one.rank for one in rank_exits(self.run_dir)}
+            failed |= {rank_exit.rank for rank_exit in rank_exits(self.run_dir)}
             self.ended_by_us = {s.rank for s in statuses if s.rank not in failed}
             self._log("a rank has failed; ending the others")
             self._kill(attempt)
@@ -243,7 +243,7 @@ class Warden:
 
     def _carry_out_stops(self, attempt: Attempt) -> None:
         """A person's wish, the time limit, or Slurm's SIGTERM, which ranks may have got or not."""
-        wish = max(self._persons_wish(), int(self.time_up or self.told_to_end))
+        wish = max(self._persons_wish(), int(self.time_up or self.sigterm_received))
         late = self.deadline is not None and time.monotonic() > self.deadline
         level = min(3, max(wish, self.stop_level + 1 if late and self._persons_wish() else 0))
         if level <= self.stop_level:
@@ -285,12 +285,12 @@ class Warden:
         retries = outcome.worth_retrying and spec.max_restarts > 0 and spec.slurm_requeue
         if outcome.state is not State.STOPPED and not (self.time_up and retries):
             terminated = self.stop_level < 2 and were_terminated(self.run_dir, self.ended_by_us)
-            if self.told_to_end or terminated or self._is_ending():
+            if self.sigterm_received or terminated or self._is_ending():
                 self._await_verdict()
             return outcome
-        if self.told_to_end or not self.time_up:
+        if self.sigterm_received or not self.time_up:
             # A cancellation, or a preemption, which signals only the ranks. To exit now would
-            # look to Slurm like an end in order, and a preempted job would not go on.
+            # look to Slurm like a normal end, and a preempted job would not be requeued.
             self._say(State.STOPPING, f"{outcome.reason}; waiting for Slurm")
             if not self._await_verdict():
                 reason = f"someone sent SIGTERM to the ranks; {outcome.reason}"
@@ -307,7 +307,7 @@ class Warden:
         """Go back into Slurm's queue, which ends this process; if that fails, it has stopped."""
         self._say(State.STOPPING, f"{stopped.reason}; requeueing")
         while not self._persons_wish():
-            self._say(*self._said)
+            self._say(*self._reported)
             try:
                 commands.requeue(self.allocation.id)
             except AwayError as error:  # it has until the time limit to come back
@@ -336,7 +336,7 @@ class Warden:
         """Stay until Slurm ends this process; False if it does not in a long time."""
         until = time.monotonic() + VERDICT_TAKES
         while time.monotonic() < until:
-            self._say(*self._said)
+            self._say(*self._reported)
             if self._persons_wish():
                 return True
             with suppress(AwayError):
@@ -351,7 +351,7 @@ class Warden:
                 self.run_dir.clear_request(request)
         keep_failure(self.run_dir, outcome.failure)
         self._log(f"{outcome.state}: {outcome.reason}")
-        said = Said(
+        report = WardenReport(
             self.allocation,
             outcome.state,
             outcome.reason,
@@ -361,7 +361,7 @@ class Warden:
         )
         while True:
             try:
-                write_said(outcome_file(self.run_dir), said, durable=True)
+                write_warden_report(outcome_file(self.run_dir), report, durable=True)
             except OSError as error:  # a full disk; else the state would lie
                 self._log(f"could not record the end: {error}")
                 time.sleep(_ASK_EVERY)
@@ -384,15 +384,15 @@ class Warden:
     def _say(self, state: State, reason: str) -> None:
         """Write the state down, at once if it changed, else from time to time."""
         now = time.monotonic()
-        if (state, reason) == self._said and now - self._beaten_at < BEAT_EVERY:
+        if (state, reason) == self._reported and now - self._beaten_at < BEAT_EVERY:
             return
-        if (state, reason) != self._said:
+        if (state, reason) != self._reported:
             self._log(f"{state}: {reason}")
-        self._said, self._beaten_at = (state, reason), now
+        self._reported, self._beaten_at = (state, reason), now
         self._beat += 1
-        said = Said(self.allocation, state, reason, socket.gethostname(), self._beat)
+        report = WardenReport(self.allocation, state, reason, socket.gethostname(), self._beat)
         with suppress(OSError):
-            write_said(warden_file(self.run_dir), said)
+            write_warden_report(warden_file(self.run_dir), report)
 
     def _log(self, text: str) -> None:
         """A line of the batch script's log."""

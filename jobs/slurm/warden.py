@@ -51,7 +51,7 @@ def main() -> int:
         warden.time_up = True
 
     def note_end(*_: object) -> None:
-        warden.told_to_end = True
+        warden.sigterm_received = True
 
     # A cancellation is SIGTERM: only USR2, which the script asks for, may requeue.
     signal.signal(signal.SIGUSR2, note_limit)

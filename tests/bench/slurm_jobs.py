@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from jobs.queue.states import State  # noqa: E402
 from jobs.queue.store import Store  # noqa: E402
 from jobs.run.rundir import RunDir  # noqa: E402
-from jobs.slurm.records import Allocation, Said, warden_file, write_said  # noqa: E402
+from jobs.slurm.records import Allocation, WardenReport, warden_file, write_warden_report  # noqa: E402
 from tests.bench.scale import dashboard, keeper  # noqa: E402
 from tests.support.jobs.fake_slurm import FakeSlurm  # noqa: E402
 from tests.support.jobs.many_slurm_jobs import as_squeue, many_slurm_jobs  # noqa: E402
@@ -41,8 +41,8 @@ def beat(store: Store, running: list[Listed], ended: threading.Event) -> None:
         number += 1
         for one in running:
             run_dir = RunDir(store.home / "runs" / f"{one.id}-j")
-            said = Said(Allocation(one.id), State.RUNNING, "all ranks are up", "n1", number)
-            write_said(warden_file(run_dir), said)
+            said = WardenReport(Allocation(one.id), State.RUNNING, "all ranks are up", "n1", number)
+            write_warden_report(warden_file(run_dir), said)
 
 
 def main() -> None:

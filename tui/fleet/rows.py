@@ -27,7 +27,7 @@ from tui.widgets.job_rows import GLYPHS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.fleet.lines import BoxGpu, BoxJob, Told
+    from jobs.fleet.lines import BoxGpu, BoxJob, Snapshot
     from jobs.fleet.link import BoxView
 
 _SIGNS: Final = {
@@ -54,7 +54,7 @@ def box_rows(views: Sequence[BoxView], now: float, width: int) -> list[Row]:
         width: Cells of a line.
     """
     names = min(_MOST_NAME, max(7, *(len(view.box.name) for view in views)))
-    most = max((len(view.told.gpus) for view in views if view.told), default=0)
+    most = max((len(view.snapshot.gpus) for view in views if view.snapshot), default=0)
     cells = max(4, min(_MOST_CELLS, most))
     free = max(9, *(len(gpus_text(view)) for view in views))
     words, number_width = _NUMBERS[width >= _ROOMY]
@@ -76,18 +76,18 @@ def _box_row(
     sign, role = _SIGNS[status]
     row = [Span(f"{sign} ", role), Span(left(view.box.name, names) + "  ", "strong")]
     room = width - names - 4
-    if view.told is None:
+    if view.snapshot is None:
         text = f"{status_text(view, now)}: {view.why}" if view.why else status_text(view, now)
         return (*row, Span(cut(text, room), role))
     stale = status not in ("here", "connecting")
-    row += _gpu_cells(view.told.gpus, cells, stale)
+    row += _gpu_cells(view.snapshot.gpus, cells, stale)
     row.append(Span(" " + left(gpus_text(view), free), "dim"))
     roles = ("good", "", "bad")
-    for count, counted in zip(counts(view.told.jobs), roles, strict=True):
+    for count, counted in zip(counts(view.snapshot.jobs), roles, strict=True):
         row.append(Span(right(str(count), number_width), counted if count and not stale else "dim"))
     room -= cells + 1 + free + 3 * number_width + 2
     if room > 0:
-        doing, shade = (brief_status(view, now), role) if stale else _doing(view.told)
+        doing, shade = (brief_status(view, now), role) if stale else _doing(view.snapshot)
         row.append(Span("  " + cut(doing, room), shade))
     return tuple(row)
 
@@ -104,16 +104,16 @@ def _gpu_cells(gpus: Sequence[BoxGpu], cells: int, stale: bool) -> list[Span]:
     return [*spans, Span(" " * (cells - len(gpus)))]
 
 
-def _doing(report: Told) -> tuple[str, str]:
+def _doing(snapshot: Snapshot) -> tuple[str, str]:
     """The first active job, or what else there is to say."""
-    if report.problem:
-        return report.problem, "bad"
-    active = [job for job in order_of(report.jobs) if job.state in _ACTIVE]
+    if snapshot.problem:
+        return snapshot.problem, "bad"
+    active = [job for job in order_of(snapshot.jobs) if job.state in _ACTIVE]
     if active:
         job = active[0]
         done = percent(100 * job.step / job.total_steps if job.total_steps else 0)
         return " ".join([done, *([duration(job.eta)] if job.eta else []), job.name]), ""
-    return ("queue paused" if report.paused else "idle"), "dim"
+    return ("queue paused" if snapshot.paused else "idle"), "dim"
 
 
 def about_rows(view: BoxView, now: float, width: int) -> list[Row]:
@@ -130,16 +130,16 @@ def about_rows(view: BoxView, now: float, width: int) -> list[Row]:
     if status != "here" or view.why:
         why = f": {view.why}" if view.why else ""
         rows += _wrapped(status_text(view, now) + why, role if status != "here" else "bad", width)
-    report = view.told
-    if report is None:
+    snapshot = view.snapshot
+    if snapshot is None:
         return rows
-    if report.newer:
-        text = f"some of what it says is not known here: its fsdp-tui is {report.head.version}"
+    if snapshot.newer:
+        text = f"some of what it says is not known here: its fsdp-tui is {snapshot.head.version}"
         rows += _wrapped(text, "warn", width)
-    rows += [_gpu_row(gpu, width) for gpu in report.gpus]
-    if report.gpus and report.jobs:
+    rows += [_gpu_row(gpu, width) for gpu in snapshot.gpus]
+    if snapshot.gpus and snapshot.jobs:
         rows.append(())
-    jobs = order_of(report.jobs)
+    jobs = order_of(snapshot.jobs)
     ended = [job for job in jobs if job.state not in _ACTIVE and job.state != State.QUEUED]
     shown = [*jobs[: len(jobs) - len(ended)], *ended[:_MOST_ENDED]]
     if shown:
@@ -151,11 +151,11 @@ def about_rows(view: BoxView, now: float, width: int) -> list[Row]:
 
 def _title(view: BoxView) -> str:
     """`big · 8 NVIDIA H200 · gpu-3.lab · fsdp-tui 0.9`."""
-    if view.told is None:
+    if view.snapshot is None:
         return view.box.name
-    head = view.told.head
-    names = sorted({gpu.name for gpu in view.told.gpus if gpu.name})
-    cards = f" · {len(view.told.gpus)} {names[0]}" if len(names) == 1 else ""
+    head = view.snapshot.head
+    names = sorted({gpu.name for gpu in view.snapshot.gpus if gpu.name})
+    cards = f" · {len(view.snapshot.gpus)} {names[0]}" if len(names) == 1 else ""
     return f"{view.box.name}{cards} · {head.host} · fsdp-tui {head.version}"
 
 
@@ -214,14 +214,16 @@ def _job_row(job: BoxJob, width: int, ids: int, names: int, steps: int) -> Row:
 
 def totals(views: Sequence[BoxView], now: float) -> str:
     """`3 machines · 5 of 24 GPUs free · 4 running, 2 queued · 1 away`."""
-    reports = [
-        view.told for view in views if view.told is not None and view.status_at(now) == "here"
+    snapshots = [
+        view.snapshot
+        for view in views
+        if view.snapshot is not None and view.status_at(now) == "here"
     ]
-    gpus = [gpu for report in reports for gpu in report.gpus]
-    running, queued, _ = counts(job for report in reports for job in report.jobs)
+    gpus = [gpu for snapshot in snapshots for gpu in snapshot.gpus]
+    running, queued, _ = counts(job for snapshot in snapshots for job in snapshot.jobs)
     parts = [f"{len(views)} machine{'s' * (len(views) != 1)}"]
     parts += [f"{sum(map(is_free, gpus))} of {len(gpus)} GPUs free"] if gpus else []
-    parts += [f"{running} running, {queued} queued"] if reports else []
+    parts += [f"{running} running, {queued} queued"] if snapshots else []
     for status in ("away", "silent", "connecting"):
         if count := sum(view.status_at(now) == status for view in views):
             parts.append(f"{count} {status}")

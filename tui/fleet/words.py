@@ -51,11 +51,11 @@ def brief_status(view: BoxView, now: float) -> str:
 
 def gpus_text(view: BoxView) -> str:
     """`3 of 8 free`, or what the box has instead."""
-    if view.told is None:
+    if view.snapshot is None:
         return ""
-    gpus = view.told.gpus
+    gpus = view.snapshot.gpus
     if not gpus:
-        return f"CPU, {view.told.head.cores} cores"
+        return f"CPU, {view.snapshot.head.cores} cores"
     return f"{sum(map(is_free, gpus))} of {len(gpus)} free"
 
 
@@ -66,13 +66,13 @@ def is_free(gpu: BoxGpu) -> bool:
 
 def counts_text(view: BoxView) -> str:
     """`2 running, 1 queued, 1 failed`."""
-    if view.told is None:
+    if view.snapshot is None:
         return ""
-    running, queued, failed = counts(view.told.jobs)
+    running, queued, failed = counts(view.snapshot.jobs)
     parts = [f"{running} running"] if running else []
     parts += [f"{queued} queued"] if queued else []
     parts += [f"{failed} failed"] if failed else []
-    return ", ".join(parts) + (" (queue paused)" if view.told.paused else "") or "idle"
+    return ", ".join(parts) + (" (queue paused)" if view.snapshot.paused else "") or "idle"
 
 
 def counts(jobs: Iterable[BoxJob]) -> tuple[int, int, int]:

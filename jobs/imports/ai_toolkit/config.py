@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TITLE: Final = "ai-toolkit"
 
-# What it takes where a key is left out, of those that decide what is trained.
+# What it uses for keys that are not set, of those that decide what is trained.
 _DEFAULTS: Final[dict[str, Any]] = {
     "train.lr": 1e-6,
     "train.dtype": "fp32",
@@ -89,7 +89,7 @@ def _process(path: Path, values: Any) -> tuple[dict[str, Any], dict[str, Any], i
 
 
 def _defaults(process: dict[str, Any]) -> dict[str, Any]:
-    """What the tool takes for keys that are left out."""
+    """What the tool uses for keys that are not set."""
     defaults = dict(_DEFAULTS)
     network, sample = process.get("network"), process.get("sample")
     if isinstance(network, dict):

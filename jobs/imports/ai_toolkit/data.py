@@ -73,10 +73,10 @@ def read_datasets(draft: Draft, key: str, value: Any) -> None:
 
 def _resolution(part: Draft, key: str, value: Any) -> None:
     """One resolution or several; both train every image at each that it is large enough for."""
-    sides = [as_number(one) for one in (value if isinstance(value, list) else [value])]
-    known = [int(side) for side in sides if side]
-    if known:
-        part.take(key, "resolution", known)
+    sides = [as_number(side) for side in (value if isinstance(value, list) else [value])]
+    resolutions = [int(side) for side in sides if side]
+    if resolutions:
+        part.take(key, "resolution", resolutions)
     else:
         part.unreadable(key, "not a number")
 
@@ -90,14 +90,14 @@ def _caption_suffix(part: Draft, key: str, value: Any) -> None:
 
 
 def _default_caption(part: Draft, key: str, value: Any) -> None:
-    """The caption of pictures that have none, with the trigger word as the tool puts it in."""
+    """The caption of images that have none, with the trigger word as the tool inserts it."""
     word = part.job.get("trigger_word")
     text = str(value).replace(TRIGGER, word or "")
     data.only_caption(part, key, f"{word} {text}" if word and word not in text else text)
 
 
 def _control(part: Draft, key: str, value: Any) -> None:
-    """Control images; of Kontext, there as large as the picture beside them."""
+    """Control images; the tool makes those of Kontext as large as the training image."""
     if is_off(value):
         part.unneeded(key, "off is the default")
         return
@@ -226,22 +226,22 @@ def _prompts(draft: Draft, key: str, value: Any) -> None:
 
 
 def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a prompt that is a mapping, and what of it is not done here."""
+    """Settings of a prompt that is a mapping, and its keys that are not supported here."""
     settings = {_SETTINGS[k]: v for k, v in entry.items() if k in _SETTINGS and v is not None}
     width, height = entry.get("width"), entry.get("height")
     if width or height:
         settings["resolution"] = f"{width or height}x{height or width}"
     if controls := [entry[key] for key in _CONTROLS if entry.get(key)]:
         settings["conditioning_image"] = controls
-    known = (*_SETTINGS, *_CONTROLS, "width", "height", "fps")
-    lost = [str(k) for k in entry if k not in known]
+    supported = (*_SETTINGS, *_CONTROLS, "width", "height", "fps")
+    lost = [str(k) for k in entry if k not in supported]
     if not settings.get("negative_prompt"):
         settings.pop("negative_prompt", None)
     return settings, lost
 
 
 def _of_text(text: str) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a prompt with flags behind it, and those that are not known here."""
+    """Settings of a prompt followed by flags, and the flags that are not supported here."""
     prompt, *flags = re.split(r"(?:^|\s)--(?=[a-z])", text)
     settings: dict[str, Any] = {"prompt": prompt.strip()}
     sides: dict[str, str] = {}

@@ -63,7 +63,7 @@ _DTYPES: Final = {
 }
 
 
-_QTYPE: Final = "qfloat8"  # where `model.qtype` is left out
+_QTYPE: Final = "qfloat8"  # if `model.qtype` is not set
 
 
 # -- model and adapter -----------------------------------------------------------------------
@@ -129,9 +129,9 @@ def use_default_architecture(draft: Draft) -> None:
 
     ai-toolkit assumes Stable Diffusion 1; a family in the model's name takes precedence.
     """
-    said = (draft.get("model.arch"), *(draft.on(switch) for switch in SWITCHES.split()))
+    settings = (draft.get("model.arch"), *(draft.on(switch) for switch in SWITCHES.split()))
     name = draft.get("model.name_or_path")
-    if any(said) or name is None:
+    if any(settings) or name is None:
         return
     guess = models.guess_family(draft, str(name))
     family = guess or "stable_diffusion"

@@ -66,7 +66,7 @@ def conditioning_folder(part: Draft, key: str, value: Any) -> None:
     takes = references_of(part)
     before = part.values.get("conditioning_path") or []
     given = value if isinstance(value, list) else [value]
-    paths = [*before, *(str(find_beside(part.folder, str(one)) or one) for one in given)]
+    paths = [*before, *(str(find_beside(part.folder, str(name)) or name) for name in given)]
     if takes is None:
         part.unsupported(key, f"{family_of(part).title} trains without conditioning images here")
     elif len(paths) > takes.most:
@@ -178,7 +178,7 @@ def _merge(draft: Draft, parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 def _join_resolutions(entry: dict[str, Any], again: dict[str, Any]) -> bool:
     """Make a folder that comes again at another resolution one dataset of both."""
-    first, second = (one.get("resolution") for one in (entry, again))
+    first, second = (dataset.get("resolution") for dataset in (entry, again))
     if not first or not second or set(sides_of(first)) & set(sides_of(second)):
         return False
     if entry.get("repeats") != again.get("repeats"):
@@ -190,12 +190,12 @@ def _join_resolutions(entry: dict[str, Any], again: dict[str, Any]) -> bool:
 def _share_resolution(draft: Draft, entries: Sequence[dict[str, Any]]) -> None:
     """One resolution of all datasets is the job's; else samples are as large as the largest."""
     asked = [entry.get("resolution") for entry in entries]
-    if all(asked) and all(one == asked[0] for one in asked):
+    if all(asked) and all(resolution == asked[0] for resolution in asked):
         draft.values["resolution"] = asked[0]
         for entry in entries:
             del entry["resolution"]
     elif any(asked):
-        largest = max(side for one in asked if one for side in sides_of(one))
+        largest = max(side for resolution in asked if resolution for side in sides_of(resolution))
         draft.values["resolution"] = largest
         for entry in entries:
             if entry.get("resolution") == largest:

@@ -1,7 +1,7 @@
-"""A job that is being made of another tool's configuration, key by key.
+"""A job that is being built from another tool's configuration, key by key.
 
-A tool is a table of rules, one for each of its keys. A rule says what becomes of its key, once:
-the report is complete because the table is gone through, not because somebody thought of it.
+A tool is a table of rules, one for each of its keys. A rule says once what becomes of its key: the
+report is complete because every key goes through the table, not because someone thought of it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OFF: Final = ("", "none", "null", "no", "false", "off", "0", "0.0", "default", 
 
 
 class Draft:
-    """A configuration, and the job that becomes of it.
+    """A configuration, and the job that is built from it.
 
     Attributes:
         theirs: Its keys, as the tool calls them, and their values.
-        defaults: What the tool takes for keys that are left out.
-        folder: Where it lies.
+        defaults: What the tool uses for keys that are not set.
+        folder: The directory of its file.
         prefix: Put in front of its keys in the report.
         values: What it has set so far.
         job: Keys of the job so far; the values, unless this is a part of another draft.
@@ -58,7 +58,7 @@ class Draft:
     # -- reading ---------------------------------------------------------------------------
 
     def get(self, key: str) -> Any:
-        """Their value, or what the tool takes where it is left out; None for neither."""
+        """Their value, or the tool's default if it is not set; None for neither."""
         value = self.theirs.get(key)
         return self.defaults.get(key) if is_unset(value) else value
 
@@ -104,7 +104,7 @@ class Draft:
             rule(self, key, value)
 
     def _differs(self, entry: Entry) -> bool:
-        """Whether what was assumed is another value than the job would have had."""
+        """Whether the assumed value differs from the job's own default."""
         family = {k: v for k, v in self.job.items() if k in ("model_family", "model_flavour")}
         usual = JobSpec(**family)
         return any(getattr(usual, name) != read(name, v) for name, v in entry.ours.items())
@@ -112,9 +112,9 @@ class Draft:
     # -- writing ---------------------------------------------------------------------------
 
     def record(self, kind: Kind, key: str, *, why: str = "", **ours: Any) -> None:
-        """Say what became of a key."""
-        known = key in self.theirs or key in self.defaults
-        value = shown(key, self.theirs.get(key, self.defaults.get(key))) if known else ""
+        """Record what became of a key."""
+        has_value = key in self.theirs or key in self.defaults
+        value = shown(key, self.theirs.get(key, self.defaults.get(key))) if has_value else ""
         self._into.append(Entry(kind, self.prefix + key, value, ours, why))
 
     def take(self, key: str, ours: str, value: Any, why: str = "") -> bool:
@@ -130,7 +130,7 @@ class Draft:
         return True
 
     def assume(self, key: str, why: str, **ours: Any) -> None:
-        """Say what a key that is left out stands for there."""
+        """Record what the tool assumes for a key that is not set."""
         self.report.assumed.append(Entry(Kind.TRANSLATED, self.prefix + key, "", ours, why))
 
     def unsupported(self, key: str, why: str) -> None:
@@ -163,7 +163,7 @@ def read(name: str, value: Any) -> Any:
 def plain(value: Any) -> Any:
     """A value of a job as JSON has it."""
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
 
 
@@ -239,14 +239,14 @@ def needless(why: str) -> Rule:
 
 
 def chosen(ours: str, words: Mapping[str, tuple[Any, str]], otherwise: str) -> Rule:
-    """A word for a word; each with why it is another, if it is."""
+    """Translate a word into one of ours, with the reason where the two differ."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
-        found = words.get(str(value).strip().lower().replace("-", "_"))
-        if found is None:
+        match = words.get(str(value).strip().lower().replace("-", "_"))
+        if match is None:
             draft.unsupported(key, otherwise)
         else:
-            draft.take(key, ours, *found)
+            draft.take(key, ours, *match)
 
     return rule
 

@@ -93,7 +93,7 @@ def shown(key: str, value: Any) -> str:
     if isinstance(value, dict):
         return "{…}" if value else "{}"
     if isinstance(value, (list, tuple)):
-        text = ", ".join(shown(key, one) for one in value)
+        text = ", ".join(shown(key, item) for item in value)
         return f"[{_cut(text)}]"
     if isinstance(value, bool):
         return str(value).lower()
@@ -101,9 +101,9 @@ def shown(key: str, value: Any) -> str:
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Whether a key or value may not leave its file. Mappings are looked at key by key."""
+    """Whether a key or value may not leave its file. Mappings are checked key by key."""
     if isinstance(value, (list, tuple)):
-        return any(is_secret(key, one) for one in value)
+        return any(is_secret(key, item) for item in value)
     if not isinstance(value, str) or not value:
         return False
     named = SECRET_NAME.search(key.rpartition(".")[2]) is not None

@@ -35,8 +35,8 @@ def gpus(draft: Draft, key: str, value: Any) -> None:
     if str(value).strip().lower() == "all":
         draft.unneeded(key, "gpus: N uses any N free GPUs")
         return
-    found = as_list(value) if isinstance(value, str) else value
-    draft.take(key, "gpus", found if isinstance(found, list) else [found])
+    numbers = as_list(value) if isinstance(value, str) else value
+    draft.take(key, "gpus", numbers if isinstance(numbers, list) else [numbers])
 
 
 def processes(draft: Draft, key: str, value: Any) -> None:

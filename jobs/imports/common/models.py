@@ -34,29 +34,29 @@ _SPELLED_OUT: Final = {"stablediffusionxl": "sdxl", "stablediffusion3": "sd3"}
 
 
 @dataclass(frozen=True)
-class Found:
-    """A family and, where it is known, one of its published models."""
+class ModelMatch:
+    """A family and, if known, one of its published models."""
 
     family: str
     flavour: str | None = None
 
 
-def by_hub_id(name: str) -> Found | None:
-    """The published model of a hub id, whatever its case."""
-    wanted = _COPIES.get(name.strip().lower(), name).strip().lower()
+def by_hub_id(name: str) -> ModelMatch | None:
+    """The published model with a hub id, ignoring case."""
+    hub_id = _COPIES.get(name.strip().lower(), name).strip().lower()
     for family in FAMILIES.values():
         for flavour, facts in family.flavours.items():
-            if facts.hub_id.lower() == wanted:
-                return Found(family.name, flavour)
+            if facts.hub_id.lower() == hub_id:
+                return ModelMatch(family.name, flavour)
     return None
 
 
-def by_pipeline(root: Path) -> Found | None:
+def by_pipeline(root: Path) -> ModelMatch | None:
     """The family of a directory in the layout of diffusers."""
     index = read_json(root / "model_index.json") or {}
     for family in FAMILIES.values():
         if index.get("_class_name") in family.pipelines:
-            return Found(family.name)
+            return ModelMatch(family.name)
     return None
 
 
@@ -78,18 +78,18 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
     place = find_beside(draft.folder, name)
     why = "its hub id" if name != text else ""
     draft.take(key, _MODEL, str(place) if place else name, why)
-    found = by_pipeline(place) if place else by_hub_id(name)
-    if found is None or found.family != draft.values.setdefault("model_family", found.family):
+    match = by_pipeline(place) if place else by_hub_id(name)
+    if match is None or match.family != draft.values.setdefault("model_family", match.family):
         return
-    flavours = FAMILIES[found.family].flavours
-    if found.flavour is not None and found.flavour != next(iter(flavours)):
-        said = flavours.get(draft.values.get("model_flavour", ""))
-        if said is None or said.hub_id != flavours[found.flavour].hub_id:
-            draft.values["model_flavour"] = found.flavour
+    flavours = FAMILIES[match.family].flavours
+    if match.flavour is not None and match.flavour != next(iter(flavours)):
+        current = flavours.get(draft.values.get("model_flavour", ""))
+        if current is None or current.hub_id != flavours[match.flavour].hub_id:
+            draft.values["model_flavour"] = match.flavour
 
 
 def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = None) -> bool:
-    """The family that a tool's word stands for; what is not here is said."""
+    """Set the family that a tool's word stands for; one that is not supported is reported."""
     if name is None or name not in FAMILIES:
         draft.unsupported(key, f"not a supported family: {', '.join(FAMILIES)}")
         draft.report.unknown_family = True
@@ -107,9 +107,9 @@ def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = N
 def guess_family(draft: Draft, text: str) -> str | None:
     """The family of a model by its name, where nothing says more."""
     place = find_beside(draft.folder, text)
-    found = by_hub_id(text) or (by_pipeline(place) if place else None)
-    if found is not None:
-        return found.family
+    match = by_hub_id(text) or (by_pipeline(place) if place else None)
+    if match is not None:
+        return match.family
     *above, last = [part for part in re.split(r"[/\\]", text) if part] or [""]
     return _named_in(last) or _named_in("".join(above))
 
@@ -151,5 +151,5 @@ def widened_of(draft: Draft) -> str:
 
 def with_widened(draft: Draft, layers: str) -> str:
     """Names of adapted layers, with commas; with that one too, as the script adds it."""
-    named, widened = [one.strip() for one in layers.split(",")], widened_of(draft)
+    named, widened = [layer.strip() for layer in layers.split(",")], widened_of(draft)
     return ",".join(named if not widened or widened in named else [*named, widened])

@@ -20,10 +20,10 @@ def report_to(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "off is the default")
         return
     names = read_trackers(value if isinstance(value, list) else str(value))
-    known = [name for name in names if name in get_args(Tracker)]
-    if known:
-        others = ", ".join(str(name) for name in names if name not in known)
-        draft.take(key, "report_to", known, f"without {others}" if others else "")
+    supported = [name for name in names if name in get_args(Tracker)]
+    if supported:
+        others = ", ".join(str(name) for name in names if name not in supported)
+        draft.take(key, "report_to", supported, f"without {others}" if others else "")
     else:
         draft.unsupported(key, f"set report_to: {', '.join(get_args(Tracker))}, or several")
 

@@ -206,7 +206,7 @@ def size(draft: Draft, key: str, value: Any) -> None:
 
 
 def side_of(megapixels: float) -> int:
-    """The side of a square picture, a multiple of 64 as published models have it."""
+    """The side of a square image, a multiple of 64 as for published models."""
     return max(64, round(math.sqrt(megapixels * 1e6) / 64) * 64)
 
 

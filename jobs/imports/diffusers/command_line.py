@@ -94,7 +94,7 @@ def read_command(words: Sequence[str]) -> tuple[str, Command]:
 def is_open(value: Any) -> bool:
     """Whether a value still has something in it that only a shell knows."""
     values = value if isinstance(value, list) else [value]
-    return any(isinstance(one, str) and _LEFT_OPEN.search(one) is not None for one in values)
+    return any(isinstance(word, str) and _LEFT_OPEN.search(word) is not None for word in values)
 
 
 def split(words: Sequence[str], folder: Path) -> Command:
@@ -168,9 +168,9 @@ def _training(text: str, where: str) -> list[str]:
     Raises:
         UserError: There is none, or there are several.
     """
-    found = [words for words in _commands(text, where) if _is_training(words)]
-    launched = [words for words in found if _launcher_at(words) is not None]
-    chosen = launched or found
+    training = [words for words in _commands(text, where) if _is_training(words)]
+    launched = [words for words in training if _launcher_at(words) is not None]
+    chosen = launched or training
     if len(chosen) == 1:
         return chosen[0]
     if not chosen:
@@ -199,15 +199,15 @@ def _commands(text: str, where: str) -> list[list[str]]:
     text = _COMMENT.sub(lambda match: match["kept"] or "", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="".join(_ENDS))
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-    known = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd()}
+    variables = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd()}
     commands: list[list[str]] = [[]]
     try:
         for token in lexer:
             if set(token) <= _ENDS:
-                _keep_assignments(commands[-1], known)
+                _keep_assignments(commands[-1], variables)
                 commands.append([])
             else:
-                commands[-1] += _filled_in(token, known)
+                commands[-1] += _filled_in(token, variables)
     except ValueError as error:
         raise UserError(
             f"{where} cannot be read ({error})", "is a quotation mark missing?"
@@ -215,20 +215,20 @@ def _commands(text: str, where: str) -> list[list[str]]:
     return [words for words in commands if words]
 
 
-def _keep_assignments(words: Sequence[str], known: dict[str, str]) -> None:
+def _keep_assignments(words: Sequence[str], variables: dict[str, str]) -> None:
     """Remember what a line of nothing but assignments sets."""
     rest = [word for word in words if word not in ("export", "declare", "local")]
     matches = [_ASSIGNMENT.fullmatch(word) for word in rest]
     if rest and all(matches):
-        known |= {match["name"]: match["value"] for match in matches if match is not None}
+        variables |= {match["name"]: match["value"] for match in matches if match is not None}
 
 
-def _filled_in(token: str, known: Mapping[str, str]) -> list[str]:
+def _filled_in(token: str, variables: Mapping[str, str]) -> list[str]:
     """A word with variables put in; one that is a variable with flags in it is several."""
 
     def value(match: re.Match[str]) -> str:
         name = match["plain"] or match["name"]
-        return known.get(name) or (
+        return variables.get(name) or (
             match["otherwise"] if match["otherwise"] is not None else match[0]
         )
 

@@ -63,7 +63,7 @@ _FLUX_LAYERS: Final = [
     "ff_context.net.2",
 ]
 
-# What the scripts take where a flag is left out, of those that decide what is trained.
+# What the scripts use for flags that are not set, of those that decide what is trained.
 _DEFAULTS: Final[dict[str, Any]] = {
     "train_batch_size": 4,
     "resolution": 512,
@@ -130,7 +130,7 @@ def _set_script(draft: Draft, command: Command) -> None:
 
 
 def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
-    """What the script takes for flags that are left out."""
+    """What the script uses for flags that are not set."""
     defaults = dict(_DEFAULTS)
     family = models.family_of(draft)
     script = (command.script or "").rpartition("/")[2]
@@ -255,7 +255,7 @@ def _bitsandbytes(draft: Draft, key: str, value: Any) -> None:
 
 def _prompt(draft: Draft, key: str, value: Any) -> None:
     texts = value if isinstance(value, list) else [value]
-    before = [plain(one) for one in draft.values.get("validation_prompts", [])]
+    before = [plain(prompt) for prompt in draft.values.get("validation_prompts", [])]
     draft.take(key, "validation_prompts", [*before, *map(str, texts)], "a list of them")
 
 
@@ -275,7 +275,7 @@ def _dataset(draft: Draft, key: str, value: Any) -> None:
         part.theirs = {k: v for k, v in part.theirs.items() if k in _OF_DATASET}
         part.apply(_OF_DATASET, {}, ())
         sized = "conditioning_column" in part.values and not models.widened_of(draft)
-        if sized:  # as large there as the picture beside it
+        if sized:  # there it is as large as the image it belongs to
             side = as_number(draft.get("resolution")) or _DEFAULTS["resolution"]
             draft.values["conditioning_resolution"] = int(side)
         data.settle(draft, [part])

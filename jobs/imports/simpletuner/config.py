@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TITLE: Final = "SimpleTuner"
 
-# What it takes where a key is left out, of those that decide what is trained.
+# What it uses for keys that are not set, of those that decide what is trained.
 _DEFAULTS: Final[dict[str, Any]] = {
     "train_batch_size": 4,
     "learning_rate": 4e-7,
@@ -74,7 +74,7 @@ def read(path: Path) -> Draft:
 
 
 def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:
-    """What the tool takes for keys that are left out, under any of their names."""
+    """What the tool uses for keys that are not set under any of their names."""
     defaults = dict(_DEFAULTS)
     if str(theirs.get("model_type") or "lora").strip().lower() == "lora":
         defaults |= _LORA_DEFAULTS

@@ -88,8 +88,8 @@ def _backend(
     named = theirs.get("conditioning_data")
     if isinstance(named, str) and named in beside:
         theirs["conditioning_data"] = beside[named]
-    if found := _left_out(theirs):
-        draft.record(found[0], place, why=found[1])
+    if skipped := _why_skipped(theirs):
+        draft.record(skipped[0], place, why=skipped[1])
         return None
     general = {key: draft.theirs[key] for key in _INHERITED if key in draft.theirs}
     part = data.Part(draft, f"{place}.", general | theirs)
@@ -99,8 +99,8 @@ def _backend(
     return part
 
 
-def _left_out(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
-    """Why a dataset is not taken over as a whole."""
+def _why_skipped(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
+    """Why a dataset is not imported at all."""
     kind = str(theirs.get("dataset_type") or "image").strip().lower()
     if not is_off(theirs.get("disabled", theirs.get("disable"))):
         return Kind.UNNEEDED, "disabled"
@@ -193,7 +193,7 @@ def _is_metadata(part: Draft) -> bool:
 
 
 def _instance_prompt(part: Draft, key: str, value: Any) -> None:
-    """The caption of all pictures, or what is put in front of captions, or nothing."""
+    """The caption of all images, or a prefix of every caption, or nothing."""
     strategy = str(part.get("caption_strategy") or "").lower().replace("_", "")
     if strategy == "instanceprompt" or part.on("only_instance_prompt"):
         data.only_caption(part, key, value)
@@ -226,12 +226,12 @@ def _crop_aspect(part: Draft, key: str, value: Any) -> None:
 
 
 def _smallest(part: Draft, key: str, value: Any) -> None:
-    """Pictures below a size are left out: they would be upscaled more than so much."""
-    least, wanted = as_number(value), as_number(part.get("resolution")) or 1024
+    """Skip images below a size: they would be upscaled by more than a given factor."""
+    least, target = as_number(value), as_number(part.get("resolution")) or 1024
     if is_off(value) or least is None or least <= 0:
         part.unneeded(key, "images that need more than max_upscale are skipped")
         return
-    ratio = wanted / least if least >= 16 or wanted >= 16 else (wanted / least) ** 0.5  # areas
+    ratio = target / least if least >= 16 or target >= 16 else (target / least) ** 0.5  # areas
     largest = max(1.0, round(ratio, 3))
     part.take(key, "max_upscale", largest, f"images below {least:g} would be upscaled more")
 

@@ -244,15 +244,17 @@ def library(draft: Draft, key: str, value: Any) -> None:
     """A file with prompts by short names."""
     path = find_beside(draft.folder, str(value), by_name=True)
     try:
-        found = None if path is None else parse(path)
+        content = None if path is None else parse(path)
     except UserError as error:
         draft.unreadable(key, str(error))
         return
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         draft.unreadable(key, "no such prompt file; list the prompts as validation_prompts")
         return
-    prompts = [one.get("prompt") if isinstance(one, dict) else one for one in found.values()]
-    texts = [str(one) for one in prompts if one]
+    prompts = [
+        entry.get("prompt") if isinstance(entry, dict) else entry for entry in content.values()
+    ]
+    texts = [str(text) for text in prompts if text]
     if draft.on("validation_disable"):
         draft.unneeded(key, "validation_disable is on")
     else:
@@ -261,7 +263,7 @@ def library(draft: Draft, key: str, value: Any) -> None:
 
 
 def _prompts(draft: Draft) -> list[Any]:
-    return [plain(one) for one in draft.values.get("validation_prompts", [])]
+    return [plain(entry) for entry in draft.values.get("validation_prompts", [])]
 
 
 def negative(draft: Draft, key: str, value: Any) -> None:

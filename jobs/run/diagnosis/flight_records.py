@@ -45,7 +45,7 @@ class Wait:
     waiting: tuple[int, ...]
 
     def __str__(self) -> str:
-        """In words that go on after a semicolon."""
+        """In words that can follow a semicolon."""
         if not self.late:
             return f"all ranks are in the same {self.collective}, which never finishes"
         many = len(self.waiting) > 1
@@ -65,7 +65,7 @@ def environment(run_dir: RunDir) -> dict[str, str]:
 
 
 def find_wait(run_dir: RunDir) -> Wait | None:
-    """The earliest collective that holds the ranks up; None if that cannot be told."""
+    """The earliest collective that holds the ranks up; None if that is unknown."""
     recorded: dict[tuple[int, str], dict[int, Entries]] = {}
     for path in sorted(run_dir.logs.glob(f"{run_dir.flight_prefix.name}*")):
         number = path.name.removeprefix(run_dir.flight_prefix.name).removesuffix(".json")
@@ -78,7 +78,7 @@ def find_wait(run_dir: RunDir) -> Wait | None:
                 for group, entries in _by_group(dump).items():
                     recorded.setdefault((place, group), {})[int(number)] = entries
     waits = [wait for ranks in recorded.values() if (wait := _wait_of(ranks)) is not None]
-    return min(waits, key=lambda one: one[0])[1] if waits else None
+    return min(waits, key=lambda wait: wait[0])[1] if waits else None
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -101,14 +101,14 @@ class _Plain(pickle.Unpickler):
 
 
 def _by_group(dump: dict[str, Any]) -> dict[str, Entries]:
-    """The collectives of each process group that a rank is in; of point-to-point calls none."""
-    names = (str(one.get("name", "")) for one in dump.get("pg_config", {}).values())
-    found: dict[str, Entries] = {name: {} for name in names if name}
+    """The collectives of each process group that a rank is in, without point-to-point calls."""
+    names = (str(config.get("name", "")) for config in dump.get("pg_config", {}).values())
+    groups: dict[str, Entries] = {name: {} for name in names if name}
     for entry in dump.get("entries", []):
         if not entry["is_p2p"]:
             group = str(entry["process_group"][0])
-            found.setdefault(group, {})[int(entry["collective_seq_id"])] = entry
-    return found
+            groups.setdefault(group, {})[int(entry["collective_seq_id"])] = entry
+    return groups
 
 
 def _wait_of(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:

@@ -36,7 +36,7 @@ _LOG_END: Final = 1 << 20  # bytes; many stacks follow
 
 @dataclass(frozen=True)
 class Timeout:
-    """A collective that a rank waited for in vain, as torch's watchdog tells before it aborts."""
+    """A collective that never finished on a rank, as torch's watchdog reports before it aborts."""
 
     collective: str
     seconds: float
@@ -68,8 +68,8 @@ def essence(message: str) -> str:
 
 def find_timeout(run_dir: RunDir, rank: int) -> Timeout | None:
     """What the watchdog said in a rank's log."""
-    found = _WATCHDOG.search(read_tail(run_dir.rank_log(rank), _LOG_END))
-    return Timeout(plain_name(found[1]), int(found[2]) / 1000) if found else None
+    match = _WATCHDOG.search(read_tail(run_dir.rank_log(rank), _LOG_END))
+    return Timeout(plain_name(match[1]), int(match[2]) / 1000) if match else None
 
 
 def plain_name(collective: Any) -> str:

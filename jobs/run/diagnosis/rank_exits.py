@@ -38,14 +38,14 @@ _ALONE: Final = re.compile(
 
 # Signals as the C library describes them, and Slurm's words for a task that its memory ended.
 _NUMBERS: Final = {
-    **{text: one for one in signal.Signals if (text := signal.strsignal(one))},
+    **{text: number for number in signal.Signals if (text := signal.strsignal(number))},
     "Out Of Memory": signal.SIGKILL,
 }
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended, as its launcher tells.
+    """How a rank ended, as its launcher reports it.
 
     Attributes:
         rank: Which.
@@ -59,7 +59,7 @@ class RankExit:
 
 
 def rank_exits(run_dir: RunDir) -> list[RankExit]:
-    """The ranks that did not end well: the first that failed, then others, then those ended."""
+    """The ranks that failed: the first one, then others, then those that the launcher ended."""
     text = read_tail(run_dir.launcher_log)
     if tasks := _TASKS.findall(text):
         return _of_slurm(tasks)
@@ -68,34 +68,34 @@ def rank_exits(run_dir: RunDir) -> list[RankExit]:
         return [RankExit(0, -int(number) if number else int(status))]
     ended = set(_ENDED.findall(text))
     others, _, root = text.rpartition(_ROOT)
-    found: dict[int, RankExit] = {}
+    exits: dict[int, RankExit] = {}
     for rank, code, pid in [*_EXIT.findall(root), *_EXIT.findall(others)]:
         if int(code) != 0:
-            found.setdefault(int(rank), RankExit(int(rank), int(code), pid in ended))
-    return sorted(found.values(), key=lambda one: one.ended)
+            exits.setdefault(int(rank), RankExit(int(rank), int(code), pid in ended))
+    return sorted(exits.values(), key=lambda rank_exit: rank_exit.ended)
 
 
 def _of_slurm(tasks: list[tuple[str, str, str]]) -> list[RankExit]:
-    """Ranks by what srun says of its tasks; once it says that it ends the step, the rest is told.
+    """The ranks that failed, by what srun reports about its tasks.
 
     Args:
         tasks: Numbers such as `0-1,3`, an exit status or "", a signal's description or "".
     """
-    found: dict[int, RankExit] = {}
+    exits: dict[int, RankExit] = {}
     for numbers, status, words in tasks:
         code = int(status) if status else -_NUMBERS.get(words, signal.SIGKILL)
         for part in numbers.split(","):
             first, _, last = part.partition("-")
             for rank in range(int(first), int(last or first) + 1):
-                found.setdefault(rank, RankExit(rank, code))
-    # What killed a rank says more than how those ended that missed it.
-    return sorted(found.values(), key=lambda one: one.code >= 0)
+                exits.setdefault(rank, RankExit(rank, code))
+    # A signal that killed a rank says more than how the ranks that lost it ended.
+    return sorted(exits.values(), key=lambda rank_exit: rank_exit.code >= 0)
 
 
 def launcher_signal(run_dir: RunDir) -> str | None:
     """The signal on which the launcher ended its ranks and itself, by name."""
-    found = _SIGNALED.search(read_tail(run_dir.launcher_log))
-    return signal_name(int(found[1])) if found else None
+    match = _SIGNALED.search(read_tail(run_dir.launcher_log))
+    return signal_name(int(match[1])) if match else None
 
 
 def signal_name(number: int) -> str:

@@ -24,8 +24,8 @@ _PARTS: Final = {
     "backward": "the backward pass",
     "step": "the optimizer update",
 }
-# What libraries say; CUDA's ask for memory beside torch's allocator.
-_SAID: Final = {
+# Messages of libraries; those of CUDA allocate memory outside torch's allocator.
+_PATTERNS: Final = {
     Cause.GPU_MEMORY: re.compile(
         r"CU(BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED|Cuda failure 2\b|Cuda failure 'out of memory'"
         r"|^OutOfMemoryError: |CUDA out of memory"
@@ -66,13 +66,13 @@ def diagnose(
         return _rank_error(causes[0])
     exits = rank_exits(run_dir)
     # Those that the launcher or we ended say nothing about why.
-    told = {int(error.get("rank", -1)) for error in errors} | set(ended_by_us)
-    told |= {one.rank for one in exits if one.ended}
-    for one in exits:
-        if one.rank not in told:
-            return _silent_death(run_dir, one.rank, one.code, out_of_memory)
+    explained = {int(error.get("rank", -1)) for error in errors} | set(ended_by_us)
+    explained |= {rank_exit.rank for rank_exit in exits if rank_exit.ended}
+    for rank_exit in exits:
+        if rank_exit.rank not in explained:
+            return _silent_death(run_dir, rank_exit.rank, rank_exit.code, out_of_memory)
     if errors or ended_by_us:
-        silent = [s.rank for s in run_dir.rank_statuses() if s.rank not in told]
+        silent = [s.rank for s in run_dir.rank_statuses() if s.rank not in explained]
         if silent:
             return _silent_death(run_dir, silent[0], None, out_of_memory)
         if errors:
@@ -94,17 +94,17 @@ def _launchers_end(run_dir: RunDir, exit_code: int | None) -> Failure:
         return Failure("someone sent SIGINT to the launcher while it started")
     last = next((line for line in reversed(lines) if line.strip()), "")
     what = f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
-    return Failure(what, _cause_said(last))
+    return Failure(what, _cause_in(last))
 
 
 def is_persons_fault(run_dir: RunDir) -> bool:
-    """Whether the job itself is wrong, so that another attempt would fail alike."""
+    """Whether the job itself is wrong, so that another attempt would fail the same way."""
     causes = causes_of(run_dir.rank_errors())
     return bool(causes) and causes[0].get("type") == "UserError"
 
 
 def causes_of(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What failing ranks left, without those that only suffered from another one's failure."""
+    """The errors of failing ranks, without those that only follow from another rank's failure."""
     return [
         error
         for error in errors
@@ -113,13 +113,13 @@ def causes_of(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rank_error(error: dict[str, Any]) -> Failure:
-    said = essence(str(error.get("message", ""))).partition(_TORCH_ADVICE)[0]
-    message, kind, phase = _shorten(said), error.get("type"), str(error.get("phase"))
+    text = essence(str(error.get("message", ""))).partition(_TORCH_ADVICE)[0]
+    message, kind, phase = _shorten(text), error.get("type"), str(error.get("phase"))
     cause = Cause(str(error.get("cause")))
     if kind == "UserError":
         return Failure(message, cause, error["rank"], phase)
     if cause is Cause.OTHER:
-        cause = _cause_said(f"{kind}: {said}")
+        cause = _cause_in(f"{kind}: {text}")
     where, step = f"rank {error.get('rank')}", error.get("step")
     if cause is Cause.GPU_MEMORY:
         what = f"{where} ran out of GPU memory {_doing(phase, step)}: {message}"
@@ -128,9 +128,11 @@ def _rank_error(error: dict[str, Any]) -> Failure:
     return Failure(what, cause, error["rank"], phase)
 
 
-def _cause_said(text: str) -> Cause:
-    """What kind of failure a library's words are about."""
-    return next((cause for cause, said in _SAID.items() if said.search(text)), Cause.OTHER)
+def _cause_in(text: str) -> Cause:
+    """The kind of failure that a library's message is about."""
+    return next(
+        (cause for cause, pattern in _PATTERNS.items() if pattern.search(text)), Cause.OTHER
+    )
 
 
 def _doing(phase: str, step: Any) -> str:
@@ -142,7 +144,7 @@ def _doing(phase: str, step: Any) -> str:
 
 
 def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: bool) -> Failure:
-    """A rank that ended without a word of its own."""
+    """A rank that ended without reporting an error."""
     status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
     when = f"at step {status.step} during {status.phase}" if status else "while starting"
     if out_of_memory and code in (None, -signal.SIGKILL):
@@ -159,17 +161,17 @@ def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: b
     last = lines[-1] if lines else ""
     ends = f"its log ends with: {_shorten(last)}" if last else "its log is empty"
     what = f"rank {rank} exited with status {code} {when}; {ends}"
-    return Failure(what, _cause_said(last), rank)
+    return Failure(what, _cause_in(last), rank)
 
 
 def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:
-    """What a rank waited for that torch's watchdog has aborted; the late rank, if that is known."""
+    """What a rank that torch's watchdog aborted had waited for; the late rank, if known."""
     timeout = find_timeout(run_dir, rank)
     if timeout is None:
         return None
     wait = find_wait(run_dir)
-    found = f": {wait}" if wait else " for other ranks"
-    return f"rank {rank} waited {timeout.seconds:.0f} s in {timeout.collective} {when}{found}"
+    awaited = f": {wait}" if wait else " for other ranks"
+    return f"rank {rank} waited {timeout.seconds:.0f} s in {timeout.collective} {when}{awaited}"
 
 
 def _shorten(text: str) -> str:

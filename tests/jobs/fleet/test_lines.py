@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.fleet.lines import FORMAT, BoxJob, Listener, Teller, Told, UnreadableError
+from jobs.fleet.lines import FORMAT, BoxJob, Listener, Snapshot, Teller, UnreadableError
 
 EVIL = "\x1b]52;c;aGk=\x07cats\u202e\nx"
 
@@ -34,11 +34,11 @@ def gpu(**changes: Any) -> dict[str, Any]:
     return {"gpu": 0, "name": "H200", "memory_total": 2**37, "memory_used": 2**30} | changes
 
 
-def hear(listener: Listener, *lines: str) -> Told | None:
-    told = None
+def hear(listener: Listener, *lines: str) -> Snapshot | None:
+    snapshot = None
     for line in lines:
-        told = listener.take(line.encode()) or told
-    return told
+        snapshot = listener.take(line.encode()) or snapshot
+    return snapshot
 
 
 def begun(**head: Any) -> Listener:
@@ -53,13 +53,17 @@ def test_the_whole_first_then_what_changed() -> None:
     hear(listener, teller.head("1.2", "big", 64, 5.0))
     first = list(teller.look(100.4, [job(), job(id=4, state="completed")], [gpu()], False))
     assert len(first) == 4
-    told = hear(listener, *first)
-    assert told is not None
-    assert (told.head.version, told.head.host, told.head.interval) == ("1.2", "big", 5.0)
-    assert [one.id for one in told.jobs] == [3, 4]
-    assert told.jobs[0].loss == 0.4123
-    assert told.jobs[0].gpus == (0, 1)
-    assert told.gpus[0].memory_used == 2**30
+    snapshot = hear(listener, *first)
+    assert snapshot is not None
+    assert (snapshot.head.version, snapshot.head.host, snapshot.head.interval) == (
+        "1.2",
+        "big",
+        5.0,
+    )
+    assert [one.id for one in snapshot.jobs] == [3, 4]
+    assert snapshot.jobs[0].loss == 0.4123
+    assert snapshot.jobs[0].gpus == (0, 1)
+    assert snapshot.gpus[0].memory_used == 2**30
 
     second = list(teller.look(105.0, [job(step=41, eta=239.6)], [gpu()], True))
     assert [json.loads(line) for line in second] == [
@@ -67,47 +71,52 @@ def test_the_whole_first_then_what_changed() -> None:
         {"id": 4, "state": "removed"},
         {"t": 105, "paused": True},
     ]
-    told = hear(listener, *second)
-    assert told is not None
-    assert told.paused
-    assert [(one.id, one.step, one.name) for one in told.jobs] == [(3, 41, "cats")]
+    snapshot = hear(listener, *second)
+    assert snapshot is not None
+    assert snapshot.paused
+    assert [(one.id, one.step, one.name) for one in snapshot.jobs] == [(3, 41, "cats")]
     assert list(teller.look(110.0, [job(step=41)], [gpu()], False)) == ['{"t":110}']
 
 
 def test_nothing_in_it_steers_a_terminal() -> None:
     teller, listener = Teller(), Listener()
     hear(listener, teller.head(EVIL, EVIL, 1, 5.0))
-    told = hear(
+    snapshot = hear(
         listener,
         *teller.look(1.0, [job(name=EVIL, reason=EVIL * 99)], [gpu(name=EVIL)], False),
     )
-    assert told is not None
-    texts = [told.head.host, told.jobs[0].name, told.jobs[0].reason, told.gpus[0].name]
+    assert snapshot is not None
+    texts = [
+        snapshot.head.host,
+        snapshot.jobs[0].name,
+        snapshot.jobs[0].reason,
+        snapshot.gpus[0].name,
+    ]
     assert all(text.isprintable() and "cats" in text for text in texts)
     assert max(map(len, texts)) <= 300
-    told = hear(listener, teller.trouble(2.0, EVIL))
-    assert told is not None
-    assert told.problem.isprintable()
+    snapshot = hear(listener, teller.trouble(2.0, EVIL))
+    assert snapshot is not None
+    assert snapshot.problem.isprintable()
 
 
 def test_a_newer_box_is_understood_as_far_as_it_can_be() -> None:
     listener = begun(colour="red")
-    told = hear(
+    snapshot = hear(
         listener,
         '{"id":3,"name":"cats","state":"dreaming","depth":[1]}',
         '{"gpu":0,"name":"X","watts":3}',
         '{"t":1,"mood":"good"}',
     )
-    assert told is not None
-    assert told.jobs == (BoxJob(id=3, name="cats", state="dreaming"),)
-    assert not told.newer
-    told = hear(
+    assert snapshot is not None
+    assert snapshot.jobs == (BoxJob(id=3, name="cats", state="dreaming"),)
+    assert not snapshot.newer
+    snapshot = hear(
         listener, '{"id":3,"step":{"at":3}}', '{"tpu":3}', '{"id":4,"state":"running"}', '{"t":2}'
     )
-    assert told is not None
-    assert told.jobs == ()
-    assert told.newer
-    assert [one.gpu for one in told.gpus] == [0]
+    assert snapshot is not None
+    assert snapshot.jobs == ()
+    assert snapshot.newer
+    assert [one.gpu for one in snapshot.gpus] == [0]
 
 
 @pytest.mark.parametrize(
@@ -143,29 +152,31 @@ def test_a_box_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         hear(listener, json.dumps({"gpu": n % 3, "state": "removed"}))
     assert [row["name"] for row in listener._rows["id"].values()] == ["n" * 300] * 2
     assert listener._kept == 2 * 301
-    told = hear(listener, '{"t":1}')
-    assert told is not None
-    assert told.newer, "a list is no reason"
+    snapshot = hear(listener, '{"t":1}')
+    assert snapshot is not None
+    assert snapshot.newer, "a list is no reason"
     with pytest.raises(UnreadableError, match="its rows have more than"):
         hear(listener, *(json.dumps(job(id=n, name="n" * 300)) for n in range(2, 5)))
 
 
 def test_numbers_are_numbers() -> None:
     listener = begun()
-    told = hear(listener, json.dumps(job(step=10**400)), json.dumps(job(id=4, loss=1)), '{"t":1}')
-    assert told is not None
-    assert [one.id for one in told.jobs] == [4]
+    snapshot = hear(
+        listener, json.dumps(job(step=10**400)), json.dumps(job(id=4, loss=1)), '{"t":1}'
+    )
+    assert snapshot is not None
+    assert [one.id for one in snapshot.jobs] == [4]
     for far in (-1, 1e300, 10**400, float("inf"), float("nan")):
         row = job(id=4, eta=far, seconds_per_step=far, loss=3e38)
-        told = hear(listener, json.dumps(row), json.dumps(gpu(utilisation=100)), '{"t":1}')
-        assert told is not None
-        assert [(one.eta, one.loss) for one in told.jobs] in ([(None, 3e38)], [])
-        assert (told.jobs == ()) == (far == 10**400)
-        assert len(told.gpus) == 1
-    told = hear(listener, json.dumps(gpu(utilisation=101)), json.dumps(gpu(gpu=-1)), '{"t":1}')
-    assert told is not None
-    assert told.gpus == ()
+        snapshot = hear(listener, json.dumps(row), json.dumps(gpu(utilisation=100)), '{"t":1}')
+        assert snapshot is not None
+        assert [(one.eta, one.loss) for one in snapshot.jobs] in ([(None, 3e38)], [])
+        assert (snapshot.jobs == ()) == (far == 10**400)
+        assert len(snapshot.gpus) == 1
+    snapshot = hear(listener, json.dumps(gpu(utilisation=101)), json.dumps(gpu(gpu=-1)), '{"t":1}')
+    assert snapshot is not None
+    assert snapshot.gpus == ()
     hear(listener, json.dumps(job(id=4)), '{"id":4,"loss":NaN}')
-    told = hear(listener, '{"t":1}')
-    assert told is not None
-    assert told.jobs == ()
+    snapshot = hear(listener, '{"t":1}')
+    assert snapshot is not None
+    assert snapshot.jobs == ()

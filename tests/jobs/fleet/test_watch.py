@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from jobs.fleet import ssh
-from jobs.fleet.lines import Head, Told
+from jobs.fleet.lines import Head, Snapshot
 from jobs.fleet.link import BoxView, Link
 from jobs.fleet.ssh import runtime_folder, ssh_command, why_failed
 from tests.support.fleet import GPU, HEAD, JOB, FakeBoxes, Watching, lines
@@ -45,26 +45,26 @@ def test_a_box_that_dies_and_comes_back(boxes: FakeBoxes) -> None:
     boxes.says("small", HEAD, LOOK)
     with Watching(boxes.fleet("big", "small")) as fleet:
         view = fleet.until(lambda view: view.status == "here")
-        assert view.told is not None
-        assert [job.name for job in view.told.jobs] == ["cats"]
-        assert [gpu.utilisation for gpu in view.told.gpus] == [97]
+        assert view.snapshot is not None
+        assert [job.name for job in view.snapshot.jobs] == ["cats"]
+        assert [gpu.utilisation for gpu in view.snapshot.gpus] == [97]
         with open(boxes.root / "big" / "pipe", "w", encoding="utf-8") as pipe:
             pipe.write(lines({"id": 3, "step": 41}))
             pipe.write(lines({"t": 6}))
             pipe.flush()
-            view = fleet.until(lambda view: view.told and view.told.jobs[0].step == 41)
+            view = fleet.until(lambda view: view.snapshot and view.snapshot.jobs[0].step == 41)
             assert view.heard is not None
             boxes.away("big", "ssh: connect to host big port 22: No route to host")
         view = fleet.until(lambda view: view.status == "away")
-        assert view.told is not None, "what was seen last is still shown"
+        assert view.snapshot is not None, "what was seen last is still shown"
         fleet.watch.retry()
         fleet.until(lambda view: "No route to host" in view.why)
         assert fleet.watch.views[1].status == "here"
         boxes.away("big", None)
         fleet.watch.retry()
         view = fleet.until(lambda view: view.status == "here")
-        assert view.told is not None
-        assert view.told.jobs[0].step == 40
+        assert view.snapshot is not None
+        assert view.snapshot.jobs[0].step == 40
         left = [link._process for link in fleet.watch.links]
     assert all(process is not None and process.returncode is not None for process in left)
 
@@ -99,7 +99,7 @@ def test_boxes_that_do_not_work(boxes: FakeBoxes) -> None:
             wanted = "0.0.9" if name == "old" else ""
             view = watching.until(lambda v, w=wanted: v.status == "away" and w in v.why, which)
             whys[name] = view.why
-            assert view.told is None
+            assert view.snapshot is None
             assert view.why.isprintable()
     assert "its looks end in another way" in whys["bad"]
     assert "set `command:` of none in machines.yaml" in whys["none"]
@@ -128,7 +128,7 @@ def test_a_box_that_hangs_is_tried_again(boxes: FakeBoxes, short: Path) -> None:
     assert first is not None
     link.tend(132.0)
     assert (link.view.status, link.view.why) == ("away", "no answer within 30 s")
-    assert link.view.told is not None
+    assert link.view.snapshot is not None
     link.tend(135.0)
     heard(link, 136.0)
     assert first.wait(PATIENCE) != 0
@@ -183,8 +183,8 @@ def test_a_shared_connection_that_hangs_is_not_used(
 
 
 def test_a_box_that_misses_looks_is_silent(boxes: FakeBoxes) -> None:
-    told = Told(Head.model_validate(HEAD), (), ())
-    view = BoxView(boxes.fleet("big").machines[0], "here", told=told, heard=100.0)
+    snapshot = Snapshot(Head.model_validate(HEAD), (), ())
+    view = BoxView(boxes.fleet("big").machines[0], "here", snapshot=snapshot, heard=100.0)
     assert [view.status_at(100.0 + late) for late in (0, 10, 11)] == ["here", "here", "silent"]
 
 

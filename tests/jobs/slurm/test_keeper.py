@@ -29,13 +29,13 @@ from jobs.slurm.places import places
 from jobs.slurm.records import (
     Allocation,
     HandedIn,
-    Said,
+    WardenReport,
     asked_to_stop,
     outcome_file,
     read_handed_in,
     warden_file,
     write_handed_in,
-    write_said,
+    write_warden_report,
 )
 from jobs.slurm.rows import LOCK, look_after_slurm_jobs
 from jobs.slurm.script import script_of
@@ -57,9 +57,11 @@ if TYPE_CHECKING:
 
 def says(job: Job, state: State, reason: str, *, restart: int = 0, slurm_id: str = "1") -> None:
     """What the warden in the allocation would write."""
-    said = Said(Allocation(slurm_id, restart), state, reason)
+    said = WardenReport(Allocation(slurm_id, restart), state, reason)
     job.run_dir.create()
-    write_said(outcome_file(job.run_dir) if state.ended else warden_file(job.run_dir), said)
+    write_warden_report(
+        outcome_file(job.run_dir) if state.ended else warden_file(job.run_dir), said
+    )
 
 
 def counted(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
@@ -676,7 +678,7 @@ def test_one_question_for_a_thousand_jobs(
     opened: list[object] = []
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
     monkeypatch.setattr(keeping, "time", clock)
-    for name in ("read_handed_in", "read_said", "move"):
+    for name in ("read_handed_in", "read_warden_report", "move"):
         monkeypatch.setattr(keeping, name, counted(getattr(keeping, name), opened))
     listed = many_slurm_jobs(store, 1000)
     listed[7] = replace(listed[7], state="RUNNING", reason="", nodes="n1")

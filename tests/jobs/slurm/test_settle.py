@@ -8,14 +8,16 @@ import pytest
 
 from jobs.queue.states import State
 from jobs.slurm.commands import Listed
-from jobs.slurm.records import Allocation, Said
+from jobs.slurm.records import Allocation, WardenReport
 from jobs.slurm.settle import Facts, Verdict, settle
 
 NOW = Verdict(State.RUNNING, "all ranks are up")
 
 
-def said(state: State, reason: str = "so", *, restart: int = 0, slurm_id: str = "7") -> Said:
-    return Said(Allocation(slurm_id, restart), state, reason)
+def said(
+    state: State, reason: str = "so", *, restart: int = 0, slurm_id: str = "7"
+) -> WardenReport:
+    return WardenReport(Allocation(slurm_id, restart), state, reason)
 
 
 def listed(state: str, reason: str = "", restarts: int = 0, **more: str) -> Listed:

@@ -22,7 +22,7 @@ from jobs.slurm.records import (
     HandedIn,
     ask_to_stop,
     outcome_file,
-    read_said,
+    read_warden_report,
     warden_file,
     write_handed_in,
 )
@@ -61,7 +61,7 @@ def begin(
 
 
 def running(job: Job) -> bool:
-    said = read_said(warden_file(job.run_dir))
+    said = read_warden_report(warden_file(job.run_dir))
     return said is not None and said.state is State.RUNNING
 
 
@@ -125,11 +125,13 @@ def test_the_time_limit_saves_and_requeues(
     batch.wait()
     keeper.look()
     assert store.get(job.id).state is State.QUEUED
-    assert read_said(outcome_file(job.run_dir)) is None
+    assert read_warden_report(outcome_file(job.run_dir)) is None
     saved = job.run_dir.latest_checkpoint()
     assert saved is not None
     again = slurm.start("1")
-    eventually(lambda: (said := read_said(warden_file(job.run_dir))) and said.allocation.restart)
+    eventually(
+        lambda: (said := read_warden_report(warden_file(job.run_dir))) and said.allocation.restart
+    )
     eventually(lambda: running(job))
     service.stop(store, job.id)
     again.wait()
@@ -148,7 +150,11 @@ def test_scancel_is_no_reason_to_requeue(
     job, batch = begin(slurm, submit, keeper, max_train_steps=100_000)
     eventually(lambda: running(job))
     batch.send_signal(signal.SIGTERM)
-    eventually(lambda: "waiting for Slurm" in (read_said(warden_file(job.run_dir)) or batch).reason)
+    eventually(
+        lambda: (
+            "waiting for Slurm" in (read_warden_report(warden_file(job.run_dir)) or batch).reason
+        )
+    )
     assert batch.poll() is None
     slurm.set("1", "CANCELLED")
     batch.wait()
@@ -265,14 +271,14 @@ def test_a_warden_that_waits_for_slurm_beats_and_ends_when_told(
 
     def sleep(seconds: float) -> None:
         looks.append(seconds)
-        said = read_said(warden_file(job.run_dir))
+        said = read_warden_report(warden_file(job.run_dir))
         assert said is not None
         assert said.beat == len(looks), "each look is a sign of life"
         assert said.reason == "waiting for Slurm to start the ranks"
         if len(looks) < 3:
             return
         warden.time_up = what == "the limit"
-        warden.told_to_end = what == "a cancellation"
+        warden.sigterm_received = what == "a cancellation"
         if what == "a person":
             ask_to_stop(job.run_dir, job.attempt, 1)
         elif what == "another":
@@ -338,8 +344,12 @@ def test_a_preemption_signals_only_the_ranks(
     eventually(lambda: running(job))
     for status in job.run_dir.rank_statuses():
         os.kill(status.pid, signal.SIGTERM)
-    eventually(lambda: "waiting for Slurm" in (read_said(warden_file(job.run_dir)) or batch).reason)
-    assert read_said(outcome_file(job.run_dir)) is None
+    eventually(
+        lambda: (
+            "waiting for Slurm" in (read_warden_report(warden_file(job.run_dir)) or batch).reason
+        )
+    )
+    assert read_warden_report(outcome_file(job.run_dir)) is None
     assert job.run_dir.latest_checkpoint() is not None
     os.killpg(batch.pid, signal.SIGKILL)
     batch.wait()
@@ -400,7 +410,7 @@ def test_what_a_cut_off_node_does(
     with pytest.raises(SystemExit):
         warden._look(attempt)
     assert killed == [attempt]
-    assert read_said(warden_file(job.run_dir)) is None
+    assert read_warden_report(warden_file(job.run_dir)) is None
 
 
 def test_a_task_becomes_a_rank() -> None:

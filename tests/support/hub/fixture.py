@@ -21,7 +21,7 @@ def hub(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """A hub with nothing in it, for this process and its children."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(names, "_found", {})
+    monkeypatch.setattr(names, "_folders", {})
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.fleet.config import Box, Fleet
-from jobs.fleet.lines import BoxGpu, BoxJob, Head, Told
+from jobs.fleet.lines import BoxGpu, BoxJob, Head, Snapshot
 from jobs.fleet.link import BoxView
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _view(number: int) -> BoxView:
     if number == 5:
         return BoxView(box)
     gpus = (8, 8, 2, 4)[number % 4] if number != 6 else 0
-    told = Told(
+    snapshot = Snapshot(
         Head(fleet=1, version="0.2.0", host=f"{name}.lab", cores=64, interval=5),
         tuple(_gpu(place, number) for place in range(gpus)),
         tuple(_jobs(number)) if number < 4 else (),
@@ -40,8 +40,8 @@ def _view(number: int) -> BoxView:
     )
     if number == 2:
         why = "ssh: connect to host workstation port 22: Connection timed out"
-        return BoxView(box, "away", why, told, heard=now - 200)
-    return BoxView(box, "here", told=told, heard=now)
+        return BoxView(box, "away", why, snapshot, heard=now - 200)
+    return BoxView(box, "here", snapshot=snapshot, heard=now)
 
 
 def _gpu(place: int, number: int) -> BoxGpu:

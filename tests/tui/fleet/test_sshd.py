@@ -74,8 +74,8 @@ def test_three_homes(sshd: Sshd) -> None:
     with Watching(fleet) as watching:
         for which in range(3):
             view = watching.until(lambda view: view.status == "here", which)
-            assert view.told is not None
-            assert [job.name for job in view.told.jobs] == (["cats"] if which == 1 else [])
+            assert view.snapshot is not None
+            assert [job.name for job in view.snapshot.jobs] == (["cats"] if which == 1 else [])
         on = [sys.executable, "-m", "tui", "--on"]
         words = ["list", "--json"]
         told = subprocess.run([*on, "two", *words], capture_output=True, check=True, cwd=ROOT)
@@ -85,14 +85,14 @@ def test_three_homes(sshd: Sshd) -> None:
         sshd.signal_sessions(signal.SIGSTOP)
         eventually(lambda: watching.watch.views[0].status_at(time.monotonic()) == "silent")
         hung = watching.watch.views[0]
-        assert hung.told is not None
+        assert hung.snapshot is not None
         sshd.signal_sessions(signal.SIGCONT)
         watching.until(lambda view: (view.heard or 0) > (hung.heard or 0))
 
         sshd.stop()
         for which in range(3):
             view = watching.until(lambda view: view.status == "away", which)
-            assert view.told is not None
+            assert view.snapshot is not None
         watching.watch.retry()
         watching.until(lambda view: "Connection refused" in view.why)
         away = subprocess.run([*on, "one", "list"], capture_output=True, check=False, cwd=ROOT)

@@ -75,17 +75,17 @@ def _look(machines: Fleet, patience: float) -> tuple[BoxView, ...]:
 
 
 def _facts(view: BoxView, now: float) -> dict[str, Any]:
-    report = view.told
+    snapshot = view.snapshot
     return {
         "name": view.box.name,
         "status": view.status_at(now),
         "why": view.why,
-        "host": report.head.host if report else None,
-        "version": report.head.version if report else None,
-        "cores": report.head.cores if report else None,
-        "paused": report.paused if report else None,
-        "gpus": [gpu.model_dump() for gpu in report.gpus] if report else None,
-        "jobs": [job.model_dump() for job in report.jobs] if report else None,
+        "host": snapshot.head.host if snapshot else None,
+        "version": snapshot.head.version if snapshot else None,
+        "cores": snapshot.head.cores if snapshot else None,
+        "paused": snapshot.paused if snapshot else None,
+        "gpus": [gpu.model_dump() for gpu in snapshot.gpus] if snapshot else None,
+        "jobs": [job.model_dump() for job in snapshot.jobs] if snapshot else None,
     }
 
 
@@ -105,8 +105,8 @@ def _tables(views: tuple[BoxView, ...], now: float) -> str:
             duration(job.eta),
         )
         for view in views
-        if view.told is not None
-        for job in order_of(view.told.jobs)
+        if view.snapshot is not None
+        for job in order_of(view.snapshot.jobs)
         if job.state not in ("completed", "stopped")
     ]
     parts = [table(("MACHINE", "STATUS", "GPUS", "JOBS", "NOTE"), boxes)]

@@ -1,9 +1,9 @@
 """Check the words of screens, messages, documents and docstrings: `python docs/wording.py`.
 
 Names each turn that docs/glossary.md has a usual word for, with file and line, and exits 1 if it
-finds one. What users read (`docs/strings.py` and the documents) is checked against all of `_TURNS`,
-docstrings and comments against `_WORST`, those of the folders in `_CLEAN` against `_PRIVATE` too,
-and the names of variables, arguments, functions and attributes there against `_EMPTY_NAMES`.
+finds one. What users read (`docs/strings.py` and the documents) is checked against `_TURNS`,
+docstrings and comments against `_PRIVATE`, and the names of variables, arguments, functions and
+attributes against `_EMPTY_NAMES`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TURNS: Final = (
     (r"\bgrey\b", "gray"),
     (r"\b1 ranks\b", "1 rank"),
 )
-# In docstrings and comments of clean folders.
+# In docstrings and comments.
 _PRIVATE: Final = (
     *_WORST,
     (r"\b(?:is|are|was|were) told\b", "is reported, is unknown"),
@@ -67,21 +67,11 @@ _PRIVATE: Final = (
 )
 # Names that do not say what a thing is: write match, problem, message, gpus, path …
 _EMPTY_NAMES: Final = frozenset({"found", "known", "one", "said", "told", "wanted"})
-# Where they do not come back. Not yet: jobs/{hub,imports,launch,queue,run,slurm,spec,supervise},
-# tui/form, engine/{data,demo,diffusion,families,ranks,start,tracking,train}.
-_CLEAN: Final = tuple(
-    f"{package}/{folder}/"
-    for package, folders in (
-        ("tui", "app cli dashboard job keys log look plots settings terminal text widgets"),
-        ("jobs", "doctor machine memory models notify preflight resume selftest service untrusted"),
-        ("engine", "blocks checkpoint doctor exports memory model parallel sample toy"),
-    )
-    for folder in folders.split()
-)
 _ALLOWED_NAMES: Final = frozenset(
     {
         ("jobs/doctor/finding.py", "found"),  # a JSON field of `fsdp-tui doctor --json`
-        ("jobs/service/plan.py", "wanted"),  # a column of the jobs database
+        ("jobs/queue/job.py", "wanted"),  # a column of the jobs database
+        ("jobs/service/plan.py", "wanted"),
     }
 )
 # What is filled in, code and quoted names: not words of ours.
@@ -122,23 +112,16 @@ def _in_documents() -> Iterator[str]:
 
 def _in_docstrings() -> Iterator[str]:
     for place, source in _sources():
-        banned = _PRIVATE if _is_clean(place) else _WORST
         for number, text in (*_docstrings(source), *_comments(source)):
-            for turn, instead in _turns(text, banned):
+            for turn, instead in _turns(text, _PRIVATE):
                 yield f'{place}:{number}: "{turn}"; write {instead}'
 
 
 def _in_names() -> Iterator[str]:
     for place, source in _sources():
-        if not _is_clean(place):
-            continue
         for number, name in _names(ast.parse(source)):
             if name in _EMPTY_NAMES and (place, name) not in _ALLOWED_NAMES:
                 yield f'{place}:{number}: the name "{name}"; write what the thing is'
-
-
-def _is_clean(place: str) -> bool:
-    return True
 
 
 def _sources() -> Iterator[tuple[str, str]]:

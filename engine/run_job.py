@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ from engine.ranks.file_barrier import FileBarrier
 from engine.ranks.flight_dump import write_flight
 from engine.ranks.peaks import Peaks
 from engine.ranks.world import World, leave_world, start_world
+from engine.run_context import RunContext
 from engine.sample.class_images import add_class_images
 from engine.train.ema import Ema
 from engine.train.optimizer import build_optimizer, build_scheduler
@@ -54,8 +56,6 @@ from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.buckets import sizes_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine.families import Family
     from engine.ranks.telemetry import Telemetry
     from jobs.run.rundir import RunDir
@@ -91,26 +91,32 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     model_root = find_model(spec.pretrained_model_name_or_path)
     family = families.load(spec.model_family, spec.model_flavour, model_root, spec.fps)
 
+    run = RunContext(
+        world=world,
+        barrier=barrier,
+        telemetry=telemetry,
+        wants_stop=control.wants_stop,
+        spec=spec,
+        family=family,
+        model_root=model_root,
+        run_dir=run_dir,
+    )
     if world.context_size > 1:
         check_context(spec, family, world)
     try:
-        with_class = add_class_images(
-            spec, family, model_root, run_dir, world, telemetry, control.wants_stop
-        )
-        data = prepare(
-            with_class, family, model_root, run_dir, world, barrier, telemetry, control.wants_stop
-        )
+        data = prepare(replace(run, spec=add_class_images(run)))
     except StoppedError as stopped:
         telemetry.say(f"stopped while preparing data ({stopped}); cached files are kept")
-        end("stopped", world, barrier, telemetry)
+        end("stopped", run)
         return
-    model = build_model(spec, family, model_root, world, telemetry)
-    begun = begin_from_lora(spec, model, family, telemetry)
+    model = build_model(run)
+    begins_from_lora = begin_from_lora(run, model)
     training = start_training(spec, model, world)
     facts = data_facts(data.index, data.plan)
-    matmul = resume(training, spec, run_dir, world, telemetry, facts)
+    matmul = resume(run, training, facts)
     spec = settle_matmul(spec, model, world, telemetry, matmul)
-    if not (begun or training.step):
+    run = replace(run, spec=spec)
+    if not (begins_from_lora or training.step):
         raise UserError(f"init_lora: there is no LoRA at {spec.init_lora}")
     saver = Saver(spec, run_dir, world, telemetry, facts)
     saver.check_room(training)
@@ -131,21 +137,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
             base_matmul=spec.base_matmul if may_scale(spec) else None,
         )
     )
-    trainer = Trainer(
-        spec,
-        family,
-        objective,
-        model_root,
-        run_dir,
-        world,
-        telemetry,
-        control,
-        training,
-        stepper,
-        data,
-        peaks,
-        saver,
-    )
+    trainer = Trainer(run, control, objective, training, stepper, data, peaks, saver)
     with telemetry.phase("train", spec.max_train_steps):
         try:
             outcome = trainer.train()
@@ -159,27 +151,26 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     saver.close()
     data.texts.close()
     if outcome == "completed":
-        export_trained(training, spec, family, model_root, run_dir, world, barrier, telemetry)
+        export_trained(run, training)
     trainer.report_memory()
-    end(outcome, world, barrier, telemetry)
+    end(outcome, run)
 
 
-def end(outcome: str, world: World, barrier: FileBarrier, telemetry: Telemetry) -> None:
-    """Meet for the last time, and report how it ended."""
-    telemetry.phase_name = "end"
-    barrier.arrive("end")
-    if world.main:
-        barrier.wait("end")
-        barrier.close()
-    telemetry.emit(End(outcome, telemetry.step))
-    telemetry.say(outcome)
+def end(outcome: str, run: RunContext) -> None:
+    """Meet for the last time, and say how it ended."""
+    run.telemetry.phase_name = "end"
+    run.barrier.arrive("end")
+    if run.world.main:
+        run.barrier.wait("end")
+        run.barrier.close()
+    run.telemetry.emit(End(outcome, run.telemetry.step))
+    run.telemetry.say(outcome)
 
 
-def build_model(
-    spec: JobSpec, family: Family, root: Path, world: World, telemetry: Telemetry
-) -> torch.nn.Module:
+def build_model(run: RunContext) -> torch.nn.Module:
     """The transformer on this rank's device: built on meta, adapted, sharded, then streamed."""
-    directory = root / family.component
+    spec, family, world, telemetry = run.spec, run.family, run.world, run.telemetry
+    directory = run.model_root / family.component
     model, stored = weights.build_on_meta(
         family.transformer_class(), directory, spec, say=telemetry.say
     )
@@ -228,20 +219,18 @@ def build_model(
     return model
 
 
-def begin_from_lora(
-    spec: JobSpec, model: torch.nn.Module, family: Family, telemetry: Telemetry
-) -> bool:
+def begin_from_lora(run: RunContext, model: torch.nn.Module) -> bool:
     """Set the adapter to the one that the job begins from, if it names one.
 
     Returns:
         False when it is not there, which does not matter to a job that resumes.
     """
-    if spec.model_type != "lora" or not spec.init_lora:
+    if run.spec.model_type != "lora" or not run.spec.init_lora:
         return True
-    file = lora_file.find_lora(spec.init_lora)
+    file = lora_file.find_lora(run.spec.init_lora)
     if file is not None:
-        lora_file.begin_from(model, file, family)
-        telemetry.say(f"the adapter begins from {file}")
+        lora_file.begin_from(model, file, run.family)
+        run.telemetry.say(f"the adapter begins from {file}")
     return file is not None
 
 

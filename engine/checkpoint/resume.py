@@ -15,29 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from engine.ranks.telemetry import Telemetry
-    from engine.ranks.world import World
+    from engine.run_context import RunContext
     from engine.train.train_state import TrainState
-    from jobs.run.rundir import RunDir
     from jobs.spec.job_spec import JobSpec
 
 
-def resume(
-    training: TrainState,
-    spec: JobSpec,
-    run_dir: RunDir,
-    world: World,
-    telemetry: Telemetry,
-    data: Mapping[str, Any],
-) -> str | None:
+def resume(run: RunContext, training: TrainState, data: Mapping[str, Any]) -> str | None:
     """Load the newest sound checkpoint, or the one the job begins from; a collective.
 
     Args:
+        run: The job and its ranks.
         training: What is restored, at step 0; stays there when there is nothing to begin from.
-        spec: The job.
-        run_dir: Its run.
-        world: The ranks.
-        telemetry: This rank's.
         data: What the data is, see `data_facts`.
 
     Returns:
@@ -47,6 +35,7 @@ def resume(
     Raises:
         UserError: The checkpoint is of a job that this one cannot resume from.
     """
+    spec, world, telemetry = run.spec, run.world, run.telemetry
     with telemetry.phase("resume") as progress:
         read = 0
 
@@ -55,7 +44,7 @@ def resume(
             read += count
             progress(read >> 20)
 
-        path = choose_start(run_dir, spec.resume_from_checkpoint, world, telemetry.warn, more)
+        path = choose_start(run.run_dir, spec.resume_from_checkpoint, world, telemetry.warn, more)
         if path is None:
             return None
         # It looks at the disk, so one rank does for all.

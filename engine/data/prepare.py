@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from engine.data.encode.latents import LatentKeys, prepare_latents
 from engine.data.encode.looks import looks_of, looks_of_prompt
 from engine.data.encode.masks import LossWeights, prepare_masks
-from engine.data.encode.shared_work import Team
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import NO_TEXT, Text, Texts, prepare_texts
 from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
@@ -39,7 +38,7 @@ from jobs.spec.rules.cascade import settle
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -49,11 +48,8 @@ if TYPE_CHECKING:
     from engine.data.index.data_index import Sample
     from engine.data.index.views import Shown
     from engine.data.report.data_report import DataReport
-    from engine.families import Family
-    from engine.ranks.file_barrier import FileBarrier
     from engine.ranks.telemetry import Telemetry
-    from engine.ranks.world import World
-    from jobs.run.rundir import RunDir
+    from engine.run_context import RunContext
     from jobs.spec.job_spec import JobSpec
 
 
@@ -162,37 +158,18 @@ class Prepared:
         return self.texts.encoded(_held_text(self.held[number], self.spec))
 
 
-def prepare(
-    spec: JobSpec,
-    family: Family,
-    model_root: Path,
-    run_dir: RunDir,
-    world: World,
-    barrier: FileBarrier,
-    telemetry: Telemetry,
-    wants_stop: Callable[[], bool] = lambda: False,
-) -> Prepared:
+def prepare(run: RunContext) -> Prepared:
     """Index the data and encode the captions and images that no cache has yet.
 
     When this returns, on every rank, all files exist that the job's steps will draw, and neither
     VAE nor (unless the job keeps them) text encoders are left in memory.
 
-    Args:
-        spec: The job.
-        family: Its family.
-        model_root: The model.
-        run_dir: The run's.
-        world: The ranks.
-        barrier: Where they meet.
-        telemetry: This rank's.
-        wants_stop: Whether this rank was asked to stop; once true, it stays true.
-
     Raises:
         StoppedError: A rank wants to stop. All ranks leave at the same place; cached files stay.
     """
-    spec = settle(spec)
-    team = Team(world, barrier, telemetry, wants_stop)
-    index, held = hold_out(_index(spec, model_root, run_dir, team), spec)
+    spec = settle(run.spec)
+    run = replace(run, spec=spec)
+    index, held = hold_out(_index(run), spec)
     plan = make_plan(spec, index)
     captions = [sample_texts(sample, spec) for sample in index.samples]
     views, texts = _drawn(spec, plan, captions, index.samples)
@@ -200,12 +177,12 @@ def prepare(
     pictures = read_pictures(spec)
     texts += [_held_text(sample, spec) for sample in held] + _prompts(spec, pictures)
     directory = cache_root(spec)
-    encoded = prepare_texts(spec, family, model_root, directory, texts, team)
+    encoded = prepare_texts(run, directory, texts)
     cache = TensorCache(directory, "latents")
     everything = replace(index, samples=[*index.samples, *held])
-    keys = prepare_latents(spec, family, model_root, cache, everything, views, team)
+    keys = prepare_latents(run, cache, everything, views)
     masks = TensorCache(directory, "masks")
-    prepare_masks(spec, masks, cache, keys, index.samples, views, team)
+    prepare_masks(run, masks, cache, keys, index.samples, views)
     weights = LossWeights(spec, index.samples, masks)
     loss_weights = weights if weights.active else None
     return Prepared(spec, index, plan, captions, cache, keys, encoded, held, loss_weights, pictures)
@@ -296,39 +273,37 @@ def read_pictures(spec: JobSpec) -> dict[str, Image]:
     return pictures
 
 
-def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> DataIndex:
+def _index(run: RunContext) -> DataIndex:
     """The index, which rank 0 makes and all ranks read."""
-    path, telemetry = run_dir.root / "data.json", team.telemetry
-    if team.world.main:
+    path = run.run_dir.root / "data.json"
+    if run.world.main:
         before = _index_of_last_attempt(path)
-        indexed = _look(spec, model_root, path, run_dir, team)
-        team.arrive("index", {})
+        indexed = _look(run, path)
+        run.arrive("index", {})
         if indexed is not None:
-            _tell(*indexed, before, telemetry)
-    team.barrier.wait("index", ranks=1)
-    team.words("index")
+            _tell(*indexed, before, run.telemetry)
+    run.barrier.wait("index", ranks=1)
+    run.words("index")
     return DataIndex.load(path)
 
 
-def _look(
-    spec: JobSpec, model_root: Path, path: Path, run_dir: RunDir, team: Team
-) -> tuple[DataIndex, DataReport] | None:
+def _look(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | None:
     """Index the data and write the index and the report; None if the job is to stop first."""
-    with team.telemetry.phase("index") as progress:
+    with run.telemetry.phase("index") as progress:
 
         def looked(done: int, total: int) -> None:
             progress.total = total
             progress(done)
-            if team.wants_stop():
+            if run.wants_stop():
                 raise StoppedError("index")
 
         try:
-            index = build_index(spec, looked)
+            index = build_index(run.spec, looked)
         except StoppedError:
             return None  # the other ranks learn it where they meet, and all leave there
         index.save(path)
-        report = make_report(spec, index, model_root)
-        write_atomic(run_dir.data_report, json.dumps(report.to_dict()) + "\n")
+        report = make_report(run.spec, index, run.model_root)
+        write_atomic(run.run_dir.data_report, json.dumps(report.to_dict()) + "\n")
         return index, report
 
 

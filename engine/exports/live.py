@@ -18,32 +18,21 @@ if TYPE_CHECKING:
     import torch
 
     from engine.exports.writing import Exported
-    from engine.families import Family
     from engine.ranks.file_barrier import FileBarrier
-    from engine.ranks.telemetry import Telemetry
     from engine.ranks.world import World
+    from engine.run_context import RunContext
     from engine.train.train_state import TrainState
-    from jobs.run.rundir import RunDir
-    from jobs.spec.job_spec import JobSpec
 
 _PLACE: Final = "export"
 
 
-def export_trained(
-    training: TrainState,
-    spec: JobSpec,
-    family: Family,
-    root: Path,
-    run_dir: RunDir,
-    world: World,
-    barrier: FileBarrier,
-    telemetry: Telemetry,
-) -> None:
+def export_trained(run: RunContext, training: TrainState) -> None:
     """Export what a run trained to its end, the average if there is one, and tell of it."""
+    spec, telemetry = run.spec, run.telemetry
     recipe = Recipe(
         spec,
-        family,
-        root,
+        run.family,
+        run.model_root,
         training.step,
         training.ema is not None,
         spec.export_dtype,
@@ -55,7 +44,8 @@ def export_trained(
             progress.total = total
             progress(done)
 
-        exported = export(training.model, recipe, run_dir.export, world, barrier, report)
+        target = run.run_dir.export
+        exported = export(training.model, recipe, target, run.world, run.barrier, report)
     if exported is not None:
         for warning in exported.warnings:
             telemetry.warn(warning)

@@ -8,10 +8,9 @@ memory: the adapter's model is built later, as in any job.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.data.encode.shared_work import Team
 from engine.data.encode.texts import Text, Texts, prepare_texts
 from engine.data.index.captions import prompt_text
 from engine.data.read.class_images import (
@@ -29,16 +28,14 @@ from jobs.spec.keys.prompts import class_prompts, requests_of
 from jobs.spec.rules.cascade import settle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
     from PIL.Image import Image
 
-    from engine.families import Family
-    from engine.ranks.telemetry import Telemetry
-    from engine.ranks.world import World
-    from jobs.run.rundir import RunDir
+    from engine.ranks.team import Team
+    from engine.run_context import RunContext
     from jobs.spec.job_spec import JobSpec
 
 
@@ -56,25 +53,8 @@ class _Prompts:
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative))
 
 
-def add_class_images(
-    spec: JobSpec,
-    family: Family,
-    model_root: Path,
-    run_dir: RunDir,
-    world: World,
-    telemetry: Telemetry,
-    wants_stop: Callable[[], bool],
-) -> JobSpec:
+def add_class_images(run: RunContext) -> JobSpec:
     """Make the class images that are missing; a collective.
-
-    Args:
-        spec: The job.
-        family: Its family.
-        model_root: The model.
-        run_dir: The run's.
-        world: The ranks.
-        telemetry: This rank's.
-        wants_stop: Whether this rank has seen a wish to stop.
 
     Returns:
         The job with them as one more dataset; as it is if it wants none.
@@ -83,16 +63,20 @@ def add_class_images(
         StoppedError: A rank has seen one; raised on all of them. What was made is kept.
         UserError: They cannot be written.
     """
+    spec = run.spec
     if not spec.num_class_images:
         return spec
     # Meetings of its own: preparing the data meets at places of the same names.
-    barrier = FileBarrier(run_dir, f"{world.token}-class", world.rank, world.size)
-    team = Team(world, barrier, telemetry, wants_stop)
-    folder = folder_of(spec, model_root)
-    if missing := _agree(folder, spec.num_class_images, "missing", team):
-        telemetry.say(f"making {len(missing)} class images of “{spec.class_prompt}” in {folder}")
-        _make(_sampled(spec, missing), family, model_root, folder, missing, team)
-        if left := _agree(folder, spec.num_class_images, "made", team):
+    token = f"{run.world.token}-class"
+    barrier = FileBarrier(run.run_dir, token, run.world.rank, run.world.size)
+    run = replace(run, barrier=barrier)
+    folder = folder_of(spec, run.model_root)
+    if missing := _agree(folder, spec.num_class_images, "missing", run):
+        run.telemetry.say(
+            f"making {len(missing)} class images of “{spec.class_prompt}” in {folder}"
+        )
+        _make(replace(run, spec=_sampled(spec, missing)), folder, missing)
+        if left := _agree(folder, spec.num_class_images, "made", run):
             raise UserError(
                 f"{len(left)} of {spec.num_class_images} class images could not be written to "
                 f"{folder}",
@@ -117,35 +101,16 @@ def _sampled(spec: JobSpec, numbers: Sequence[int]) -> JobSpec:
     return settle(spec).model_copy(update={"validation_prompts": prompts, "use_ema": False})
 
 
-def _make(
-    spec: JobSpec,
-    family: Family,
-    model_root: Path,
-    folder: Path,
-    numbers: Sequence[int],
-    team: Team,
-) -> None:
-    request = requests_of(spec)[0]
-    texts_needed = [Text(prompt_text(request.prompt, spec))]
+def _make(run: RunContext, folder: Path, numbers: Sequence[int]) -> None:
+    request = requests_of(run.spec)[0]
+    texts_needed = [Text(prompt_text(request.prompt, run.spec))]
     if request.guided and request.negative_prompt is not None:
-        texts_needed.append(Text(prompt_text(request.negative_prompt, spec), negative=True))
-    texts = prepare_texts(spec, family, model_root, cache_root(spec), texts_needed, team)
-    prompts = _Prompts(spec, texts)
-    sampler = Sampler(
-        spec,
-        family,
-        model_root,
-        prompts,
-        team.world,
-        team.telemetry,
-        team.wants_stop,
-        numbers=numbers,
-    )
-    with frozen_denoiser(
-        spec, family, family.component, model_root, team.world, team.telemetry
-    ) as model:
+        texts_needed.append(Text(prompt_text(request.negative_prompt, run.spec), negative=True))
+    texts = prepare_texts(run, cache_root(run.spec), texts_needed)
+    sampler = Sampler(run, _Prompts(run.spec, texts), numbers)
+    with frozen_denoiser(run, run.family.component) as model:
         sampler.sample(model, folder, 0)
         del model
     texts.close()
-    if any(team.world.any([team.wants_stop()])):
+    if any(run.world.any([run.wants_stop()])):
         raise StoppedError("class images")

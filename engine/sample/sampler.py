@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from engine.families import Family
-    from engine.ranks.telemetry import Telemetry
-    from engine.ranks.world import World
-    from jobs.spec.job_spec import JobSpec
+    from engine.run_context import RunContext
 
 
 class Prompts(Protocol):
@@ -57,23 +55,13 @@ class Sampler:
     """Samples a job's prompts.
 
     Attributes:
-        spec: The job.
-        family: Its family.
-        model_root: Where VAE and scheduler come from.
+        run: The job and its ranks; VAE and scheduler come from its model.
         data: The caches, with the encoded prompts.
-        world: The ranks.
-        telemetry: This rank's.
-        wants_stop: Whether this rank has seen a wish to stop.
         numbers: What the images are numbered by in their names; default: in order.
     """
 
-    spec: JobSpec
-    family: Family
-    model_root: Path
+    run: RunContext
     data: Prompts
-    world: World
-    telemetry: Telemetry
-    wants_stop: Callable[[], bool] = lambda: False
     numbers: Sequence[int] = ()
 
     @torch.no_grad()
@@ -91,40 +79,36 @@ class Sampler:
         Returns:
             The names of the images, in the order of their prompts.
         """
-        requests = requests_of(self.spec)
-        planned = [self.family.forwards_of(request) for request in requests]
+        requests = requests_of(self.run.spec)
+        planned = [self.run.family.forwards_of(request) for request in requests]
         written, failed = [False] * len(requests), False
         was_training, done = transformer.training, 0
         transformer.eval()
-        with self.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
+        with self.run.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
             beside: dict[str, Any] = {}
             stopping = False
-            if self.family.second_denoiser is not None:  # which takes a while to read
-                stopping = any(self.world.any([self.wants_stop()]))
+            if self.run.family.second_denoiser is not None:  # which takes a while to read
+                stopping = any(self.run.world.any([self.run.wants_stop()]))
             if not stopping:
-                beside = stack.enter_context(
-                    second_denoisers(
-                        self.spec, self.family, self.model_root, self.world, self.telemetry
-                    )
-                )
+                beside = stack.enter_context(second_denoisers(self.run))
             studio = _Studio(
-                self.family,
-                self.model_root,
+                self.run.family,
+                self.run.model_root,
                 transformer,
                 beside,
-                self.world.device,
-                self.telemetry.warn,
+                self.run.world.device,
+                self.run.telemetry.warn,
             )
             # Two denoisers take turns at a place that depends on the steps.
             kinds = [(request.steps, request.guided) for request in requests] if beside else None
-            for numbers in rounds_of(planned, self.world.data_size, kinds):
-                if stopping or any(self.world.any([self.wants_stop()])):
+            for numbers in rounds_of(planned, self.run.world.data_size, kinds):
+                if stopping or any(self.run.world.any([self.run.wants_stop()])):
                     break
                 number = self._number(numbers)
                 latents = self._denoise(studio, requests, planned, numbers)
                 # The VAE gets the room of whatever weights are still gathered.
                 studio.reshard()
-                if number is not None and self.world.rank % self.world.context_size == 0:
+                if number is not None and self.run.world.rank % self.run.world.context_size == 0:
                     frames = studio.develop(requests[number], latents)
                     written[number] = self._write(frames, requests[number], target, number, step)
                     failed = failed or not written[number]
@@ -134,10 +118,10 @@ class Sampler:
             studio.close()
             beside.clear()
             stack.close()
-            give_back(self.world.device)
-            *written, others = self.world.any([*written, failed])
+            give_back(self.run.world.device)
+            *written, others = self.run.world.any([*written, failed])
         if others and not failed:
-            self.telemetry.warn("another rank could not write its samples; see that rank's log")
+            self.run.telemetry.warn("another rank could not write its samples; see that rank's log")
         return [self._name(number) for number, there in enumerate(written) if there]
 
     def _name(self, number: int) -> str:
@@ -145,7 +129,7 @@ class Sampler:
 
     def _number(self, numbers: list[int]) -> int | None:
         """This rank's image of a round; None where it has none."""
-        place = self.world.data_rank
+        place = self.run.world.data_rank
         return numbers[place] if place < len(numbers) else None
 
     def _denoise(
@@ -164,16 +148,16 @@ class Sampler:
             numbers: The images of the round, the one with the most forwards first.
         """
         number = self._number(numbers)
-        if number is None and not self.world.shards:
+        if number is None and not self.run.world.shards:
             return torch.empty(0)
         # Those that have none do the same as the one with the fewest forwards.
         number = numbers[-1] if number is None else number
-        request, moved = requests[number], self.telemetry.moved
-        with Forwards(studio.denoisers, moved) as forwards, autocast(self.spec, studio.device):
+        request, moved = requests[number], self.run.telemetry.moved
+        with Forwards(studio.denoisers, moved) as forwards, autocast(self.run.spec, studio.device):
             pictures = [self.data.pictures[path] for path in request.conditioning]
             latents = studio.denoise(request, *self._texts(request), pictures)
             forwards.check(planned[number], studio.pipeline)
-            if self.world.shards:
+            if self.run.world.shards:
                 forwards.fill_up(planned[numbers[0]])
         return latents
 
@@ -186,7 +170,7 @@ class Sampler:
             target.mkdir(parents=True, exist_ok=True)
             write_sample(frames, self._facts(request, step), path)
         except OSError as error:
-            self.telemetry.warn(f"cannot write {path} ({error.strerror or error})")
+            self.run.telemetry.warn(f"cannot write {path} ({error.strerror or error})")
             return False
         return True
 
@@ -202,27 +186,27 @@ class Sampler:
 
     def _on_device(self, text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # Ranks that share a sample's tokens need as many each.
-        filled = collate([text], multiple=self.world.context_size)
-        return {name: tensor[0].to(self.world.device) for name, tensor in filled.items()}
+        filled = collate([text], multiple=self.run.world.context_size)
+        return {name: tensor[0].to(self.run.world.device) for name, tensor in filled.items()}
 
     def _facts(self, request: SampleRequest, step: int) -> dict[str, Any]:
         """What an image was made from, as JSON values."""
-        negative, flavour = request.negative_prompt, self.spec.model_flavour
+        negative, flavour = request.negative_prompt, self.run.spec.model_flavour
         return {
-            "prompt": prompt_text(request.prompt, self.spec),
-            "negative_prompt": None if negative is None else prompt_text(negative, self.spec),
+            "prompt": prompt_text(request.prompt, self.run.spec),
+            "negative_prompt": None if negative is None else prompt_text(negative, self.run.spec),
             "seed": request.seed,
             "size": [request.width, request.height],
             "steps": request.steps,
             "guidance": request.guidance,
             "true_cfg_scale": request.true_cfg_scale,
-            "guidance_embedded": self.family.facts.guidance_of(flavour) == "embedded",
-            **({"frames": request.frames, "fps": self.spec.fps} if request.frames > 1 else {}),
+            "guidance_embedded": self.run.family.facts.guidance_of(flavour) == "embedded",
+            **({"frames": request.frames, "fps": self.run.spec.fps} if request.frames > 1 else {}),
             **({"conditioning": list(request.conditioning)} if request.conditioning else {}),
             "step": step,
-            "family": self.spec.model_family,
-            "ema": self.spec.use_ema,
-            "dtype": str(compute_dtype(self.spec)),
+            "family": self.run.spec.model_family,
+            "ema": self.run.spec.use_ema,
+            "dtype": str(compute_dtype(self.run.spec)),
         }
 
 

@@ -22,54 +22,39 @@ from jobs.spec.rules.lora_conflicts import may_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from engine.families import Family
-    from engine.ranks.telemetry import Telemetry
-    from engine.ranks.world import World
-    from jobs.spec.job_spec import JobSpec
+    from engine.run_context import RunContext
 
 
 @contextmanager
-def second_denoisers(
-    spec: JobSpec, family: Family, root: Path, world: World, telemetry: Telemetry
-) -> Iterator[dict[str, Any]]:
-    """The other denoisers that the pipeline samples with, by their names in it; a collective.
-
-    Args:
-        spec: The job.
-        family: Its family.
-        root: The model.
-        world: The ranks.
-        telemetry: This rank's.
-    """
-    if family.second_denoiser is None:
+def second_denoisers(run: RunContext) -> Iterator[dict[str, Any]]:
+    """The other denoisers that the pipeline samples with, by their names in it; a collective."""
+    name = run.family.second_denoiser
+    if name is None:
         yield {}
         return
-    with frozen_denoiser(spec, family, family.second_denoiser, root, world, telemetry) as model:
-        others = {family.second_denoiser: model}
+    with frozen_denoiser(run, name) as model:
+        others = {name: model}
         del model
         yield others
         others.clear()
 
 
 @contextmanager
-def frozen_denoiser(
-    spec: JobSpec, family: Family, name: str, root: Path, world: World, telemetry: Telemetry
-) -> Iterator[Any]:
+def frozen_denoiser(run: RunContext, name: str) -> Iterator[Any]:
     """A denoiser to sample with, as the model has it; a collective."""
-    model = _load(spec, family, root / name, world, telemetry)
+    model = _load(run, name)
     watch = Watch({name: model})
     yield model
     del model
     if left := watch.still_held():
-        telemetry.warn(left)
-    give_back(world.device)
+        run.telemetry.warn(left)
+    give_back(run.world.device)
 
 
-def _load(
-    spec: JobSpec, family: Family, directory: Path, world: World, telemetry: Telemetry
-) -> torch.nn.Module:
+def _load(run: RunContext, name: str) -> torch.nn.Module:
+    spec, family, world = run.spec, run.family, run.world
+    directory = run.model_root / name
     frozen = spec
     if spec.mixed_precision != "no":  # kept in the compute precision, and not in fp32
         frozen = spec.model_copy(update={"model_type": "lora"})
@@ -86,6 +71,6 @@ def _load(
     offloads = swaps or (world.shards and spec.fsdp_cpu_offload)
     offload = torch.device("cpu") if offloads else None
     weights.materialise(model, world.device, parameters_on=offload)
-    read = weights.stream(model, stored, progress=lambda done: telemetry.moved())
-    telemetry.say(f"read {read / 2**20:.1f} MiB of {directory.name} to sample with")
+    read = weights.stream(model, stored, progress=lambda done: run.telemetry.moved())
+    run.telemetry.say(f"read {read / 2**20:.1f} MiB of {directory.name} to sample with")
     return model.eval()

@@ -14,20 +14,15 @@ from jobs.run.events import Memory, Sample, Step, Validation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from engine.checkpoint import Saver
     from engine.data.prepare import Prepared
     from engine.diffusion.objective import Objective
-    from engine.families import Family
     from engine.ranks.control import Control
     from engine.ranks.peaks import Peaks
-    from engine.ranks.telemetry import Telemetry
-    from engine.ranks.world import World
+    from engine.run_context import RunContext
     from engine.train.optimizer_step import Stepper, StepResult
     from engine.train.train_state import TrainState
-    from jobs.run.rundir import RunDir
-    from jobs.spec.job_spec import JobSpec
 
 _COLLECT_EVERY: Final = 50  # steps
 _REPLICAS_EVERY: Final = 200  # steps between comparisons of what is whole on several ranks
@@ -37,14 +32,9 @@ _REPLICAS_EVERY: Final = 200  # steps between comparisons of what is whole on se
 class Trainer:
     """Everything the loop needs."""
 
-    spec: JobSpec
-    family: Family
-    objective: Objective
-    model_root: Path
-    run_dir: RunDir
-    world: World
-    telemetry: Telemetry
+    run: RunContext
     control: Control
+    objective: Objective
     training: TrainState
     stepper: Stepper
     data: Prepared
@@ -62,12 +52,12 @@ class Trainer:
 
     def _train(self) -> str:
         self.training.model.train()
-        if self.spec.validation_on_startup and self.training.step == 0:
+        if self.run.spec.validation_on_startup and self.training.step == 0:
             self.validate()
             self.sample()
         while True:
             self.saver.tell()
-            ending = self.training.step >= self.spec.max_train_steps
+            ending = self.training.step >= self.run.spec.max_train_steps
             wishes = self.control.agree(save_failed=self.saver.failed(), now=ending)
             if any(astuple(wishes)):
                 self.settle()
@@ -90,7 +80,7 @@ class Trainer:
             self.control.ask(save_failed=self.saver.failed())
             measured = self.stepper.measures()
             self.stepper.run(self._report)
-            self.telemetry.moved(self.training.step)
+            self.run.telemetry.moved(self.training.step)
             if measured:
                 self.report_memory()
             self._after_step()
@@ -108,7 +98,7 @@ class Trainer:
 
     def _report(self, result: StepResult) -> None:
         step = result.step
-        self.telemetry.emit(
+        self.run.telemetry.emit(
             Step(
                 step=step,
                 epoch=round(self.data.plan.epoch(step), 4),
@@ -121,21 +111,21 @@ class Trainer:
                 peak_bytes=self.peaks.memory().get("peak"),
             )
         )
-        self.telemetry.say(step_line(result, self.spec.max_train_steps))
+        self.run.telemetry.say(step_line(result, self.run.spec.max_train_steps))
         if result.skipped:
             scale = f"; loss scale now {result.scale:g}" if result.scale is not None else ""
-            self.telemetry.warn(
+            self.run.telemetry.warn(
                 f"step {step} was skipped: loss {result.loss}, gradient norm {result.norm}{scale}"
             )
 
     def _after_step(self) -> None:
-        spec, step = self.spec, self.training.step
+        spec, step = self.run.spec, self.training.step
         if step >= spec.max_train_steps:
             return  # the end saves and samples by itself
         if step % _COLLECT_EVERY == 0:
             gc.collect(1)
         if step % _REPLICAS_EVERY == 0:
-            check_replicas(self.training.trained(), self.world)
+            check_replicas(self.training.trained(), self.run.world)
         if spec.checkpointing_steps and step % spec.checkpointing_steps == 0:
             self.save()
         loss_steps = spec.validation_loss_steps or spec.validation_steps
@@ -149,34 +139,26 @@ class Trainer:
         would be worse than none.
         """
         self.settle()
-        check_replicas(self.training.trained(), self.world)
+        check_replicas(self.training.trained(), self.run.world)
         self.saver.save(self.training, last=last)
 
     def sample(self) -> None:
         """Sample the validation prompts, if there are any; a collective."""
-        if not self.spec.validation_prompts:
+        if not self.run.spec.validation_prompts:
             return
         self.settle()
         step = self.training.step
-        target = self.run_dir.samples / f"step-{step}"
-        sampler = Sampler(
-            self.spec,
-            self.family,
-            self.model_root,
-            self.data,
-            self.world,
-            self.telemetry,
-            self.control.wants_stop,
-        )
+        target = self.run.run_dir.samples / f"step-{step}"
+        sampler = Sampler(self.run, self.data)
         with self.training.averaged():
             files = sampler.sample(self.training.model, target, step)
         gc.collect(1)  # pipelines hold themselves, and the device's memory with them
-        self.telemetry.emit(Sample(step, str(target), files))
+        self.run.telemetry.emit(Sample(step, str(target), files))
 
     def sample_now(self) -> None:
         """Do what was asked for, or say why it cannot be done; a collective."""
-        if not self.spec.validation_prompts:
-            self.telemetry.warn("nothing to sample: the job has no validation_prompts")
+        if not self.run.spec.validation_prompts:
+            self.run.telemetry.warn("nothing to sample: the job has no validation_prompts")
         self.sample()
 
     def validate(self) -> None:
@@ -184,20 +166,12 @@ class Trainer:
         if not self.data.held:
             return
         self.settle()
-        loss = ValidationLoss(
-            self.spec,
-            self.family,
-            self.objective,
-            self.data,
-            self.world,
-            self.telemetry,
-            self.control.wants_stop,
-        )
+        loss = ValidationLoss(self.run, self.objective, self.data)
         with self.training.averaged():
             measured = loss.measure(self.training.model)
         if measured is None:
             return
-        self.telemetry.emit(
+        self.run.telemetry.emit(
             Validation(
                 step=self.training.step,
                 loss=measured.loss,
@@ -206,7 +180,7 @@ class Trainer:
                 seconds=round(measured.seconds, 3),
             )
         )
-        self.telemetry.say(
+        self.run.telemetry.say(
             f"step {self.training.step}  validation loss {measured.loss:.5f}  "
             f"{measured.samples} held out, {len(measured.levels)} levels  {measured.seconds:.2f} s"
         )
@@ -214,8 +188,8 @@ class Trainer:
     def report_memory(self) -> None:
         """Record every rank's peak of each phase; a collective."""
         mine = dict(self.peaks.phases)
-        everyone = self.world.gather(mine)
-        self.telemetry.emit(
+        everyone = self.run.world.gather(mine)
+        self.run.telemetry.emit(
             Memory(
                 step=self.training.step,
                 measure=self.peaks.measure,

@@ -27,13 +27,11 @@ from engine.parallel.sharding import reshard
 from jobs.spec.keys.prompts import validation_seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from engine.data.index.data_index import Sample
     from engine.data.prepare import Prepared
-    from engine.families import Family
-    from engine.ranks.telemetry import Telemetry
-    from engine.ranks.world import World
+    from engine.run_context import RunContext
     from jobs.spec.job_spec import JobSpec
 
 _DIGITS: Final = 15  # of a sample's digest, in the key of its noise
@@ -69,22 +67,14 @@ class ValidationLoss:
     """Measure the validation loss.
 
     Attributes:
-        spec: The job.
-        family: Its family.
+        run: The job and its ranks.
         objective: Its objective.
         data: The caches, with what is held out.
-        world: The ranks.
-        telemetry: This rank's.
-        wants_stop: Whether this rank was asked to stop.
     """
 
-    spec: JobSpec
-    family: Family
+    run: RunContext
     objective: Objective
     data: Prepared
-    world: World
-    telemetry: Telemetry
-    wants_stop: Callable[[], bool] = lambda: False
 
     @torch.no_grad()
     def measure(self, model: torch.nn.Module) -> Measured | None:
@@ -97,43 +87,43 @@ class ValidationLoss:
             The loss; None if the job is to stop first.
         """
         begun = time.perf_counter()
-        batches = batches_of(self.data.held, self.spec)
-        each = forwards_each(len(batches), self.world.data_size)
+        batches = batches_of(self.data.held, self.run.spec)
+        each = forwards_each(len(batches), self.run.world.data_size)
         # Every error has one place and is written by one rank, the others have 0 there: their sum
         # is exact, and what is computed only to keep step has no weight.
-        shape = (len(self.data.held), self.spec.validation_timesteps)
+        shape = (len(self.data.held), self.run.spec.validation_timesteps)
         errors = torch.zeros(shape, dtype=torch.float64)
         was_training = model.training
         model.eval()
         read: tuple[int, ...] = ()
         stopped = False
-        with self.telemetry.phase("validate", each) as progress:
+        with self.run.telemetry.phase("validate", each) as progress:
             for done in range(each):
-                if stopped := any(self.world.any([self.wants_stop()])):
+                if stopped := any(self.run.world.any([self.run.wants_stop()])):
                     break
-                place = self.world.data_rank * each + done
+                place = self.run.world.data_rank * each + done
                 batch = batches[min(place, len(batches) - 1)]
                 if batch.samples != read:
                     read, (latents, condition) = batch.samples, self._read(batch.samples)
                 batch_errors = self._errors(model, batch, latents, condition)
-                if place < len(batches) and self.world.rank % self.world.context_size == 0:
+                if place < len(batches) and self.run.world.rank % self.run.world.context_size == 0:
                     errors[list(batch.samples), batch.level] = batch_errors
                 progress(done + 1)
             model.train(was_training)
             reshard(model)
             if stopped:
                 return None
-            if self.world.size > 1:
+            if self.run.world.size > 1:
                 dist.all_reduce(errors)
         return _summary(errors, time.perf_counter() - begun)
 
     def _read(self, samples: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Latents `(B, C, h, w)` and encoded captions `(B, …)`, on the device."""
-        device = self.world.device
+        device = self.run.world.device
         texts = [self.data.held_text(number) for number in samples]
         latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
-        batch = self.family.arrange(collate(texts, multiple=self.world.context_size))
-        batch |= self.family.sizes(self.spec, [self.data.held_shown(n) for n in samples])
+        batch = self.run.family.arrange(collate(texts, multiple=self.run.world.context_size))
+        batch |= self.run.family.sizes(self.run.spec, [self.data.held_shown(n) for n in samples])
         batch |= collate([self.data.held_references(number) for number in samples])
         if self.data.holds_first(self.data.held[samples[0]]):
             batch |= first_frame_of(latents)
@@ -153,11 +143,11 @@ class ValidationLoss:
                 for number in batch.samples
             ]
         ).to(latents.device)
-        quantile = quantile_of(batch.level, self.spec)
+        quantile = quantile_of(batch.level, self.run.spec)
         problem = problem_at(self.objective, latents, noise, quantile)
-        with computing(self.spec, self.world):
-            prediction = self.family.predict(
-                model, problem.noisy, problem.level, condition, self.spec.train_guidance
+        with computing(self.run.spec, self.run.world):
+            prediction = self.run.family.predict(
+                model, problem.noisy, problem.level, condition, self.run.spec.train_guidance
             )
         prediction, problem = judged(prediction, problem, condition)
         squares = (prediction.float() - problem.target).square()
@@ -165,7 +155,7 @@ class ValidationLoss:
 
     def _generator(self, number: int, level: int) -> torch.Generator:
         content = int(self.data.held[number].digest[:_DIGITS], 16)
-        return keyed_generator(validation_seed_of(self.spec), content, level)
+        return keyed_generator(validation_seed_of(self.run.spec), content, level)
 
 
 def batches_of(held: Sequence[Sample], spec: JobSpec) -> list[Batch]:

@@ -96,13 +96,12 @@ def fill(rank: int, ranks: int, root: str, values: dict[str, Any]) -> None:
     """On a rank."""
     import torch
 
-    from engine import families
     from engine.data.prepare import prepare
-    from engine.ranks.file_barrier import FileBarrier
     from engine.ranks.telemetry import Telemetry
     from engine.ranks.world import World
     from jobs.run.rundir import RunDir
     from jobs.spec.file.load import load_spec
+    from tests.support.engine.run_context import run_context
 
     torch.set_num_threads(1)
     run_dir = RunDir(Path(root))
@@ -110,9 +109,7 @@ def fill(rank: int, ranks: int, root: str, values: dict[str, Any]) -> None:
     spec = load_spec(None, values)
     world = World(rank, ranks, torch.device("cpu"), "ddp", "bench")
     telemetry = Telemetry(run_dir, rank)
-    barrier = FileBarrier(run_dir, "bench", rank, ranks)
-    model = Path(spec.pretrained_model_name_or_path)
-    prepare(spec, families.load("flux"), model, run_dir, world, barrier, telemetry)
+    prepare(run_context(spec, run_dir, world, telemetry))
     telemetry.close()
 
 

@@ -156,21 +156,21 @@ def engine_steps(spec: Any, world: Any, toy: Path) -> tuple[Callable[[], Any], A
     from engine.data.loader import Loader
     from engine.data.prepare import prepare
     from engine.diffusion.objective import build_objective
-    from engine.ranks.file_barrier import FileBarrier
     from engine.ranks.peaks import Peaks
     from engine.ranks.telemetry import Telemetry
     from engine.run_job import build_model, start_training
     from engine.train.optimizer_step import Stepper
     from jobs.run.rundir import RunDir
+    from tests.support.engine.run_context import run_context
 
     run_dir = RunDir(toy / f"run-{spec.model_type}")
     run_dir.create()
     telemetry = Telemetry(run_dir, world.rank)
     family = families.load("flux")
     model_root = toy / "model"
-    barrier = FileBarrier(run_dir, world.token, world.rank, world.size)
-    data = prepare(spec, family, model_root, run_dir, world, barrier, telemetry)
-    training = start_training(spec, build_model(spec, family, model_root, world, telemetry), world)
+    run = run_context(spec, run_dir, world, telemetry, family=family, model_root=model_root)
+    data = prepare(run)
+    training = start_training(spec, build_model(run), world)
     objective = build_objective(spec, family, model_root)
     loader = Loader(spec, data, world, family, objective)
     batch = next(iter(loader.step(0)))

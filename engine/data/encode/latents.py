@@ -27,9 +27,9 @@ from jobs.spec.families import needs_first_frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from engine.data.encode.shared_work import Team
     from engine.data.index.data_index import DataIndex, Sample
     from engine.families import Family
+    from engine.run_context import RunContext
     from jobs.spec.job_spec import JobSpec
 
 _READ_AHEAD: Final = 3  # images decoded while one is encoded
@@ -74,20 +74,15 @@ class LatentKeys:
 
 
 def prepare_latents(
-    spec: JobSpec,
-    family: Family,
-    root: Path,
-    cache: TensorCache,
-    index: DataIndex,
-    views: Iterable[tuple[int, int]],
-    team: Team,
+    run: RunContext, cache: TensorCache, index: DataIndex, views: Iterable[tuple[int, int]]
 ) -> LatentKeys:
     """Fill the cache with latents of these samples and views.
 
     Raises:
         UserError: An image changed after it was indexed.
     """
-    keys = LatentKeys(spec, cache, root, index)
+    spec, family = run.spec, run.family
+    keys = LatentKeys(spec, cache, run.model_root, index)
     drawn: dict[str, Callable[[], torch.Tensor]] = {}
     for sample, view in views:
         item = index.samples[sample]
@@ -98,30 +93,30 @@ def prepare_latents(
             drawn[key] = partial(reference_pixels, item, number, seen, spec)
         if item.from_first and needs_first_frame(spec):
             drawn[keys.beginning(sample, view)] = partial(beginning_pixels, item, seen, spec)
-    missing = find_missing(cache, list(drawn), team)
+    missing = find_missing(cache, list(drawn), run)
 
     def load(key: str) -> torch.Tensor | None:
         if cache.check(key) == "sound":  # another job was faster
             return None
         return drawn[key]()
 
-    with together("latents", len(missing), team) as shared:
+    with together("latents", len(missing), run) as shared:
         vae: Any = None
-        size = piece_size(len(missing), team.world.size)
-        mine = (key for piece in pieces(missing, size, "latents", team) for key in piece)
+        size = piece_size(len(missing), run.world.size)
+        mine = (key for piece in pieces(missing, size, "latents", run) for key in piece)
         for key, pixels in _read_ahead(mine, load):
             if pixels is not None:
                 if vae is None:
-                    vae = family.load_vae(root, torch.float32).to(team.world.device).eval()
-                latents = _encode(family, vae, pixels.to(team.world.device))
+                    vae = family.load_vae(run.model_root, torch.float32).to(run.world.device).eval()
+                latents = _encode(family, vae, pixels.to(run.world.device))
                 cache.write(key, {"latents": latents})
             shared.add()
         if vae is not None:
             watch = Watch({"vae": vae})
             vae = None
             if left := watch.still_held():
-                team.telemetry.warn(left)
-            give_back(team.world.device)
+                run.telemetry.warn(left)
+            give_back(run.world.device)
     return keys
 
 

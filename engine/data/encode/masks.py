@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from engine.data.encode.latents import LatentKeys
-    from engine.data.encode.shared_work import Team
     from engine.data.encode.tensor_cache import TensorCache
     from engine.data.index.data_index import Sample
+    from engine.run_context import RunContext
     from jobs.spec.job_spec import JobSpec
 
 _CELLS: Final = 1
@@ -104,24 +104,22 @@ def mask_key(
 
 
 def prepare_masks(
-    spec: JobSpec,
+    run: RunContext,
     cache: TensorCache,
     latents: TensorCache,
     latent_keys: LatentKeys,
     samples: Sequence[Sample],
     views: Iterable[tuple[int, int]],
-    team: Team,
 ) -> None:
     """Fill the cache with the masks of these samples and views, the ranks together.
 
     Args:
-        spec: The job.
+        run: The job and its ranks.
         cache: Of masks.
         latents: Of latents, where all of theirs are.
         latent_keys: Sample and view → key in it.
         samples: The job's.
         views: Samples and views.
-        team: The ranks.
 
     Raises:
         UserError: A mask changed after it was indexed.
@@ -132,14 +130,18 @@ def prepare_masks(
     for number, view in views:
         if number < len(samples) and samples[number].mask:
             cells = _grid(latents.path(latent_keys(number, view)))
-            drawn[mask_key(cache, samples[number], view, cells, spec)] = (number, view, cells)
-    missing = find_missing(cache, list(drawn), team)
-    with together("masks", len(missing), team) as shared:
-        size = piece_size(len(missing), team.world.size)
-        for piece in pieces(missing, size, "masks", team):
+            drawn[mask_key(cache, samples[number], view, cells, run.spec)] = (
+                number,
+                view,
+                cells,
+            )
+    missing = find_missing(cache, list(drawn), run)
+    with together("masks", len(missing), run) as shared:
+        size = piece_size(len(missing), run.world.size)
+        for piece in pieces(missing, size, "masks", run):
             for key in piece:
                 number, view, cells = drawn[key]
-                cache.write(key, {"mask": cells_of(samples[number], view, cells, spec)})
+                cache.write(key, {"mask": cells_of(samples[number], view, cells, run.spec)})
                 shared.add()
 
 

@@ -4,56 +4,18 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.ranks.control import StoppedError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from engine.data.encode.tensor_cache import TensorCache
-    from engine.ranks.file_barrier import FileBarrier
     from engine.ranks.progress import Progress
-    from engine.ranks.telemetry import Telemetry
-    from engine.ranks.world import World
+    from engine.ranks.team import Team
 
 _CHECKED_TOGETHER: Final = 64  # files that a rank takes at once to check
 _READERS: Final = 4  # threads
 _LARGEST_PIECE: Final = 16  # files that a rank takes at once to make
-
-
-@dataclass
-class Team:
-    """The ranks of an attempt, as far as they share work.
-
-    Attributes:
-        world: The ranks.
-        barrier: Where they meet.
-        telemetry: This rank's.
-        wants_stop: Whether this rank was asked to stop; once true, it stays true.
-    """
-
-    world: World
-    barrier: FileBarrier
-    telemetry: Telemetry
-    wants_stop: Callable[[], bool]
-
-    def arrive(self, place: str, word: dict[str, Any]) -> None:
-        """Go to a meeting point; the word also says whether this rank wants to stop."""
-        self.barrier.arrive(place, word | {"stop": self.wants_stop()})
-
-    def words(self, place: str) -> list[dict[str, Any]]:
-        """The words left at a meeting point, once every rank has arrived.
-
-        Raises:
-            StoppedError: A rank wants to stop. All ranks read the same words, so all leave here or
-                none does, and no rank enters a collective alone.
-        """
-        words: list[dict[str, Any]] = self.barrier.words(place)
-        if any(word["stop"] for word in words):
-            raise StoppedError(place)
-        return words
 
 
 def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[str]:

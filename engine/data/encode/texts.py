@@ -20,15 +20,16 @@ from jobs.spec.families import sees_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from PIL.Image import Image
 
-    from engine.data.encode.shared_work import Team
     from engine.families import Family
     from engine.model.release import Released
     from engine.ranks.telemetry import Telemetry
     from engine.ranks.world import World
+    from engine.run_context import RunContext
     from jobs.spec.job_spec import JobSpec
 
 _REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
@@ -103,46 +104,22 @@ class ResidentTexts:
     """Texts that are encoded when they are first needed, by encoders that stay in memory.
 
     Args:
-        spec: The job.
-        family: Its family.
-        root: The model.
-        world: A single rank.
+        run: The job, on a single rank.
         cache: Where to keep what was encoded; None keeps the latest in memory.
         keys: The cache's.
-        telemetry: The rank's.
     """
 
     ahead = False  # encoders and training share the device
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        family: Family,
-        root: Path,
-        world: World,
-        cache: TensorCache | None,
-        keys: TextKeys,
-        telemetry: Telemetry,
-    ) -> None:
-        self._spec = spec
-        self._family = family
+    def __init__(self, run: RunContext, cache: TensorCache | None, keys: TextKeys) -> None:
+        self._spec = run.spec
+        self._family = run.family
         self._cache = cache
         self._keys = keys
         self._stack = ExitStack()
-        self._pipeline = self._stack.enter_context(
-            text_pipeline(
-                family,
-                root,
-                compute_dtype(spec),
-                world,
-                sharded=False,
-                packing=packing_of(spec.text_encoder_precision),
-                say=telemetry.say,
-                freed=partial(_tell_freed, telemetry),
-            )
-        )
+        self._pipeline = self._stack.enter_context(_load_pipeline(run, sharded=False))
         self._remember = lru_cache(maxsize=_REMEMBERED)(self._encode)
-        telemetry.say("the text encoders stay in memory during training")
+        run.telemetry.say("the text encoders stay in memory during training")
 
     def encoded(self, text: Text) -> dict[str, torch.Tensor]:
         if self._cache is None:
@@ -199,45 +176,31 @@ class TextKeys:
         return self._cache.key(text=text.words, **apart, **self._facts)
 
 
-def prepare_texts(
-    spec: JobSpec, family: Family, root: Path, directory: Path, texts: Iterable[Text], team: Team
-) -> Texts:
+def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Texts:
     """Make the texts available as the job wants.
 
     Args:
-        spec: The job, settled (`jobs.spec.rules.cascade`).
-        family: Its family.
-        root: The model.
+        run: The job, settled (`jobs.spec.rules.cascade`), and its ranks.
         directory: Of all caches.
         texts: Everything that may be asked for.
-        team: The ranks.
 
     Raises:
         StoppedError: A rank wants to stop; raised on all of them.
     """
     cache = TensorCache(directory, "text")
-    keys = TextKeys(spec, family, cache, root)
+    spec, family = run.spec, run.family
+    keys = TextKeys(spec, family, cache, run.model_root)
     if not spec.unload_text_encoder:
         kept = cache if spec.cache_text_embeddings else None
-        return ResidentTexts(spec, family, root, team.world, kept, keys, team.telemetry)
+        return ResidentTexts(run, kept, keys)
     text_of = {keys(text): text for text in dict.fromkeys(texts)}
-    missing = find_missing(cache, list(text_of), team)
-    sharded = bool(missing) and _agree(spec, root, team)
-    with together("encode", len(missing), team) as shared:
-        load = partial(
-            text_pipeline,
-            family,
-            root,
-            compute_dtype(spec),
-            team.world,
-            packing=packing_of(spec.text_encoder_precision),
-            say=team.telemetry.say,
-            freed=partial(_tell_freed, team.telemetry),
-        )
+    missing = find_missing(cache, list(text_of), run)
+    sharded = bool(missing) and _agree(run)
+    with together("encode", len(missing), run) as shared:
         if sharded:
-            with load(sharded=True, progress=lambda read: team.telemetry.moved()) as pipeline:
-                for key, mine in _lockstep(missing, team.world):
-                    if agree_to_stop(pipeline, team.wants_stop()):
+            with _load_pipeline(run, sharded=True) as pipeline:
+                for key, mine in _lockstep(missing, run.world):
+                    if agree_to_stop(pipeline, run.wants_stop()):
                         break
                     content = _encode(family, pipeline, text_of[key], spec)
                     if mine:
@@ -246,9 +209,9 @@ def prepare_texts(
         else:
             with ExitStack() as stack:
                 pipeline = None
-                size = piece_size(len(missing), team.world.size)
-                for piece in pieces(missing, size, "encode", team):
-                    pipeline = pipeline or stack.enter_context(load(sharded=False))
+                size = piece_size(len(missing), run.world.size)
+                for piece in pieces(missing, size, "encode", run):
+                    pipeline = pipeline or stack.enter_context(_load_pipeline(run, sharded=False))
                     for key in piece:
                         if cache.check(key) != "sound":  # another job may have been faster
                             cache.write(key, _encode(family, pipeline, text_of[key], spec))
@@ -256,17 +219,31 @@ def prepare_texts(
     return CachedTexts(cache, keys)
 
 
-def _agree(spec: JobSpec, root: Path, team: Team) -> bool:
-    sharded, reason = agree_on_sharding(
-        spec.shard_text_encoders,
-        root,
-        compute_dtype(spec),
-        team.world,
-        team.telemetry.run_dir,
-        team.barrier,
-        packing_of(spec.text_encoder_precision),
+def _load_pipeline(run: RunContext, *, sharded: bool) -> AbstractContextManager[Any]:
+    return text_pipeline(
+        run.family,
+        run.model_root,
+        compute_dtype(run.spec),
+        run.world,
+        sharded=sharded,
+        packing=packing_of(run.spec.text_encoder_precision),
+        say=run.telemetry.say,
+        progress=lambda read: run.telemetry.moved(),
+        freed=partial(_tell_freed, run.telemetry),
     )
-    team.telemetry.say(f"text encoders {'are sharded' if sharded else 'are not sharded'}: {reason}")
+
+
+def _agree(run: RunContext) -> bool:
+    sharded, reason = agree_on_sharding(
+        run.spec.shard_text_encoders,
+        run.model_root,
+        compute_dtype(run.spec),
+        run.world,
+        run.run_dir,
+        run.barrier,
+        packing_of(run.spec.text_encoder_precision),
+    )
+    run.telemetry.say(f"text encoders {'are sharded' if sharded else 'are not sharded'}: {reason}")
     return sharded
 
 

@@ -21,6 +21,7 @@ from engine.run_job import start_training
 from jobs.errors import UserError
 from jobs.run.checkpoint_files import find_damage, read_checkpoint
 from jobs.run.rundir import MANIFEST, RunDir
+from tests.support.engine.run_context import run_context
 from tests.support.engine.toy_jobs import ALONE, Line, toy_spec
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def test_a_rank_that_is_out_of_step_does_not_wait_for_the_others() -> None:
 
 def begin(spec: JobSpec, run_dir: RunDir, telemetry: Telemetry, **data: Any) -> TrainState:
     training = start_training(spec, Line(), ALONE)
-    resume(training, spec, run_dir, ALONE, telemetry, DATA | data)
+    resume(run_context(spec, run_dir, ALONE, telemetry), training, DATA | data)
     return training
 
 

@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from engine.ranks.world import World, leave_world
 from engine.sample.second_denoiser import second_denoisers
 from engine.toy.components.weights import one_thread
+from jobs.run.rundir import RunDir
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
 from tests.support.engine.families import DEVICE, PROMPT, Case, Spied, batch_of, quiet
+from tests.support.engine.run_context import run_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,7 +139,15 @@ def test_the_other_expert_keeps_as_many_blocks_in_host_memory(root: Path) -> Non
     try:
         for swapped in (0, 1):
             spec = case.spec(swap_blocks=swapped)
-            with second_denoisers(spec, case.family, case.paths.model, world, Mock()) as others:
+            run = run_context(
+                spec,
+                RunDir(root),
+                world,
+                Mock(),
+                family=case.family,
+                model_root=case.paths.model,
+            )
+            with second_denoisers(run) as others:
                 (expert,) = others.values()
                 blocks = {
                     name.partition(".attn")[0].partition(".ffn")[0]

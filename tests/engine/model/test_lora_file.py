@@ -184,7 +184,8 @@ def test_a_job_begins_from_what_is_there(tmp_path: Path, flux: Family, place: st
     with torch.no_grad():
         for parameter in adapters.lora_parameters(model).values():
             parameter.zero_()
-    begun = run_job.begin_from_lora(spec, model, flux, telemetry)  # type: ignore[arg-type]
+    run = SimpleNamespace(spec=spec, family=flux, telemetry=telemetry)
+    begun = run_job.begin_from_lora(run, model)  # type: ignore[arg-type]
     assert begun == bool(said) == (place != "gone")
     wanted = named(small())
     assert begun == all(torch.equal(tensor, wanted[n]) for n, tensor in named(model).items())

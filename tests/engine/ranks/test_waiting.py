@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine import families
-from engine.data.encode.shared_work import Team, pieces, together
+from engine.data.encode.shared_work import pieces, together
 from engine.data.index import data_index
 from engine.data.prepare import prepare
 from engine.ranks.control import Control, StoppedError
 from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.team import Team
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from jobs.run.diagnosis.hang import Watch, find_hang
 from jobs.run.rundir import RunDir
+from tests.support.engine.run_context import run_context
 from tests.support.engine.toy_jobs import toy_spec
 from tests.support.waiting import PATIENCE, eventually
 
@@ -57,7 +58,8 @@ class Pair:
     def team(self, rank: int) -> Team:
         world = World(rank, 2, torch.device("cpu"), "ddp", "t")
         barrier = CountingBarrier(self.files, "t", rank, 2)
-        return Team(world, barrier, Telemetry(self.files, rank), never)
+        telemetry = Telemetry(self.files, rank)
+        return Team(world=world, barrier=barrier, telemetry=telemetry, wants_stop=never)
 
     @contextmanager
     def waiting(self, phase: str, total: int) -> Iterator[None]:
@@ -186,15 +188,6 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
     world = World(0, 1, torch.device("cpu"), "single", "t")
     telemetry = Telemetry(files, 0)
     with pytest.raises(StoppedError, match="index"):
-        prepare(
-            spec,
-            families.load("flux"),
-            toy / "model",
-            files,
-            world,
-            FileBarrier(files, "t", 0, 1),
-            telemetry,
-            lambda: True,
-        )
+        prepare(run_context(spec, files, world, telemetry, wants_stop=lambda: True))
     telemetry.close()
     assert len(looked) <= 1 + data_index._READERS < 24

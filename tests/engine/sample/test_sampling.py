@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine.sample.sample_files import write_sample
 from engine.sample.sampler import Sampler
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir
+from tests.support.engine.run_context import run_context
 from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
@@ -78,12 +80,10 @@ class Bench:
             trigger_word="sks",
             **changes,
         )
-        root = self.toy / "model"
-        family = family or families.load("flux")
-        model = build_model(spec, family, root, ALONE, self.telemetry)
-        telemetry = self.telemetry
+        run = run_context(spec, self.run_dir, ALONE, self.telemetry)
+        model = build_model(run)
         data: Any = self.texts
-        sampler = Sampler(spec, family, root, data, ALONE, telemetry, lambda: False)
+        sampler = Sampler(replace(run, family=family or run.family), data)
         target = self.run_dir.samples / "step-3"
         with one_thread():
             self.files = sampler.sample(model, target, 3)

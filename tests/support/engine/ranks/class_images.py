@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import families
 from engine.ranks.control import StoppedError
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import leave_world, start_world
 from engine.sample.class_images import add_class_images
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
+from tests.support.engine.run_context import run_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,17 +30,10 @@ def make(rank: int, ranks: int, root: Path, jobs: dict[str, dict[str, Any]]) -> 
         run_dir = RunDir(root / name)
         run_dir.create()
         telemetry = Telemetry(run_dir, rank)
-        family = families.load("flux")
         wants_stop = _enough(Path(values["cache_dir"]), stop_at if rank == ranks - 1 else 0)
         try:
             with_images = add_class_images(
-                spec,
-                family,
-                Path(spec.pretrained_model_name_or_path),
-                run_dir,
-                world,
-                telemetry,
-                wants_stop,
+                run_context(spec, run_dir, world, telemetry, wants_stop=wants_stop)
             )
             said = str((with_images.datasets or [])[-1].path)
         except StoppedError:

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
@@ -27,9 +26,11 @@ from engine.ranks.world import World
 from engine.run_job import run
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
+from tests.support.engine.run_context import run_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 HELD: Final = 3  # by number
@@ -115,20 +116,20 @@ def fill(
     if "dies" in options and rank == ranks - 1:
         die_after(options["dies"])
     before = psutil.Process().memory_info().rss
-    model_root = Path(spec.pretrained_model_name_or_path)
     barrier = FileBarrier(run_dir, token, rank, ranks)
     sees = options.get("sees", rank) == rank
     facts: dict[str, Any] = {}
     try:
         data = prepare(
-            spec,
-            family,
-            model_root,
-            run_dir,
-            world,
-            barrier,
-            telemetry,
-            lambda: sees and run_dir.requested("stop"),
+            run_context(
+                spec,
+                run_dir,
+                world,
+                telemetry,
+                family=family,
+                barrier=barrier,
+                wants_stop=lambda: sees and run_dir.requested("stop"),
+            )
         )
     except StoppedError as stopped:
         facts |= {"stopped": str(stopped)}

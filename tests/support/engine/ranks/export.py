@@ -27,6 +27,7 @@ from engine.run_job import build_model, start_training
 from jobs.errors import UserError
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
+from tests.support.engine.run_context import run_context
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +64,16 @@ class _Case:
         self.barrier = FileBarrier(run_dir, "t", rank, ranks)
         self.family = families.load(spec.model_family)
         self.root = (run_dir.root.parent / "toy" / "model").resolve()
-        model = build_model(spec, self.family, self.root, self.world, self.telemetry)
+        self.run = run_context(
+            spec,
+            run_dir,
+            self.world,
+            self.telemetry,
+            family=self.family,
+            model_root=self.root,
+            barrier=self.barrier,
+        )
+        model = build_model(self.run)
         self.training = start_training(spec, model, self.world)
         _train(self.training)
 
@@ -74,16 +84,7 @@ class _Case:
         for module in self.training.model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()  # as a sample leaves it where nothing is resharded after forward
-        export_trained(
-            self.training,
-            self.spec,
-            self.family,
-            self.root,
-            self.run_dir,
-            self.world,
-            self.barrier,
-            self.telemetry,
-        )
+        export_trained(self.run, self.training)
         if self.training.ema is not None:
             self._export("raw", "t2")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from engine.data.prepare import prepare
 from engine.diffusion.objective import build_objective
 from engine.diffusion.random_numbers import keyed_generator
 from engine.model import adapters
-from engine.ranks.file_barrier import FileBarrier
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import leave_world, start_world
 from engine.run_job import build_model
@@ -22,6 +22,7 @@ from engine.sample.sampler import Sampler
 from engine.train.validation_loss import ValidationLoss
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
+from tests.support.engine.run_context import run_context
 
 if TYPE_CHECKING:
     from jobs.spec.keys.prompts import SampleRequest
@@ -75,9 +76,9 @@ def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
     telemetry = Telemetry(run_dir, rank)
     family = families.load("flux")
     model_root = Path(spec.pretrained_model_name_or_path)
-    barrier = FileBarrier(run_dir, world.token, rank, world.size)
-    data = prepare(spec, family, model_root, run_dir, world, barrier, telemetry)
-    model = build_model(spec, family, model_root, world, telemetry)
+    run = run_context(spec, run_dir, world, telemetry, family=family)
+    data = prepare(run)
+    model = build_model(run)
     _train(model)
     made = 0
 
@@ -88,7 +89,8 @@ def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
     model.register_forward_hook(count)
     recording = Recording(model, world.shards)
     stops = StopsLate(values.get("validation_steps", 0) if rank == 1 else 0)
-    sampler = Sampler(spec, recording, model_root, data, world, telemetry, stops)
+    run = replace(run, wants_stop=stops)
+    sampler = Sampler(replace(run, family=recording), data)
     model.train()
     files = sampler.sample(model, root / "samples", 7)
     facts: dict[str, Any] = {
@@ -99,7 +101,7 @@ def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
     }
     if data.held:
         objective = build_objective(spec, family, model_root)
-        loss = ValidationLoss(spec, family, objective, data, world, telemetry, stops)
+        loss = ValidationLoss(run, objective, data)
         for name in ("first", "again"):
             made = 0
             measured = loss.measure(model)

@@ -6,6 +6,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -129,7 +130,7 @@ def test_while_it_works_the_job_moves_on_and_the_waiting_one_tells_of_it(pair: P
 
 def test_a_rank_that_wants_to_stop_takes_nothing_more_and_all_leave(pair: Pair) -> None:
     asked = threading.Event()
-    pair.teams[1].wants_stop = asked.is_set
+    pair.teams[1] = replace(pair.teams[1], wants_stop=asked.is_set)
     names = [str(number) for number in range(40)]
     done: list[str] = []
 

@@ -52,7 +52,6 @@ class AuraFlow(Family):
         r"|ff(_context)?\.(linear_1|linear_2|out_projection))"
     )
     COMFYUI = ComfyUI(_LAYOUT.rename)
-    COMFYUI_LOKR = "transformer."
     GUIDED_FORWARDS = 1
 
     def encode(

@@ -64,7 +64,9 @@ def set_adapter(
         if "lokr_w1_a" in parts and "lokr_w1_b" in parts:
             parts["lokr_w1"] = parts.pop("lokr_w1_a") @ parts.pop("lokr_w1_b")
         if parts.keys() != layers[module].keys():
-            raise UserError(f"{module} has {_list(parts)} there and {_list(layers[module])} here", _HINT)
+            raise UserError(
+                f"{module} has {_list(parts)} there and {_list(layers[module])} here", _HINT
+            )
         for part, parameter in layers[module].items():
             if parts[part].shape != parameter.shape:
                 raise UserError(
@@ -78,9 +80,7 @@ def set_adapter(
             adapters.fill(parameter, whole * scale if part == "lokr_w1" else whole)
 
 
-def scales_in(
-    file: Path, header: Mapping[str, str], prefix: str
-) -> Callable[[str, Parts], float]:
+def scales_in(file: Path, header: Mapping[str, str], prefix: str) -> Callable[[str, Parts], float]:
     """What a file says of its adapters' scales.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from jobs.spec.families import get_family
+from jobs.spec.families import component_of, get_family
 from jobs.spec.values.datasets import TRIGGER
 
 if TYPE_CHECKING:

@@ -564,8 +564,19 @@ def test_a_key_of_simpletuner(
     ("theirs", "expected"),
     [
         (
-            {"algo": "lokr", "multiplier": 1.0, "linear_dim": 10000, "linear_alpha": 1, "factor": 16},
-            {"lora_variant": "lokr", "lokr_factor": 16, "lokr_full_matrix": True, "lora_alpha": 1.0},
+            {
+                "algo": "lokr",
+                "multiplier": 1.0,
+                "linear_dim": 10000,
+                "linear_alpha": 1,
+                "factor": 16,
+            },
+            {
+                "lora_variant": "lokr",
+                "lokr_factor": 16,
+                "lokr_full_matrix": True,
+                "lora_alpha": 1.0,
+            },
         ),
         (
             {"algo": "lokr", "linear_dim": 8, "full_matrix": True},

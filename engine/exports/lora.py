@@ -10,6 +10,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import get_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
+from engine.exports import lokr
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe, trigger_word
 from engine.exports.stock import PEFT_PREFIX, check_lora, loads_loras
@@ -49,6 +50,7 @@ class LoraOutput:
         self._directory = directory
         self._whole: dict[str, torch.Tensor] = {}
         self.warnings: list[str] = []
+        self._lokr = recipe.spec.lora_variant == "lokr"
         self._model = _adapted(recipe)
         expected = {n: tuple(p.shape) for n, p in adapters.lora_parameters(self._model).items()}
         if odd := [n for n in expected | dict(facts) if expected.get(n) != _shape(facts, n)]:
@@ -81,10 +83,11 @@ class LoraOutput:
         )
         self._judge(layers)
         if "diffusers" in self._formats:
+            plain = lokr.scaled(layers, self._scales) if self._lokr else layers
             if loads_loras(self._recipe.family.pipeline_class()):
-                self._write_diffusers(layers, checked)
+                self._write_diffusers(plain, checked)
             else:
-                self._write_peft(layers, checked)
+                self._write_peft(plain, checked)
         for name, style in _styles(self._recipe).items():
             if name in self._formats:
                 self._write_named(name, style, layers, checked)
@@ -94,19 +97,20 @@ class LoraOutput:
 
     def _judge(self, layers: Mapping[str, torch.Tensor]) -> None:
         """Refuse what cannot be an adapter: A is drawn, and B leaves zero with the first step."""
-        empty = [n for n, t in layers.items() if ".lora_A." in n and not t.any()]
-        if empty:
+        zeros = [n for n, t in layers.items() if not t.any()]
+        if empty := [n for n in zeros if not adapters.begins_at_zero(n)]:
             raise DamagedError(f"the adapter is incomplete: {empty[0]} is zero")
-        if self._recipe.step and not any(t.any() for n, t in layers.items() if ".lora_B." in n):
+        if self._recipe.step and all(n in zeros for n in layers if adapters.begins_at_zero(n)):
+            every = "second matrix" if self._lokr else "B"
             self.warnings.append(
-                f"after {self._recipe.step} steps the adapter still has no effect: every B is "
-                "zero; check the learning rate and warm-up"
+                f"after {self._recipe.step} steps the adapter still has no effect: every {every} "
+                "is zero; check the learning rate and warm-up"
             )
 
     def _write_diffusers(
         self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]
     ) -> None:
-        config = self._model.peft_config[adapters.ADAPTER].to_dict()
+        config = self._config()
         family = self._recipe.family
         written: list[VerifiedFile] = []
 
@@ -128,7 +132,7 @@ class LoraOutput:
 
         Diffusers has no functions for LoRAs of this pipeline.
         """
-        config = self._model.peft_config[adapters.ADAPTER].to_dict() | {"inference_mode": True}
+        config = self._config() | {"inference_mode": True}
         text = json.dumps(_sorted(config), indent=2, sort_keys=True) + "\n"
         (self._directory / CONFIG_NAME).write_text(text, encoding="utf-8")
         named = {PEFT_PREFIX + name: tensor for name, tensor in layers.items()}
@@ -137,9 +141,20 @@ class LoraOutput:
         file.check(checked)
         self._check_loads(file, layers)
 
+    @property
+    def _scales(self) -> dict[str, float]:
+        """What each module's product is multiplied by."""
+        return adapters.scales_of(self._model)
+
+    def _config(self) -> dict[str, Any]:
+        """Peft's configuration for what is written."""
+        config: dict[str, Any] = self._model.peft_config[adapters.ADAPTER].to_dict()
+        return lokr.unscaled(config) if self._lokr else config
+
     def _check_loads(self, file: VerifiedFile, layers: Mapping[str, torch.Tensor]) -> None:
+        scales = dict.fromkeys(self._scales, 1.0) if self._lokr else self._scales
         empty = _adapted(self._recipe, empty=True)
-        check_lora(self._recipe, file.path, layers, adapters.scales_of(self._model), empty)
+        check_lora(self._recipe, file.path, layers, scales, empty)
 
     def _write_named(
         self,
@@ -149,9 +164,13 @@ class LoraOutput:
         checked: Callable[[], None],
     ) -> None:
         """Under the names of another tool."""
-        spec = self._recipe.spec
+        spec, family = self._recipe.spec, self._recipe.family
         try:
-            tensors, scale = _named(style, layers, adapters.scales_of(self._model))
+            if self._lokr:
+                tensors = lokr.named(name, style, family, layers, self._scales)
+                scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
+            else:
+                tensors, scale = _named(style, layers, self._scales)
         except UserError as error:
             if "diffusers" not in self._formats:
                 raise
@@ -168,7 +187,8 @@ class LoraOutput:
             "modelspec.resolution": f"{side}x{side}",
             "modelspec.trigger_phrase": trigger_word(spec) or "",
         }
-        header = describe(self._recipe) | style.METADATA | {k: v for k, v in facts.items() if v}
+        own = style.METADATA | (lokr.header(spec) if self._lokr else {})
+        header = describe(self._recipe) | own | {k: v for k, v in facts.items() if v}
         self._write(self._directory / f"{spec.name}-{name}.safetensors", tensors, header).check(
             checked
         )
@@ -249,7 +269,9 @@ def _styles(recipe: Recipe) -> dict[str, LoraStyle]:
 def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
     """The formats to write; never none, since this may be the end of days of training."""
     available = ("diffusers", *_styles(recipe))
-    formats = recipe.formats or recipe.family.lora_formats
+    formats = recipe.formats or list(recipe.family.lora_formats)
+    if recipe.formats is None and recipe.spec.lora_variant == "lokr":  # no scripts of kohya's do
+        formats = [name for name in available if name != "kohya"]
     for name in formats:
         if name not in available:
             warn(f"{recipe.spec.model_family} has no {name} names: this is for diffusers only")

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lokr import LoKrLayer
 from peft.tuners.lora import LoraLayer
 from peft.utils import load_peft_weights
+from safetensors.torch import load_file
 from transformers.utils import DummyObject, is_torchvision_available
 
 from engine.exports.components import INDEX, components_of
@@ -78,7 +80,8 @@ def check_lora(
     if shapes != {name: tensor.shape for name, tensor in layers.items()}:
         raise DamagedError(f"{stock} applies the adapter of {file.name} to other modules")
     for name, module in model.named_modules():
-        if not isinstance(module, LoraLayer) or (name not in scales and added.match(name)):
+        layer = isinstance(module, (LoraLayer, LoKrLayer))
+        if not layer or (name not in scales and added.match(name)):
             continue
         if module.scaling[adapter] != scales[name]:
             raise DamagedError(f"{stock} scales the adapter of {file.name} differently")
@@ -107,6 +110,14 @@ def check_model(recipe: Recipe, directory: Path) -> None:
 def _load_by_diffusers(recipe: Recipe, file: Path, model: Any) -> dict[str, torch.Tensor]:
     """Load a LoRA around a model; what was read, by the names in it."""
     family = recipe.family
+    if recipe.spec.lora_variant == "lokr":  # most pipelines have no names for it, all models do
+        model.load_lora_adapter(
+            file.parent,
+            weight_name=file.name,
+            prefix=family.lora_prefix,
+            low_cpu_mem_usage=True,
+        )
+        return _without_prefix(load_file(file), f"{family.lora_prefix}.")
     pipeline_class = family.pipeline_class()
     read = pipeline_class.lora_state_dict(file.parent, weight_name=file.name)
     if isinstance(read, tuple):  # those of UNets give alphas besides, of kohya's files

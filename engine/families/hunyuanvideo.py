@@ -48,6 +48,7 @@ class HunyuanVideo(Family):
     )
     KOHYA = Kohya(_as_tencent, {"ss_network_module": "networks.lora"})
     COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename)
+    COMFYUI_LOKR = None
     COMFYUI_READS_KOHYA = False
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:

@@ -1,4 +1,4 @@
-"""LoRA through peft, inside the blocks, so that sharding and saving see it."""
+"""LoRA and LoKr through peft, inside the blocks, so that sharding and saving see them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import re
 from typing import TYPE_CHECKING, Final
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
+from peft.tuners.lokr import LoKrLayer
 from peft.tuners.lora import LoraLayer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from engine.model.lokr_layer import LokrModel
 from engine.model.lora_layer import LoraConv2d, LoraLinear, narrow_together
 from engine.model.precision import compute_dtype
 from engine.model.weights import local_part, rows_of
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
     from jobs.spec.values.value_types import LoraInit
 
 ADAPTER = "default"
+WHOLE: Final = 1_000_000
+"""A rank beyond which no factor of LoKr is parted into two."""
 _MAGNITUDE: Final = ".lora_magnitude_vector."
+_PARTS: Final = (".lora_A.", ".lora_B.", _MAGNITUDE, ".lokr_w")
+_ZERO: Final = re.compile(r"\.(lora_B|lokr_w2|lokr_w2_b)(\.|$)")
 _PATTERN: Final = re.compile(r"[*+?|(\[\\]")  # no name of a module has one of these
 
 
@@ -39,22 +45,14 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
     Raises:
         UserError: No module fits the targets.
     """
-    config = _config(spec, targets)
-    # Inductor fuses peft's own, and autocast's casts with them.
-    if not spec.torch_compile:
-        config._register_custom_module(
-            {
-                torch.nn.Linear: LoraLinear,
-                torch.nn.Conv2d: LoraConv2d,
-            }
-        )
     model.requires_grad_(False)
     try:
-        if hasattr(model, "add_adapter"):
-            model.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
-        else:  # a model without diffusers' mixin (PixArt's); the modules are the same
-            inject_adapter_in_model(config, model, ADAPTER)
-    except ValueError as error:
+        if spec.lora_variant == "lokr":
+            with torch.device(next(model.parameters()).device):
+                LokrModel(model, _lokr_config(spec, targets), ADAPTER)
+        else:
+            _add(model, _config(spec, targets), spec)
+    except (ValueError, TypeError) as error:  # of LoKr, a layer of a kind that it is not for
         raise UserError(f"lora_target_modules: {error}") from None
     # Peft makes adapters in the base's precision; what is trained is kept in fp32.
     for name, parameter in list(lora_parameters(model).items()):
@@ -65,8 +63,24 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
     for module in model.modules():
         if isinstance(module, LoraLinear):
             module.keeps = selective
-    if compute_dtype(spec) is not torch.float32:
+    if compute_dtype(spec) is not torch.float32 and spec.lora_variant != "lokr":
         narrow_together(model, compute_dtype(spec))
+
+
+def _add(model: torch.nn.Module, config: LoraConfig, spec: JobSpec) -> None:
+    """Put peft's layers into the model, or ours in their place."""
+    # Inductor fuses peft's own, and autocast's casts with them.
+    if not spec.torch_compile:
+        config._register_custom_module(
+            {
+                torch.nn.Linear: LoraLinear,
+                torch.nn.Conv2d: LoraConv2d,
+            }
+        )
+    if hasattr(model, "add_adapter"):
+        model.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+    else:  # a model without diffusers' mixin (PixArt's); the modules are the same
+        inject_adapter_in_model(config, model, ADAPTER)
 
 
 def _config(spec: JobSpec, targets: str) -> LoraConfig:
@@ -84,6 +98,25 @@ def _config(spec: JobSpec, targets: str) -> LoraConfig:
         use_rslora=spec.lora_variant == "rslora",
         use_dora=spec.lora_variant == "dora",
         init_lora_weights=False,  # `initialise` does it, alike on every rank
+    )
+
+
+def _lokr_config(spec: JobSpec, targets: str) -> LoKrConfig:
+    """The same of LoKr, whose second factor is parted where the rank is less than half of it."""
+    ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
+    alphas = {} if spec.lora_alpha else ranks
+    rank, alpha = spec.lora_rank, spec.lora_alpha or spec.lora_rank
+    if spec.lokr_full_matrix:
+        rank, alpha, ranks, alphas = WHOLE, WHOLE, {}, {}
+    return LoKrConfig(
+        r=rank,
+        alpha=alpha,  # type: ignore[arg-type]  # a number; peft only divides it
+        rank_pattern=ranks,
+        alpha_pattern=alphas | ({} if spec.lokr_full_matrix else spec.lora_alpha_pattern or {}),
+        decompose_factor=spec.lokr_factor,
+        target_modules=_modules(spec.lora_target_modules) or targets,
+        exclude_modules=_modules(spec.lora_exclude_modules),
+        init_weights=False,  # `initialise` does it, alike on every rank
     )
 
 
@@ -105,13 +138,18 @@ def scales_of(model: torch.nn.Module) -> dict[str, float]:
     return {
         name: float(module.scaling[ADAPTER])
         for name, module in model.named_modules()
-        if isinstance(module, LoraLayer)
+        if isinstance(module, (LoraLayer, LoKrLayer))
     }
 
 
 def is_lora(name: str) -> bool:
     """Whether a tensor of an adapted model is the adapter's."""
-    return any(part in name for part in (".lora_A.", ".lora_B.", _MAGNITUDE))
+    return any(part in name for part in _PARTS)
+
+
+def begins_at_zero(name: str) -> bool:
+    """Whether a tensor of an adapter is zero at first, so that it has no effect."""
+    return _ZERO.search(name) is not None
 
 
 def adapted_name(model: torch.nn.Module) -> dict[str, str]:
@@ -125,7 +163,8 @@ def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> 
     """Draw the adapter's first weights: peft's distribution, the same on any number of ranks.
 
     A is Kaiming-uniform with a = √5, or normal with deviation 1 / rank; B is zero (Hu et al. 2021,
-    as in `peft`). Each tensor has a generator of its own, keyed by its name, so that the draw
+    as in `peft`). Of LoKr, the last matrix is zero and the others are Kaiming-uniform, as in
+    LyCORIS. Each tensor has a generator of its own, keyed by its name, so that the draw
     depends on nothing else. DoRA's magnitudes are the lengths of the rows that were loaded (Liu et
     al. 2024), so that the adapter has no effect at first; a collective where these are sharded.
     """
@@ -134,7 +173,7 @@ def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> 
             base = model.get_submodule(f"{name.partition(_MAGNITUDE)[0]}.base_layer")
             fill(parameter, _row_lengths(base.get_parameter("weight")).view(parameter.shape))
             continue
-        if ".lora_B." in name:
+        if begins_at_zero(name):
             local_part(parameter).zero_()
             continue
         key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()

@@ -20,7 +20,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
-from engine.model import adapters
+from engine.model import adapters, lokr_file
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ _ENDS: Final = {
     "lora_magnitude_vector.weight": "lengths",
     "dora_scale": "lengths",
     "alpha": "alpha",
+    **{part: part for part in lokr_file.PARTS},
 }
 _END: Final = re.compile(rf"(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _ENDS))})")
 _TEXT: Final = ("text_encoder", "lora_te", "text_model")
@@ -94,8 +95,13 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
     Raises:
         UserError: The file is no LoRA, or not one of these layers and ranks.
     """
-    layers = _layers_of(model)
     stored, header = _read(file)
+    if any(part in parts for parts in stored.values() for part in lokr_file.PARTS):
+        _begin_from_lokr(model, file, family, stored, header)
+        return
+    if _is_lokr(model):
+        raise _refusal(file, "it is a LoRA", "set lora_variant: lora")
+    layers = _layers_of(model)
     named = _naming(stored, layers, family)
     if odd := sorted(stored.keys() - named.keys()):
         what = (
@@ -121,6 +127,37 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
             part["up"] = part["up"] * (scale / layer.scale)
             for kind, parameter in layer.parts.items():
                 adapters.fill(parameter, part[kind].reshape(parameter.shape).float())
+
+
+def _begin_from_lokr(
+    model: torch.nn.Module,
+    file: Path,
+    family: Family,
+    stored: Mapping[str, dict[str, torch.Tensor]],
+    header: Mapping[str, str],
+) -> None:
+    """Do the same from a LoKr, whose layers have no parts.
+
+    Raises:
+        UserError: The job's adapter is none, or has other layers or shapes.
+    """
+    if not _is_lokr(model):
+        raise _refusal(file, "it is a LoKr", "set lora_variant: lokr")
+
+    def rename(modules: list[str]) -> list[dict[str, str]]:
+        plain = [{p + m: m for m in modules} for p in (*_DOTTED, f"{family.lora_prefix}.")]
+        flat = [{p + m.replace(".", "_"): m for m in modules} for p in _UNDERSCORED]
+        return plain + flat + lokr_file.single_names(model, modules, family)
+
+    scale_of = lokr_file.scales_in(file, header, family.lora_prefix)
+    try:
+        lokr_file.set_adapter(model, stored, rename, scale_of)
+    except UserError as error:
+        raise _refusal(file, error.message, error.hint) from None
+
+
+def _is_lokr(model: torch.nn.Module) -> bool:
+    return any(".lokr_" in name for name in adapters.lora_parameters(model))
 
 
 def _layers_of(model: torch.nn.Module) -> dict[str, _Layer]:
@@ -155,6 +192,8 @@ def _read(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str
     except (SafetensorError, OSError) as error:
         raise _refusal(file, f"it cannot be read ({error})") from None
     for module, parts in stored.items():
+        if parts.keys() & {*lokr_file.PARTS}:
+            continue
         if absent := {"down", "up"} - parts.keys():
             raise _refusal(file, f"{module} has no {sorted(absent)[0]} weights")
     return stored, header

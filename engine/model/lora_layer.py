@@ -58,7 +58,7 @@ class LoraLinear(Linear):
             or self.active_adapters != [_ADAPTER]
             or (self.lora_variant and not self.lora_magnitude_vector)
         ):
-            with _autocast_to(x.dtype, x.device):
+            with autocast_to(x.dtype, x.device):
                 return super().forward(x, *args, **kwargs)
         narrow = self.narrow
         if narrow is None or narrow[0].dtype is not dtype:
@@ -97,11 +97,11 @@ class LoraConv2d(Conv2d):
     """Peft's, which would else compute its adapter in the precision of the masters."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with _autocast_to(x.dtype, x.device):
+        with autocast_to(x.dtype, x.device):
             return super().forward(x, *args, **kwargs)
 
 
-def _autocast_to(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+def autocast_to(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
     """Autocast, for what is given bf16 or fp16 outside of it."""
     if dtype is torch.float32 or torch.is_autocast_enabled(device.type):
         return nullcontext()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from jobs.spec.families import get_family
+from jobs.spec.families import component_of, get_family
 from jobs.spec.values.datasets import TRIGGER
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def write_card(spec: JobSpec, facts: CardFacts) -> str:
             {"text": prompt or " ", "output": {"url": path}}
             for path, prompt in facts.pictures.items()
         ]
-    what = "LoRA" if lora else "fine-tuned model"
+    adapter = "LoKr" if spec.lora_variant == "lokr" else "LoRA"
+    what = adapter if lora else "fine-tuned model"
     base = f"[{facts.base}](https://huggingface.co/{facts.base})" if facts.base else family.title
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
@@ -87,7 +88,7 @@ def write_card(spec: JobSpec, facts: CardFacts) -> str:
         f"A {what} of {base}, trained for {facts.step:,} steps with fsdp-tui.",
         *(["<Gallery />"] if facts.pictures else []),
         *([f"## Trigger word\n\nUse `{trigger}` in the prompt."] if trigger else []),
-        f"## Use\n\n```python\n{_usage(facts)}\n```",
+        f"## Use\n\n```python\n{_usage(spec, facts)}\n```",
         f"## Training data\n\n{_data(spec, facts)}",
         f"## Settings\n\n{_table(_settings(spec, facts))}",
     ]
@@ -105,13 +106,20 @@ def with_trigger(spec: JobSpec, prompt: str) -> str:
     return prompt.replace(TRIGGER, trigger_of(spec)).strip()
 
 
-def _usage(facts: CardFacts) -> str:
+def _usage(spec: JobSpec, facts: CardFacts) -> str:
     lines = ["import torch", "from diffusers import DiffusionPipeline", ""]
     loaded = (facts.base or "path/to/the/base/model") if facts.weights else facts.repo
     lines.append(
         f'pipeline = DiffusionPipeline.from_pretrained("{loaded}", torch_dtype=torch.bfloat16)'
     )
-    if facts.weights:
+    if facts.weights and spec.lora_variant == "lokr":  # which few pipelines load, and all models
+        component = component_of(spec)
+        prefix = component if component == "unet" else "transformer"
+        lines.append(
+            f'pipeline.{component}.load_lora_adapter("{facts.repo}", prefix="{prefix}", '
+            f'weight_name="{facts.weights}")'
+        )
+    elif facts.weights:
         lines.append(f'pipeline.load_lora_weights("{facts.repo}", weight_name="{facts.weights}")')
     return "\n".join(lines)
 

@@ -31,6 +31,8 @@ _WHY: Final = {
     "optimizer": "the optimizer state differs",
     "lora_rank": "the adapter's weights have a different shape",
     "lora_rank_pattern": "the adapter's weights have a different shape",
+    "lokr_factor": "the adapter's weights have a different shape",
+    "lokr_full_matrix": "the adapter's weights have a different shape",
     "lora_variant": "the adapter's weights mean something else",
 }
 
@@ -170,6 +172,8 @@ def _targets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts)
 
 def _alpha(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """It scales what is trained already."""
+    if not counts("lora_alpha", spec):
+        return
     if spec.model_type != "lora" or old.model_type != "lora" or old.lora_rank != spec.lora_rank:
         return
     was = float(old.lora_alpha or old.lora_rank)

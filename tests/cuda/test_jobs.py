@@ -94,6 +94,11 @@ JOBS: Final = (
         ),
         "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
         "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
+        "lokr": Job(2, FSDP | {"lora_variant": "lokr", "lora_rank": 2} | SAMPLED),
+        "lokr on one": Job(1, {"lora_variant": "lokr", "lora_rank": 2}, resumes="lokr"),
+        "scaled fp8 lokr": Job(
+            1, {"lora_variant": "lokr", "lokr_full_matrix": True, "base_precision": "fp8_scaled"}
+        ),
         "int8": Job(1, {"base_precision": "int8"}),
         "sharded nf4": Job(2, FSDP | {"base_precision": "nf4"} | SAMPLED),
         "scaled fp8": Job(2, FSDP | {"base_precision": "fp8_scaled"} | SAMPLED),
@@ -166,6 +171,8 @@ JOBS |= {
 
 WITH_BUDGET: Final = (
     *(f"{family} {kind}" for family in BUDGETED for kind in KINDS),
+    "lokr",
+    "scaled fp8 lokr",
     "int8",
     "scaled fp8",
     "swapped blocks",

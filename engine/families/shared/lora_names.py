@@ -142,6 +142,46 @@ def adapters_of(layers: Mapping[str, torch.Tensor]) -> dict[str, Adapter]:
     }
 
 
+def named_singly(style: LoraStyle, shapes: Mapping[str, torch.Size]) -> dict[str, str]:
+    """Name modules as a tool does, for adapters that cannot be joined or cut.
+
+    A LoRA whose ups hold the numbers of their rows says which of them stand where.
+
+    Args:
+        style: The tool's.
+        shapes: Module of diffusers → shape of its weight.
+
+    Returns:
+        Module of diffusers → what its names begin with there.
+
+    Raises:
+        UserError: A module has no counterpart, or one with other rows.
+    """
+    probe: dict[str, torch.Tensor] = {}
+    owners: dict[int, str] = {}
+    first = 1
+    for module, shape in shapes.items():
+        rows = torch.arange(first, first + shape[0], dtype=torch.float64)
+        probe[f"{module}.lora_A.weight"] = torch.zeros(1, *shape[1:])
+        probe[f"{module}.lora_B.weight"] = rows.reshape(-1, *[1] * (len(shape) - 1))
+        owners[first] = module
+        first += shape[0]
+    names: dict[str, str] = {}
+    for key, up in style.convert(probe, 1.0).items():
+        if not key.endswith((".lora_up.weight", ".lora_B.weight")):
+            continue
+        rows = up.flatten()
+        module = owners.get(int(rows[0]), "")
+        whole = probe.get(f"{module}.lora_B.weight")
+        if whole is None or not torch.equal(rows, whole.flatten()):
+            raise UserError(
+                f"export_formats: {key.rsplit('.lora_', 1)[0]} has other rows there than the "
+                "layers of diffusers, and a Kronecker product has no parts"
+            )
+        names[module] = key.rsplit(".lora_", 1)[0]
+    return names
+
+
 def unnamed(module: str) -> UserError:
     """A module that only diffusers has."""
     return UserError(

@@ -31,6 +31,8 @@ _OF_TRAINING: Final = ("train_batch_size", "loss_type", "snr_gamma")
 _OF_LORA: Final = (
     "lora_rank",
     "lora_variant",
+    "lokr_factor",
+    "lokr_full_matrix",
     "lora_rank_pattern",
     "lora_dropout",
     "lora_target_modules",

@@ -160,7 +160,7 @@ _MODEL: Final[dict[str, Rule]] = {
         needless("mixed_precision sets the precision; large models are sharded"),
     ),
     "network.type": rules.network,
-    **all_of("network.linear network.rank", named("lora_rank")),
+    **all_of("network.linear network.rank", rules.rank),
     **all_of("network.linear_alpha network.alpha", named("lora_alpha")),
     "network.dropout": named("lora_dropout"),
     **all_of(
@@ -171,10 +171,8 @@ _MODEL: Final[dict[str, Rule]] = {
         "network.network_kwargs.only_if_contains network.network_kwargs.ignore_if_contains",
         without("set lora_target_modules: suffixes of module names of the diffusers model"),
     ),
-    **all_of(
-        "network.lokr_full_rank network.lokr_factor",
-        needless("only for LoKr, which is not supported"),
-    ),
+    "network.lokr_full_rank": rules.of_lokr("lokr_full_matrix"),
+    "network.lokr_factor": rules.of_lokr("lokr_factor"),
     "network.transformer_only": needless("only the denoiser is trained"),
     "network.split_multistage_loras": needless("a job trains one expert"),
     "network.pretrained_lora_path": named("init_lora"),

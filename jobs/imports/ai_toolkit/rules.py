@@ -10,7 +10,7 @@ from jobs.imports.common.import_report import Kind
 from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
-    from jobs.imports.common.draft import Draft
+    from jobs.imports.common.draft import Draft, Rule
 
 _TRAINERS: Final = ("sd_trainer", "ui_trainer", "diffusion_trainer")
 
@@ -164,8 +164,35 @@ def network(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     if word == "lora":
         draft.take(key, "model_type", "lora", "attention and feed-forward layers, without norms")
+    elif word == "lokr":
+        draft.take(key, "lora_variant", "lokr", "attention and feed-forward layers, without norms")
     else:
         draft.unsupported(key, f"{word} is not supported; the job trains a peft LoRA instead")
+
+
+def rank(draft: Draft, key: str, value: Any) -> None:
+    if _is_lokr(draft) and draft.on("network.lokr_full_rank"):
+        draft.unneeded(key, "no effect with lokr_full_rank")
+    elif _is_lokr(draft) and (draft.number(key) or 0) > training_keys.LARGEST_RANK:
+        draft.take(key, "lokr_full_matrix", True, "a rank that parts no matrix")
+    else:
+        draft.take(key, "lora_rank", value, "the equivalent key")
+
+
+def of_lokr(ours: str) -> Rule:
+    """A key that only LoKr has."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if _is_lokr(draft):
+            draft.take(key, ours, value, "the equivalent key")
+        else:
+            draft.unneeded(key, "only for LoKr")
+
+    return rule
+
+
+def _is_lokr(draft: Draft) -> bool:
+    return str(draft.get("network.type")).strip().lower() == "lokr"
 
 
 # -- training --------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ from jobs.spec.values.value_types import LRScheduler
 if TYPE_CHECKING:
     from jobs.imports.common.draft import Draft, Rule
 
+LARGEST_RANK: Final = 4096
+"""Of `lora_rank`; LyCORIS takes larger ones as a way to say that no matrix is parted."""
+
 Words = dict[str, tuple[Any, str]]
 
 _EIGHT_BIT: Final = "8-bit AdamW of torchao, with blocks of 256 values"

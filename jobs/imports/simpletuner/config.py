@@ -76,7 +76,8 @@ def read(path: Path) -> Draft:
 def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:
     """What the tool uses for keys that are not set under any of their names."""
     defaults = dict(_DEFAULTS)
-    if str(theirs.get("model_type") or "lora").strip().lower() == "lora":
+    lycoris = str(theirs.get("lora_type")).strip().lower() == "lycoris"  # has a file of its own
+    if str(theirs.get("model_type") or "lora").strip().lower() == "lora" and not lycoris:
         defaults |= _LORA_DEFAULTS
     if not is_off(theirs.get("use_ema")):
         defaults["ema_decay"] = 0.995
@@ -127,7 +128,8 @@ _MODEL: Final[dict[str, Rule]] = {
     **all_of(
         "quantize_via base_model_default_dtype", needless("weights are quantized as they are read")
     ),
-    **all_of("lycoris_config init_lokr_norm", needless("only for LyCORIS")),
+    "lycoris_config": rules.lycoris,
+    "init_lokr_norm": without("LoKr begins without any effect"),
 }
 
 _TRAINING: Final[dict[str, Rule]] = {

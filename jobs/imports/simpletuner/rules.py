@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.imports.common import data, models, training_keys
-from jobs.imports.common.draft import as_number, is_off, plain
+from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import find_beside, parse
 from jobs.spec.families import FAMILIES
 from jobs.spec.values.spellings import as_bool, normal_key
 
 if TYPE_CHECKING:
-    from jobs.imports.common.draft import Draft
+    from jobs.imports.common.draft import Rule
 
 # Names of published models there and here.
 _FLAVOURS: Final = {
@@ -114,8 +114,73 @@ def use_published(draft: Draft) -> None:
 def lora_type(draft: Draft, key: str, value: Any) -> None:
     if str(value).strip().lower() == "standard":
         draft.unneeded(key, "a peft LoRA is the default")
+    elif draft.get("lycoris_config"):
+        draft.unneeded(key, "lycoris_config says which adapter")
     else:
-        draft.unsupported(key, "LyCORIS is not supported; the job trains a peft LoRA instead")
+        draft.unsupported(key, "of LyCORIS, only LoKr is supported; set lora_variant: lokr")
+
+
+def lycoris(draft: Draft, key: str, value: Any) -> None:
+    """A file that says which of LyCORIS's adapters is trained."""
+    if str(draft.get("lora_type")).strip().lower() != "lycoris":
+        draft.unneeded(key, "only for LyCORIS")
+        return
+    path = find_beside(draft.folder, str(value), by_name=True)
+    try:
+        theirs = None if path is None else parse(path)
+    except UserError as error:
+        draft.unreadable(key, str(error))
+        return
+    if not isinstance(theirs, dict):
+        draft.unreadable(key, "no such LyCORIS file; set lora_variant: lokr if it is a LoKr")
+        return
+    draft.record(Kind.TRANSLATED, key, why=f"the keys of {path.name if path else value}")
+    part = Draft(theirs, draft.folder, prefix=f"{key}.", above=draft)
+    part.apply(_LYCORIS, {}, ["algo", "full_matrix"])
+    draft.values |= part.values
+
+
+def _algo(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    if word == "lokr":
+        draft.take(key, "lora_variant", "lokr")
+    elif word in ("lora", "locon"):
+        draft.unneeded(key, "a peft LoRA is the default")
+    else:
+        draft.unsupported(key, f"{word} is not supported; the job trains a peft LoRA instead")
+
+
+def _dim(draft: Draft, key: str, value: Any) -> None:
+    large = (draft.number(key) or 0) > training_keys.LARGEST_RANK
+    if draft.values.get("lora_variant") == "lokr" and (large or draft.on("full_matrix")):
+        draft.take(key, "lokr_full_matrix", True, "a rank that parts no matrix")
+    else:
+        draft.take(key, "lora_rank", value, "the equivalent key")
+
+
+def _of_lokr(ours: str) -> Rule:
+    """A key that only LoKr has."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if draft.values.get("lora_variant") == "lokr":
+            draft.take(key, ours, value, "the equivalent key")
+        else:
+            draft.unneeded(key, "only for LoKr")
+
+    return rule
+
+
+_LYCORIS: Final[dict[str, Rule]] = {
+    "algo": _algo,
+    "linear_dim": _dim,
+    "linear_alpha": named("lora_alpha"),
+    "factor": _of_lokr("lokr_factor"),
+    "full_matrix": _of_lokr("lokr_full_matrix"),
+    "multiplier": without("the adapter is trained at full strength", "1"),
+    "decompose_both": without("only the second matrix is parted"),
+    "use_scalar": without("the adapter has no strength of its own"),
+    "apply_preset": without("set lora_target_modules: suffixes of module names"),
+}
 
 
 def lora_format(draft: Draft, key: str, value: Any) -> None:

@@ -10,10 +10,12 @@ from jobs.spec.keys.groups import LORA
 from jobs.spec.rules.no_effect import (
     no_experts,
     not_fp8,
+    not_lokr,
     not_lora,
     not_quantized,
     not_sharded,
     several_ranks,
+    with_full_matrix,
 )
 from jobs.spec.values.field import field
 from jobs.spec.values.spellings import as_none
@@ -35,24 +37,49 @@ class LoraKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     lora_rank: int = field(
-        16, LORA, "Rank of the adapter.", resume="impossible", no_effect=not_lora, ge=1, le=4096
+        16,
+        LORA,
+        "Rank of the adapter.",
+        resume="impossible",
+        no_effect=(not_lora, with_full_matrix),
+        ge=1,
+        le=4096,
     )
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
         None,
         LORA,
         "LoRA alpha; the scale is alpha / rank (default: the rank).",
         resume="ruled",
-        no_effect=not_lora,
+        no_effect=(not_lora, with_full_matrix),
         memory=False,
         gt=0,
     )
     lora_variant: Annotated[LoraVariant, choice(LoraVariant)] = field(
         "lora",
         LORA,
-        "lora; rslora, which divides alpha by the root of the rank; or dora, which also trains the "
-        "length of each row of the weights.",
+        "lora; rslora, which divides alpha by the root of the rank; dora, which also trains the "
+        "length of each row of the weights; or lokr, whose adapters are Kronecker products of two "
+        "small matrices (LyCORIS).",
         resume="impossible",
         no_effect=not_lora,
+    )
+    lokr_factor: int = field(
+        -1,
+        LORA,
+        "Side of lokr's first matrix, where it divides the layer's sides: larger means fewer "
+        "weights; -1 makes both matrices about as large.",
+        resume="impossible",
+        no_effect=(not_lora, not_lokr),
+        ge=-1,
+        le=4096,
+    )
+    lokr_full_matrix: Bool = field(
+        False,
+        LORA,
+        "Train lokr's second matrix whole, not as a product of rank lora_rank. lora_rank and "
+        "lora_alpha then have no effect.",
+        resume="impossible",
+        no_effect=(not_lora, not_lokr),
     )
     lora_rank_pattern: OptionalNumbers = field(
         None,
@@ -60,7 +87,7 @@ class LoraKeys(BaseModel):
         "Ranks of single layers: suffixes or regular expressions of module names, each with its "
         "rank.",
         resume="impossible",
-        no_effect=not_lora,
+        no_effect=(not_lora, with_full_matrix),
     )
     lora_alpha_pattern: OptionalNumbers = field(
         None,
@@ -68,7 +95,7 @@ class LoraKeys(BaseModel):
         "Alphas of single layers, like lora_rank_pattern (default: lora_alpha; where that is not "
         "set, the layer's rank).",
         resume="changes",
-        no_effect=not_lora,
+        no_effect=(not_lora, with_full_matrix),
         memory=False,
     )
     lora_dropout: float = field(

@@ -172,9 +172,10 @@ def _widened(spec: JobSpec) -> Conflict | None:
     what = f"model_flavour: {spec.model_flavour}"
     if spec.model_type != "lora":
         return Conflict("model_type", f"model_type: {what} trains a LoRA only")
-    if spec.lora_variant == "dora":
+    if spec.lora_variant in ("dora", "lokr"):
         return Conflict(
-            "lora_variant", f"lora_variant: {what} is not supported with dora; use lora or rslora"
+            "lora_variant",
+            f"lora_variant: {what} is not supported with {spec.lora_variant}; use lora or rslora",
         )
     chosen, left_out = spec.lora_target_modules, spec.lora_exclude_modules or ()
     for key, adapted in (

@@ -65,6 +65,20 @@ def _dora(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def _lokr(spec: JobSpec) -> Conflict | None:
+    if spec.model_type != "lora" or spec.lora_variant != "lokr":
+        return None
+    if spec.lokr_factor == 0:
+        return Conflict("lokr_factor", "lokr_factor: 0 divides nothing; use -1, or at least 1")
+    if spec.lora_dropout:
+        return Conflict("lora_dropout", "lora_dropout is not supported with lora_variant: lokr")
+    if spec.lora_init != "kaiming":
+        return Conflict(
+            "lora_init", f"lora_init: {spec.lora_init} is not supported with lora_variant: lokr"
+        )
+    return None
+
+
 def may_scale(spec: JobSpec) -> bool:
     """Whether the job has a base that could be multiplied in fp8."""
     return spec.model_type == "lora" and spec.base_precision in ("fp8", "fp8_scaled")
@@ -98,6 +112,7 @@ LORA_RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     *(partial(_patterns, key) for key in _OF_PATTERNS),
     _whole_ranks,
     _dora,
+    _lokr,
     _matmul,
     _swapping,
 )

@@ -131,6 +131,15 @@ def not_lora(spec: JobSpec) -> str:
     return "" if spec.model_type == "lora" else "needs model_type: lora"
 
 
+def not_lokr(spec: JobSpec) -> str:
+    return "" if spec.lora_variant == "lokr" else "needs lora_variant: lokr"
+
+
+def with_full_matrix(spec: JobSpec) -> str:
+    whole = spec.lora_variant == "lokr" and spec.lokr_full_matrix
+    return "no effect with lokr_full_matrix" if whole else ""
+
+
 def not_quantized(spec: JobSpec) -> str:
     return "" if spec.base_precision != "none" else "needs base_precision"
 

@@ -37,7 +37,7 @@ LRScheduler = Literal[
     "polynomial",
 ]
 LoraInit = Literal["kaiming", "gaussian"]
-LoraVariant = Literal["lora", "rslora", "dora"]
+LoraVariant = Literal["lora", "rslora", "dora", "lokr"]
 TimestepSampling = Literal["uniform", "logit_normal", "shift", "uniform_shift", "mode"]
 LossWeighting = Literal["none", "weighted", "sigma_sqrt", "cosmap"]
 BasePrecision = Literal["none", "fp8", "fp8_scaled", "int8", "nf4"]

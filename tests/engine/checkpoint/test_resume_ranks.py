@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS: Final = 12
 HALF: Final = 6
 DORA: Final = {"lora_variant": "dora", "base_precision": "none", "validation_prompts": []}
+LOKR: Final = {"lora_variant": "lokr", "lora_rank": 2}
 # A global batch of 4 on any number of ranks.
 BATCH: Final = {1: 4, 2: 2, 4: 1}
 
@@ -108,12 +109,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
         made.job("moving", 4, lora_placement="sharded"),
         made.job("dora", **DORA),
         made.job("dora-moving", 4, lora_placement="sharded", **DORA),
+        made.job("lokr", **LOKR),
+        made.job("lokr-halves", HALF, **LOKR),
+        made.job("lokr-halves", **LOKR),
+        made.job("lokr-moving", 4, lora_placement="sharded", **LOKR),
         made.job("branch", resume_from_checkpoint=str(made.run("lora-halves").checkpoint(HALF))),
     )
     return made
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora", "lokr", "full"])
 def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
     folder: Folder, kind: str
 ) -> None:
@@ -123,7 +128,7 @@ def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
     assert [c.step for c in list_checkpoints(folder.run(f"{kind}-halves"))] == [HALF, STEPS]
     wanted, found = folder.contents(kind), folder.contents(f"{kind}-halves")
     assert wanted.keys() == found.keys()
-    trained = {"lora": 44, "full": 80}[kind]  # tensors
+    trained = {"lora": 44, "lokr": 66, "full": 80}[kind]  # tensors
     assert sum(name.startswith(".model.") for name in wanted) == trained
     assert sum(name.endswith(".exp_avg_sq") for name in wanted) == trained
     assert sum(name.startswith(".ema.") for name in wanted) == trained
@@ -137,11 +142,17 @@ def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
 
 def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     """And from a sharded adapter to a whole one, and to one process that shards nothing."""
-    folder.train(4, folder.job("moving", 8, ranks=4), folder.job("dora-moving", 8, ranks=4, **DORA))
+    folder.train(
+        4,
+        folder.job("moving", 8, ranks=4),
+        folder.job("dora-moving", 8, ranks=4, **DORA),
+        folder.job("lokr-moving", 8, ranks=4, **LOKR),
+    )
     folder.train(
         1,
         folder.job("moving", ranks=1),
         folder.job("dora-moving", ranks=1, **DORA),
+        folder.job("lokr-moving", ranks=1, **LOKR),
         folder.job(
             "whole-files",
             ranks=1,
@@ -149,7 +160,12 @@ def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
             fsdp_state_dict_type="SHARDED_STATE_DICT",
         ),
     )
-    for name, before in (("moving", "lora"), ("dora-moving", "dora"), ("whole-files", "full")):
+    for name, before in (
+        ("moving", "lora"),
+        ("dora-moving", "dora"),
+        ("lokr-moving", "lokr"),
+        ("whole-files", "full"),
+    ):
         straight, moved = folder.losses(before), folder.losses(name)
         assert [step for step, *_ in moved] == list(range(1, STEPS + 1))
         for (_, loss, norm), (step, wanted, wanted_norm) in zip(moved, straight, strict=True):

@@ -20,7 +20,9 @@ import torch
 from diffusers.loaders import single_file_utils
 
 from engine.diffusion.random_numbers import keyed_generator
+from engine.exports import lokr
 from engine.families import load
+from jobs.errors import UserError
 from jobs.spec.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -383,6 +385,48 @@ def test_kohyas_keys_are_the_modules_of_its_scripts(name: str) -> None:
     check_shapes(
         found, {"lora_unet_" + module.replace(".", "_"): shape for module, shape in shapes.items()}
     )
+
+
+# What a LoKr's names begin with where several layers of diffusers are one in ComfyUI.
+FUSED = {
+    **dict.fromkeys(("flux", "chroma", "flux2", "sd3", "lumina2", "z_image"), "lycoris_"),
+    "pixart_sigma": "transformer.",
+    "hunyuanvideo": None,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_lokr_has_a_name_for_each_layer_or_for_none(name: str) -> None:
+    """Of the published checkpoint, where its layers are those of diffusers."""
+    family, shapes = load(name), {}
+    for key, down in layers_of(name).items():
+        if key.endswith(".lora_A.weight"):
+            up = layers_of(name)[key.replace("lora_A", "lora_B")]
+            shapes[key.removesuffix(".lora_A.weight")] = (len(up), down.shape[1])
+    layers = {}
+    for module, (rows, columns) in shapes.items():
+        layers[f"{module}.lokr_w1"] = torch.ones(2, 2)
+        layers[f"{module}.lokr_w2_a"] = torch.ones(rows // 2, 3)
+        layers[f"{module}.lokr_w2_b"] = torch.ones(3, columns // 2)
+    assert family.COMFYUI is not None
+    scales = dict.fromkeys(shapes, SCALE)
+    if FUSED.get(name, "") is None:
+        with pytest.raises(UserError, match="a Kronecker product has no parts"):
+            lokr.named("comfyui", family.COMFYUI, family, layers, scales)
+        return
+    found = lokr.named("comfyui", family.COMFYUI, family, layers, scales)
+    ends = ("lokr_w1", "lokr_w2_a", "lokr_w2_b", "alpha")
+    keys = {key.removesuffix(".lokr_w1") for key in found if key.endswith(".lokr_w1")}
+    assert found.keys() == {f"{key}.{end}" for key in keys for end in ends}
+    if prefix := FUSED.get(name):
+        flat = "_" if prefix.endswith("_") else "."
+        assert keys == {prefix + module.replace(".", flat) for module in shapes}
+        return
+    assert keys == {f"diffusion_model.{module}" for module in LAYOUTS[name].layout}
+    for module, shape in LAYOUTS[name].layout.items():
+        key = f"diffusion_model.{module}"
+        assert found[f"{key}.alpha"].item() == pytest.approx(SCALE * 3)
+        assert (len(found[f"{key}.lokr_w2_a"]) * 2, found[f"{key}.lokr_w2_b"].shape[1] * 2) == shape
 
 
 class Checkpoint(dict[str, torch.Tensor]):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from engine.data.read.images import decode
 from engine.exports.lora import _named
+from engine.exports.recipe import Recipe
 from engine.model import adapters, weights
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.lora_file import begin_from
@@ -20,6 +21,7 @@ from engine.model.precision import narrow_inputs
 from engine.sample.lockstep import Forwards
 from engine.toy.components.weights import one_thread
 from jobs.spec.job_spec import JobSpec
+from tests.support.engine.exports import export_alone
 from tests.support.engine.families import (
     DEVICE,
     NEGATIVE,
@@ -285,3 +287,33 @@ def test_a_job_begins_from_the_names_of_every_tool(case: Case, tmp_path: Path) -
                 parameter.zero_()
         begin_from(model, tmp_path / "a.safetensors", case.family)
         assert all(torch.equal(before[name], p) for name, p in parameters.items())
+
+
+def test_a_lokr_is_exported_and_read_by_stock_code_and_by_another_job(
+    case: Case, tmp_path: Path
+) -> None:
+    """Diffusers or peft loads it, or the export fails; what it changes comes back."""
+    spec = case.spec(lora_rank=1, lora_alpha=3, export_formats=None)
+    if case.family.lora_targets(spec) != case.family.LORA_TARGETS:
+        pytest.skip("a layer that is wider than the published one is adapted by LoRA only")
+    spec = spec.model_copy(update={"lora_variant": "lokr"})
+    model = getattr(case.stock(), case.family.component)
+    adapters.add_lora(model, spec, case.family.lora_targets(spec))
+    parameters = adapters.lora_parameters(model)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.uniform_(1, 2)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    recipe = Recipe(spec, case.family, case.paths.model, 4, ema=False, dtype="auto", formats=None)
+    made = export_alone(model, recipe, tmp_path / "export")
+    files = sorted(made.path.glob("*.safetensors"))
+    named = case.family.COMFYUI is not None and case.family.COMFYUI_LOKR is not None
+    assert len(files) == 1 + named
+    assert bool(made.warnings) == (case.facts.name == "hunyuanvideo")
+    for file in files:
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.zero_()
+        begin_from(model, file, case.family)
+        for name, parameter in parameters.items():
+            assert torch.allclose(before[name], parameter, rtol=1e-6), (file.name, name)

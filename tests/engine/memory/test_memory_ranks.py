@@ -30,6 +30,22 @@ FULL: Final = {"model_type": "full"}
 ON_TWO: Final[dict[str, dict[str, Any]]] = {
     "lora sharded": SHARDED | {"lora_placement": "sharded"},
     "lora nf4": SHARDED | {"base_precision": "nf4"},
+    # Of few layers: for each tensor, a step has numbers that are as large as a toy's matrices.
+    "lokr nf4": SHARDED
+    | {
+        "lora_variant": "lokr",
+        "lora_rank": 4,
+        "lora_target_modules": [r".*(ff\.net\.0\.proj|proj_mlp)"],
+        "base_precision": "nf4",
+    },
+    "lokr bf16 ddp, whole matrices": {
+        "strategy": "ddp",
+        "mixed_precision": "bf16",
+        "lora_variant": "lokr",
+        "lokr_full_matrix": True,
+        "lokr_factor": 2,
+    },
+    "lokr sharded": SHARDED | {"lora_variant": "lokr", "lora_placement": "sharded"},
     "full ddp": FULL | {"strategy": "ddp"},
     "full checkpointed": SHARDED | FULL | {"gradient_checkpointing": True},
     "full bf16": SHARDED | FULL | {"mixed_precision": "bf16"},

@@ -211,6 +211,8 @@ def test_simpletuner_video() -> None:
     assert imported.spec.caption_lines == "joined"
     assert job["validation_resolution"] == "832x480"
     assert (job["context_parallel_size"], job["num_processes"]) == (2, 4)
+    assert (job["lora_variant"], job["lokr_factor"]) == ("lokr", 16)
+    assert imported.spec.lora_dropout == 0  # their default is for LoRA
     assert imported.spec.seed == 42  # theirs unreadable
     assert [e.key for e in imported.report.of(Kind.UNREADABLE)] == ["seed"]
 
@@ -423,6 +425,9 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"base_model_precision": "int2-quanto"}, {"base_precision": "nf4"}),
     ({"lora_type": "standard"}, Needless),
     ({"lora_type": "lycoris"}, Lost),
+    ({"lora_type": "lycoris", "lycoris_config": "a.json"}, Needless),
+    ({"lycoris_config": "a.json"}, Needless),
+    ({"lycoris_config": "no-such.json", "lora_type": "lycoris"}, Kind.UNREADABLE),
     ({"lora_rank": 64}, {"lora_rank": 64}),
     ({"lora_rank": 0}, Kind.UNREADABLE),
     ({"lora_alpha": "None"}, Needless),
@@ -555,6 +560,47 @@ def test_a_key_of_simpletuner(
     check(simple(tmp_path, **theirs), next(iter(theirs)), expected)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        (
+            {
+                "algo": "lokr",
+                "multiplier": 1.0,
+                "linear_dim": 10000,
+                "linear_alpha": 1,
+                "factor": 16,
+            },
+            {
+                "lora_variant": "lokr",
+                "lokr_factor": 16,
+                "lokr_full_matrix": True,
+                "lora_alpha": 1.0,
+            },
+        ),
+        (
+            {"algo": "lokr", "linear_dim": 8, "full_matrix": True},
+            {"lora_variant": "lokr", "lokr_factor": -1, "lokr_full_matrix": True},
+        ),
+        (
+            {"linear_dim": 8, "linear_alpha": 4, "algo": "lokr", "apply_preset": {}},
+            {"lora_variant": "lokr", "lora_rank": 8, "lora_alpha": 4.0, "lokr_full_matrix": False},
+        ),
+        ({"algo": "lora", "linear_dim": 8, "factor": 3}, {"lora_variant": "lora", "lora_rank": 8}),
+        ({"algo": "loha"}, {"lora_variant": "lora"}),
+    ],
+)
+def test_what_lycoris_trains_for_simpletuner(
+    theirs: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "lycoris_config.json").write_text(json.dumps(theirs))
+    imported = simple(tmp_path, lora_type="lycoris", lycoris_config="config/lycoris_config.json")
+    values = imported.spec.model_dump(mode="json")
+    assert {key: values[key] for key in expected} == expected
+    if theirs["algo"] == "loha":
+        assert entry(imported, "lycoris_config.algo").kind is Lost
+
+
 def check(imported: Imported, key: str, expected: dict[str, Any] | Kind) -> None:
     found = entry(imported, key)
     assert found.why or found.kind in (Kind.TAKEN, Kind.TRANSLATED)
@@ -666,7 +712,15 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"device": "cpu"}, {"device": "cpu"}),
     ({"device": "mps"}, Lost),
     ({"type": "concept_slider"}, Lost),
-    ({"network": {"type": "lokr", "linear": 8}}, {"lora_rank": 8, "model_type": "lora"}),
+    ({"network": {"type": "lokr", "linear": 8}}, {"lora_variant": "lokr", "lora_rank": 8}),
+    ({"network": {"lokr_factor": 8, "type": "lokr"}}, {"lokr_factor": 8}),
+    ({"network": {"lokr_factor": 8, "type": "lora"}}, Needless),
+    (
+        {"network": {"lokr_full_rank": True, "type": "lokr", "linear": 8}},
+        {"lokr_full_matrix": True, "lora_rank": 16},
+    ),
+    ({"network": {"linear": 10**9, "type": "lokr"}}, {"lokr_full_matrix": True}),
+    ({"network": {"type": "loha"}}, Lost),
     ({"network__conv": 4}, Lost),
     ({"network": {"type": "lora", "rank": 4, "alpha": 2}}, {"lora_rank": 4, "lora_alpha": 2.0}),
     ({"model__quantize": True}, {"base_precision": "fp8_scaled"}),

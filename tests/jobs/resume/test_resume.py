@@ -58,6 +58,7 @@ _OTHER: dict[str, Any] = {
     "fsdp_auto_wrap_policy": "NO_WRAP",
     "lora_rank_pattern": {"to_q": 2},
     "lora_alpha_pattern": {"to_q": 2.0},
+    "lokr_factor": 4,
     "conditioning_resolution": 512,
 }
 # What a setting counts together with.
@@ -65,6 +66,8 @@ _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
     "size_conditioning": {"model_family": "sdxl"},
     "keep_in_full_precision": {"base_precision": "nf4"},
+    "lokr_factor": {"lora_variant": "lokr"},
+    "lokr_full_matrix": {"lora_variant": "lokr"},
     "mode_scale": {"timestep_sampling": "mode"},
     "snr_gamma": {"model_family": "sdxl"},
     "resolution_mode": {"resolution": [256, 512]},
@@ -175,6 +178,9 @@ def test_values_are_written_as_in_a_job_file() -> None:
         ({"model_type": "full"}, "lora_rank", 4),
         ({"model_type": "full"}, "lora_target_modules", ["to_q"]),
         ({"model_type": "full"}, "lora_alpha", 4),
+        ({"lora_variant": "lokr", "lokr_full_matrix": True}, "lora_alpha", 4),
+        ({"lora_variant": "lokr", "lokr_full_matrix": True}, "lora_rank", 4),
+        ({}, "lokr_factor", 4),
         ({}, "num_frames", 17),
     ],
 )

@@ -51,6 +51,13 @@ FSDP = TWO | {"strategy": "fsdp2"}
         ({}, "main_process_ip", "a local job runs on one machine"),
         ({}, "shard_text_encoders", "no effect on 1 rank"),
         ({"model_type": "full"}, "lora_rank", "needs model_type: lora"),
+        ({}, "lokr_factor", "needs lora_variant: lokr"),
+        ({"lora_variant": "lokr"}, "lokr_full_matrix", ""),
+        (
+            {"lora_variant": "lokr", "lokr_full_matrix": True},
+            "lora_rank",
+            "no effect with lokr_full_matrix",
+        ),
         (TWO | {"strategy": "ddp"}, "lora_placement", "needs strategy: fsdp2 or hsdp"),
         ({"optimizer": "sgd"}, "adam_beta1", "optimizer: sgd has none"),
         ({"lr_scheduler": "cosine"}, "lr_warmup_steps", ""),

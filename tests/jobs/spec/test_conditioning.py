@@ -84,6 +84,11 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         ),
         (
             CONTROL,
+            {"model_flavour": "control", "lora_variant": "lokr"},
+            "model_flavour: control is not supported with lokr; use lora or rslora",
+        ),
+        (
+            CONTROL,
             {"model_flavour": "control", "lora_target_modules": ["to_q"]},
             "sees its conditioning images through x_embedder; adapt it too",
         ),

@@ -233,6 +233,9 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "needs mixed_precision: bf16",
         ),
         ({"lora_variant": "dora", "lora_dropout": 0.1}, "lora_dropout", "lora_variant: dora"),
+        ({"lora_variant": "lokr", "lora_dropout": 0.1}, "lora_dropout", "lora_variant: lokr"),
+        ({"lora_variant": "lokr", "lora_init": "gaussian"}, "lora_init", "lora_variant: lokr"),
+        ({"lora_variant": "lokr", "lokr_factor": 0}, "lokr_factor", "0 divides nothing"),
         ({"lora_variant": "dora", "torch_compile": True}, "torch_compile", "lora_variant: dora"),
         (
             {

@@ -110,6 +110,15 @@ SAMPLES: Final = {
 QUANTIZED: Final = ("fp8", "fp8_scaled", "int8", "nf4")
 
 
+# Most second matrices are parted; one layer's is whole.
+LOKR: Final = {
+    "lora_variant": "lokr",
+    "lora_rank": 2,
+    "lora_rank_pattern": {"to_q": 16},
+    "lora_exclude_modules": ["to_k"],
+}
+
+
 EXTRAS: Final[dict[str, dict[str, Any]]] = {
     "": {},
     "ema": {"use_ema": True, "ema_decay": 0.9} | SAMPLES,
@@ -118,6 +127,9 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
         "lora_rank_pattern": {"to_q": 2},
         "lora_exclude_modules": ["to_k"],
     },
+    "lokr": LOKR,
+    "lokr nf4": LOKR | {"base_precision": "nf4"},
+    "lokr scaled": LOKR | {"base_precision": "fp8_scaled", "base_matmul": "scaled"},
     **{scheme: {"base_precision": scheme} for scheme in QUANTIZED},
     "scaled": {"base_precision": "fp8_scaled", "base_matmul": "scaled"},
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
@@ -135,6 +147,7 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 MIXED: Final = ("mixed data",)
+LOKRS: Final = ("lokr", "lokr nf4", "lokr scaled")
 
 
 # A rank's gradient of its own samples may overflow fp16 where the one of all does not; then the
@@ -230,7 +243,7 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(
             Case("fsdp2 2", "full", "sgd", extra=extra)
             for extra in EXTRAS
-            if extra not in ("", "dora", "scaled", *QUANTIZED, *MIXED)
+            if extra not in ("", "dora", *LOKRS, "scaled", *QUANTIZED, *MIXED)
         ),
         *(Case("fsdp2 2, accumulated", "lora", "sgd", extra=extra) for extra in MIXED),
         *(
@@ -239,6 +252,14 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
                 *("fsdp2 2", "fsdp2 2, sharded lora"),
                 *("hsdp 2x2", "hsdp 2x2, sharded lora"),
             )
+        ),
+        *(
+            Case(layout, "lora", "sgd", extra="lokr")
+            for layout in ("ddp 2", "fsdp2 2", "fsdp2 2, sharded lora", "hsdp 2x2")
+        ),
+        *(
+            Case("fsdp2 2, sharded lora", "lora", "sgd", extra=extra)
+            for extra in ("lokr nf4", "lokr scaled")
         ),
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
         *(

@@ -44,7 +44,7 @@ class BlocksPanel(PickList):
         self.listed: list[BlockClass] = []
         self.chosen: frozenset[str] = frozenset()
         self.wanted = ""  # what is searched for
-        self._name: str | None = None  # stays highlighted while others come and go
+        self._class_name: str | None = None  # stays highlighted while others come and go
 
     @property
     def count(self) -> int:
@@ -69,7 +69,7 @@ class BlocksPanel(PickList):
             if any(word in text.lower() for text in (one.class_name, *one.sample_paths))
         ]
         names = [one.class_name for one in self.listed]
-        self.index = names.index(self._name) if self._name in names else 0
+        self.index = names.index(self._class_name) if self._class_name in names else 0
         self.fill()
         self.post_message(self.Highlighted())
 
@@ -80,7 +80,7 @@ class BlocksPanel(PickList):
 
     def highlight(self, index: int) -> None:
         super().highlight(index)
-        self._name = self.listed[index].class_name
+        self._class_name = self.listed[index].class_name
 
     def action_check(self) -> None:
         if (one := self.highlighted) is not None:

@@ -47,6 +47,17 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Reason(Found):
+    """Why some are skipped.
+
+    Attributes:
+        files: `[dataset, name, detail]` each; the detail is "" where there is none.
+    """
+
+    files: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class BucketReport:
     """A bucket.
 
@@ -112,7 +123,7 @@ class DataReport:
     images: int
     held_out: int
     skipped: list[list[Any]]
-    reasons: list[Found]
+    reasons: list[Reason]
     handled: list[Found]
     cautions: list[Found]
     datasets: list[DatasetReport]
@@ -172,7 +183,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         images=len(_images(index.samples)),
         held_out=len(held),
         skipped=[[one.dataset, one.name, one.why] for one in index.skipped],
-        reasons=_reasons(index),
+        reasons=reasons_of(index),
         handled=_handled(index),
         cautions=_cautions(spec, index, texts, tokens),
         datasets=_datasets(spec, index, plan),
@@ -228,17 +239,18 @@ def _in_words(found: Found) -> str:
     return f"{found.count} {found.text}{example}"
 
 
-def _reasons(index: DataIndex) -> list[Found]:
-    by_reason: dict[str, list[str]] = {}
+def reasons_of(index: DataIndex) -> list[Reason]:
+    """Why samples are skipped, the most frequent reason first."""
+    files: dict[str, list[list[Any]]] = {}
     for one in index.skipped:
-        by_reason.setdefault(_kind_of(one.why), []).append(one.name)
-    found = [Found(len(names), why, names[:_EXAMPLES]) for why, names in by_reason.items()]
-    return sorted(found, key=lambda one: -one.count)
-
-
-def _kind_of(why: str) -> str:
-    """A reason without what is particular to one file."""
-    return why.partition(":")[0].partition(" (")[0]
+        reason = one.why.partition(":")[0].partition(" (")[0]
+        detail = one.why.removeprefix(reason).removeprefix(":").strip()
+        files.setdefault(reason, []).append([one.dataset, one.name, detail])
+    reasons = [
+        Reason(len(of), text, [name for _, name, _ in of[:_EXAMPLES]], of)
+        for text, of in files.items()
+    ]
+    return sorted(reasons, key=lambda reason: -reason.count)
 
 
 def _handled(index: DataIndex) -> list[Found]:

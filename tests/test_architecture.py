@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.order import SLOWEST_FIRST
 from tests.support.paths import ROOT
+from tests.support.private_names import PRIVATE, Classes, defined, listed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,6 +104,60 @@ def test_no_file_is_longer_than_a_person_reads_at_once(package: str) -> None:
         for path in modules(package)
     }
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_private_names_of_libraries_are_those_that_the_documentation_lists() -> None:
+    files = {str(path.relative_to(ROOT)): path for name in FORBIDDEN for path in modules(name)}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    classes = Classes(trees, set(FORBIDDEN))
+    used = {(name, file) for file, tree in trees.items() for name in classes.foreign(tree)}
+    table = listed(ROOT / "docs" / "upstream.md")
+    assert used - table == set(), "list them in docs/upstream.md, or use a public name"
+    unused = {(n, f) for n, f in table if not re.search(rf"\b{n}\b", texts.get(f, ""))}
+    assert unused == set(), "delete them from docs/upstream.md"
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("from library._inner import thing", "_inner"),
+        ("from library import _thing", "_thing"),
+        ("import library._inner", "_inner"),
+        ("library.thing._held", "_held"),
+        ("getattr(thing, '_held', None)", "_held"),
+        ("class A(B):\n    def f(self):\n        self._held", "_held"),
+        ("class A(B):\n    def _f(self):\n        super()._f()", "_f"),
+    ],
+)
+def test_uses_of_private_names_are_recognised(line: str, name: str) -> None:
+    """So that the test above can fail."""
+    tree = ast.parse(line)
+    assert Classes({"": tree}, {"ours"}).foreign(tree) == {name}
+
+
+def test_no_widget_takes_a_private_name_of_textual_by_chance() -> None:
+    taken, seen = set(), 0
+    for path in modules("tui"):
+        file = str(path.relative_to(ROOT))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.bases:
+                module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+                names = private_of_textual(getattr(module, node.name))
+                taken |= {(name, file) for name in defined(node) if name in names}
+                seen += bool(names)
+    assert seen > 50, "else this test looks at the wrong thing"
+    assert taken - listed(ROOT / "docs" / "upstream.md") == set()
+
+
+def private_of_textual(kind: type) -> set[str]:
+    """The private names of the classes of Textual that a class inherits from."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("textual."):
+            names |= vars(base).keys()
+            names |= set(base.__init__.__code__.co_names if "__init__" in vars(base) else ())
+    return {name for name in names if PRIVATE.fullmatch(name)}
 
 
 def ours() -> list[Path]:

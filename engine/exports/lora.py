@@ -269,7 +269,7 @@ def _styles(recipe: Recipe) -> dict[str, LoraStyle]:
 def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
     """The formats to write; never none, since this may be the end of days of training."""
     available = ("diffusers", *_styles(recipe))
-    formats = recipe.formats or list(recipe.family.lora_formats)
+    formats: list[str] = [*(recipe.formats or recipe.family.lora_formats)]
     if recipe.formats is None and recipe.spec.lora_variant == "lokr":  # no scripts of kohya's do
         formats = [name for name in available if name != "kohya"]
     for name in formats:

@@ -47,12 +47,13 @@ def checkpoint_activations(model: Any, spec: JobSpec) -> None:
     Raises:
         UserError: The model does not support it.
     """
-    if not model._supports_gradient_checkpointing:
+    kept = _kept_blocks(model, spec.gradient_checkpointing_interval)
+    try:
+        model.enable_gradient_checkpointing(Recompute(_options(spec), kept))
+    except ValueError:
         raise UserError(
             f"gradient_checkpointing: {type(model).__name__} does not support it", "turn it off"
-        )
-    kept = _kept_blocks(model, spec.gradient_checkpointing_interval)
-    model.enable_gradient_checkpointing(Recompute(_options(spec), kept))
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -105,12 +105,13 @@ def _lokr_config(spec: JobSpec, targets: str) -> LoKrConfig:
     """The same of LoKr, whose second factor is parted where the rank is less than half of it."""
     ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
     alphas = {} if spec.lora_alpha else ranks
-    rank, alpha = spec.lora_rank, spec.lora_alpha or spec.lora_rank
+    rank = spec.lora_rank
+    alpha: Any = spec.lora_alpha or spec.lora_rank  # peft wants an int, and only divides it
     if spec.lokr_full_matrix:
         rank, alpha, ranks, alphas = WHOLE, WHOLE, {}, {}
     return LoKrConfig(
         r=rank,
-        alpha=alpha,  # type: ignore[arg-type]  # a number; peft only divides it
+        alpha=alpha,
         rank_pattern=ranks,
         alpha_pattern=alphas | ({} if spec.lokr_full_matrix else spec.lora_alpha_pattern or {}),
         decompose_factor=spec.lokr_factor,

@@ -55,7 +55,7 @@ class Watch:
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._modules: list[tuple[str, ref[torch.nn.Module]]] = []
         self._tensors: list[tuple[str, ref[torch.Tensor]]] = []
-        self._storages: dict[int, tuple[str, StorageWeakRef]] = {}
+        self._storages: dict[StorageWeakRef, str] = {}
         self.held = 0
         for root, whole in modules.items():
             for name, module in whole.named_modules(prefix=root):
@@ -65,8 +65,9 @@ class Watch:
             ):
                 self._tensors.append((name, ref(tensor)))
                 storage = local_part(tensor.detach()).untyped_storage()
-                if storage._cdata not in self._storages:
-                    self._storages[storage._cdata] = (name, StorageWeakRef(storage))
+                memory = StorageWeakRef(storage)
+                if memory not in self._storages:
+                    self._storages[memory] = name
                     self.held += storage.nbytes()
 
     def still_held(self) -> str:
@@ -77,7 +78,7 @@ class Watch:
         gc.collect()
         modules = [name for name, module in self._modules if module() is not None]
         tensors = [name for name, tensor in self._tensors if tensor() is not None]
-        storages = [name for name, memory in self._storages.values() if not memory.expired()]
+        storages = [name for memory, name in self._storages.items() if not memory.expired()]
         kinds = ("modules", modules), ("tensors", tensors), ("blocks of tensor memory", storages)
         left = [
             f"{len(names)} {kind} ({', '.join(names[:_NAMED])}{' …' * (len(names) > _NAMED)})"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -63,7 +62,7 @@ def swap_blocks(model: torch.nn.Module, spec: JobSpec, family: Family, world: Wo
     chosen = [blocks[place] for place in spread(spec.swap_blocks, len(blocks))]
     if not dist.is_initialized():  # a job of one rank has no process group of its own
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     trained = {p for p in model.parameters() if p.requires_grad}
     options: dict[str, Any] = {
         "mesh": init_device_mesh(world.device.type, (1,)),

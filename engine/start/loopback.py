@@ -12,7 +12,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # is documented
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from jobs.errors import UserError
 from jobs.fleet.lines import LONGEST, Listener, UnreadableError
 from jobs.fleet.ssh import FAILED, is_too_old, ssh_command, why_failed
+from jobs.machine.child import end_child
 from jobs.machine.processes import wait_for_by_hand
 from jobs.untrusted.text import one_line
 
@@ -149,11 +150,7 @@ class Link:
         """Make sure that it has ended; it has until this time to do so by itself."""
         self._drop(until)
         for process, _ in self._ending:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            end_child(process, max(0.0, until - time.monotonic()))
         self._ending.clear()
 
     def _drop(self, now: float) -> None:

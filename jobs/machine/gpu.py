@@ -141,7 +141,11 @@ def visible(present: Sequence[Gpu], setting: str | None) -> list[Gpu]:
 
 
 def foreign_users(
-    present: Sequence[Gpu], ours: Collection[int], claimed: Collection[str] = ()
+    present: Sequence[Gpu],
+    ours: Collection[int],
+    claimed: Collection[str] = (),
+    *,
+    brief: bool = False,
 ) -> dict[str, str]:
     """Find GPUs used by processes that are not ours, and by whom. Pure.
 
@@ -150,6 +154,7 @@ def foreign_users(
         ours: The pids of the processes of our jobs.
         claimed: UUIDs of the GPUs that our jobs hold. These are never foreign: in a container the
             driver may give pids that nobody can match with ours.
+        brief: Name only the process that holds most, without pid and memory.
 
     Returns:
         UUID → a line for people: user, command, pid and memory. What merely draws (a desktop) and
@@ -168,9 +173,11 @@ def foreign_users(
         if strangers:
             strangers.sort(key=lambda process: -(process.memory or 0))
             more = f" and {len(strangers) - 2} more" if len(strangers) > 2 else ""
-            lines[gpu.uuid] = "; ".join(map(_line, strangers[:2])) + more
+            pairs = [_in_words(process) for process in strangers[:2]]
+            full = "; ".join(f"{who} ({details})" for who, details in pairs) + more
+            lines[gpu.uuid] = pairs[0][0] if brief else full
         elif (hidden := hidden_use(gpu)) >= HIDDEN_USE:
-            lines[gpu.uuid] = f"hidden processes ({_held(hidden)})"
+            lines[gpu.uuid] = "hidden processes" + ("" if brief else f" ({_held(hidden)})")
     return lines
 
 
@@ -179,15 +186,16 @@ def hidden_use(gpu: Gpu) -> int:
     return 0 if gpu.processes else gpu.memory_used or 0
 
 
-def _line(process: GpuProcess) -> str:
+def _in_words(process: GpuProcess) -> tuple[str, str]:
+    """Who it is, and the details."""
     pid, memory = f"pid {process.pid}", _held(process.memory)
     if process.command is None:
         who = pid if process.user is None else f"{process.user}: {pid}"
-        return f"{who} ({memory})"
+        return who, memory
     program, _, rest = process.command.partition(" ")
     command = f"{os.path.basename(program)} {rest}".strip()
     command = command if len(command) <= 60 else command[:59] + "…"
-    return f"{process.user or 'someone'}: {command} ({pid}, {memory})"
+    return f"{process.user or 'someone'}: {command}", f"{pid}, {memory}"
 
 
 def _held(memory: int | None) -> str:

@@ -32,12 +32,14 @@ class Room:
         total: All of it.
         held: What others hold of it, and keep.
         passing: What others hold now and the job waits for.
+        gpu: Its index; None for what is no GPU of this machine.
     """
 
     name: str
     total: int
     held: int = 0
     passing: int = 0
+    gpu: int | None = None
 
     @property
     def free(self) -> int:
@@ -112,5 +114,5 @@ def room_of(
         )
         used = min(used, sum(process.memory or 0 for process in strangers))
     waits = not shares and bool(foreign_users([gpu], ours, ()))
-    name = f"GPU {gpu.index}"
-    return Room(name, gpu.memory_total, *((0, used) if waits else (used, 0)))
+    held, passing = (0, used) if waits else (used, 0)
+    return Room(f"GPU {gpu.index}", gpu.memory_total, held, passing, gpu.index)

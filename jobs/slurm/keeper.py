@@ -220,7 +220,7 @@ class Keeper:
             commands.cancel(record.id)
             self._soon = True
         verdict = settle(Verdict(job.state, job.reason), facts)
-        if not self._final(job, verdict):
+        if not self._final(job, verdict, listed):
             return
         finished = listed is not None and _over(listed) and listed.state != "PREEMPTED"
         if verdict.state is State.LOST and not finished and not other:
@@ -274,10 +274,11 @@ class Keeper:
             return False
         return job.stop_level >= 3 or listed.state not in ("RUNNING", "COMPLETING")
 
-    def _final(self, job: Job, verdict: Verdict) -> bool:
+    def _final(self, job: Job, verdict: Verdict, listed: Listed | None) -> bool:
         """Whether an end is one: a preempted job may be back in Slurm's queue a moment later."""
         seen = self._seen.setdefault(job.id, _Seen())
-        if not (verdict.state is State.LOST and "preempt" in verdict.reason):
+        preempted = listed is not None and listed.state == "PREEMPTED"
+        if not (verdict.state is State.LOST and preempted):
             if self._away_since is None:
                 seen.preempted_at = None
             return True

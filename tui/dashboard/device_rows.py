@@ -188,10 +188,10 @@ def history_of(snapshot: Snapshot, gpu: Gpu) -> Histories:
     return Histories(snapshot.busy.get(gpu.uuid, ()), snapshot.filled.get(gpu.uuid, ()))
 
 
-def devices_title(snapshot: Snapshot) -> str:
+def devices_title(snapshot: Snapshot, what: str = "devices") -> str:
     """`devices · 8 H200 · late: #12 r3`."""
     names = {short_name(gpu.name) for gpu in snapshot.gpus}
-    parts = ["devices"]
+    parts = [what]
     if len(names) == 1:
         parts.append(f"{len(snapshot.gpus)} {names.pop()}")
     late = [

@@ -29,8 +29,8 @@ def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView], room: int =
             return Span(f"#{view.job.id} {view.job.name} …", "accent")
     if gpu.unusable:
         return Span(gpu.unusable, "bad")
-    if stranger := foreign_users([gpu], ()).get(gpu.uuid):
-        return Span(stranger if room >= _ROOMY else stranger.partition(" (")[0], "warn")
+    if stranger := foreign_users([gpu], (), brief=room < _ROOMY).get(gpu.uuid):
+        return Span(stranger, "warn")
     return Span("free", "dim")
 
 

@@ -104,9 +104,11 @@ def view_of(values: Values, choices: Choices) -> View | None:
     )
 
 
-def screenful(values: Values, choices: Choices, width: int, height: int) -> list[Row]:
-    """Everything: `height` rows of at most `width` columns."""
-    rows: list[Row] = [_tabs(choices, width)]
+def screenful(
+    values: Values, choices: Choices, width: int, height: int, *, numbered: bool = True
+) -> list[Row]:
+    """Everything: `height` rows of at most `width` columns; measures with their number keys."""
+    rows: list[Row] = [_tabs(choices, width, numbered=numbered)]
     rows += legend(values, choices, width)
     view = view_of(values, choices)
     room = height - len(rows) - 1
@@ -241,7 +243,7 @@ def _held(choices: Choices, whole: tuple[float, float], first: float, size: floa
     return replace(choices, extent=(first, first + size))
 
 
-def _tabs(choices: Choices, width: int) -> Row:
+def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
     """The measures and their keys, the shown one marked by brackets too."""
     tabs: list[Span] = []
     short = sum(len(measure.title) + 5 for measure in MEASURES) + 8 > width
@@ -253,11 +255,12 @@ def _tabs(choices: Choices, width: int) -> Row:
         "memory": "mem",
     }
     for number, measure in enumerate(MEASURES):
-        title = names.get(measure.title, measure.title) if short else measure.title
+        title = f"{number + 1} " if numbered else ""
+        title += names.get(measure.title, measure.title) if short else measure.title
         here = not choices.everything and number == choices.measure
         tabs.append(
             Span(
-                f"[{number + 1} {title}]" if here else f" {number + 1} {title} ",
+                f"[{title}]" if here else f" {title} ",
                 "accent" if here else "dim",
             )
         )

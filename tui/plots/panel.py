@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 _REDRAW_EVERY: Final = 2.0  # seconds, when only values were added
 _RUNS: Final = ("primary", "accent", "success", "error", "secondary", "foreground")
 
+NUMBER_KEYS: Final = tuple(
+    Key(f"measure({n})", str(n + 1), str(n + 1), measure.title, f"Show {measure.title}", False)
+    for n, measure in enumerate(MEASURES)
+)
+"""The keys that turn to a measure."""
+
 
 class PlotsPanel(Lines, can_focus=True):
     """Draws again when a key asks for it, and every two seconds when there is more to draw.
@@ -77,17 +83,7 @@ class PlotsPanel(Lines, can_focus=True):
         ),
         Key("read_end(0)", "home,g", "Home", "first", "Move the cursor to the start", False),
         Key("read_end(1)", "end,G,shift+g", "End", "last", "Move the cursor to the end", False),
-        *(
-            Key(
-                f"measure({n})",
-                str(n + 1),
-                str(n + 1),
-                measure.title,
-                f"Show {measure.title}",
-                False,
-            )
-            for n, measure in enumerate(MEASURES)
-        ),
+        *NUMBER_KEYS,
         Key("everything", "a", "a", "all", "Show all plots, small", False),
         Key("turn(1)", "n,down,j", "1-7 n", "measure", "Show the next plot"),
         Key("turn(-1)", "N,shift+n,up,k", "N", "previous", "Show the previous plot", False),
@@ -191,7 +187,8 @@ class PlotsPanel(Lines, can_focus=True):
         width, height = self.size
         if width and height:
             self._drawn_at = time.monotonic()
-            self.show(screenful(self.values, self.choices, width, height))
+            numbered = NUMBER_KEYS[0] in self.KEYS
+            self.show(screenful(self.values, self.choices, width, height, numbered=numbered))
 
     def choose(self, choices: Choices) -> None:
         """Draw other choices."""

@@ -8,6 +8,7 @@ the terminal does not show yet are sent.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from contextlib import ExitStack, suppress
@@ -22,7 +23,7 @@ from tui.terminal.byte_budget import ByteBudget
 from tui.terminal.terminal_cells import TerminalCells, is_picture
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, TimerHandle
+    from asyncio import TimerHandle
 
     from textual.message import Message
 
@@ -63,6 +64,7 @@ class GovernedDriver(LinuxDriver):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.loop = asyncio.get_running_loop()
         # What Textual begins with; another first size would be laid out for nothing.
         self._size = self._get_terminal_size()
         assert self._file is not None  # standard error; the dashboard asked that it is a terminal
@@ -77,11 +79,6 @@ class GovernedDriver(LinuxDriver):
         self._sent_bytes = self._sent_writes = 0
         self._held = ExitStack()
         self._timer: TimerHandle | None = None
-
-    @property
-    def loop(self) -> AbstractEventLoop:
-        assert self._loop is not None
-        return self._loop
 
     def write(self, data: str) -> None:
         """Send what the terminal does not show yet; afterwards painting may have to wait."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
-from tui.text.data_text import bucket_name, dataset_name, facts, groups, left_out, plain_bar
+from tui.text.data_text import bucket_name, dataset_name, facts, groups, plain_bar
 from tui.text.format import bar, percent
 from tui.text.tables import table
 
@@ -102,9 +102,10 @@ def _findings(group: Group, width: int, *, every_example: bool) -> list[str]:
 
 
 def _every_file(report: Mapping[str, Any], group: Group) -> list[str]:
-    lines = []
+    several, lines = len(report["datasets"]) > 1, []
     for finding in group.findings:
         lines.append(f"{finding['count']:>6}  {finding['text']}")
-        for name, more in left_out(report, finding["text"]):
-            lines.append(f"        {name}" + (f": {more}" if more else ""))
+        for dataset, name, more in finding["files"]:
+            folder = f"{report['datasets'][dataset]['path']}/" if several else ""
+            lines.append(f"        {folder}{name}" + (f": {more}" if more else ""))
     return lines

@@ -44,18 +44,6 @@ def groups(report: Mapping[str, Any]) -> list[Group]:
     return [group for group in kinds if group.findings]
 
 
-def left_out(report: Mapping[str, Any], reason: str) -> list[tuple[str, str]]:
-    """List each file skipped for a reason, with the details of its own."""
-    several = len(report["datasets"]) > 1
-    names = []
-    for dataset, name, why in report["skipped"]:
-        rest = why.removeprefix(reason)
-        if why.startswith(reason) and (not rest or rest.startswith((":", " ("))):
-            folder = f"{report['datasets'][dataset]['path']}/" if several else ""
-            names.append((folder + name, rest.removeprefix(":").strip()))
-    return names
-
-
 def fills(report: Mapping[str, Any]) -> tuple[int, int]:
     """Draws of an epoch that only fill last batches, and all its draws."""
     fill = sum(bucket["fill"] for bucket in report["buckets"])

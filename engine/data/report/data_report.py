@@ -47,6 +47,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Reason(Finding):
+    """Why some are skipped.
+
+    Attributes:
+        files: `[dataset, name, detail]` each; the detail is "" where there is none.
+    """
+
+    files: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class BucketReport:
     """A bucket.
 
@@ -112,7 +123,7 @@ class DataReport:
     images: int
     held_out: int
     skipped: list[list[Any]]
-    reasons: list[Finding]
+    reasons: list[Reason]
     handled: list[Finding]
     cautions: list[Finding]
     datasets: list[DatasetReport]
@@ -172,7 +183,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         images=len(_images(index.samples)),
         held_out=len(held),
         skipped=[[skip.dataset, skip.name, skip.why] for skip in index.skipped],
-        reasons=_reasons(index),
+        reasons=reasons_of(index),
         handled=_handled(index),
         cautions=_cautions(spec, index, texts, tokens),
         datasets=_datasets(spec, index, plan),
@@ -229,17 +240,18 @@ def _in_words(finding: Finding) -> str:
     return f"{finding.count} {finding.text}{example}"
 
 
-def _reasons(index: DataIndex) -> list[Finding]:
-    by_reason: dict[str, list[str]] = {}
+def reasons_of(index: DataIndex) -> list[Reason]:
+    """Why samples are skipped, the most frequent reason first."""
+    files: dict[str, list[list[Any]]] = {}
     for skip in index.skipped:
-        by_reason.setdefault(_kind_of(skip.why), []).append(skip.name)
-    reasons = [Finding(len(names), why, names[:_EXAMPLES]) for why, names in by_reason.items()]
+        reason = skip.why.partition(":")[0].partition(" (")[0]
+        detail = skip.why.removeprefix(reason).removeprefix(":").strip()
+        files.setdefault(reason, []).append([skip.dataset, skip.name, detail])
+    reasons = [
+        Reason(len(of), text, [name for _, name, _ in of[:_EXAMPLES]], of)
+        for text, of in files.items()
+    ]
     return sorted(reasons, key=lambda reason: -reason.count)
-
-
-def _kind_of(why: str) -> str:
-    """A reason without what is particular to one file."""
-    return why.partition(":")[0].partition(" (")[0]
 
 
 def _handled(index: DataIndex) -> list[Finding]:

@@ -174,9 +174,7 @@ def _on_fake(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _replace(model: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(make(parameter), requires_grad=False)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = make(buffer)
+        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, torch.nn.Parameter(make(parameter), requires_grad=False))
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, make(buffer))

@@ -69,7 +69,7 @@ class Live(TorchDispatchMode):
                     self.add(inner)
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)
         if key in self._sizes:
             return
         size = rounded(storage.nbytes())
@@ -81,13 +81,13 @@ class Live(TorchDispatchMode):
     def ignore(self, tensor: torch.Tensor) -> None:
         """Never count a tensor's storage: it is counted elsewhere."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)
         self._sizes[key] = (weakref.ref(storage, lambda _: self._forget(key)), 0, False)
 
     def attach(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage as a gradient from now on."""
         self.add(tensor)
-        key = tensor.untyped_storage()._cdata
+        key = id(tensor.untyped_storage())
         reference, size, attached = self._sizes[key]
         if not attached:
             self._sizes[key] = (reference, size, True)
@@ -96,7 +96,7 @@ class Live(TorchDispatchMode):
 
     def resized(self, storage: Any) -> None:
         """Recount a storage whose size was changed in place."""
-        key = storage._cdata
+        key = id(storage)
         if key in self._sizes:
             reference, before, attached = self._sizes[key]
             size = rounded(storage.nbytes())
@@ -157,4 +157,4 @@ class Live(TorchDispatchMode):
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Identify a tensor's storage while it is alive."""
-    return tensor.untyped_storage()._cdata
+    return id(tensor.untyped_storage())

@@ -153,10 +153,10 @@ def on_fake(built: Built, shape: Shape) -> None:
             fake = torch.empty(parameter.shape, dtype=dtype, device="cpu")
             replacement = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
             made[id(parameter)] = replacement
-        _set(built.model, name, replacement, "_parameters")
+        _set(built.model, name, replacement)
     for name, buffer in dict(built.model.named_buffers(remove_duplicate=False)).items():
         fake = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu")
-        _set(built.model, name, fake, "_buffers")
+        _set(built.model, name, fake)
 
 
 def _root(shape: Shape) -> Any:
@@ -187,12 +187,12 @@ def _set_precision(model: torch.nn.Module, shape: Shape, fp32: set[str]) -> None
             dtype = storage_dtype(spec, in_file, keep_fp32=name in fp32)
             trained = spec.model_type == "full" and parameter.requires_grad
             made[id(parameter)] = torch.nn.Parameter(parameter.to(dtype), requires_grad=trained)
-        _set(model, name, made[id(parameter)], "_parameters")
+        _set(model, name, made[id(parameter)])
 
 
-def _set(model: torch.nn.Module, name: str, tensor: torch.Tensor, where: str) -> None:
+def _set(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
-    getattr(model.get_submodule(owner), where)[leaf] = tensor
+    setattr(model.get_submodule(owner), leaf, tensor)
 
 
 def _units(

@@ -20,6 +20,11 @@ _ADDRESS: Final = re.compile(r"^https?://(www\.)?huggingface\.co/(?P<id>[\w.-]+/
 _SINGLE_FILES: Final = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _MODEL: Final = "pretrained_model_name_or_path"
 
+# Layers of diffusers' models that LoRAs usually adapt.
+ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
+ADDED_ATTENTION: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
+CONTEXT_FEED_FORWARD: Final = ["ff_context.net.0.proj", "ff_context.net.2"]
+
 # Other repositories with the same weights, or ones made from them that are called alike.
 _COPIES: Final = {
     "ai-toolkit/wan2.2-t2v-a14b-diffusers-bf16": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",

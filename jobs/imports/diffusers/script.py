@@ -53,14 +53,11 @@ _PAIRS: Final = re.compile(r"flux_kontext|control_lora_flux|flux2(?:_klein)?_img
 _FLAVOURS: Final = {"flux_kontext": "kontext", "control_lora_flux": "control"}
 # Those of FLUX.1 that take fewer tokens of T5 than its pipeline.
 _FEW_TOKENS: Final = re.compile(r"(train_dreambooth_flux|_flux_miniature)\.py$")
-_ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
-_ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 _FLUX_LAYERS: Final = [
-    *(f"attn.{name}" for name in _ATTENTION + _ADDED),
+    *(f"attn.{name}" for name in models.ATTENTION + models.ADDED_ATTENTION),
     "ff.net.0.proj",
     "ff.net.2",
-    "ff_context.net.0.proj",
-    "ff_context.net.2",
+    *models.CONTEXT_FEED_FORWARD,
 ]
 
 # What the scripts use for flags that are not set, of those that decide what is trained.
@@ -146,7 +143,7 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     if family.name == "sd3" or _FEW_TOKENS.search(script):
         defaults["max_sequence_length"] = 77
     if draft.values["model_type"] == "lora":
-        layers = _FLUX_LAYERS if family.name == "flux" else _ATTENTION
+        layers = _FLUX_LAYERS if family.name == "flux" else models.ATTENTION
         defaults["lora_layers"] = ",".join(layers)
     else:
         del defaults["rank"]

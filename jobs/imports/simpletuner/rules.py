@@ -56,14 +56,11 @@ _USUAL: Final = {
 
 _OTHER_NAMES: Final = {"sd1x": "stable_diffusion", "sd2x": "stable_diffusion"}
 
-_ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
-_ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
-_CONTEXT_FEED_FORWARD: Final = ["ff_context.net.0.proj", "ff_context.net.2"]
 _FLUX_TARGETS: Final[dict[str, list[str] | None]] = {
-    "mmdit": _ATTENTION,
-    "context": _ADDED,
-    "context+ffs": _ADDED + _CONTEXT_FEED_FORWARD,
-    "all": _ATTENTION + _ADDED,
+    "mmdit": models.ATTENTION,
+    "context": models.ADDED_ATTENTION,
+    "context+ffs": models.ADDED_ATTENTION + models.CONTEXT_FEED_FORWARD,
+    "all": models.ATTENTION + models.ADDED_ATTENTION,
     "all+ffs": None,  # as the family's own here
 }
 
@@ -199,7 +196,7 @@ def target(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "the family's default also adapts attention and feed-forward layers")
     else:
         flux = draft.values.get("model_family", "flux") == "flux"
-        targets = modules if flux else _ATTENTION
+        targets = modules if flux else models.ATTENTION
         draft.take(key, "lora_target_modules", targets, "attention layers only, as in SimpleTuner")
 
 

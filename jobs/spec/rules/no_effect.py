@@ -278,9 +278,9 @@ def square_crop(spec: JobSpec) -> str:
     return "crop: square has square buckets" if spec.crop == "square" else ""
 
 
-def images_only(spec: JobSpec) -> str:
+def images_only(spec: JobSpec, does: str = "trains on") -> str:
     family = _family(spec)
-    return f"{family.title} trains on images" if family and not family.frame_step else ""
+    return f"{family.title} {does} images" if family and not family.frame_step else ""
 
 
 def captions_in_order(spec: JobSpec) -> str:
@@ -297,7 +297,7 @@ def nothing_sampled(spec: JobSpec) -> str:
 
 
 def no_video_samples(spec: JobSpec) -> str:
-    return no_prompts(spec) or images_only(spec).replace("trains on", "makes")
+    return no_prompts(spec) or images_only(spec, "makes")
 
 
 def no_true_cfg(spec: JobSpec) -> str:

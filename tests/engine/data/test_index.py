@@ -11,12 +11,18 @@ import pytest
 from PIL import Image
 
 from engine.data.index import data_index as index_module
-from engine.data.index.data_index import DataIndex, Sample, build_index, read_content
+from engine.data.index.data_index import DataIndex, Sample, Skipped, build_index, read_content
 from engine.data.index.views import View, count_views, cut_share, fit, view_of
 from engine.data.read.folders import records_of
 from engine.data.read.memo import Memo, stamp_of
 from engine.data.report.contact_sheet import save_strips, sheet
-from engine.data.report.data_report import changed_since, make_report, sample_texts, summary
+from engine.data.report.data_report import (
+    changed_since,
+    make_report,
+    reasons_of,
+    sample_texts,
+    summary,
+)
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.buckets import enlargement
@@ -448,3 +454,18 @@ def test_a_row_that_is_nested_too_deeply_is_passed_over(tmp_path: Path) -> None:
     found = list(records_of(table))
     assert found[0] == ("line 1", "is not a JSON object")
     assert found[1] == ("line 2", {"file_name": "a.png", "text": "a cat"})
+
+
+def test_a_reason_knows_its_files() -> None:
+    skipped = [
+        Skipped(0, "a.png", "too small: 8x8 would be enlarged"),
+        Skipped(0, "b.png", "too small for anything"),
+        Skipped(0, "c.png", "too small (very)"),
+        Skipped(0, "d.png", "too small"),
+    ]
+    files = {reason.text: reason.files for reason in reasons_of(DataIndex([], skipped))}
+    assert files["too small"] == [
+        [0, "a.png", "8x8 would be enlarged"],
+        [0, "c.png", "(very)"],
+        [0, "d.png", ""],
+    ]

@@ -26,7 +26,7 @@ from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, eventually
 from tui.cli import commands
 from tui.text.data_tables import data_text
-from tui.text.data_text import changes, left_out
+from tui.text.data_text import changes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -378,20 +378,6 @@ def test_a_name_is_never_cut(run: Run) -> None:
     name = "x" * 200 + ".png"
     found = [{"count": 1, "text": "truncated", "examples": [name]}]
     assert name in data_text(report(reasons=found, skipped=[[0, name, "truncated"]]), 10)
-
-
-def test_a_reason_knows_its_files() -> None:
-    skipped = [
-        [0, "a.png", "too small: 8x8 would be enlarged"],
-        [0, "b.png", "too small for anything"],
-        [0, "c.png", "too small (very)"],
-        [0, "d.png", "too small"],
-    ]
-    assert left_out(report(skipped=skipped), "too small") == [
-        ("a.png", "8x8 would be enlarged"),
-        ("c.png", "(very)"),
-        ("d.png", ""),
-    ]
 
 
 def test_what_changed_since_is_told_in_numbers() -> None:

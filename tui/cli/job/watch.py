@@ -147,8 +147,8 @@ def changed_sentences(
         if not rows:
             yield "no jobs"
         elif ended:
-            more = "more jobs have" if ended > 1 else "more job has"
-            yield f"{ended} {more if len(rows) > ended else more.removeprefix('more ')} ended"
+            more = "more " if len(rows) > ended else ""
+            yield f"{ended} {more}{'jobs have' if ended > 1 else 'job has'} ended"
 
 
 def sentence(row: Mapping[str, Any]) -> str:

@@ -75,7 +75,7 @@ class GpusScreen(Screen[None]):
         width, height = self.panel.scrollable_content_region.size
         if not width or not self.is_current:
             return
-        title = devices_title(snapshot).replace("devices", "GPUs", 1)
+        title = devices_title(snapshot, "GPUs")
         if snapshot.gpus:
             title += f" · graphs: last {graph_cells(width) * EVERY / 60:.0f} min"
         if title != self._title:

@@ -260,15 +260,15 @@ def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:
         return (("host", asked.fit(own)),)
     if not place.chosen:
         return ((f"any {ranks} GPUs" if ranks > 1 else "any GPU", asked.fit(own)),)
-    groups: list[tuple[list[str], Fit]] = []
+    groups: list[tuple[list[int | None], Fit]] = []
     for room in place.rooms:
         fit = asked.fit(own, room)
         same = next((group for group in groups if _alike(group[1], fit)), None)
         if same is None:
-            groups.append(([room.name], fit))
+            groups.append(([room.gpu], fit))
         else:
-            same[0].append(room.name)
-    return tuple((_name(names), fit) for names, fit in groups)
+            same[0].append(room.gpu)
+    return tuple((_name(gpus), fit) for gpus, fit in groups)
 
 
 def _alike(fit: Fit, other: Fit) -> bool:
@@ -280,9 +280,9 @@ def _alike(fit: Fit, other: Fit) -> bool:
     )
 
 
-def _name(names: list[str]) -> str:
+def _name(gpus: list[int | None]) -> str:
     """`GPU 0-3`."""
-    return f"GPU {ranges(int(name.removeprefix('GPU ')) for name in names)}"
+    return f"GPU {ranges(gpu for gpu in gpus if gpu is not None)}"
 
 
 def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:

@@ -44,7 +44,7 @@ class BlocksPanel(PickList):
         self.listed: list[BlockClass] = []
         self.chosen: frozenset[str] = frozenset()
         self.search_text = ""
-        self._name: str | None = None  # stays highlighted while others come and go
+        self._class_name: str | None = None  # stays highlighted while others come and go
 
     @property
     def count(self) -> int:
@@ -71,7 +71,7 @@ class BlocksPanel(PickList):
             )
         ]
         names = [block_class.class_name for block_class in self.listed]
-        self.index = names.index(self._name) if self._name in names else 0
+        self.index = names.index(self._class_name) if self._class_name in names else 0
         self.fill()
         self.post_message(self.Highlighted())
 
@@ -82,7 +82,7 @@ class BlocksPanel(PickList):
 
     def highlight(self, index: int) -> None:
         super().highlight(index)
-        self._name = self.listed[index].class_name
+        self._class_name = self.listed[index].class_name
 
     def action_check(self) -> None:
         if (highlighted := self.highlighted) is not None:

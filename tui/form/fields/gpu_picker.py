@@ -189,10 +189,9 @@ def users_of(snapshot: Snapshot) -> dict[str, str]:
         elif gpu.uuid in taken:
             first = max(gpu.processes, key=lambda process: process.memory or 0, default=None)
             more = f" +{len(gpu.processes) - 1}" if len(gpu.processes) > 1 else ""
-            hidden = taken[gpu.uuid].startswith("hidden") or first is None
             users[gpu.uuid] = (
                 f"hidden {size(hidden_use(gpu))}"
-                if hidden or first is None
+                if first is None
                 else f"{first.user or 'pid'} {first.pid}{more}"
             )
     return users

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar
 
 from tui.keys.key_table import Key, bindings_of
-from tui.plots.panel import PlotsPanel
-from tui.text.format import Span
+from tui.plots.panel import NUMBER_KEYS, PlotsPanel
 from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
@@ -17,9 +15,6 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
 
     from jobs.queue.store import Job, Store
-    from tui.text.format import Row
-
-_NUMBER: Final = re.compile(r"(?<=[\[ ])\d (?=\w)")
 
 
 class TabPlots(PlotsPanel, inherit_bindings=False):
@@ -28,15 +23,9 @@ class TabPlots(PlotsPanel, inherit_bindings=False):
     KEYS: ClassVar = tuple(
         replace(key, shown="n") if key.action == "turn(1)" else key
         for key in PlotsPanel.KEYS
-        if not key.action.startswith("measure(")
+        if key not in NUMBER_KEYS
     )
     BINDINGS: ClassVar = bindings_of("plots", KEYS)
-
-    def show(self, rows: Sequence[Row]) -> None:
-        """Without the numbers before the measures, which would be taken for those of the tabs."""
-        if rows:
-            rows = [tuple(Span(_NUMBER.sub("", s.text), s.role) for s in rows[0]), *rows[1:]]
-        super().show(rows)
 
 
 class PlotsPane(Pane):

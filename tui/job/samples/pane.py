@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import on
 from textual.widgets import Static
 
+from jobs.errors import UserError
+from jobs.spec.values.yaml_lines import read_mapping
 from tui.job.samples.grid import SampleGrid
 from tui.job.samples.table import about
 from tui.keys.key_table import Key, bindings_of
@@ -70,8 +72,7 @@ class SamplesPane(Pane):
         self._samples = look.samples
         self.set_class(not look.samples, "-none")
         if not look.samples:
-            text = _job_text(look)
-            self._put("sample-none", _NO_PROMPTS if "validation_prompts: []" in text else _EMPTY)
+            self._put("sample-none", _EMPTY if _has_prompts(look) else _NO_PROMPTS)
         self.grid.update_from(look.samples)
 
     @on(SampleGrid.Chosen)
@@ -134,8 +135,9 @@ class SamplesPane(Pane):
             self.copy(str(sample.video or sample.picture))
 
 
-def _job_text(look: Look) -> str:
+def _has_prompts(look: Look) -> bool:
+    """Whether its job file names prompts; where that cannot be read, it may."""
     try:
-        return look.job.run_dir.job_file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+        return read_mapping(look.job.run_dir.job_file)[0].get("validation_prompts") != []
+    except UserError:
+        return True

@@ -28,22 +28,28 @@ sys.path.insert(0, str(ROOT))
 
 from jobs.errors import UserError  # noqa: E402
 from jobs.imports.common.import_report import Kind  # noqa: E402
-from jobs.spec.job_spec import JobSpec  # noqa: E402
 from jobs.spec.values.datasets import datasets_of  # noqa: E402
 from jobs.spec.values.resolutions import all_resolutions  # noqa: E402
 from tests.bench.import_sources import ai_toolkit, scripts, simpletuner  # noqa: E402
 
 if TYPE_CHECKING:
     from jobs.imports.imported import Imported
+    from jobs.spec.job_spec import JobSpec
     from tests.bench.import_sources.real import Real
 
-_ADAM: Final = ("adamw", "adamw_8bit")
+_ADAM: Final = ("adamw", "adamw_8bit", "prodigy")
 _VERDICTS: Final = ("same", "said", "SILENT")
 _LEFT_OUT: Final = "left out"
 # How a job is run, which changes nothing that is trained.
 _NOT_TRAINED: Final = (
     *("cache_text_embeddings", "unload_text_encoder", "num_processes", "fsdp_enable"),
-    "fsdp_cpu_ram_efficient_loading",
+    *(
+        "fsdp_cpu_ram_efficient_loading",
+        "export_formats",
+        "ema_device",
+        "tracker_project_name",
+        "tracker_run_name",
+    ),
 )
 # Keys of the report that mean another training than a job can be, and what it is then.
 _OTHER_TRAININGS: Final = {
@@ -157,8 +163,7 @@ def _mine(spec: JobSpec, ours: str) -> Any:
 def _has_no_effect(spec: JobSpec, ours: str) -> bool:
     """Whether a key decides nothing in this job, there and here."""
     return (
-        (ours.startswith("lora_") or ours == "base_precision")
-        and spec.model_type != "lora"
+        ((ours.startswith("lora_") or ours == "base_precision") and spec.model_type != "lora")
         # Other optimizers have these otherwise.
         or (ours.startswith("adam_") and spec.optimizer not in _ADAM)
         or (ours == "weight_decay" and spec.optimizer == "adafactor")
@@ -210,6 +215,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         entries = {_plain(one) for one in value}
         return entries.pop() if len(entries) == 1 else frozenset(entries)
+    if str(value).lower() in ("true", "false"):
+        value = str(value).lower() == "true"
     if value is None or isinstance(value, bool):
         return value or None
     with contextlib.suppress(TypeError, ValueError):

@@ -172,10 +172,10 @@ def _of_optimizer(
     betas = betas if None not in betas else settings.get("betas") or (0.9, 0.999)
     values = {
         "optimizer": ("optimizer", word_of(OPTIMIZERS, name)),
-        "adam_beta1": ("optimizer", betas[0]),
-        "adam_beta2": ("optimizer", betas[1]),
-        "adam_epsilon": ("optimizer", settings.get("eps")),
-        "weight_decay": ("optimizer", settings.get("weight_decay")),
+        "adam_beta1": ("optimizer_beta1", betas[0]),
+        "adam_beta2": ("optimizer_beta2", betas[1]),
+        "adam_epsilon": ("optimizer_config", settings.get("eps")),
+        "weight_decay": ("optimizer_config", settings.get("weight_decay")),
     }
     if "lr" in settings:
         values["learning_rate"] = ("learning_rate", settings["lr"])

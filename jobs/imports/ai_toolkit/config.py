@@ -35,6 +35,7 @@ _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
     "sample.sample_steps": 20,
     "sample.width": 512,
     "sample.height": 512,
+    "train.skip_first_sample": False,
 }
 
 
@@ -105,6 +106,8 @@ def _defaults(process: dict[str, Any]) -> dict[str, Any]:
         defaults["train.optimizer_params.eps"] = 1e-6
     if optimizer.lower().startswith("adamw"):  # torch's own, and bitsandbytes'
         defaults["train.optimizer_params.weight_decay"] = 1e-2
+    if str(train.get("lr_scheduler")).strip().lower() == "constant_with_warmup":
+        defaults["train.lr_scheduler_params.num_warmup_steps"] = 1000
     if isinstance(sample, dict) and (sample.get("prompts") or sample.get("samples")):
         defaults |= _SAMPLE_DEFAULTS
     return defaults
@@ -182,12 +185,12 @@ _TRAINING: Final[dict[str, Rule]] = {
     "train.batch_size": named("train_batch_size"),
     "train.steps": named("max_train_steps"),
     **all_of("train.gradient_accumulation train.gradient_accumulation_steps", rules.accumulation),
-    **all_of("train.lr train.unet_lr", named("learning_rate")),
+    **all_of("train.lr train.unet_lr", rules.rate),
     "train.optimizer": training_keys.optimizer,
     "train.optimizer_params.weight_decay": named("weight_decay"),
     "train.optimizer_params.eps": named("adam_epsilon"),
     "train.optimizer_params.betas": rules.betas,
-    "train.lr_scheduler": training_keys.schedule,
+    "train.lr_scheduler": rules.schedule,
     **all_of(
         "train.lr_scheduler_params.num_warmup_steps train.lr_scheduler_params.warmup_steps",
         rules.warm_up,

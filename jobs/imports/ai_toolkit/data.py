@@ -50,6 +50,7 @@ _SETTINGS: Final = {
 }
 _CONTROLS: Final = ("ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
 _RESOLUTION: Final = 512  # of a dataset that says none
+_FPS: Final = 24
 _NO_CONTROLS: Final = "generated control images and inverted masks are not supported"
 
 
@@ -63,12 +64,33 @@ def read_datasets(draft: Draft, key: str, value: Any) -> None:
             draft.unreadable(place, "not a dataset")
         else:
             part = data.Part(draft, f"{place}.", flatten({str(k): v for k, v in entry.items()}))
+            part.defaults = _defaults(part)
             part.apply(_DATASET, _DATASET_PREFIXES, ("folder_path", "resolution"))
             parts.append(part)
     if any("resolution" in part.values for part in parts):
         for part in parts:
             part.values.setdefault("resolution", _RESOLUTION)
     data.settle(draft, parts)
+
+
+def _defaults(part: Draft) -> dict[str, Any]:
+    """How videos are read where a dataset does not say it."""
+    if not _has_videos(part) or part.on("auto_frame_count"):
+        return {}
+    shrinks = part.theirs.get("shrink_video_to_frames", True)
+    return {"shrink_video_to_frames": True} if not is_off(shrinks) else {"fps": _FPS}
+
+
+def _has_videos(part: Draft) -> bool:
+    return (part.number("num_frames") or 1) > 1 or part.on("auto_frame_count")
+
+
+def _shrinks(part: Draft, key: str, value: Any) -> None:
+    """Whether a sample shows a video from start to end."""
+    if is_off(value) or not _has_videos(part):
+        part.unneeded(key, "off, or there are no videos")
+    else:
+        part.unsupported(key, "a sample is consecutive frames at fps, not all of a video")
 
 
 def _resolution(part: Draft, key: str, value: Any) -> None:
@@ -152,7 +174,8 @@ _DATASET: Final[dict[str, Rule]] = {
     "random_crop": unless_off("crop", "random"),
     "num_frames": data.frames,
     "fps": same,
-    "shrink_video_to_frames": without("consecutive frames are read at fps"),
+    "shrink_video_to_frames": _shrinks,
+    "auto_frame_count": without("all samples have num_frames frames"),
     "do_i2v": data.first_frame,
     "flip_y": without("images are only flipped horizontally (random_flip)"),
     "token_dropout_rate": without("caption_dropout_probability trains with empty captions"),
@@ -183,7 +206,7 @@ _DATASET: Final[dict[str, Rule]] = {
     **all_of(
         "bucket_tolerance num_workers prefetch_factor fast_image_size debug guidance_type "
         "full_size_control_images replay_transforms extra_values shuffle_augmentations "
-        "random_triggers_max control_transparent_color auto_frame_count",
+        "random_triggers_max control_transparent_color",
         needless(training_keys.NO_EFFECT),
     ),
 }

@@ -31,7 +31,7 @@ _ARCHITECTURES: Final[dict[str, tuple[str, str | None]]] = {
     "lumina2": ("lumina2", None),
     "sd3": ("sd3", None),
     "sdxl": ("sdxl", None),
-    "sd1": ("stable_diffusion", None),
+    **dict.fromkeys(("sd1", "sd15"), ("stable_diffusion", None)),
     "sd2": ("stable_diffusion", "2.1"),
     "pixart_sigma": ("pixart_sigma", None),
     "auraflow": ("auraflow", None),
@@ -257,6 +257,29 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
         draft.values["loss_weighting"] = "weighted"
     else:
         draft.unsupported(key, "set timestep_sampling: uniform, logit_normal, shift, or another")
+
+
+def rate(draft: Draft, key: str, value: Any) -> None:
+    """The learning rate; with prodigy, that tool takes 1 for what is below 0.1."""
+    number = as_number(value)
+    prodigy = str(draft.get("train.optimizer")).strip().lower().startswith("prodigy")
+    if prodigy and number is not None and number < 0.1:
+        draft.take(key, "learning_rate", 1.0, "that tool gives prodigy a rate of 1 instead")
+    else:
+        draft.take(key, "learning_rate", value)
+
+
+def schedule(draft: Draft, key: str, value: Any) -> None:
+    """The schedule, of torch there: two of them are called as others here."""
+    word = str(value).strip().lower()
+    if word == "linear":
+        draft.unsupported(
+            key, "it rises from a third of the rate there; here the rate stays constant"
+        )
+    elif word == "cosine_with_restarts":
+        draft.take(key, "lr_scheduler", "cosine", "that tool restarts only after the last step")
+    else:
+        training_keys.schedule(draft, key, value)
 
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:

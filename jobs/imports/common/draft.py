@@ -85,7 +85,9 @@ class Draft:
             if is_unset(self.theirs.get(key)):
                 self._apply(key, value, rules, {})
         self._into = self.report.entries
-        self.report.assumed += [entry for entry in assumed if self._differs(entry)]
+        self.report.assumed += [
+            entry for entry in assumed if entry.kind is Kind.UNSUPPORTED or self._differs(entry)
+        ]
 
     def _apply(
         self, key: str, value: Any, rules: Mapping[str, Rule], prefixes: Mapping[str, Rule]

@@ -23,15 +23,22 @@ _EIGHT_BIT: Final = "8-bit AdamW of torchao, with blocks of 256 values"
 _NEAREST: Final = "the closest equivalent"
 
 OPTIMIZERS: Final[Words] = {
-    **dict.fromkeys(("adamw", "adamw_torch", "bnb_adamw", "optimi_adamw"), ("adamw", "")),
+    **dict.fromkeys(
+        ("adamw", "adamw_torch", "torch_adamw", "bnb_adamw", "optimi_adamw"), ("adamw", "")
+    ),
     "adamw_bf16": ("adamw", "trained weights stay in fp32, which needs no stochastic rounding"),
     "bnb_adamw_paged": ("adamw", "state is not paged to host memory"),
-    **dict.fromkeys(("adam", "bnb_adam", "optimi_adam"), ("adamw", "with decoupled weight decay")),
     **dict.fromkeys(
-        ("adamw8bit", "adamw_8bit", "bnb_adamw8bit", "bnb_adamw8bit_paged", "ao_adamw8bit"),
+        ("adam", "torch_adam", "bnb_adam", "optimi_adam"),
+        ("adamw", "with decoupled weight decay"),
+    ),
+    **dict.fromkeys(
+        (
+            *("adamw8bit", "adamw_8bit", "adamw8", "bnb_adamw8bit", "bnb_adamw8bit_paged"),
+            *("ao_adamw8bit", "adam8bit", "adam_8bit", "adam8", "bnb_adam8bit"),
+        ),
         ("adamw_8bit", _EIGHT_BIT),
     ),
-    **dict.fromkeys(("adam8bit", "adam_8bit", "bnb_adam8bit"), ("adamw_8bit", _EIGHT_BIT)),
     **dict.fromkeys(
         ("optimi_stableadamw", "ao_adamw4bit", "ao_adamfp8", "ao_adamwfp8"), ("adamw", _NEAREST)
     ),
@@ -41,8 +48,8 @@ OPTIMIZERS: Final[Words] = {
     ),
     **dict.fromkeys(("prodigy", "prodigyopt"), ("prodigy", "")),
     **dict.fromkeys(("prodigy8bit", "prodigy_8bit"), ("prodigy", "its state stays in fp32")),
-    "adafactor": ("adafactor", ""),
-    **dict.fromkeys(("sgd", "optimi_sgd"), ("sgd", "without momentum")),
+    **dict.fromkeys(("adafactor", "torch_adafactor"), ("adafactor", "")),
+    **dict.fromkeys(("sgd", "torch_sgd", "optimi_sgd"), ("sgd", "without momentum")),
 }
 
 _NO_RESTARTS: Final = "half a cosine period, without restarts"

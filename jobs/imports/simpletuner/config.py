@@ -19,7 +19,7 @@ from jobs.imports.common.draft import (
 )
 from jobs.imports.common.places import parse
 from jobs.imports.simpletuner import data as simpletuner_data
-from jobs.imports.simpletuner import rules
+from jobs.imports.simpletuner import optimizer, published, rules
 from jobs.spec.values.spellings import normal_key
 
 if TYPE_CHECKING:
@@ -34,19 +34,28 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "train_batch_size": 4,
     "learning_rate": 4e-7,
     "lr_scheduler": "constant_with_warmup",
+    "lr_end": 4e-7,
+    "lr_power": 0.8,
+    "num_train_epochs": 1,
     "max_grad_norm": 2.0,
-    "adam_weight_decay": 1e-2,
+    "grad_clip_method": "value",
     "gradient_checkpointing": True,
     "checkpoints_total_limit": 5,
     "flow_schedule_shift": 3,
     "caption_dropout_probability": 0.1,
+    "huber_schedule": "snr",
+    "pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix",
+    "resolution": 1024,
 }
 _LORA_DEFAULTS: Final[dict[str, Any]] = {"lora_dropout": 0.1, "flux_lora_target": "all"}
 _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
     "validation_steps": 100,
     "validation_num_inference_steps": 30,
     "validation_guidance": 7.5,
+    "validation_negative_prompt": "blurry, cropped, ugly",
 }
+# Only DeepSpeed's optimizer is made with these.
+_DEEPSPEED_DEFAULTS: Final[dict[str, Any]] = {"adam_weight_decay": 1e-2}
 _OTHER_NAMES: Final = {"validation_step_interval": "validation_steps"}
 
 
@@ -67,7 +76,8 @@ def read(path: Path) -> Draft:
         theirs[name] = value
     draft = Draft(theirs, path.absolute().parent, defaults=_defaults(theirs))
     draft.apply(_RULES, _PREFIXES, _FIRST)
-    rules.use_published(draft)
+    published.use_published_model(draft)
+    optimizer.use_own_settings(draft)
     for name in twice:
         draft.report.warnings.append(f"{name}: set twice in {path.name}; the later one is used")
     return draft
@@ -80,7 +90,11 @@ def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:
     if str(theirs.get("model_type") or "lora").strip().lower() == "lora" and not lycoris:
         defaults |= _LORA_DEFAULTS
     if not is_off(theirs.get("use_ema")):
-        defaults["ema_decay"] = 0.995
+        defaults |= {"ema_decay": 0.995, "ema_validation": "comparison"}
+    if not is_off(theirs.get("deepspeed_config")):
+        defaults |= _DEEPSPEED_DEFAULTS
+    if not is_off(theirs.get("push_to_hub")):
+        defaults["model_card_private"] = True
     if theirs.get("validation_prompt") or theirs.get("user_prompt_library"):
         defaults |= _SAMPLE_DEFAULTS
     for other, key in _OTHER_NAMES.items():
@@ -90,8 +104,8 @@ def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 _MODEL: Final[dict[str, Rule]] = {
-    "model_family": rules.family,
-    "model_flavour": rules.flavour,
+    "model_family": published.family,
+    "model_flavour": published.flavour,
     "model_type": same,
     "pretrained_model_name_or_path": models.set_model,
     "lora_type": rules.lora_type,
@@ -117,10 +131,11 @@ _MODEL: Final[dict[str, Rule]] = {
     ),
     "revision": hub.revision,
     **all_of(
-        "variant pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path "
+        "variant pretrained_t5_model_name_or_path "
         "pretrained_transformer_model_name_or_path pretrained_unet_model_name_or_path",
         without(training_keys.ONE_DIRECTORY),
     ),
+    "pretrained_vae_model_name_or_path": rules.vae,
     **all_of(
         "pretrained_transformer_subfolder pretrained_unet_subfolder",
         needless("the directory has diffusers' layout"),
@@ -134,7 +149,7 @@ _MODEL: Final[dict[str, Rule]] = {
 
 _TRAINING: Final[dict[str, Rule]] = {
     **all_of(
-        "seed train_batch_size gradient_accumulation_steps adam_epsilon use_ema "
+        "seed train_batch_size gradient_accumulation_steps use_ema "
         "gradient_checkpointing gradient_checkpointing_interval ema_decay loss_type huber_c "
         "caption_dropout_probability",
         same,
@@ -142,22 +157,22 @@ _TRAINING: Final[dict[str, Rule]] = {
     "max_train_steps": rules.steps,
     "max_grad_norm": rules.clip,
     "num_train_epochs": rules.epochs,
-    "learning_rate": rules.rate,
+    "learning_rate": optimizer.rate,
     "optimizer": training_keys.optimizer,
-    "optimizer_config": without("set adam_beta1, adam_beta2, adam_epsilon and weight_decay"),
-    **all_of("adam_beta1 optimizer_beta1", named("adam_beta1")),
-    **all_of("adam_beta2 optimizer_beta2", named("adam_beta2")),
-    "adam_weight_decay": named("weight_decay"),
-    "lr_scheduler": training_keys.schedule,
-    "lr_warmup_steps": training_keys.warm_up,
+    "optimizer_config": optimizer.settings,
+    "optimizer_beta1": named("adam_beta1"),
+    "optimizer_beta2": named("adam_beta2"),
+    **all_of("adam_beta1 adam_beta2 adam_epsilon adam_weight_decay", optimizer.of_deepspeed),
+    "lr_scheduler": optimizer.schedule,
+    "lr_warmup_steps": optimizer.warm_up,
     **training_keys.curves(),
     **all_of("lr_scale lr_scale_sqrt", needless("already applied to learning_rate")),
     "grad_clip_method": rules.clip_method,
     "gradient_checkpointing_backend": without("activations are recomputed", "torch"),
     "ema_device": rules.ema_device,
     "ema_update_interval": without("the average is updated every step", "1"),
-    "ema_validation": without("samples use the average", "ema_only"),
-    "huber_schedule": without("huber_c is the same at all noise levels", "constant"),
+    "ema_validation": rules.ema_validation,
+    "huber_schedule": rules.huber,
     "snr_gamma": training_keys.snr,
     "flow_schedule_shift": rules.shift,
     "flow_schedule_auto_shift": rules.auto_shift,
@@ -170,7 +185,8 @@ _TRAINING: Final[dict[str, Rule]] = {
     "disable_tf32": training_keys.inverted("allow_tf32"),
     "fully_unload_text_encoder": named("unload_text_encoder"),
     "train_text_encoder": without(training_keys.NO_TEXT_ENCODERS),
-    **all_of("noise_offset offset_noise input_perturbation", without(training_keys.NOISE)),
+    **all_of("offset_noise input_perturbation", without(training_keys.NOISE)),
+    "noise_offset": needless("only for offset_noise, which is not supported"),
     "rescale_betas_zero_snr": without("change the model's scheduler_config.json"),
     **all_of(
         "timestep_bias_strategy flow_use_beta_schedule flux_fast_schedule",
@@ -236,7 +252,10 @@ _SAMPLES: Final[dict[str, Rule]] = {
     "validation_negative_prompt": rules.negative,
     "validation_num_video_frames": named("validation_num_frames"),
     "num_validation_images": without("list a prompt twice with different seeds", "1"),
-    "validation_guidance_rescale": without("the stock pipeline's guidance is used"),
+    **all_of(
+        "validation_guidance_rescale validation_guidance_skip_layers",
+        without("the stock pipeline's guidance is used"),
+    ),
     "validation_randomize": without("every prompt starts from the noise of validation_seed"),
     "validation_method": without("samples come from the stock pipeline", "simpletuner-local"),
     **all_of(
@@ -286,14 +305,21 @@ _RULES: Final[dict[str, Rule]] = {
 
 # Groups of keys that belong to one thing.
 _PREFIXES: Final[dict[str, Rule]] = {
-    "crepa_": without(training_keys.NO_METHOD),
-    "nsfw_": without("image contents are not checked"),
+    "crepa_enabled": without(training_keys.NO_METHOD),
+    "crepa_": needless("only for crepa_enabled, which is not supported"),
+    "nsfw_": needless("only for enable_nsfw_check, which is not supported"),
     "enable_nsfw": without("image contents are not checked"),
     "sd3_": without("dropped captions become an encoded empty caption", "empty_string"),
     "eval_": needless("validation_fraction measures the loss on held-out samples"),
+    **all_of(
+        "validation_adapter_strength validation_adapter_mode",
+        needless("only for validation_adapter_path, which is not supported"),
+    ),
     "validation_adapter_": without("samples use only the trained model"),
     "validation_external_": without("no scripts are called"),
-    "validation_guidance_skip_": without("the stock pipeline's guidance is used"),
+    "validation_guidance_skip_": needless(
+        "only for validation_guidance_skip_layers, which is not supported"
+    ),
     "validation_preview": needless("samples are shown as they are made"),
     "controlnet_": needless("only for ControlNets, which are not supported"),
     "ltx_": needless("only for ltx_train_mode: i2v, which is not supported"),

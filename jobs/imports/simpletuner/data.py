@@ -29,6 +29,7 @@ _STORES: Final = "only local folders are supported: copy it (`aws s3 sync`) and 
 _METADATA: Final = (
     'write a metadata.jsonl into the folder, a line {"file_name": …, "text": …} for each image'
 )
+_RESOLUTION: Final = 1024  # of a dataset, where neither it nor the configuration has one
 _DELETING: Final = without("files are never deleted; the report lists unusable ones")
 # Keys of the configuration that datasets have where they say nothing else.
 _INHERITED: Final = (
@@ -95,6 +96,8 @@ def _backend(
     part = data.Part(draft, f"{place}.", general | theirs)
     if str(part.get("caption_strategy") or "textfile").strip().lower() == "textfile":
         part.defaults = {"disable_multiline_split": False}
+    if "resolution" not in part.theirs:
+        part.defaults["resolution"] = _RESOLUTION
     part.apply(_DATASET, _DATASET_PREFIXES, ("instance_data_dir",))
     return part
 

@@ -9,52 +9,10 @@ from jobs.imports.common import data, models, training_keys
 from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import find_beside, parse
-from jobs.spec.families import FAMILIES
-from jobs.spec.values.spellings import as_bool, normal_key
+from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
     from jobs.imports.common.draft import Rule
-
-# Names of published models there and here.
-_FLAVOURS: Final = {
-    "auraflow": {"v0.3": "v0.3", "v0.2": "v0.2"},
-    "chroma": {"base": "base", "hd": "hd"},
-    "flux": {name: name for name in ("dev", "schnell", "krea", "kontext")},
-    "flux2": {"dev": "dev", "klein-4b": "klein-base-4b", "klein-9b": "klein-base-9b"},
-    "hidream": {name: name for name in ("full", "dev", "fast")},
-    "ltxvideo": {"0.9.0": "2b-0.9"},
-    "pixart_sigma": {"600M-512": "512", "600M-1024": "1024"},
-    "qwen_image": {"v1.0": "base", "edit-v1": "edit", "edit-v2": "edit-2509"},
-    "sd3": {"medium": "3.5-medium", "large": "3.5-large"},
-    "sdxl": {"base-1.0": "base-1.0"},
-    "stable_diffusion": {"1.5": "1.5", "2.1": "2.1"},
-    "wan": {
-        "t2v-480p-1.3b-2.1": "2.1-t2v-1.3b",
-        "t2v-480p-14b-2.1": "2.1-t2v-14b",
-        "i2v-14b-2.1": "2.1-i2v-14b-480p",
-        "i2v-14b-2.1-720p": "2.1-i2v-14b-720p",
-        "i2v-14b-2.2-high": "2.2-i2v-a14b-high",
-        "i2v-14b-2.2-low": "2.2-i2v-a14b-low",
-        "ti2v-5b-2.2": "2.2-ti2v-5b",
-    },
-    "z_image": {"base": "base", "turbo": "turbo", "turbo-ostris-v2": "turbo"},
-}
-
-# What it takes where no flavour is named; some of its defaults are no models that are here.
-_USUAL: Final = {
-    "auraflow": "v0.3",
-    "chroma": "base",
-    "flux": "dev",
-    "flux2": "klein-9b",
-    "hidream": "dev",
-    "qwen_image": "v1.0",
-    "sd3": "medium",
-    "sdxl": "base-1.0",
-    "wan": "t2v-480p-1.3b-2.1",
-    "z_image": "turbo",
-}
-
-_OTHER_NAMES: Final = {"sd1x": "stable_diffusion", "sd2x": "stable_diffusion"}
 
 _FLUX_TARGETS: Final[dict[str, list[str] | None]] = {
     "mmdit": models.ATTENTION,
@@ -74,38 +32,13 @@ KERNELS: Final[training_keys.Words] = {
 }
 
 
-def family(draft: Draft, key: str, value: Any) -> None:
-    word = normal_key(str(value))
-    word = _OTHER_NAMES.get(word, word)
-    models.set_family(draft, key, word if word in FAMILIES else None)
-
-
-def flavour(draft: Draft, key: str, value: Any) -> None:
-    family = draft.values.get("model_family", "")
-    flavour = _FLAVOURS.get(family, {}).get(str(value).strip())
-    if flavour is None and str(value).strip() in getattr(FAMILIES.get(family), "flavours", {}):
-        flavour = str(value).strip()
-    if flavour is None:
-        draft.unsupported(key, "not a published model here; `fsdp-tui families` lists them")
+def vae(draft: Draft, key: str, value: Any) -> None:
+    """Another VAE, which is by default that of SDXL for all models."""
+    families = ("sdxl", "pixart_sigma")
+    if "sdxl" in str(value) and draft.values.get("model_family") not in families:
+        draft.unneeded(key, "that tool ignores a VAE of SDXL for other families")
     else:
-        draft.take(key, "model_flavour", flavour, "" if flavour == value else "its name here")
-
-
-def use_published(draft: Draft) -> None:
-    """Where no model is named, the tool takes the published one of the flavour."""
-    name, key = draft.values.get("model_family"), "pretrained_model_name_or_path"
-    unknown = draft.get("model_flavour") is not None and "model_flavour" not in draft.values
-    if name is None or draft.get(key) is not None or unknown:
-        return
-    if draft.get("model_flavour") is None:
-        if name not in _USUAL:
-            return
-        usual = _FLAVOURS[name][_USUAL[name]]
-        draft.values["model_flavour"] = usual
-        draft.assume("model_flavour", "", model_flavour=usual)
-    hub_id = FAMILIES[name].flavours[draft.values["model_flavour"]].hub_id
-    draft.values[key] = hub_id
-    draft.assume(key, "the flavour's published model", **{key: hub_id})
+        draft.unsupported(key, training_keys.ONE_DIRECTORY)
 
 
 def lora_type(draft: Draft, key: str, value: Any) -> None:
@@ -215,14 +148,14 @@ def epochs(draft: Draft, key: str, value: Any) -> None:
         training_keys.epochs(draft, key, value, data.count_samples(draft))
 
 
-def rate(draft: Draft, key: str, value: Any) -> None:
-    training_keys.rate(
-        draft,
-        key,
-        value,
-        scaled=draft.on("lr_scale") or draft.on("lr_scale_sqrt"),
-        root=draft.on("lr_scale_sqrt"),
-    )
+def huber(draft: Draft, key: str, value: Any) -> None:
+    """How `huber_c` follows the noise level."""
+    if str(draft.get("loss_type")).strip().lower() not in ("huber", "smooth_l1"):
+        draft.unneeded(key, "only for the losses huber and smooth_l1")
+    elif str(value).strip().lower() == "constant":
+        draft.unneeded(key, "huber_c is the same at all noise levels")
+    else:
+        draft.unsupported(key, "huber_c is the same at all noise levels; it follows them there")
 
 
 def clip(draft: Draft, key: str, value: Any) -> None:
@@ -273,6 +206,14 @@ def uniform(draft: Draft, key: str, value: Any) -> None:
     shifted = draft.on("flow_schedule_auto_shift") or shift not in (None, 0, 1)
     how = "uniform_shift" if shifted else "uniform"
     draft.take(key, "timestep_sampling", how, "drawn evenly, then shifted" if shifted else "")
+
+
+def ema_validation(draft: Draft, key: str, value: Any) -> None:
+    """Which weights samples are made with."""
+    if not draft.on("use_ema") or str(value).strip().lower() == "ema_only":
+        draft.unneeded(key, "samples use the average where there is one")
+    else:
+        draft.unsupported(key, "samples use the average")
 
 
 def ema_device(draft: Draft, key: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
 _COMPARISONS: Final[dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -75,9 +75,18 @@ class Mutant:
         )
 
 
-def mutants_of(source: str) -> list[Mutant]:
-    """All mutants of a file, in the order of its text; each can be compiled."""
-    found = {one for one in _Finder(source).found() if _compiles(one.applied(source))}
+def mutants_of(source: str, places: Container[str] | None = None) -> list[Mutant]:
+    """All mutants of a file, in the order of its text; each can be compiled.
+
+    Args:
+        source: The file.
+        places: The functions and classes to change, by `Mutant.where`; `None` for all.
+    """
+    found = {
+        one
+        for one in _Finder(source).found()
+        if (places is None or one.where in places) and _compiles(one.applied(source))
+    }
     return sorted(found, key=lambda one: (one.start, one.stop, one.text))
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.support.paths import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Where tests are about a module that they do not import, or import what they are not about.
 _FILES: Final[dict[str, tuple[str, ...]]] = {
@@ -84,18 +81,22 @@ def files_for(module: str) -> list[str]:
     if module in _FILES:
         return [f"tests/{name}" for name in _FILES[module]]
     folder = ROOT / "tests" / module.split(".")[0]
-    found = [file for file in sorted(folder.rglob("test_*.py")) if module in imports_of(file)]
+    own = module.rpartition(".")[2]
+    found = [
+        file
+        for file in sorted(folder.rglob("test_*.py"))
+        if own in (source := file.read_text()) and module in imports_of(source)
+    ]
     if not found:
         raise LookupError(f"no test in {folder} imports {module}; name some in {__file__}")
-    own = f"test_{module.rpartition('.')[2]}.py"
-    found.sort(key=lambda file: (file.name != own, file.stat().st_size))
+    found.sort(key=lambda file: (file.name != f"test_{own}.py", file.stat().st_size))
     return [str(file.relative_to(ROOT)) for file in found]
 
 
-def imports_of(file: Path) -> set[str]:
-    """The modules that a file imports, and those that things may have been imported from."""
+def imports_of(source: str) -> set[str]:
+    """The modules that a source imports, and those that things may have been imported from."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {one.name for one in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -20,7 +20,6 @@ SLOWEST_FIRST: Final = (
     "tui/test_snapshots.py",
     "engine/memory/test_memory_ranks.py",
     "engine/memory/test_memory.py",
-    "tui/test_every_key.py",
     "tui/test_habits.py",
     "tui/cli/test_export.py",
     "engine/parallel/test_context_parallel.py",

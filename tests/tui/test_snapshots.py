@@ -1,6 +1,12 @@
-"""Every screen at two sizes, the smaller one also in light, against `__snapshots__`.
+"""Every screen: how it looks, and where each of its keys leads.
 
+How it looks, at two sizes, the smaller one also in light, against `__snapshots__`.
 `pytest tests/tui/test_snapshots.py --snapshot-update` renews them; look at what changed.
+
+Every key is pressed where it is shown: it reaches its action, and breaks nothing. What each action
+does is tested where the action is; here nothing must stand in a key's way.
+
+To open all screens takes longer than all else, so that one walk serves both.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 from pytest_textual_snapshot import SVGImageExtension, normalize_svg
@@ -18,24 +24,53 @@ from textual.screen import Screen
 
 from tests.support.tui.pilot import rest
 from tests.support.tui.scenes import SCENES, Scene, leave, opened, show
+from tui.app.app import FsdpTui
 from tui.app.themes import DARK, LIGHT
+from tui.keys.keymap import known_bindings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from syrupy.assertion import SnapshotAssertion
+    from textual.dom import DOMNode
+    from textual.pilot import Pilot
 
 NAMED: Final = re.compile(r"server-[a-z0-9_]{1,8}")
 SIZES: Final = {"80x24": (80, 24), "120x40": (120, 40)}
 FIRST: Final = ("120x40", DARK.name)  # what a plain `pytest` takes
 # What a palette has found keeps the colors of the theme in which it was looked for.
 THEMED: Final = ("fields", "templates", "palette", "themes")
+# A slash is typed into the form's fields, and looks for one elsewhere; F1 closes help by way of the
+# action that opens it.
+OTHERWISE: Final = {("NewJobScreen", "slash"), ("HelpScreen", "f1")}
+ENDS: Final = (
+    "app.quit_app",
+    "app.suspend_process",
+)  # what leaves the dashboard, pressed elsewhere
+STEERING: Final = ("jobs.start_job", "jobs.stop_job", "jobs.save_now", "jobs.sample_now")
+
+
+class Pressed(NamedTuple):
+    """A key, the first time that it was met on such a widget or screen."""
+
+    scene: str
+    node: str
+    key: str
+    id: str | None
+    action: str
+    reached: tuple[str, ...]
 
 
 class Album:
-    """The pictures of one size, by theme and scene, and which kinds of screen they show."""
+    """The pictures of one size, by theme and scene, and which kinds of screen they show.
+
+    The keys of the first size were pressed, too: by widget or screen, and key.
+    """
 
     def __init__(self) -> None:
         self.pictures: dict[tuple[str, str], str] = {}
         self.screens: set[type[Screen[Any]]] = set()
+        self.pressed: dict[tuple[str, str], Pressed] = {}
 
 
 class Albums:
@@ -96,7 +131,49 @@ async def _take_all(root: Path, size: str, themes: list[str], jobs: bool, taken:
                 taken.pictures[theme, scene.name] = NAMED.sub("server-0", picture)
                 taken.screens.add(type(pilot.app.screen))
                 if theme == themes[-1] or scene.name in THEMED:
-                    await leave(pilot, scene)
+                    if size == FIRST[0]:
+                        await _press(pilot, scene.name, taken.pressed)
+                        await pilot.press(*scene.leave)
+                        await _back(pilot)  # a form that was typed into asks before it closes
+                        await rest(pilot.app)
+                    else:
+                        await leave(pilot, scene)
+
+
+async def _press(pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pressed]) -> None:
+    """Press the keys that no scene before had, with a record in place of their actions."""
+    reached: list[str] = []
+
+    async def record(action: Any, default_namespace: DOMNode | None = None, *more: Any) -> bool:
+        reached.append(f"{type(default_namespace).__name__}.{action}")
+        return True
+
+    screen, known = pilot.app.screen, known_bindings()
+    begun = screen.focused
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pilot.app, "run_action", record)
+        for focused in (begun, *screen.focus_chain):
+            if focused is not begun:
+                screen.set_focus(focused)
+            for key, (node, binding, enabled, _) in list(screen.active_bindings.items()):
+                where = type(node).__name__
+                ours = enabled and binding.id in known
+                if ours and (where, key) not in done:
+                    reached.clear()
+                    await pilot.press(key)
+                    done[where, key] = Pressed(
+                        scene, where, key, binding.id, f"{where}.{binding.action}", tuple(reached)
+                    )
+        screen.set_focus(begun)
+        await rest(pilot.app)
+
+
+async def _back(pilot: Pilot[None]) -> None:
+    """To the dashboard, whatever is open."""
+    app = pilot.app
+    assert isinstance(app, FsdpTui)
+    while app.screen is not app.dashboard:
+        await app.pop_screen()
 
 
 def _looks() -> list[Any]:
@@ -129,3 +206,74 @@ def test_every_screen_has_its_picture(albums: Albums) -> None:
 
 def _kinds(of: type[Any]) -> set[type[Any]]:
     return {one for kind in of.__subclasses__() for one in (kind, *_kinds(kind))}
+
+
+@pytest.fixture(scope="module")
+def pressed(albums: Albums) -> list[Pressed]:
+    """All keys, with the actions that ran in place of the real ones."""
+    return list(albums.of(FIRST[0]).pressed.values())
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_every_key_reaches_its_action(pressed: list[Pressed]) -> None:
+    wrong = [one for one in pressed if one.reached != (one.action,)]
+    assert {(one.node, one.key) for one in wrong} <= OTHERWISE, wrong
+
+
+def test_every_binding_was_pressed(pressed: list[Pressed]) -> None:
+    # Textual's own binding opens the palette.
+    assert set(known_bindings()) - {one.id for one in pressed} <= {"app.command_palette"}
+
+
+def test_the_keys_of_a_job_mean_nothing_else_anywhere() -> None:
+    """Whoever presses x on any screen stops a job, or does nothing; and so with the others."""
+    known = known_bindings()
+    meant = {key: one.id for one in map(known.get, STEERING) for key in one.keys}  # type: ignore[union-attr]
+    assert {*meant} == {*"sxmp"}
+    others = {(key, one.id) for one in known.values() for key in one.keys if key in meant}
+    assert others - set(meant.items()) == {
+        ("s", "checkpoints.resume")  # starts the job too, from the chosen checkpoint
+    }
+    for name in STEERING:
+        assert {"DashboardScreen", "JobScreen", "LogScreen"} < known[name].places
+        assert {"PlotsScreen", "SampleScreen"} < known[name].places
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")  # some keys start the engine's tools
+async def test_every_key_leaves_the_dashboard_alive(root: Path, pressed: list[Pressed]) -> None:
+    """Really pressed, in any state that the keys before it have left; what fails ends the app.
+
+    One key of each action: that all of them reach it is seen above.
+    """
+    first = {(one.node, one.action): one for one in reversed(pressed)}
+    async with opened(root, SIZES[FIRST[0]]) as pilot:
+        app = pilot.app
+        assert isinstance(app, FsdpTui)
+        for scene in SCENES:
+            keys = [
+                one
+                for one in pressed
+                if one.scene == scene.name
+                and one.id not in ENDS
+                and first[one.node, one.action] is one
+            ]
+            for one in keys:
+                if app.screen is app.dashboard:
+                    await pilot.press(*(key for key in scene.keys if isinstance(key, str)))
+                    await rest(app)
+                begun = app.screen
+                met = begun.active_bindings.get(one.key)
+                if met is not None and met.binding.id in ENDS:
+                    continue  # the keys before it have closed what it was met on
+                await pilot.press(one.key)
+                while app.screen is not begun and app.screen is not app.dashboard:
+                    await app.pop_screen()
+            await _back(pilot)
+        assert app.is_running

@@ -1,6 +1,7 @@
 """Every screen: how it looks, and where each of its keys leads.
 
-How it looks, at two sizes, the smaller one also in light, against `__snapshots__`.
+How it looks, at two sizes, and some in light, against `__snapshots__`. Colors come from the theme
+wherever they are used, so light is seen on one screen of each kind.
 `pytest tests/tui/test_snapshots.py --snapshot-update` renews them; look at what changed.
 
 Every key is pressed where it is shown: it reaches its action, and breaks nothing. What each action
@@ -38,8 +39,11 @@ if TYPE_CHECKING:
 NAMED: Final = re.compile(r"server-[a-z0-9_]{1,8}")
 SIZES: Final = {"80x24": (80, 24), "120x40": (120, 40)}
 FIRST: Final = ("120x40", DARK.name)  # what a plain `pytest` takes
-# What a palette has found keeps the colors of the theme in which it was looked for.
-THEMED: Final = ("fields", "templates", "palette", "themes")
+# Tables and bars, a search, curves, images, a diff, a form, a question.
+LIT: Final = (
+    *("dashboard", "log-search", "plots-compare", "job-samples", "job-diff"),
+    *("job-copy-fsdp", "stop-question"),
+)
 # A slash is typed into the form's fields, and looks for one elsewhere; F1 closes help by way of the
 # action that opens it.
 OTHERWISE: Final = {("NewJobScreen", "slash"), ("HelpScreen", "f1")}
@@ -122,15 +126,16 @@ def _take_both(size: str, themes: list[str]) -> Album:
 async def _take_all(root: Path, size: str, themes: list[str], jobs: bool, taken: Album) -> None:
     async with opened(root, SIZES[size], jobs=jobs) as pilot:
         for scene in (one for one in SCENES if one.jobs is jobs):
-            for theme in themes:
+            shown_in = [theme for theme in themes if theme == DARK.name or scene.name in LIT]
+            for theme in shown_in:
                 pilot.app.theme = theme
-                if theme == themes[0] or scene.name in THEMED:
+                if theme == shown_in[0]:
                     await show(pilot, scene)
                 await rest(pilot.app)
                 picture = normalize_svg(pilot.app.export_screenshot(title="fsdp-tui"))
                 taken.pictures[theme, scene.name] = NAMED.sub("server-0", picture)
                 taken.screens.add(type(pilot.app.screen))
-                if theme == themes[-1] or scene.name in THEMED:
+                if theme == shown_in[-1]:
                     if size == FIRST[0]:
                         await _press(pilot, scene.name, taken.pressed)
                         await pilot.press(*scene.leave)
@@ -177,20 +182,23 @@ async def _back(pilot: Pilot[None]) -> None:
 
 
 def _looks() -> list[Any]:
-    """Sizes with their themes: all but the first are slow, and light is seen in one size."""
+    """Scenes with sizes and themes: all but the first look is slow."""
+    looks = (FIRST, ("80x24", DARK.name), ("80x24", LIGHT.name))
     return [
         pytest.param(
+            scene,
             size,
             theme,
-            id=f"{size}-{theme}",
+            id=f"{scene.name}-{size}-{theme}",
             marks=() if (size, theme) == FIRST else pytest.mark.slow,
         )
-        for size, theme in (FIRST, ("80x24", DARK.name), ("80x24", LIGHT.name))
+        for size, theme in looks
+        for scene in SCENES
+        if theme == DARK.name or scene.name in LIT
     ]
 
 
-@pytest.mark.parametrize(("size", "theme"), _looks())
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@pytest.mark.parametrize(("scene", "size", "theme"), _looks())
 def test_a_screen_looks_as_it_did(
     albums: Albums, snapshot: SnapshotAssertion, scene: Scene, size: str, theme: str
 ) -> None:

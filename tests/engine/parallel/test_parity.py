@@ -3,8 +3,9 @@
 Four steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
 of four, of eight where four ranks accumulate, through the same code as a real job
 (`engine.run_job.run_job`). With SGD every loss and every trained tensor must agree; with AdamW,
-which turns the rounding of a gradient near zero into a whole step, every loss. SGD trains in every
-layout here, AdamW in some; `tests/bench/parity.py` has all, with both kinds of training.
+which turns the rounding of a gradient near zero into a whole step, every loss. A covering
+selection trains here (see `COVERED`); `tests/bench/parity.py` has all layouts with both kinds of
+training and both optimizers.
 """
 
 from __future__ import annotations

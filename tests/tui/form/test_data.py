@@ -282,8 +282,9 @@ async def test_the_form_shows_the_data_of_what_it_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("buckets", [1, 40])
+@pytest.mark.parametrize(
+    ("size", "buckets"), [(SIZES[0], 1), (SIZES[0], 40), (SIZES[1], 40), (SIZES[2], 1)]
+)
 async def test_everything_has_room(
     store: Store,
     ended_job: Any,

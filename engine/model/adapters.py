@@ -110,7 +110,7 @@ def _lokr_config(spec: JobSpec, targets: str) -> LoKrConfig:
         rank, alpha, ranks, alphas = WHOLE, WHOLE, {}, {}
     return LoKrConfig(
         r=rank,
-        alpha=alpha,  # type: ignore[arg-type]  # a number; peft only divides it
+        alpha=alpha,
         rank_pattern=ranks,
         alpha_pattern=alphas | ({} if spec.lokr_full_matrix else spec.lora_alpha_pattern or {}),
         decompose_factor=spec.lokr_factor,

@@ -164,10 +164,10 @@ class LoraOutput:
         checked: Callable[[], None],
     ) -> None:
         """Under the names of another tool."""
-        spec, family = self._recipe.spec, self._recipe.family
+        spec = self._recipe.spec
         try:
             if self._lokr:
-                tensors = lokr.named(name, style, family, layers, self._scales)
+                tensors = lokr.named(style, layers, self._scales)
                 scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
             else:
                 tensors, scale = _named(style, layers, self._scales)

@@ -23,7 +23,7 @@ from engine.model.packing import Packing
 from engine.model.quantized_linear import QuantizedLinear
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
-from tests.engine.model.test_lora_layer import Block, X, error, fill
+from tests.support.engine.adapted_block import Block, X, error, fill
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
 from tests.support.engine.toy_jobs import toy_spec
 

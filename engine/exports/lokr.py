@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.families.shared.lora_names import named_singly
+from engine.families.shared.lora_names import ComfyUI, named_singly
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.families import Family, LoraStyle
+    from engine.families import LoraStyle
     from jobs.spec.job_spec import JobSpec
 
 HEADER: Final = {"ss_network_module": "lycoris.kohya"}
@@ -41,18 +41,14 @@ def unscaled(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(
-    tool: str,
     style: LoraStyle,
-    family: Family,
     layers: Mapping[str, torch.Tensor],
     scales: Mapping[str, float],
 ) -> dict[str, torch.Tensor]:
     """A LoKr under the names of another tool, with its alphas.
 
     Args:
-        tool: Which: kohya or comfyui.
         style: How it names LoRAs.
-        family: The model's.
         layers: `<module>.lokr_w1`, `.lokr_w2` and so on.
         scales: What each module's product is multiplied by.
 
@@ -63,8 +59,8 @@ def named(
     try:
         names = named_singly(style, shapes)
     except UserError:
-        prefix = family.COMFYUI_LOKR
-        if tool != "comfyui" or prefix is None:
+        prefix = style.lokr if isinstance(style, ComfyUI) else None
+        if prefix is None:
             raise
         flat = prefix.endswith("_")
         names = {m: prefix + (m.replace(".", "_") if flat else m) for m in shapes}

@@ -20,7 +20,7 @@ from jobs.spec.families import denoiser_config
 from jobs.spec.values.resolutions import largest_resolution
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from engine.exports.recipe import Recipe
@@ -164,10 +164,10 @@ class LoraOutput:
         checked: Callable[[], None],
     ) -> None:
         """Under the names of another tool."""
-        spec, family = self._recipe.spec, self._recipe.family
+        spec = self._recipe.spec
         try:
             if self._lokr:
-                tensors = lokr.named(name, style, family, layers, self._scales)
+                tensors = lokr.named(style, layers, self._scales)
                 scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
             else:
                 tensors, scale = _named(style, layers, self._scales)
@@ -269,9 +269,10 @@ def _styles(recipe: Recipe) -> dict[str, LoraStyle]:
 def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
     """The formats to write; never none, since this may be the end of days of training."""
     available = ("diffusers", *_styles(recipe))
-    formats: list[str] = [*(recipe.formats or recipe.family.lora_formats)]
-    if recipe.formats is None and recipe.spec.lora_variant == "lokr":  # no scripts of kohya's do
-        formats = [name for name in available if name != "kohya"]
+    usual: Sequence[str] = recipe.family.lora_formats
+    if recipe.spec.lora_variant == "lokr":  # which kohya's own scripts do not train
+        usual = [name for name in available if name != "kohya"]
+    formats = recipe.formats or usual
     for name in formats:
         if name not in available:
             warn(f"{recipe.spec.model_family} has no {name} names: this is for diffusers only")

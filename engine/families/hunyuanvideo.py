@@ -47,8 +47,7 @@ class HunyuanVideo(Family):
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
     )
     KOHYA = Kohya(_as_tencent, {"ss_network_module": "networks.lora"})
-    COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename)
-    COMFYUI_LOKR = None
+    COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename, lokr=None)
     COMFYUI_READS_KOHYA = False
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:

@@ -43,8 +43,7 @@ class PixArtSigma(Family):
     LORA_TARGETS = (
         r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
-    COMFYUI = ComfyUI(_LAYOUT.rename)
-    COMFYUI_LOKR = "transformer."
+    COMFYUI = ComfyUI(_LAYOUT.rename, lokr="transformer.")
     GUIDED_FORWARDS = 1
 
     def load_lora(self, pipeline: Any, directory: Path) -> None:

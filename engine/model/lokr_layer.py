@@ -14,7 +14,7 @@ import torch
 from peft.tuners.lokr import Conv2d, Linear, LoKrModel
 from torch.nn import functional
 
-from engine.model.lora_layer import autocast_to
+from engine.model.lora_layer import autocast_to, product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,16 +45,19 @@ class _Lokr:
 class LokrLinear(_Lokr, Linear):
     """A linear layer, whose change is never made whole."""
 
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`(…, in)` → `(…, out)`."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # once, for the base too
+        return super().forward(x, *args, **kwargs)
+
     def _get_delta_activations(
         self, adapter_name: str, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        left = (self.lokr_w1[adapter_name] * self.scaling[adapter_name]).to(dtype)
         whole = adapter_name in self.lokr_w2
         right = [self.lokr_w2] if whole else [self.lokr_w2_a, self.lokr_w2_b]
-        return kronecker(x.to(dtype), left, [part[adapter_name].to(dtype) for part in right])
+        left, scale = self.lokr_w1[adapter_name], self.scaling[adapter_name]
+        return kronecker(x, left, [part[adapter_name] for part in right], scale)
 
 
 class LokrConv2d(_Lokr, Conv2d):
@@ -74,18 +77,62 @@ class LokrModel(LoKrModel):
     layers_mapping = {torch.nn.Conv2d: LokrConv2d, torch.nn.Linear: LokrLinear}  # noqa: RUF012
 
 
-def kronecker(x: torch.Tensor, left: torch.Tensor, right: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Multiply by a Kronecker product without making it: `x (left ⊗ right)ᵀ`.
+def kronecker(
+    x: torch.Tensor, left: torch.Tensor, right: Sequence[torch.Tensor], scale: float = 1.0
+) -> torch.Tensor:
+    """Multiply by a Kronecker product without making it: `scale · x (left ⊗ right)ᵀ`.
 
     Args:
-        x: `(…, b d)`.
+        x: `(…, b d)`, of the precision that computes.
         left: `(a, b)`.
         right: Matrices whose product is `(c, d)`.
+        scale: A factor.
 
     Returns:
         `(…, a c)`.
     """
-    low = x.unflatten(-1, (left.shape[1], -1))  # (…, b, d)
+    out: torch.Tensor = _Kronecker.apply(x, scale, left, *right)
+    return out
+
+
+class _Kronecker(torch.autograd.Function):
+    """See `kronecker`; backward makes again what is as large as the input, instead of keeping it.
+
+    Gradients of fp32 matrices come out of their products in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float, *masters: torch.Tensor) -> torch.Tensor:
+        first = masters[0] if scale == 1 else masters[0] * scale
+        left, *right = (master.to(x.dtype) for master in (first, *masters[1:]))
+        ctx.save_for_backward(x, left, *right)
+        ctx.scale, ctx.dtypes = scale, [master.dtype for master in masters]
+        return torch.einsum("ab,...bc->...ac", left, _chain(x, left, right)[-1]).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        x, left, *right = ctx.saved_tensors
+        outer = gradient.unflatten(-1, (len(left), -1))  # (…, a, c)
+        *inputs, low = _chain(x, left, right)
+        of_left = product(
+            outer.movedim(-2, 0).flatten(1), low.movedim(-2, 0).flatten(1).t(), ctx.dtypes[0]
+        )
+        if ctx.scale != 1:
+            of_left = of_left * ctx.scale
+        of_low = torch.einsum("ab,...ac->...bc", left, outer)
+        of_right = []
+        for factor, given, dtype in zip(right, reversed(inputs), ctx.dtypes[1:], strict=True):
+            of_right.append(product(of_low.flatten(0, -2).t(), given.flatten(0, -2), dtype))
+            of_low = of_low @ factor
+        return of_low.flatten(-2), None, of_left, *of_right
+
+
+def _chain(
+    x: torch.Tensor, left: torch.Tensor, right: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The input `(…, b, d)` and its products with one matrix after the other, `(…, b, c)` last."""
+    steps = [x.unflatten(-1, (left.shape[1], -1))]
     for factor in reversed(right):
-        low = functional.linear(low, factor)
-    return torch.einsum("ab,...bc->...ac", left, low).flatten(-2)
+        steps.append(functional.linear(steps[-1], factor))
+    return steps

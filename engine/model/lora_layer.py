@@ -199,9 +199,9 @@ class _Adapted(torch.autograd.Function):
         if ctx.scale != 1:
             of_low, low = of_low * ctx.scale, low * ctx.scale
         if ctx.needs_input_grad[6]:
-            of_a = _product(of_low.t(), x, ctx.dtypes[0])
+            of_a = product(of_low.t(), x, ctx.dtypes[0])
         if ctx.needs_input_grad[7]:
-            of_b = _product(gradient.t(), low, ctx.dtypes[1])
+            of_b = product(gradient.t(), low, ctx.dtypes[1])
         if ctx.needs_input_grad[0]:
             dense = _dense(weight, weight_scale, codes, ctx.packing, gradient.dtype)
             of_x = (gradient @ dense).addmm_(of_low, a)
@@ -228,7 +228,7 @@ def _dense(
     return weight if packing is None else packing.unpack(weight, scale, codes, dtype)
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A product of two matrices in `dtype`: on a GPU as it is summed up, not rounded before."""
     if left.dtype is dtype:
         return left @ right

@@ -70,10 +70,6 @@ class Family(ABC):
     COMFYUI_READS_KOHYA: bool = True
     """Whether ComfyUI also takes files with kohya's names, so that one file is for both."""
 
-    COMFYUI_LOKR: str | None = "lycoris_"
-    """What ComfyUI's names of a LoKr begin with where its own layers hold several of diffusers':
-    diffusers' names follow, with underscores after one; None where it has no such names."""
-
     GUIDED_FORWARDS: int = 2
     """Forwards of the denoiser in a step of the stock pipeline with classifier-free guidance; 1
     where it puts both prompts into one batch."""

@@ -116,10 +116,13 @@ class ComfyUI:
     Attributes:
         rename: Modules of diffusers → modules of the authors.
         METADATA: Nothing.
+        lokr: What names of a LoKr begin with where its modules hold several of diffusers': names of
+            diffusers follow, with underscores after one; None where it does not read those.
     """
 
     rename: Callable[[Mapping[str, Adapter]], Mapping[str, Adapter]]
     METADATA: dict[str, str] = field(default_factory=dict)
+    lokr: str | None = "lycoris_"
 
     def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
         """`diffusion_model.<module>.lora_A.weight`, `.lora_B.weight` and `.alpha` (a number)."""

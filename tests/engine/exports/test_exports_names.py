@@ -412,9 +412,9 @@ def test_a_lokr_has_a_name_for_each_layer_or_for_none(name: str) -> None:
     scales = dict.fromkeys(shapes, SCALE)
     if FUSED.get(name, "") is None:
         with pytest.raises(UserError, match="a Kronecker product has no parts"):
-            lokr.named("comfyui", family.COMFYUI, family, layers, scales)
+            lokr.named(family.COMFYUI, layers, scales)
         return
-    found = lokr.named("comfyui", family.COMFYUI, family, layers, scales)
+    found = lokr.named(family.COMFYUI, layers, scales)
     ends = ("lokr_w1", "lokr_w2_a", "lokr_w2_b", "alpha")
     keys = {key.removesuffix(".lokr_w1") for key in found if key.endswith(".lokr_w1")}
     assert found.keys() == {f"{key}.{end}" for key in keys for end in ends}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,8 +12,10 @@ from diffusers import FluxTransformer2DModel
 from peft import LoKrConfig, inject_adapter_in_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from engine import families
+from engine.model.activation_checkpointing import _KEPT
 from engine.model.adapters import add_lora, initialise, lora_parameters, scales_of
 from engine.model.lokr_layer import LokrLinear
 from engine.model.lora_file import begin_from
@@ -20,7 +23,7 @@ from engine.model.packing import Packing
 from engine.model.quantized_linear import QuantizedLinear
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
-from tests.engine.model.test_lora_layer import Block, X, error, fill
+from tests.support.engine.adapted_block import Block, X, error, fill
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
 from tests.support.engine.toy_jobs import toy_spec
 
@@ -84,6 +87,50 @@ def test_in_bf16_it_is_near_fp32_and_gradients_are_fp32(targets: list[str]) -> N
     for name, value in exact.items():
         assert error(half[name], value) < 0.04, name
     assert all(parameter.dtype is torch.float32 for parameter in lora_parameters(model).values())
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputation_finds_what_was_computed(policy: str) -> None:
+    model = fill(ours(lora_rank=1, lora_target_modules=LINEAR))
+    plain = train(model, X)
+    options: dict[str, Any] = {}
+    if policy == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_KEPT))
+    for parameter in model.parameters():
+        parameter.grad = None
+    inner = model.forward
+    model.forward = lambda x: checkpoint(inner, x, use_reentrant=False, **options)  # type: ignore[method-assign]
+    again = train(model, X)
+    for name, value in plain.items():
+        assert torch.equal(again[name], value), name
+
+
+def test_it_keeps_nothing_of_the_size_of_an_activation_but_its_input() -> None:
+    """Nor does it ever make a matrix of the base's size."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    add_lora(model, JobSpec(lora_variant="lokr", lora_rank=2, mixed_precision="no"), "0")
+    x, kept = torch.randn(1024, 64, requires_grad=True), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(x)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in kept}
+    storages.pop(x.untyped_storage().data_ptr(), None)
+    storages.pop(model[0].base_layer.weight.untyped_storage().data_ptr(), None)
+    assert max(storages.values()) <= 64
+
+
+def test_compiled_it_computes_the_same() -> None:
+    model = fill(ours(lora_rank=1, lora_target_modules=LINEAR))
+    plain = train(model, X)
+    for parameter in model.parameters():
+        parameter.grad = None
+    compiled = train(torch.compile(model, backend="aot_eager", fullgraph=True), X)
+    for name in ("out", "x"):
+        assert error(compiled[name], plain[name]) < 1e-6, name
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8_scaled", "nf4"])

@@ -16,29 +16,7 @@ from engine.model.adapters import add_lora, initialise, lora_parameters
 from engine.model.lora_layer import LoraConv2d, LoraLinear
 from engine.model.precision import narrow_inputs
 from jobs.spec.job_spec import JobSpec
-
-
-class Block(torch.nn.Module):
-    """Two linear layers, one of them without a bias, and a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(6, 10)
-        self.down = torch.nn.Linear(10, 6, bias=False)
-        self.conv = torch.nn.Conv2d(1, 1, 3, padding=1)
-
-    def forward(self, x: torch.Tensor, timestep: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.down(torch.nn.functional.gelu(self.up(x)))
-        return self.conv(x.unsqueeze(1)).squeeze(1)
-
-
-def fill(model: torch.nn.Module) -> torch.nn.Module:
-    """The same weights in every model, B too, which is zero at first."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.4)
-    return model.train()
+from tests.support.engine.adapted_block import Block, X, error, fill
 
 
 def ours(dtype: torch.dtype = torch.float32, **values: Any) -> torch.nn.Module:
@@ -72,13 +50,6 @@ def train(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     assert len(gradients) == len(lora_parameters(model)) in (6, 9)
     assert all(gradient.dtype is torch.float32 for gradient in gradients.values())
     return {"out": out.detach(), "x": x.grad} | gradients
-
-
-X = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(2))
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def test_it_computes_and_learns_what_pefts_does() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from engine.model.initializers import NoInitialValues
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
-
-_RANDOM: Final = (torch.Tensor.uniform_, torch.Tensor.normal_)
 
 
 class CannotBuildError(UserError):
@@ -25,26 +23,10 @@ class NoSuchClassError(CannotBuildError):
     """No library has the class, whatever is imported with it."""
 
 
-class _NoInitialValues(TorchFunctionMode):
-    """Skips initializers: on the meta device they set nothing, but take half of the time."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _RANDOM or getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Models that are built here are on the meta device, buffers and all, without values."""
-    with torch.device("meta"), _NoInitialValues():
+    with torch.device("meta"), NoInitialValues():
         yield
 
 

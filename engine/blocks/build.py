@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.model.initializers import NoInitialValues
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -18,6 +21,13 @@ class CannotBuildError(UserError):
 
 class NoSuchClassError(CannotBuildError):
     """No library has the class, whatever is imported with it."""
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Models that are built here are on the meta device, buffers and all, without values."""
+    with torch.device("meta"), NoInitialValues():
+        yield
 
 
 def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
@@ -34,7 +44,7 @@ def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
         CannotBuildError: There is no such class here, or it rejects the config.
     """
     try:
-        with torch.device("meta"):
+        with on_meta():
             if "_class_name" in config:
                 return _build_diffusers(config)
             return _build_transformers(config, directory)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from engine.model.initializers import NoInitialValues
 from engine.model.pinned_memory import PinnedMemory, bytes_of
 from engine.model.precision import compute_dtype, storage_dtype
 from engine.model.published_packing import BASE_HINT, check_packed, join_packed
@@ -247,7 +248,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
-        yield
+        with NoInitialValues():
+            yield
     finally:
         hook.remove()
 

@@ -16,7 +16,7 @@ import transformers
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
-from engine.blocks.build import CannotBuildError, build
+from engine.blocks.build import CannotBuildError, build, on_meta
 from engine.blocks.detection import report
 from engine.parallel import sharding
 from jobs.models.blocks.parts import Parts
@@ -99,8 +99,8 @@ def recommended(model: nn.Module) -> set[str]:
     return {name for name, one in found_in(model)[0].items() if one["recommended"]}
 
 
-def on_meta(name: str, **config: Any) -> nn.Module:
-    with torch.device("meta"):
+def built(name: str, **config: Any) -> nn.Module:
+    with on_meta():
         model: nn.Module = getattr(diffusers, name)(**config)
         return model
 
@@ -232,7 +232,7 @@ def test_totals_of_the_toy_are_those_of_a_real_one(part: str, toy: Path) -> None
 def test_the_repeated_blocks_of_every_denoiser_are_recommended(name: str) -> None:
     if not hasattr(diffusers, name):
         pytest.skip(f"this diffusers has no {name}")
-    model = on_meta(name)
+    model = built(name)
     classes, parts = found_in(model)
     chosen = [one for one, facts in classes.items() if facts["recommended"]]
     assert set(chosen) == set(BLOCKS[name].split())
@@ -248,7 +248,7 @@ def test_the_repeated_blocks_of_published_denoisers_are_recommended(name: str) -
     if not hasattr(diffusers, name):
         pytest.skip(f"this diffusers has no {name}")
     config, blocks = PUBLISHED[name]
-    assert recommended(on_meta(name, **config)) == set(blocks.split())
+    assert recommended(built(name, **config)) == set(blocks.split())
 
 
 def test_the_table_names_every_denoiser_of_this_diffusers() -> None:
@@ -262,7 +262,7 @@ def test_the_table_names_every_denoiser_of_this_diffusers() -> None:
         and issubclass(found, ModelMixin)
     }
     for name in exported - BLOCKS.keys() - PUBLISHED.keys() - NOT_BUILT.keys():
-        classes, parts = found_in(on_meta(name))
+        classes, parts = found_in(built(name))
         does = parts.coverage([one for one, facts in classes.items() if facts["recommended"]])
         assert does.share > 0.9, name
 
@@ -272,12 +272,12 @@ def test_what_the_table_says_is_not_built_is_not(name: str) -> None:
     if not hasattr(diffusers, name):
         pytest.skip(f"this diffusers has no {name}")
     with pytest.raises((TypeError, ValueError)):
-        on_meta(name)
+        built(name)
 
 
 def test_the_stages_of_a_unet_are_too_large_to_be_units() -> None:
     """What SDXL's own `_no_split_modules` names has a unit of 1.2 B parameters."""
-    model = on_meta("UNet2DConditionModel", **SDXL)
+    model = built("UNet2DConditionModel", **SDXL)
     classes, parts = found_in(model)
     assert recommended(model) == {"BasicTransformerBlock", "ResnetBlock2D"}
     does = parts.coverage(["BasicTransformerBlock", "ResnetBlock2D"])
@@ -294,7 +294,7 @@ def test_the_layers_of_text_encoders_are_recommended() -> None:
         "LlamaModel": (transformers.LlamaConfig(), {"LlamaDecoderLayer"}),
     }
     for name, (config, blocks) in configs.items():
-        with torch.device("meta"):
+        with on_meta():
             model = getattr(transformers, name)(config)
         assert recommended(model) == blocks
         total = sum(parameter.numel() for parameter in model.parameters())

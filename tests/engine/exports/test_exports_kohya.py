@@ -11,6 +11,7 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig
 from safetensors.torch import save_file
 
+from engine.blocks.build import on_meta
 from engine.diffusion.random_numbers import keyed_generator
 from engine.families import load
 from engine.families.shared import flux_kohya
@@ -32,7 +33,7 @@ OTHERS = (
 
 def published_width() -> FluxTransformer2DModel:
     """One block of each kind as wide as in FLUX.1, on the meta device."""
-    with torch.device("meta"):
+    with on_meta():
         return FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
 
 
@@ -149,7 +150,7 @@ def test_both_files_load_into_a_single_block_of_the_published_width(tmp_path: Pa
         "pooled_projection_dim": 32,
         "in_channels": 16,
     }
-    with torch.device("meta"):
+    with on_meta():
         model = FluxTransformer2DModel(**config)
     model = model.to_empty(device="cpu")
     draw = keyed_generator(1)

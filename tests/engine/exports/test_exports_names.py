@@ -19,6 +19,7 @@ import pytest
 import torch
 from diffusers.loaders import single_file_utils
 
+from engine.blocks.build import on_meta
 from engine.diffusion.random_numbers import keyed_generator
 from engine.exports import lokr
 from engine.families import load
@@ -320,7 +321,7 @@ def layers_of(name: str) -> dict[str, torch.Tensor]:
     family, published = load(name), LAYOUTS[name]
     path = files("jobs") / "models" / "published" / f"{published.config}.json"
     config = json.loads(path.read_text(encoding="utf-8")) | published.changes
-    with torch.device("meta"):
+    with on_meta():
         model = getattr(diffusers, FAMILIES[name].transformer).from_config(config)
     layers, draw = {}, keyed_generator(7)
     for module_name, module in model.named_modules():

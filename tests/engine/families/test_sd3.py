@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 
+from engine.blocks.build import on_meta
 from engine.families import load
 from engine.toy import write_toy
 from jobs.errors import UserError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(("flavour", "second"), [("3.5-medium", 13), ("3.5-large", 0)])
 def test_the_second_attentions_of_a_model_get_adapters(flavour: str, second: int) -> None:
-    with torch.device("meta"):
+    with on_meta():
         model = SD3Transformer2DModel.from_config(find_target("sd3", flavour).config)
     linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     chosen = [name for name in linear if re.fullmatch(load("sd3").LORA_TARGETS, name)]

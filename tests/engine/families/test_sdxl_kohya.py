@@ -10,6 +10,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import save_file
 
+from engine.blocks.build import on_meta
 from engine.diffusion.random_numbers import keyed_generator
 from engine.families import load
 from engine.families.shared import sdxl_kohya
@@ -53,7 +54,7 @@ KNOWN = {
 def published_layout() -> UNet2DConditionModel:
     """Every module of the published UNet, a tenth as wide and more, on the meta device."""
     narrow = {"block_out_channels": (32,) * 3, "attention_head_dim": 2, "cross_attention_dim": 32}
-    with torch.device("meta"):
+    with on_meta():
         return UNet2DConditionModel.from_config(find_target("sdxl").config | narrow)
 
 

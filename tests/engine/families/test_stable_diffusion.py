@@ -13,6 +13,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import save_file
 
 from engine import families
+from engine.blocks.build import on_meta
 from engine.exports.components import files_of
 from engine.exports.writing import Writing
 from engine.toy.components.weights import one_thread
@@ -37,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 def layers_of(flavour: str) -> tuple[UNet2DConditionModel, dict[str, torch.Tensor]]:
     """Every linear layer and convolution of the published U-Net, a tenth as wide, adapted."""
     narrow = {"block_out_channels": (32,) * 4, "attention_head_dim": 2, "cross_attention_dim": 32}
-    with torch.device("meta"):
+    with on_meta():
         model = UNet2DConditionModel.from_config(
             find_target("stable_diffusion", flavour).config | narrow
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -38,16 +39,26 @@ BF16: Final = {"mixed_precision": "bf16"}
 CHECKPOINTED: Final = {"gradient_checkpointing": True}
 
 
-def spec_of(toy: Path, **changes: Any) -> JobSpec:
+def values_of(toy: Path, **changes: Any) -> dict[str, Any]:
     """A job for GPUs, on the toy."""
     values = {"device": "auto", "resolution": 128, "train_batch_size": 2} | changes
-    return load_spec(None, toy_values(toy, **{"num_processes": 2, **values}))
+    return toy_values(toy, **{"num_processes": 2, **values})
+
+
+def spec_of(toy: Path, **changes: Any) -> JobSpec:
+    return load_spec(None, values_of(toy, **changes))
 
 
 def shape(spec: JobSpec, *, sharded: bool = True) -> Shape:
     found = shape_of(spec, sharded=sharded)
     assert found is not None
     return found
+
+
+@cache
+def traced(shape: Shape) -> Trace:
+    """A trace that several tests look at; to make one takes a second."""
+    return trace_model(shape)
 
 
 def phases_of(trace: Trace) -> dict[str, int]:
@@ -152,7 +163,7 @@ def test_units_take_what_fsdp2_takes(
 ) -> None:
     """Torch's own `fully_shard`, among fake ranks, on all blocks of the model."""
     spec = spec_of(toy, strategy="fsdp2", **changes)
-    trace = trace_model(shape(spec))
+    trace = traced(shape(spec))
     for ranks in on:
         expected = reference(shape(spec), spec, ranks)
         found = predict(trace, spec, ranks, "fsdp2")
@@ -193,8 +204,8 @@ def test_an_optimizer_takes_what_the_real_one_does(toy: Path, name: str) -> None
 
 
 def test_an_optimizer_that_reduces_over_whole_tensors_is_refused(toy: Path) -> None:
-    spec = spec_of(toy, **FULL)
-    trace = trace_model(shape(spec))
+    spec = spec_of(toy, strategy="fsdp2", **FULL)
+    trace = traced(shape(spec))
     refused = spec.model_copy(update={"optimizer": "adafactor"})
     with pytest.raises(UserError, match="adafactor cannot train sharded parameters"):
         predict(trace, refused, 2, "fsdp2")
@@ -241,11 +252,11 @@ def test_each_option_changes_its_part(
 
 
 def test_what_is_arithmetic_is_not_traced_again(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[Shape] = []
+    asked: list[Shape] = []
 
     def trace(shape: Shape) -> Trace:
-        traced.append(shape)
-        return trace_model(shape)
+        asked.append(shape)
+        return traced(shape)
 
     monkeypatch.setattr(estimator_module, "trace_model", trace)
     estimator = Estimator()
@@ -259,7 +270,7 @@ def test_what_is_arithmetic_is_not_traced_again(toy: Path, monkeypatch: pytest.M
             {"gradient_accumulation_steps": 4},
         ):
             estimator.estimate(spec_of(toy, strategy="fsdp2", **FULL, **changes), ranks)
-    assert len(traced) == 1
+    assert len(asked) == 1
 
 
 def test_more_than_two_micro_batches_are_like_two(estimator: Estimator, toy: Path) -> None:
@@ -354,8 +365,11 @@ def test_reserved_is_a_band_above_allocated() -> None:
     assert overheads.beside(2)["nccl"] > overheads.beside(1)["nccl"]
 
 
-def test_the_server_answers_each_request_and_survives_bad_ones(toy: Path) -> None:
-    job = toy_values(toy, num_processes=2)
+def test_the_server_answers_each_request_and_survives_bad_ones(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimator_module, "trace_model", traced)
+    job = values_of(toy)
     requests = [
         "not json",
         json.dumps(["a list"]),

@@ -1,4 +1,7 @@
-"""The command line in processes of their own, on a machine that shows eight GPUs."""
+"""The command line on a machine that shows eight GPUs: in processes of their own, but for refusals.
+
+What is refused takes several commands each, and the rule is the same in this process.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import yaml
 
 from tests.support import nvml_stub
 from tests.support.nvml_stub.stub import GIB, gpu, start_holder, uuid
+from tests.support.tui.shell import Shell
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -109,29 +113,38 @@ def job_file(job_values: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def shell(
+    home: Path,
+    nvml: StubNvml,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Shell:
+    nvml.write(8)
+    return Shell(monkeypatch, capsys)
+
+
 def test_more_gpus_than_there_are_is_refused_in_one_line(
-    tui: Tui, nvml_stub: StubNvml, job_file: Path, home: Path
+    shell: Shell, job_file: Path, home: Path
 ) -> None:
-    nvml_stub.write(8)
-    assert tui("submit", str(job_file), "--dry-run", "--gpus=8").returncode == 0
-    refused = tui("submit", str(job_file), "--dry-run", "--gpus=9")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert len(refused.stderr.splitlines()) == 1
-    assert "9 GPUs" in refused.stderr
-    assert "has 8" in refused.stderr
-    refused = tui("submit", str(job_file), "--gpus=9")
-    assert (refused.returncode, refused.stdout) == (2, "")
+    assert shell("submit", str(job_file), "--dry-run", "--gpus=8")[0] == 0
+    status, out, err = shell("submit", str(job_file), "--dry-run", "--gpus=9")
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "9 GPUs" in err
+    assert "has 8" in err
+    status, out, _ = shell("submit", str(job_file), "--gpus=9")
+    assert (status, out) == (2, "")
     assert not list(home.glob("runs/*"))
 
 
-def test_a_gpu_that_is_not_there_is_refused(tui: Tui, nvml_stub: StubNvml, job_file: Path) -> None:
-    nvml_stub.write(8)
-    assert tui("submit", str(job_file), "--dry-run", "--gpus=[7,0]").returncode == 0
+def test_a_gpu_that_is_not_there_is_refused(shell: Shell, job_file: Path) -> None:
+    assert shell("submit", str(job_file), "--dry-run", "--gpus=[7,0]")[0] == 0
     for name in ("8", "GPU-ffffffff"):
-        refused = tui("submit", str(job_file), "--dry-run", f"--gpus=[0,{name}]")
-        assert refused.returncode == 2
-        assert len(refused.stderr.splitlines()) == 1
-        assert f"no GPU {name}" in refused.stderr
+        status, _, err = shell("submit", str(job_file), "--dry-run", f"--gpus=[0,{name}]")
+        assert status == 2
+        assert len(err.splitlines()) == 1
+        assert f"no GPU {name}" in err
 
 
 LATE = """\

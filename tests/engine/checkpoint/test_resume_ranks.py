@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-STEPS: Final = 12
-HALF: Final = 6
+# An epoch has six steps: runs go on in the middle of one, and at its end.
+STEPS: Final = 8
+HALF: Final = 4
+MOVED: Final = (3, 6)
 DORA: Final = {"lora_variant": "dora", "base_precision": "none", "validation_prompts": []}
 # A global batch of 4 on any number of ranks.
 BATCH: Final = {1: 4, 2: 2, 4: 1}
@@ -104,10 +106,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
         made.job("full", model_type="full"),
         made.job("full-halves", HALF, model_type="full"),
         made.job("full-halves", model_type="full"),
-        made.job("whole-files", 4, **whole),
-        made.job("moving", 4, lora_placement="sharded"),
+        made.job("whole-files", HALF, **whole),
+        made.job("moving", MOVED[0], lora_placement="sharded"),
         made.job("dora", **DORA),
-        made.job("dora-moving", 4, lora_placement="sharded", **DORA),
+        made.job("dora-moving", MOVED[0], lora_placement="sharded", **DORA),
         made.job("branch", resume_from_checkpoint=str(made.run("lora-halves").checkpoint(HALF))),
     )
     return made
@@ -137,7 +139,11 @@ def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
 
 def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     """And from a sharded adapter to a whole one, and to one process that shards nothing."""
-    folder.train(4, folder.job("moving", 8, ranks=4), folder.job("dora-moving", 8, ranks=4, **DORA))
+    folder.train(
+        4,
+        folder.job("moving", MOVED[1], ranks=4),
+        folder.job("dora-moving", MOVED[1], ranks=4, **DORA),
+    )
     folder.train(
         1,
         folder.job("moving", ranks=1),
@@ -158,7 +164,7 @@ def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     assert [c.world_size for c in list_checkpoints(folder.run("moving"))] == [2, 4, 1]
     whole = list_checkpoints(folder.run("whole-files"))
     assert [(c.step, c.layout, c.world_size) for c in whole] == [
-        (4, "full", 2),
+        (HALF, "full", 2),
         (STEPS, "sharded", 1),
     ]
 

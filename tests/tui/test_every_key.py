@@ -19,7 +19,7 @@ from tui.app.app import FsdpTui
 from tui.keys.keymap import known_bindings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from textual.dom import DOMNode
     from textual.pilot import Pilot
@@ -63,6 +63,7 @@ def pressed(root: Path) -> list[Pressed]:
 
 async def _press_all(root: Path) -> list[Pressed]:
     done: dict[tuple[str, str], Pressed] = {}
+    known = known_bindings()
     for jobs in (True, False):
         folder = root / str(jobs)
         folder.mkdir()
@@ -70,7 +71,7 @@ async def _press_all(root: Path) -> list[Pressed]:
             for scene in SCENES:
                 if scene.jobs is jobs:
                     await show(pilot, scene)
-                    await _press(pilot, scene.name, done)
+                    await _press(pilot, scene.name, known, done)
                     await pilot.press(*scene.leave)
                     await _back(pilot)
     return list(done.values())
@@ -84,14 +85,19 @@ async def _back(pilot: Pilot[None]) -> None:
         await app.pop_screen()
 
 
-async def _press(pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pressed]) -> None:
+async def _press(
+    pilot: Pilot[None],
+    scene: str,
+    known: Container[str | None],
+    done: dict[tuple[str, str], Pressed],
+) -> None:
     reached: list[str] = []
 
     async def record(action: Any, default_namespace: DOMNode | None = None, *more: Any) -> bool:
         reached.append(f"{type(default_namespace).__name__}.{action}")
         return True
 
-    screen, known = pilot.app.screen, known_bindings()
+    screen = pilot.app.screen
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pilot.app, "run_action", record)
         for focused in (screen.focused, *screen.focus_chain):
@@ -108,11 +114,13 @@ async def _press(pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pre
                     )
 
 
+@pytest.mark.slow
 def test_every_key_reaches_its_action(pressed: list[Pressed]) -> None:
     wrong = [one for one in pressed if one.reached != (one.action,)]
     assert {(one.node, one.key) for one in wrong} <= OTHERWISE, wrong
 
 
+@pytest.mark.slow
 def test_every_binding_was_pressed(pressed: list[Pressed]) -> None:
     # Textual's own binding opens the palette.
     assert set(known_bindings()) - {one.id for one in pressed} <= {"app.command_palette"}

@@ -32,6 +32,10 @@ HSDP: Final = {"strategy": "hsdp", "dp_replicate_size": 2}
 FULL: Final = {"model_type": "full"}
 SAMPLED: Final = {"validation_prompts": [prompt_of("flux")] * 3}
 COMPILED: Final = {"torch_compile": True, "torch_compile_backend": "eager"}
+SELECTIVE: Final = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_policy": "selective",
+}
 KINDS: Final = ("lora", "full")
 # The host reads a mask of the device in every forward.
 _READS_WHILE_TRAINING: Final = {"z_image": ("forward",)}
@@ -63,6 +67,7 @@ def _on_two() -> Iterator[tuple[str, Job]]:
         yield f"{family} {kind} on two", Job(2, FSDP | values)
 
 
+# What does not change what a step asks of the device is tried together with something else.
 JOBS: Final = (
     dict(_families())
     | dict(_on_two())
@@ -72,20 +77,15 @@ JOBS: Final = (
         "ema": Job(1, FULL | {"use_ema": True, "checkpointing_steps": 2}),
         "ema on the cpu": Job(1, FULL | {"use_ema": True, "ema_device": "cpu"}),
         "checkpointing": Job(1, {"gradient_checkpointing": True}),
-        "selective checkpointing": Job(
-            1, {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
+        "selective checkpointing": Job(1, SELECTIVE),
+        "fp32, adafactor": Job(1, FULL | {"mixed_precision": "no", "optimizer": "adafactor"}),
+        "fp16, held out": Job(
+            1,
+            {"mixed_precision": "fp16", "validation_fraction": 0.25, "validation_loss_steps": 1}
+            | SAMPLED,
         ),
-        "fp32": Job(1, FULL | {"mixed_precision": "no"}),
-        "fp16": Job(1, {"mixed_precision": "fp16"} | SAMPLED),
         "fp16 full": Job(1, FULL | {"mixed_precision": "fp16"}),
         "compiled": Job(1, COMPILED),
-        "compiled, selective checkpointing": Job(
-            1,
-            COMPILED
-            | {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
-        ),
-        "adafactor": Job(1, FULL | {"optimizer": "adafactor"}),
-        "held out": Job(1, {"validation_fraction": 0.25, "validation_loss_steps": 1}),
         "ddp": Job(2, {"strategy": "ddp", "checkpointing_steps": 1} | SAMPLED),
         "ddp full": Job(2, FULL | {"strategy": "ddp"}),
         "fsdp2": Job(2, FSDP | SAMPLED),
@@ -93,11 +93,19 @@ JOBS: Final = (
             2, FSDP | FULL | SAMPLED | {"checkpointing_steps": 1, "checkpointing_async": True}
         ),
         "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
-        "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
         "lokr": Job(2, FSDP | {"lora_variant": "lokr", "lora_rank": 2} | SAMPLED),
         "lokr on one": Job(1, {"lora_variant": "lokr", "lora_rank": 2}, resumes="lokr"),
         "scaled fp8 lokr": Job(
             1, {"lora_variant": "lokr", "lokr_full_matrix": True, "base_precision": "fp8_scaled"}
+        ),
+        "dora, packed encoders": Job(
+            2,
+            FSDP
+            | {
+                "lora_variant": "dora",
+                "lora_rank_pattern": {"to_q": 2},
+                "text_encoder_precision": "int8",
+            },
         ),
         "int8": Job(1, {"base_precision": "int8"}),
         "sharded nf4": Job(2, FSDP | {"base_precision": "nf4"} | SAMPLED),
@@ -107,8 +115,6 @@ JOBS: Final = (
             {"swap_blocks": 2, "base_precision": "fp8_scaled", "base_matmul": "dequantize"}
             | SAMPLED,
         ),
-        "packed encoders": Job(2, FSDP | {"text_encoder_precision": "int8"}),
-        "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
         "class images": Job(
             2,
@@ -120,12 +126,17 @@ JOBS: Final = (
                 "prior_loss_weight": 0.5,
             },
         ),
-        "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
-        "fsdp2 fp16": Job(2, FSDP | {"mixed_precision": "fp16"}),
-        "fsdp2 compiled": Job(2, FSDP | FULL | COMPILED),
-        "fsdp2 accumulation and ema": Job(
-            2, FSDP | FULL | {"gradient_accumulation_steps": 2, "use_ema": True}
+        "full state dict, accumulation and ema": Job(
+            2,
+            FSDP
+            | FULL
+            | {
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+                "gradient_accumulation_steps": 2,
+                "use_ema": True,
+            },
         ),
+        "fsdp2 compiled": Job(2, FSDP | FULL | COMPILED | SELECTIVE),
         "fsdp2 checkpointing": Job(
             2,
             FSDP
@@ -142,9 +153,15 @@ JOBS: Final = (
         ),
         "hsdp": Job(4, HSDP | SAMPLED | {"checkpointing_steps": 1}),
         "hsdp full": Job(4, HSDP | FULL | {"gradient_accumulation_steps": 2}),
-        "fsdp2 on four": Job(4, FSDP | {"context_parallel_size": 2}),
+        "fp16 on four, sharded encoders": Job(
+            4,
+            FSDP
+            | {"context_parallel_size": 2, "mixed_precision": "fp16", "shard_text_encoders": True},
+        ),
         "fsdp2 full on one": Job(1, FULL, resumes="fsdp2 full"),
-        "full state dict on one": Job(1, FULL, resumes="full state dict"),
+        "full state dict on one": Job(
+            1, FULL | {"use_ema": True}, resumes="full state dict, accumulation and ema"
+        ),
         "one gpu on two": Job(2, FSDP, resumes="one gpu"),
     }
 )

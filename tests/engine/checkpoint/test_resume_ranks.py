@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-STEPS: Final = 12
-HALF: Final = 6
+# An epoch has six steps: runs go on in the middle of one, and at its end.
+STEPS: Final = 8
+HALF: Final = 4
+MOVED: Final = (3, 6)
 DORA: Final = {"lora_variant": "dora", "base_precision": "none", "validation_prompts": []}
 LOKR: Final = {"lora_variant": "lokr", "lora_rank": 2}
 # A global batch of 4 on any number of ranks.
@@ -105,14 +107,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
         made.job("full", model_type="full"),
         made.job("full-halves", HALF, model_type="full"),
         made.job("full-halves", model_type="full"),
-        made.job("whole-files", 4, **whole),
-        made.job("moving", 4, lora_placement="sharded"),
+        made.job("whole-files", HALF, **whole),
+        made.job("moving", MOVED[0], lora_placement="sharded"),
         made.job("dora", **DORA),
-        made.job("dora-moving", 4, lora_placement="sharded", **DORA),
+        made.job("dora-moving", MOVED[0], lora_placement="sharded", **DORA),
         made.job("lokr", **LOKR),
         made.job("lokr-halves", HALF, **LOKR),
         made.job("lokr-halves", **LOKR),
-        made.job("lokr-moving", 4, lora_placement="sharded", **LOKR),
+        made.job("lokr-moving", MOVED[0], lora_placement="sharded", **LOKR),
         made.job("branch", resume_from_checkpoint=str(made.run("lora-halves").checkpoint(HALF))),
     )
     return made
@@ -144,9 +146,9 @@ def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     """And from a sharded adapter to a whole one, and to one process that shards nothing."""
     folder.train(
         4,
-        folder.job("moving", 8, ranks=4),
-        folder.job("dora-moving", 8, ranks=4, **DORA),
-        folder.job("lokr-moving", 8, ranks=4, **LOKR),
+        folder.job("moving", MOVED[1], ranks=4),
+        folder.job("dora-moving", MOVED[1], ranks=4, **DORA),
+        folder.job("lokr-moving", MOVED[1], ranks=4, **LOKR),
     )
     folder.train(
         1,
@@ -174,7 +176,7 @@ def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     assert [c.world_size for c in list_checkpoints(folder.run("moving"))] == [2, 4, 1]
     whole = list_checkpoints(folder.run("whole-files"))
     assert [(c.step, c.layout, c.world_size) for c in whole] == [
-        (4, "full", 2),
+        (HALF, "full", 2),
         (STEPS, "sharded", 1),
     ]
 

@@ -42,13 +42,16 @@ ALONE = {
     "flux:control": "lora",
 }
 RESUMED = tuple(ALONE)[1:]  # and from the middle, all with conditioning images
+# Those that go on with two ranks as well: images beside the text, and first frames.
+RESUMED_ALIKE = ("qwen_image:edit", "wan:2.2-i2v-a14b-low")
+# What ranks do with these is what they do with another layout of the same family: with the base
+# model, image to video, control. `test_families.py` and `test_conditioning.py` have their own.
+SINGLE = {"flux2:klein-4b", "wan:2.2-t2v-a14b-low", "flux:canny"}
 BOTH = (*ALONE, "sdxl")  # a U-Net's files are named otherwise
 RANKS = 2
 STEPS = 4
 # What has hardly learnt anything by then is trained for twice as long.
-LATE = {
-    (name, "lora") for name in ("qwen_image", "qwen_image:edit-2509", "flux2", "flux2:klein-4b")
-}
+LATE = {(name, "lora") for name in ("qwen_image", "qwen_image:edit-2509", "flux2")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,7 +123,7 @@ FAST = {("flux", "lora"), ("wan", "full"), ("sdxl", "lora")}
 
 
 def _trainings() -> list[Any]:
-    """Each layout; a LoRA of every family, and all of the model in about half of them.
+    """Each layout not in `SINGLE`; a LoRA of every family, and all of the model in half of them.
 
     A family of several layouts trains a LoRA in the first, and all of the model in the second. On
     one device `tests/cuda/test_jobs.py` trains all of every family.
@@ -133,7 +136,11 @@ def _trainings() -> list[Any]:
         both = family in BOTH
         pairs += [(first, kind) for kind in (KINDS if both else KINDS[:1])]
         pairs += [(name, KINDS[1 - place % 2]) for place, name in enumerate(more)]
-    return [pytest.param(*p, marks=() if p in FAST else pytest.mark.slow) for p in pairs]
+    return [
+        pytest.param(*p, marks=() if p in FAST else pytest.mark.slow)
+        for p in pairs
+        if p[0] not in SINGLE
+    ]
 
 
 @pytest.mark.e2e
@@ -161,7 +168,8 @@ def test_a_family_trains_and_its_export_makes_the_same_in_the_stock_pipeline(
     sampled = np.asarray(Image.open(run_dir.samples / f"step-{steps}" / "00.png"), int)
     stock = exported(case, kind, run_dir.export)
     assert np.abs(picture(case, stock, request) - sampled).max() <= 1
-    if case.facts.widened_of(case.flavour):  # the published model has no place for the image
+    # Of a widened model, the published one has no place for the image.
+    if kind == "lora" and hasattr(stock, "disable_lora"):
         (plain := stock).disable_lora()
     else:
         plain = case.stock()
@@ -214,7 +222,7 @@ def test_two_ranks_train_as_one_process_does(
 def test_resumed_with_conditioning_images_is_as_never_stopped(
     runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """To the bit on as many ranks, and to rounding on another number."""
+    """To the bit on as many ranks, of some, and to rounding on another number."""
     chosen = [n for n in RESUMED if RunDir(runs / place(n, ALONE[n])).events.exists()]
     if not chosen:
         pytest.skip("none is among the chosen tests")
@@ -222,6 +230,8 @@ def test_resumed_with_conditioning_images_is_as_never_stopped(
     for ranks, how in hows.items():
         jobs = {}
         for name in chosen:
+            if ranks == RANKS and name not in RESUMED_ALIKE:
+                continue
             start = RunDir(runs / place(name, ALONE[name])).checkpoint(STEPS // 2)
             values = job(Case(name, toys_root(tmp_path_factory)), ALONE[name], runs) | how
             values |= {"validation_prompts": [], "resume_from_checkpoint": str(start)}
@@ -237,8 +247,11 @@ def test_resumed_with_conditioning_images_is_as_never_stopped(
         )
         expected = steps_in(whole)[STEPS // 2 :]
         assert len(expected) == STEPS // 2
-        assert steps_in(same) == expected, (tmp_path / "output.txt").read_text()[-2000:]
+        assert other.events.exists(), (tmp_path / "output.txt").read_text()[-2000:]
         assert np.allclose(steps_in(other), expected, rtol=1e-4)
+        if name not in RESUMED_ALIKE:
+            continue
+        assert steps_in(same) == expected, (tmp_path / "output.txt").read_text()[-2000:]
         component = Case(name, toys_root(tmp_path_factory)).family.component
         part = component if ALONE[name] == "full" else ""
         (trained,) = (whole.export / part).glob("*.safetensors")

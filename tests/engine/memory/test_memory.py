@@ -79,7 +79,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "checkpointing", "sharded"),
     [
         ("lora", {"base_precision": "nf4"}, True),
-        pytest.param(*("lora", {}, True), marks=pytest.mark.slow),
         pytest.param(*("lora", CHECKPOINTED, False), marks=pytest.mark.slow),
         pytest.param(*("full", {}, False), marks=pytest.mark.slow),
         ("full", CHECKPOINTED | {"gradient_checkpointing_interval": 2}, True),
@@ -123,15 +122,13 @@ def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Pa
 
 
 # Two ranks halve what 64 cut into rows with padding; that is asked of a LoRA and of full training
-# on both, and of what options change on one of them.
+# on both, and of what options change on one of them. Each option is in one case.
 @pytest.mark.parametrize(
     ("changes", "on"),
     [
         ({}, (2, 64)),
-        pytest.param({"lora_placement": "sharded"}, (64,), marks=pytest.mark.slow),
-        pytest.param(CHECKPOINTED, (2,), marks=pytest.mark.slow),
+        pytest.param(CHECKPOINTED | {"lora_placement": "sharded"}, (64,), marks=pytest.mark.slow),
         (FULL, (2, 64)),
-        pytest.param(FULL | BF16 | CHECKPOINTED, (64,), marks=pytest.mark.slow),
         pytest.param(
             FULL | BF16 | CHECKPOINTED | {"gradient_checkpointing_interval": 2},
             (2,),

@@ -52,13 +52,19 @@ def main() -> int:
 
 def _import_all() -> None:
     """What ranks need, before they are forked; nothing here touches the device."""
-    import diffusers.loaders.lora_pipeline
-    import diffusers.loaders.peft
-    import diffusers.models.transformers  # noqa: F401
+    import diffusers.guiders
+    import diffusers.loaders.peft  # noqa: F401
+    import PIL.Image
+    import torch._dynamo.backends.debugging
+    import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401
     import transformers.models.clip.modeling_clip
     import transformers.models.t5.modeling_t5  # noqa: F401
 
-    import engine.run_job  # noqa: F401
+    import tests.support.cuda_stub.numbers  # noqa: F401
+    from tests.support.forks.server import preload
+
+    PIL.Image.init()
+    preload()
 
 
 def _forked(do: Callable[..., None], *words: Any) -> None:

@@ -279,9 +279,9 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
     ]
 
 
-# All of the table is `all_cases`, which `tests/bench/parity.py` trains. A test run trains a covering
-# selection: every strategy with every kind of training and both placements of a LoRA, every option
-# and every extra at least once. What is skipped has its pairs in others: each line says in which.
+# `tests/bench/parity.py` trains all of the table. A test run trains a covering selection: every
+# strategy with every kind of training and both placements of a LoRA, every option and every extra
+# at least once. What is skipped has its pairs in others: each line says in which.
 COVERED: Final = {
     Case("fsdp2 4", "lora", "sgd"),  # with fp8 as base
     Case("fsdp2 4", "full", "sgd"),  # resharded to 2

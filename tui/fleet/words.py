@@ -20,12 +20,12 @@ _BAD: Final = frozenset({str(State.FAILED), str(State.LOST)})
 
 
 def age(seconds: float) -> str:
-    """`12 s ago`, `3 min ago`, `2 h ago`: it changes less often the older it is."""
+    """`12 s`, `3 min`, `2 h`: it changes less often the older it is."""
     if seconds < 60:
-        return f"{spent(seconds)} ago"
+        return spent(seconds)
     if seconds < 3600:
-        return f"{seconds // 60:.0f} min ago"
-    return f"{seconds // 3600:.0f} h ago" if seconds < 172800 else f"{seconds // 86400:.0f} d ago"
+        return f"{seconds // 60:.0f} min"
+    return f"{seconds // 3600:.0f} h" if seconds < 172800 else f"{seconds // 86400:.0f} d"
 
 
 def status_text(view: BoxView, now: float) -> str:
@@ -40,12 +40,12 @@ def status_text(view: BoxView, now: float) -> str:
         return status
     if view.heard is None:
         return status if status == "connecting" else f"{status}, never seen"
-    return f"{status}, seen {age(now - view.heard)}"
+    return f"{status}, seen {age(now - view.heard)} ago"
 
 
 def brief_status(view: BoxView, now: float) -> str:
     """`away 3 min`, where there is no room for more."""
-    seen = "" if view.heard is None else f" {age(now - view.heard).removesuffix(' ago')}"
+    seen = "" if view.heard is None else f" {age(now - view.heard)}"
     return f"{view.status_at(now)}{seen}"
 
 

@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--only", action="store_true", help="the PATHs without the checkout's own")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[str] = Counter()
     compared: set[str] = set()

@@ -192,7 +192,8 @@ def _left_out(imported: Imported, full: Imported, added: list[str]) -> list[str]
     lines = []
     for ours in type(imported.spec).model_fields:
         mine, theirs = (_comparable(one.spec, ours) for one in (imported, full))
-        if mine != theirs and not _has_no_effect(imported.spec, ours):
+        warned = any(text.startswith(f"{ours}:") for text in imported.report.warnings)
+        if mine != theirs and not warned and not _has_no_effect(imported.spec, ours):
             lines.append(f"{ours} is {mine!r}, and {theirs!r} with defaults written out")
     named = {entry.key for entry in [*imported.report.entries, *imported.report.assumed]}
     lines += [

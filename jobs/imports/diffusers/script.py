@@ -73,7 +73,12 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 _TEXT_TO_IMAGE: Final = {"train_batch_size": 16, "adam_weight_decay": 1e-2, "resolution": 1024}
 # Of those that do not start at the job's own.
-_LEARNING_RATES: Final = {"train_dreambooth.py": 5e-6, "train_dreambooth_lora.py": 5e-4}
+_CONTROL_LORA: Final = "train_control_lora_flux.py"
+_LEARNING_RATES: Final = {
+    "train_dreambooth.py": 5e-6,
+    "train_dreambooth_lora.py": 5e-4,
+    _CONTROL_LORA: 5e-6,
+}
 
 
 def read(given: Sequence[str]) -> tuple[str, Draft]:
@@ -140,7 +145,8 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
         defaults |= {"resolution": 512, "adam_weight_decay": 1e-2}
     if family.objective == "flow":
         defaults["weighting_scheme"] = "logit_normal" if family.name == "sd3" else "none"
-    defaults |= {"resolution": 1024} if family.name == "sdxl" else {}
+    if family.name == "sdxl" or script == _CONTROL_LORA:
+        defaults["resolution"] = 1024
     if family.name in ("flux", "flux2") and "klein" not in script:
         defaults["guidance_scale"] = 30.0 if models.widened_of(draft) else 3.5
     if family.name == "sd3" or _FEW_TOKENS.search(script):

@@ -874,7 +874,10 @@ def test_what_tools_leave_out_is_theirs(tmp_path: Path) -> None:
     ):
         spec = import_script(["accelerate", "launch", script, "--seed=1"]).spec
         assert spec.max_sequence_length == tokens
+    spec = import_script(["accelerate", "launch", "train_control_lora_flux.py", "--seed=1"]).spec
+    assert spec.resolution == 1024
     for script, rate in (
+        ("train_control_lora_flux.py", 5e-6),
         ("examples/dreambooth/train_dreambooth.py", 5e-6),
         ("train_dreambooth_lora.py", 5e-4),
         ("train_text_to_image_lora.py", 1e-4),

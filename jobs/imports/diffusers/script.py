@@ -73,12 +73,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 _TEXT_TO_IMAGE: Final = {"train_batch_size": 16, "adam_weight_decay": 1e-2, "resolution": 1024}
 # Of those that do not start at the job's own.
-_CONTROL_LORA: Final = "train_control_lora_flux.py"
-_LEARNING_RATES: Final = {
-    "train_dreambooth.py": 5e-6,
-    "train_dreambooth_lora.py": 5e-4,
-    _CONTROL_LORA: 5e-6,
-}
+_CONTROL: Final = "train_control_lora_flux.py"
+_RATES: Final = {"train_dreambooth.py": 5e-6, "train_dreambooth_lora.py": 5e-4, _CONTROL: 5e-6}
 
 
 def read(given: Sequence[str]) -> tuple[str, Draft]:
@@ -139,14 +135,13 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     defaults = dict(_DEFAULTS)
     family = models.family_of(draft)
     script = (command.script or "").rpartition("/")[2]
-    defaults |= {"learning_rate": _LEARNING_RATES[script]} if script in _LEARNING_RATES else {}
+    defaults |= {"learning_rate": _RATES[script]} if script in _RATES else {}
     defaults |= _TEXT_TO_IMAGE if "text_to_image" in script else {}
     if family.name == "stable_diffusion":
         defaults |= {"resolution": 512, "adam_weight_decay": 1e-2}
     if family.objective == "flow":
         defaults["weighting_scheme"] = "logit_normal" if family.name == "sd3" else "none"
-    if family.name == "sdxl" or script == _CONTROL_LORA:
-        defaults["resolution"] = 1024
+    defaults |= {"resolution": 1024} if family.name == "sdxl" or script == _CONTROL else {}
     if family.name in ("flux", "flux2") and "klein" not in script:
         defaults["guidance_scale"] = 30.0 if models.widened_of(draft) else 3.5
     if family.name == "sd3" or _FEW_TOKENS.search(script):

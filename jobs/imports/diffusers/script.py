@@ -151,9 +151,8 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
         defaults["lora_layers"] = ",".join(layers)
     else:
         del defaults["rank"]
-    if not draft.get("max_train_steps"):
-        defaults["num_train_epochs"] = 100 if "text_to_image" in script else 1
-    return defaults
+    epochs = 100 if "text_to_image" in script else 1
+    return defaults | ({} if draft.get("max_train_steps") else {"num_train_epochs": epochs})
 
 
 def _warn(draft: Draft) -> None:

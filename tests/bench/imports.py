@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 _ADAM: Final = ("adamw", "adamw_8bit", "prodigy")
 _VERDICTS: Final = ("same", "said", "SILENT")
 _LEFT_OUT: Final = "left out"
+# Methods that the report names as not supported; the job trains without them.
+_OTHER_METHODS: Final = (
+    *("controlnet", "control", "lora_type", "network.type", "distillation_method"),
+)
 # How a job is run, which changes nothing that is trained.
 _NOT_TRAINED: Final = (
     *("cache_text_embeddings", "unload_text_encoder", "num_processes", "fsdp_enable"),
@@ -67,9 +71,10 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--only", action="store_true", help="the PATHs without the checkout's own")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[str] = Counter()
+    methods: Counter[str] = Counter()
     compared: set[str] = set()
     for real in _TOOLS[asked.tool](asked.checkout, asked.paths, not asked.only):
         if real.content in compared:
@@ -87,8 +92,9 @@ def main() -> int:
             reasons[reason] += 1
             continue
         reasons["compared"] += 1
+        methods.update(_methods_of(imported))
         _compare(real, imported, counts)
-    _print_tables(counts, reasons)
+    _print_tables(counts, reasons, methods)
     silent = sum(count for (_, verdict), count in counts.items() if verdict == "SILENT")
     print(f"\n{reasons['compared']} of {reasons.total()} compared; {silent} silent")
     return int(silent > 0)
@@ -127,7 +133,16 @@ def _other_training(imported: Imported) -> str:
     )
 
 
-def _print_tables(counts: Counter[tuple[str, str]], reasons: Counter[str]) -> None:
+def _methods_of(imported: Imported) -> list[str]:
+    """What of a configuration's method the report names as not supported."""
+    lost = imported.report.of(Kind.UNSUPPORTED)
+    methods = [f"{e.key}: {e.value}" for e in lost if e.key in _OTHER_METHODS]
+    return ["at least one of these", *methods] if methods else []
+
+
+def _print_tables(
+    counts: Counter[tuple[str, str]], reasons: Counter[str], methods: Counter[str]
+) -> None:
     print(f"\n| key | {' | '.join(_VERDICTS)} |\n|---|{'---:|' * len(_VERDICTS)}")
     for ours in dict.fromkeys(key for key, _ in counts):
         row = " | ".join(str(counts[ours, verdict]) for verdict in _VERDICTS)
@@ -135,6 +150,10 @@ def _print_tables(counts: Counter[tuple[str, str]], reasons: Counter[str]) -> No
     print("\n| configurations | |\n|---|---:|")
     for reason, count in reasons.most_common():
         print(f"| {reason} | {count} |")
+    if methods:
+        print("\n| compared, and named as not supported | |\n|---|---:|")
+        for method, count in methods.most_common():
+            print(f"| {method} | {count} |")
 
 
 def judge(imported: Imported, ours: str, theirs: str, value: Any) -> tuple[str, Any]:
@@ -192,7 +211,8 @@ def _left_out(imported: Imported, full: Imported, added: list[str]) -> list[str]
     lines = []
     for ours in type(imported.spec).model_fields:
         mine, theirs = (_comparable(one.spec, ours) for one in (imported, full))
-        if mine != theirs and not _has_no_effect(imported.spec, ours):
+        warned = any(text.startswith(f"{ours}:") for text in imported.report.warnings)
+        if mine != theirs and not warned and not _has_no_effect(imported.spec, ours):
             lines.append(f"{ours} is {mine!r}, and {theirs!r} with defaults written out")
     named = {entry.key for entry in [*imported.report.entries, *imported.report.assumed]}
     lines += [

@@ -27,6 +27,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "train.gradient_checkpointing": True,
     "save.save_every": 1000,
     "save.max_step_saves_to_keep": 5,
+    "save.dtype": "float16",
 }
 _LORA_DEFAULTS: Final[dict[str, Any]] = {"network.linear": 4, "network.linear_alpha": 1.0}
 _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
@@ -104,7 +105,7 @@ def _defaults(process: dict[str, Any]) -> dict[str, Any]:
     optimizer = str(train.get("optimizer", "adamw"))
     if optimizer.lower().startswith(("adam", "prodigy")):
         defaults["train.optimizer_params.eps"] = 1e-6
-    if optimizer.lower().startswith("adamw"):  # torch's own, and bitsandbytes'
+    if optimizer.lower() in ("adamw", "adamw8bit"):  # torch's own, and bitsandbytes'
         defaults["train.optimizer_params.weight_decay"] = 1e-2
     if str(train.get("lr_scheduler")).strip().lower() == "constant_with_warmup":
         defaults["train.lr_scheduler_params.num_warmup_steps"] = 1000

@@ -11,6 +11,7 @@ from jobs.imports.common.draft import Draft, as_number, in_words, is_off, plain,
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of, references_of
 from jobs.imports.common.places import find_beside
+from jobs.spec.job_spec import JobSpec
 from jobs.spec.keys.prompts import frames_of
 from jobs.spec.values.dataset_files import list_files
 from jobs.spec.values.datasets import Dataset, find_layout
@@ -126,7 +127,8 @@ def settle(draft: Draft, parts: Sequence[Part]) -> None:
     _share_resolution(draft, entries)
     for name in dict.fromkeys(key for part in parts for key in part.values):
         if name not in Dataset.model_fields:
-            _agree(draft, name, [part.values[name] for part in parts if name in part.values])
+            values = [part.values[name] for part in parts if name in part.values]
+            _agree(draft, name, values, missing=len(parts) - len(values))
     triggers = {entry.get("trigger_word") for entry in entries}
     if len(triggers) == 1 and "trigger_word" not in draft.values and (trigger := triggers.pop()):
         draft.values["trigger_word"] = trigger
@@ -202,8 +204,15 @@ def _share_resolution(draft: Draft, entries: Sequence[dict[str, Any]]) -> None:
                 del entry["resolution"]
 
 
-def _agree(draft: Draft, name: str, values: list[Any]) -> None:
-    """One value for all datasets: the same, or the largest, or the first."""
+def _agree(draft: Draft, name: str, values: list[Any], missing: int) -> None:
+    """One value for all datasets: the same, or the largest, or the first.
+
+    Args:
+        draft: The job.
+        name: A key of the job.
+        values: Its values, of the datasets that have one.
+        missing: How many datasets have none.
+    """
     chosen = max(values) if name in _LARGEST else values[0]
     draft.values[name] = chosen
     if any(value != chosen for value in values):
@@ -211,4 +220,9 @@ def _agree(draft: Draft, name: str, values: list[Any]) -> None:
         asked = ", ".join(dict.fromkeys(str(value) for value in values))
         draft.report.warnings.append(
             f"{name}: the datasets ask for {asked}; a job has only one, so it uses the {which}"
+        )
+    elif missing and chosen != JobSpec.model_fields[name].default:
+        draft.report.warnings.append(
+            f"{name}: {missing} of {missing + len(values)} datasets do not set it; a job has only "
+            f"one, so all use {chosen}"
         )

@@ -70,7 +70,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 _TEXT_TO_IMAGE: Final = {"train_batch_size": 16, "adam_weight_decay": 1e-2, "resolution": 1024}
 # Of those that do not start at the job's own.
-_LEARNING_RATES: Final = {"train_dreambooth.py": 5e-6, "train_dreambooth_lora.py": 5e-4}
+_CONTROL: Final = "train_control_lora_flux.py"
+_RATES: Final = {"train_dreambooth.py": 5e-6, "train_dreambooth_lora.py": 5e-4, _CONTROL: 5e-6}
 
 
 def read(given: Sequence[str]) -> tuple[str, Draft]:
@@ -131,13 +132,13 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     defaults = dict(_DEFAULTS)
     family = models.family_of(draft)
     script = (command.script or "").rpartition("/")[2]
-    defaults |= {"learning_rate": _LEARNING_RATES[script]} if script in _LEARNING_RATES else {}
+    defaults |= {"learning_rate": _RATES[script]} if script in _RATES else {}
     defaults |= _TEXT_TO_IMAGE if "text_to_image" in script else {}
     if family.name == "stable_diffusion":
         defaults |= {"resolution": 512, "adam_weight_decay": 1e-2}
     if family.objective == "flow":
         defaults["weighting_scheme"] = "logit_normal" if family.name == "sd3" else "none"
-    defaults |= {"resolution": 1024} if family.name == "sdxl" else {}
+    defaults |= {"resolution": 1024} if family.name == "sdxl" or script == _CONTROL else {}
     if family.name in ("flux", "flux2") and "klein" not in script:
         defaults["guidance_scale"] = 30.0 if models.widened_of(draft) else 3.5
     if family.name == "sd3" or _FEW_TOKENS.search(script):
@@ -147,9 +148,8 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
         defaults["lora_layers"] = ",".join(layers)
     else:
         del defaults["rank"]
-    if not draft.get("max_train_steps"):
-        defaults["num_train_epochs"] = 100 if "text_to_image" in script else 1
-    return defaults
+    epochs = 100 if "text_to_image" in script else 1
+    return defaults | ({} if draft.get("max_train_steps") else {"num_train_epochs": epochs})
 
 
 def _warn(draft: Draft) -> None:

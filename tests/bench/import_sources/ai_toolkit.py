@@ -226,7 +226,11 @@ def _spelled_out(values: Any, defaults: dict[str, Any]) -> tuple[Imported, list[
             given[key] = default
             added.append(f"{part}.{key}")
     for number, entry in enumerate(process.get("datasets") or []):
+        # Frames are counted at fps only if a video is not shrunk to them.
+        shrinks = entry.get("shrink_video_to_frames", True)
         for key, default in defaults["DatasetConfig"].items():
+            if key == "fps" and shrinks:
+                continue
             if key not in entry and key not in _OTHER_NAMES:
                 entry[key] = default
                 added.append(f"datasets[{number}].{key}")

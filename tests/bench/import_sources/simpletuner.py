@@ -149,12 +149,13 @@ def _values(config: dict[str, Any], tool: Tool) -> dict[str, tuple[str, Any]]:
     values["base_precision"] = ("base_model_precision", base_of(get("base_model_precision")))
     values |= _of_optimizer(str(get("optimizer")), get("optimizer_config"), get, tool)
     family = str(config.get("model_family")).lower().replace("-", "_")
-    path = config.get("pretrained_model_name_or_path")
+    path, place = config.get("pretrained_model_name_or_path"), "pretrained_model_name_or_path"
     if path in (None, "", "None"):
+        place = "model_flavour"
         flavours = tool.models.get(family, {})
         path = flavours.get(str(config.get("model_flavour") or flavours.get("")))
     if path:
-        values["pretrained_model_name_or_path"] = ("pretrained_model_name_or_path", path)
+        values["pretrained_model_name_or_path"] = (place, path)
     if family in tool.targets and family != "flux" and get("peft_lora_target_modules") is None:
         values["lora_target_modules"] = ("flux_lora_target", tool.targets[family])
     return values
@@ -170,8 +171,10 @@ def _of_optimizer(
         settings[key.strip()] = value
     betas = get("optimizer_beta1"), get("optimizer_beta2")
     betas = betas if None not in betas else settings.get("betas") or (0.9, 0.999)
-    values = {
-        "optimizer": ("optimizer", word_of(OPTIMIZERS, name)),
+    values = {"optimizer": ("optimizer", word_of(OPTIMIZERS, name))}
+    if name.replace("-", "_") not in OPTIMIZERS:
+        return values  # another one is used, whose settings are its own
+    values |= {
         "adam_beta1": ("optimizer_beta1", betas[0]),
         "adam_beta2": ("optimizer_beta2", betas[1]),
         "adam_epsilon": ("optimizer_config", settings.get("eps")),

@@ -173,10 +173,14 @@ def test_simpletuner_flux_lora() -> None:
     assert [e.key for e in imported.report.of(Kind.UNKNOWN)] == ["potters_own_key"]
     assert "(not shown)" in [e.value for e in imported.report.entries]
     assert {e.key for e in imported.report.assumed} == {
-        "adam_weight_decay",
         "ema_decay",
+        "ema_validation",
         "lora_dropout",
+        "lr_end",
+        "lr_power",
         "max_grad_norm",
+        "model_card_private",
+        "optimizer_config",
         "multidatabackend.json[0].disable_multiline_split",
     }
 
@@ -405,7 +409,10 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 3},
     ),
     ({"lr_scheduler": "something"}, Lost),
-    ({"lr_warmup_steps": 100, "lr_scheduler": "constant"}, Needless),
+    (
+        {"lr_warmup_steps": 100, "lr_scheduler": "constant"},
+        {"lr_warmup_steps": 100, "lr_scheduler": "constant_with_warmup"},
+    ),
     ({"lr_warmup_steps": 100}, {"lr_warmup_steps": 100, "lr_scheduler": "constant_with_warmup"}),
     ({"lr_power": 0.8, "lr_scheduler": "polynomial"}, {"lr_power": 0.8}),
     ({"lr_power": 0.8, "lr_scheduler": "cosine"}, Needless),
@@ -466,7 +473,8 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"flow_sigmoid_scale": 0.8}, {"logit_std": 0.8}),
     ({"flux_guidance_value": 2}, {"train_guidance": 2.0}),
     ({"noise_offset": 0}, Needless),
-    ({"noise_offset": 0.1}, Lost),
+    ({"noise_offset": 0.1}, Needless),  # only with offset_noise
+    ({"offset_noise": True}, Lost),
     ({"grad_clip_method": "norm"}, Needless),
     ({"grad_clip_method": "value"}, Lost),
     ({"gradient_checkpointing": "false"}, {"gradient_checkpointing": False}),
@@ -481,7 +489,29 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"loss_type": "l2"}, {"loss_type": "mse"}),
     ({"loss_type": "huber"}, {"loss_type": "huber"}),
     ({"huber_schedule": "constant"}, Needless),
-    ({"huber_schedule": "snr"}, Lost),
+    ({"huber_schedule": "snr"}, Needless),
+    ({"huber_schedule": "snr", "loss_type": "huber"}, Lost),
+    ({"ema_validation": "comparison"}, Needless),
+    ({"ema_validation": "comparison", "use_ema": True}, Lost),
+    ({"crepa_lambda": 0.5}, Needless),
+    ({"pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"}, Needless),
+    ({"pretrained_vae_model_name_or_path": "sdxl-vae", "model_family": "sdxl"}, Lost),
+    ({"pretrained_vae_model_name_or_path": "my-vae"}, Lost),
+    ({"model_family": "hunyuanvideo"}, Lost),  # 1.5
+    ({"model_flavour": "edit-v3", "model_family": "qwen_image"}, {"model_flavour": "edit-2511"}),
+    (
+        {"model_flavour": "v2.0", "model_family": "qwen_image"},
+        {"pretrained_model_name_or_path": "Qwen/Qwen-Image-2512"},
+    ),
+    ({"lr_scheduler": "cosine_with_warmup"}, {"lr_scheduler": "cosine"}),
+    ({"lr_scheduler": "constant", "lr_warmup_steps": 0}, {"lr_scheduler": "constant"}),
+    ({"lr_warmup_steps": 100, "lr_scheduler": "cosine"}, Lost),  # its curve's period
+    ({"optimizer_config": "eps=1e-7,weight_decay=0"}, {"adam_epsilon": 1e-7, "weight_decay": 0.0}),
+    ({"optimizer_config": "weight_decay=0.1,use_speed=True"}, Lost),
+    ({"adam_epsilon": 1e-3}, Needless),  # only DeepSpeed's optimizer
+    ({"adam_epsilon": 1e-3, "deepspeed_config": "ds.json"}, {"adam_epsilon": 1e-3}),
+    ({"optimizer": "torch-adamw"}, {"optimizer": "adamw"}),
+    ({"learning_rate": 1e-4, "optimizer": "prodigy"}, {"learning_rate": 1.0}),
     ({"ema_device": "cpu", "use_ema": True}, {"ema_device": "cpu"}),
     ({"ema_device": "cpu"}, Needless),
     ({"ema_device": "cpu", "use_ema": "true", "fsdp_enable": "true", "num_processes": 2}, Needless),
@@ -679,6 +709,13 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"train__lr": "1e-4"}, {"learning_rate": 1e-4}),
     ({"train__optimizer": "adamw8bit"}, {"optimizer": "adamw_8bit"}),
     ({"train__optimizer": "automagic"}, Lost),
+    ({"train__optimizer": "adamw8"}, {"optimizer": "adamw_8bit", "weight_decay": 0.0}),
+    ({"train__lr": 1e-4, "train__optimizer": "prodigy"}, {"learning_rate": 1.0}),
+    ({"train__lr": 0.5, "train__optimizer": "prodigy8bit"}, {"learning_rate": 0.5}),
+    ({"train__lr_scheduler": "linear"}, Lost),  # rises, from a third of the rate
+    ({"train__lr_scheduler": "cosine_with_restarts"}, {"lr_scheduler": "cosine"}),
+    ({"train__lr_scheduler": "constant_with_warmup"}, {"lr_warmup_steps": 1000}),
+    ({"model__arch": "sd15"}, {"model_family": "stable_diffusion"}),
     (
         {"train__optimizer_params": {"betas": [0.8, 0.9], "eps": "1e-6"}},
         {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6},
@@ -891,7 +928,10 @@ def test_what_tools_leave_out_is_theirs(tmp_path: Path) -> None:
     ):
         spec = import_script(["accelerate", "launch", script, "--seed=1"]).spec
         assert spec.max_sequence_length == tokens
+    spec = import_script(["accelerate", "launch", "train_control_lora_flux.py", "--seed=1"]).spec
+    assert spec.resolution == 1024
     for script, rate in (
+        ("train_control_lora_flux.py", 5e-6),
         ("examples/dreambooth/train_dreambooth.py", 5e-6),
         ("train_dreambooth_lora.py", 5e-4),
         ("train_text_to_image_lora.py", 1e-4),
@@ -900,6 +940,97 @@ def test_what_tools_leave_out_is_theirs(tmp_path: Path) -> None:
         told = [one.key for one in imported.report.assumed if "learning_rate" in one.ours]
         assert imported.spec.learning_rate == rate
         assert told == ([] if rate == 1e-4 else ["learning_rate"])
+
+
+OPTIMIZERS: Final = {
+    "adamw_bf16": (0.9, 0.999, 1e-6, 0.01),
+    "torch-adamw": (0.9, 0.999, 1e-8, 0.01),
+    "bnb-adam8bit": (0.9, 0.999, 1e-8, 0.0),
+    "optimi-adamw": (0.9, 0.99, 1e-6, 0.0),
+    "prodigy": (0.9, 0.99, 1e-8, 0.0),
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), OPTIMIZERS.items())
+def test_an_optimizer_of_simpletuner_has_its_own_settings(
+    name: str, expected: tuple[float, ...], tmp_path: Path
+) -> None:
+    imported = simple(tmp_path, optimizer=name, adam_epsilon=1e-3, adam_weight_decay=0.5)
+    spec = imported.spec
+    settings = (spec.adam_beta1, spec.adam_beta2, spec.adam_epsilon, spec.weight_decay)
+    assert settings == expected
+    differ = settings != (0.9, 0.999, 1e-8, 0.0)  # from what a job has
+    assert [e.key for e in imported.report.assumed].count("optimizer_config") == differ
+    # What is set goes before.
+    spec = simple(tmp_path, optimizer=name, optimizer_config="weight_decay=0.3").spec
+    assert (spec.weight_decay, spec.adam_epsilon) == (0.3, expected[2])
+
+
+def test_what_simpletuner_does_where_a_configuration_is_silent(tmp_path: Path) -> None:
+    imported = simple(tmp_path, push_to_hub=True, lr_scheduler="polynomial")
+    assert imported.spec.hub_private_repo  # its model_card_private
+    assert (imported.spec.lr_end, imported.spec.lr_power) == (4e-7, 0.8)
+    assert any(text.startswith("max_train_steps: 1 epoch") for text in imported.report.to_fill_in)
+    imported = simple(tmp_path, model_family="sdxl", validation_prompt="a", max_train_steps=5)
+    assert imported.spec.validation_negative_prompt == "blurry, cropped, ugly"
+    unsupported = {e.key for e in imported.report.assumed if e.kind is Lost}
+    assert unsupported == {"grad_clip_method", "pretrained_vae_model_name_or_path"}
+    assert imported.spec.resolution == 1024
+    spec = backend(tmp_path, {"id": "a", "instance_data_dir": "d"}, model_family="wan").spec
+    assert spec.resolution == 1024
+
+
+@pytest.mark.parametrize(
+    ("family", "model"),
+    [
+        ("flux", "black-forest-labs/FLUX.1-Krea-dev"),
+        ("hidream", "HiDream-ai/HiDream-I1-Full"),
+        ("lumina2", "Alpha-VLLM/Lumina-Image-2.0"),
+        ("pixart_sigma", "terminusresearch/pixart-900m-1024-ft-v0.6"),
+        ("sana", "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers"),
+        ("sd1x", "Lykon/dreamshaper-8"),
+    ],
+)
+def test_the_model_that_simpletuner_takes_where_none_is_named(
+    family: str, model: str, tmp_path: Path
+) -> None:
+    imported = simple(tmp_path, model_family=family)
+    assert imported.spec.pretrained_model_name_or_path == model
+    assert "pretrained_model_name_or_path" in {e.key for e in imported.report.assumed}
+
+
+def test_hunyuanvideo_of_simpletuner_is_another_model(tmp_path: Path) -> None:
+    imported = simple(tmp_path, model_family="hunyuanvideo")
+    assert "model_family: HunyuanVideo 1.5" in "\n".join(imported.report.to_fill_in)
+
+
+def test_what_ai_toolkit_does_where_a_configuration_is_silent(tmp_path: Path) -> None:
+    wan = {"arch": "wan21:14b", "name_or_path": "Wan-AI/Wan2.1-T2V-14B-Diffusers"}
+    datasets = [{"folder_path": "a", "num_frames": 33}]
+    imported = process(tmp_path, model=wan, datasets=datasets, sample__prompts=["a"])
+    assert imported.spec.export_dtype == "fp16"
+    assert imported.spec.validation_on_startup
+    assert "datasets[0].shrink_video_to_frames" in {
+        e.key for e in imported.report.assumed if e.kind is Lost
+    }
+    datasets[0]["shrink_video_to_frames"] = False
+    assert process(tmp_path, model=wan, datasets=datasets).spec.fps == 24
+    datasets[0] = {"folder_path": "a", "auto_frame_count": True}
+    imported = process(tmp_path, model=wan, datasets=datasets)
+    assert entry(imported, "datasets[0].auto_frame_count").kind is Lost
+    # Of images, there is nothing to shrink.
+    datasets[0] = {"folder_path": "a", "shrink_video_to_frames": True}
+    imported = process(tmp_path, datasets=datasets)
+    assert entry(imported, "datasets[0].shrink_video_to_frames").kind is Needless
+
+
+def test_what_only_one_of_two_datasets_sets_is_warned_of(tmp_path: Path) -> None:
+    datasets = [{"folder_path": "a"}, {"folder_path": "b", "flip_x": True}]
+    imported = process(tmp_path, datasets=datasets)
+    assert imported.spec.random_flip
+    assert any(text.startswith("random_flip: 1 of 2") for text in imported.report.warnings)
+    datasets = [{"folder_path": "a"}, {"folder_path": "b", "flip_x": False}]
+    assert not process(tmp_path, datasets=datasets).report.warnings
 
 
 @pytest.mark.parametrize(
@@ -1069,6 +1200,7 @@ def test_paths_are_looked_for_beside_the_configuration_and_above(tmp_path: Path)
         {"id": "a", "instance_data_dir": "datasets/cats"},
         model_family=None,
         pretrained_model_name_or_path="model",
+        max_train_steps=100,
     )
     assert imported.spec.dataset == str(tmp_path / "datasets" / "cats")
     assert imported.spec.pretrained_model_name_or_path == str(tmp_path / "model")
@@ -1176,9 +1308,9 @@ def test_what_is_no_command_is_one_sentence(text: str, said: str) -> None:
 def test_every_family_of_the_tables_is_spelled_as_here() -> None:
     """Tables name families and flavours by hand; those that are not here (yet) are few."""
     from jobs.imports.ai_toolkit import rules as ai_toolkit_rules
-    from jobs.imports.simpletuner import rules as simpletuner_rules
+    from jobs.imports.simpletuner import published
 
-    for family, names in simpletuner_rules._FLAVOURS.items():
+    for family, names in published._FLAVOURS.items():
         if family in FAMILIES:
             assert set(names.values()) <= set(FAMILIES[family].flavours), family
     for family, flavour in ai_toolkit_rules._ARCHITECTURES.values():

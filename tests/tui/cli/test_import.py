@@ -59,7 +59,7 @@ def test_the_report_says_what_was_and_what_is() -> None:
     assert "  lora_rank: 32\n" in said
     assert "multidatabackend.json[0].repeats: 4 → repeats: 5  (here the first pass counts" in said
     assert "  base_model_precision: int8-quanto → base_precision: int8\n" in said
-    assert "  adam_weight_decay: 0.01 → weight_decay: 0.01\n" in said
+    assert "  optimizer_config → adam_epsilon: 1e-06, weight_decay: 0.01" in said
     assert "unknown (1)\n  potters_own_key: 3" in said
     assert "  multidatabackend.json[0]: resolution_type, id," in said
     assert max(map(len, said.splitlines())) < 330

@@ -696,6 +696,7 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"model_flavour": "2.2-t2v-a14b-low"},
     ),
     ({"model__assistant_lora_path": "ostris/FLUX.1-schnell-training-adapter"}, Lost),
+    ({"model__assistant_lora_path": "/loras/turbo"}, {"training_adapter": "/loras/turbo"}),
     (
         {"sample__prompts": ["a -- b"], "sample__seed": 1},
         {"validation_prompts": [{"prompt": "a -- b"}]},

@@ -348,7 +348,10 @@ def _products(
             raise _refusal(file, f"{key} is no plain LoRA")
         for name, part in _parted(file, key, tensors, named[key], layers):
             down, up = part["down"].float(), part["up"].float()
-            if (down.shape[1:], up.shape[1:]) != (layers[name].parts["down"].shape[1:], (len(down),)):
+            if (down.shape[1:], up.shape[1:]) != (
+                layers[name].parts["down"].shape[1:],
+                (len(down),),
+            ):
                 raise _refusal(file, f"{name} has another size than the model's layer")
             if not (down.isfinite().all() and up.isfinite().all()):
                 raise _refusal(file, f"{name} has values that are not finite")

@@ -83,7 +83,10 @@ def adapted(spec: JobSpec) -> torch.nn.Module:
 def qkv(fused: bool = True) -> dict[str, torch.Tensor]:
     """A file's tensors for all three layers: as kohya's scripts name them, or as diffusers does."""
     draw = keyed_generator(7)
-    down, up = torch.randn(RANK, WIDTH, generator=draw), torch.randn(3 * WIDTH, RANK, generator=draw)
+    down, up = (
+        torch.randn(RANK, WIDTH, generator=draw),
+        torch.randn(3 * WIDTH, RANK, generator=draw),
+    )
     if fused:
         key = "lora_unet_double_blocks_0_img_attn_qkv"
         parts = {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
@@ -152,6 +155,21 @@ def test_without_it_the_base_is_what_it_was(tmp_path: Path) -> None:
     assert not torch.equal(results(model)[0], off[0])
 
 
+def test_compiled_blocks_see_that_it_is_off(tmp_path: Path) -> None:
+    spec = spec_of(written(tmp_path, qkv()), torch_compile=True)
+    plain, model = adapted(spec), adapted(spec)
+    add_training_adapter(model, spec, FLUX, CPU)
+    on = results(model)[0]
+    with without_training_adapter(model):
+        off = results(model)[0]
+    assert torch.equal(off, results(plain)[0])
+    model.compile(backend="eager")
+    for _ in range(2):
+        assert torch.equal(results(model)[0], on)
+        with without_training_adapter(model):
+            assert torch.equal(results(model)[0], off)
+
+
 @pytest.mark.parametrize("scheme", ["none", "int8", "nf4"])
 def test_it_is_beside_a_base_in_half_precision_or_packed(tmp_path: Path, scheme: str) -> None:
     """What it adds is the same, whatever precision the base is rounded to."""
@@ -184,12 +202,17 @@ def test_it_is_beside_a_base_in_half_precision_or_packed(tmp_path: Path, scheme:
     down, up, _ = qkv().values()
     expected = x.float() @ (0.25 * up[:WIDTH] @ down).T
     assert on.dtype is torch.bfloat16
-    assert torch.allclose((on.float() - off.float()), expected, atol=0.04 * float(expected.abs().max()))
+    assert torch.allclose(
+        (on.float() - off.float()), expected, atol=0.04 * float(expected.abs().max())
+    )
 
 
 KEY = "transformer.transformer_blocks.0.attn.to_q"
 REFUSED: list[tuple[dict[str, tuple[int, ...]], str]] = [
-    ({f"{KEY}x.lora_A.weight": (2, WIDTH), f"{KEY}x.lora_B.weight": (WIDTH, 2)}, "it adapts .*to_qx"),
+    (
+        {f"{KEY}x.lora_A.weight": (2, WIDTH), f"{KEY}x.lora_B.weight": (WIDTH, 2)},
+        "it adapts .*to_qx",
+    ),
     ({f"{KEY}.lora_A.weight": (2, 5)}, "to_q has another size"),
     ({f"{KEY}.lora_B.weight": (7, 2)}, "to_q has another size"),
     ({f"{KEY}.lora_magnitude_vector": (WIDTH,)}, "to_q is no plain LoRA"),

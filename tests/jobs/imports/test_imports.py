@@ -495,6 +495,11 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"validation_prompt": "a, b"}, {"validation_prompts": [{"prompt": "a, b"}]}),
     ({"validation_prompt": "a", "validation_disable": "true"}, Needless),
     ({"validation_disable": True}, Kind.TRANSLATED),
+    ({"assistant_lora_path": "~/loras/turbo"}, {"training_adapter": "~/loras/turbo"}),
+    ({"assistant_lora_path": "ostris/zimage_turbo_training_adapter"}, Lost),
+    ({"assistant_lora_strength": 1.0}, Needless),
+    ({"assistant_lora_strength": 0.5}, Lost),
+    ({"disable_assistant_lora": True}, Needless),
     ({"validation_negative_prompt": "b"}, Needless),  # FLUX.1 is guidance-distilled
     (
         {"validation_negative_prompt": "b", "validation_guidance_real": 3.0},

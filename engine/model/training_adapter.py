@@ -122,4 +122,4 @@ def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 def _add(layer: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
     """A hook after the forward of a layer, or of what wraps it with the trained adapter."""
     adapter: TrainingAdapter = layer.training_adapter
-    return adapter(args[0], out) if adapter.enabled else out  # type: ignore[no-any-return]
+    return adapter(args[0], out) if adapter.enabled else out

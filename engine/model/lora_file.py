@@ -297,7 +297,7 @@ def _refusal(file: Path, why: str, hint: str | None = None) -> UserError:
 
 def read_training_adapter(
     file: Path, linears: Mapping[str, torch.nn.Linear], family: Family
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Read the adapters of a file, of whatever ranks, for any of a model's linear layers.
 
     Args:
@@ -305,9 +305,9 @@ def read_training_adapter(
         linears: Name → layer, of all that the model has.
         family: The model's.
 
-    Returns:
-        Layer's name → down `(rank, in)` and up `(out, rank)` in fp32, whose product is what is
-        added to the layer's weight.
+    Yields:
+        A layer's name, and its down `(rank, in)` and up `(out, rank)` in fp32, whose product is
+        what is added to the layer's weight.
 
     Raises:
         UserError: The file is no LoRA, or not one of these layers.
@@ -321,7 +321,7 @@ def read_training_adapter(
     try:
         stored, header = _read(file)
         scale_of = _scales_in(file, header, family)
-        return dict(_products(file, stored, layers, family, scale_of))
+        yield from _products(file, stored, layers, family, scale_of)
     except UserError as error:
         raise UserError(
             f"training_adapter: cannot use {error.message.removeprefix(_CANNOT)}"

@@ -81,18 +81,18 @@ def add_training_adapter(
     if file is None:
         raise UserError(f"training_adapter: there is no LoRA at {spec.training_adapter}")
     linears = _linear_layers(model)
-    size = 0
-    products = read_training_adapter(file, linears, family)
-    for name, (down, up) in products.items():
+    count = size = 0
+    for name, (down, up) in read_training_adapter(file, linears, family):
         base = linears[name].weight.dtype
         dtype = base if base.is_floating_point else compute_dtype(spec)
         layer = model.get_submodule(name)
         adapter = TrainingAdapter(down.to(device, dtype), up.to(device, dtype))
         layer.add_module(_NAME, adapter)
         layer.register_forward_hook(_add)
+        count += 1
         size += sum(buffer.numel() * buffer.element_size() for buffer in adapter.buffers())
     return (
-        f"{len(products)} layers have the training adapter of {file} ({size / 2**20:.1f} MiB) "
+        f"{count} layers have the training adapter of {file} ({size / 2**20:.1f} MiB) "
         "while they are trained; samples are made without it"
     )
 

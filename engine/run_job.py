@@ -22,6 +22,7 @@ from engine.model.base_matmul import settle_matmul
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
+from engine.model.training_adapter import add_training_adapter
 from engine.parallel.block_swap import swap_blocks
 from engine.parallel.context_parallel import (
     check_tokens,
@@ -203,6 +204,8 @@ def build_model(run: RunContext) -> torch.nn.Module:
         if spec.lora_variant == "dora":
             adapters.check_whole(model)
         adapters.initialise(model, spec.seed, spec.lora_init)
+    if note := add_training_adapter(model, spec, family, world.device):
+        telemetry.say(note)
     weights.check_precision(model, spec)
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
     if world.shards:

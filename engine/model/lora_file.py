@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from engine.families import Family
+    from engine.families.shared.lora_names import LoraStyle
 
 _USUAL: Final = ("pytorch_lora_weights.safetensors", SAFETENSORS_WEIGHTS_NAME)
 
@@ -46,6 +47,7 @@ _ENDS: Final = {
 }
 _END: Final = re.compile(rf"(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _ENDS))})")
 _TEXT: Final = ("text_encoder", "lora_te", "text_model")
+_CANNOT: Final = "init_lora: cannot begin from "
 
 # How a file may name the modules of diffusers.
 _DOTTED: Final = ("", "base_model.model.", "diffusion_model.")
@@ -326,4 +328,92 @@ def _wrong_rank(file: Path, name: str, rank: int, expected: int) -> UserError:
 
 
 def _refusal(file: Path, why: str, hint: str | None = None) -> UserError:
-    return UserError(f"init_lora: cannot begin from {file.name}: {why}", hint)
+    return UserError(f"{_CANNOT}{file.name}: {why}", hint)
+
+
+# -- a file that is not trained on ----------------------------------------------------------
+
+
+def read_training_adapter(
+    file: Path, linears: Mapping[str, torch.nn.Linear], family: Family
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Read the adapters of a file, of whatever ranks, for any of a model's linear layers.
+
+    Args:
+        file: A safetensors file.
+        linears: Name → layer, of all that the model has.
+        family: The model's.
+
+    Yields:
+        A layer's name, and its down `(rank, in)` and up `(out, rank)` in fp32, whose product is
+        what is added to the layer's weight.
+
+    Raises:
+        UserError: The file is no LoRA, or not one of these layers.
+    """
+    layers: dict[str, _Layer] = {}
+    first = 1
+    for name, linear in linears.items():
+        down, up = torch.empty(0, linear.in_features), torch.empty(linear.out_features, 0)
+        layers[name] = _Layer({"down": down, "up": up}, 1.0, first)  # type: ignore[dict-item]
+        first += linear.out_features
+    try:
+        stored, header = _read(file)
+        scale_of = _scales_in(file, header, family)
+        yield from _products(file, stored, layers, family, scale_of)
+    except UserError as error:
+        raise UserError(
+            f"training_adapter: cannot use {error.message.removeprefix(_CANNOT)}"
+        ) from None
+
+
+def _products(
+    file: Path,
+    stored: Mapping[str, dict[str, torch.Tensor]],
+    layers: Mapping[str, _Layer],
+    family: Family,
+    scale_of: Any,
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Name, down and scaled up of each layer that a file adapts.
+
+    Raises:
+        UserError: A part of the file is for no layer, is no plain LoRA, or has another size.
+    """
+    named = _any_naming(stored, layers, family)
+    for key, tensors in stored.items():
+        if key not in named:
+            raise _refusal(file, f"it adapts {key}, which the model does not have")
+        if tensors.keys() - {"alpha"} != {"down", "up"}:
+            raise _refusal(file, f"{key} is no plain LoRA")
+        for name, part in _parted(file, key, tensors, named[key], layers):
+            down, up = part["down"].float(), part["up"].float()
+            if (down.shape[1:], up.shape[1:]) != (
+                layers[name].parts["down"].shape[1:],
+                (len(down),),
+            ):
+                raise _refusal(file, f"{name} has another size than the model's layer")
+            if not (down.isfinite().all() and up.isfinite().all()):
+                raise _refusal(file, f"{name} has values that are not finite")
+            scale = float(tensors.get("alpha", torch.nan)) / len(down)
+            yield name, (down, up * (scale_of(name, len(down)) if math.isnan(scale) else scale))
+
+
+def _any_naming(
+    stored: Mapping[str, Any], layers: Mapping[str, _Layer], family: Family
+) -> dict[str, torch.Tensor]:
+    """`_naming`, where other tools need not have names for all the layers."""
+    candidates = [layers]
+    for style in (family.KOHYA, family.COMFYUI):
+        if style is not None:
+            candidates.append({n: a for n, a in layers.items() if _has_name(style, n, a)})
+    ways = [_naming(stored, some, family) for some in candidates]
+    return max(ways, key=lambda way: len(way.keys() & stored.keys()))
+
+
+def _has_name(style: LoraStyle, name: str, layer: _Layer) -> bool:
+    down, up = torch.zeros(1, *layer.parts["down"].shape[1:]), torch.zeros(layer.outputs, 1)
+    try:
+        style.convert({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, 1.0)
+    except UserError:
+        return False
+    return True

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Final
 
+from engine.model.training_adapter import without_training_adapter
 from engine.parallel.replica_check import check_replicas
 from engine.sample.sampler import Sampler
 from engine.train.validation_loss import ValidationLoss
@@ -150,7 +151,7 @@ class Trainer:
         step = self.training.step
         target = self.run.run_dir.samples / f"step-{step}"
         sampler = Sampler(self.run, self.data)
-        with self.training.averaged():
+        with self.training.averaged(), without_training_adapter(self.training.model):
             files = sampler.sample(self.training.model, target, step)
         gc.collect(1)  # pipelines hold themselves, and the device's memory with them
         self.run.telemetry.emit(Sample(step, str(target), files))

@@ -23,7 +23,15 @@ _LICENSE: Final = ("license", "license_name", "license_link")
 _NOT_SHOWN: Final = (
     *("name", "pretrained_model_name_or_path", "dataset", "datasets", "cache_dir", "logging_dir"),
     *("resume_from_checkpoint", "init_lora", "validation_prompts", "validation_negative_prompt"),
-    *("trigger_word", "gpus", "device", "report_to", "tracker_project_name", "tracker_run_name"),
+    *(
+        "training_adapter",
+        "trigger_word",
+        "gpus",
+        "device",
+        "report_to",
+        "tracker_project_name",
+        "tracker_run_name",
+    ),
     *("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_private_repo", "priority"),
 )
 _ALWAYS: Final = (

@@ -87,20 +87,27 @@ def cache_of(spec: JobSpec) -> Path:
 
 
 def check_beginning(spec: JobSpec) -> None:
-    """Refuse a new job whose `init_lora` is not there; one that resumes needs it no more.
+    """Refuse a job whose LoRAs are not there; one that resumes does not need `init_lora`.
 
     Raises:
         SpecError: There is no such file, or no LoRA in that directory.
     """
-    if spec.model_type != "lora" or not spec.init_lora or spec.resume_from_checkpoint:
+    if spec.model_type != "lora":
         return
-    path = expand(spec.init_lora)
+    if spec.init_lora and not spec.resume_from_checkpoint:
+        _check_lora("init_lora", spec.init_lora)
+    if spec.training_adapter:
+        _check_lora("training_adapter", spec.training_adapter)
+
+
+def _check_lora(key: str, text: str) -> None:
+    path = expand(text)
     if not exists(path):
-        raise SpecError(f"init_lora: {path} does not exist")
+        raise SpecError(f"{key}: {path} does not exist")
     if path.is_file() and path.suffix != ".safetensors":
-        raise SpecError(f"init_lora: {path} is not a .safetensors file")
+        raise SpecError(f"{key}: {path} is not a .safetensors file")
     if path.is_dir() and not any(path.glob("*.safetensors")):
-        raise SpecError(f"init_lora: {path} has no .safetensors file")
+        raise SpecError(f"{key}: {path} has no .safetensors file")
 
 
 def _check_push(spec: JobSpec) -> None:

@@ -115,6 +115,7 @@ JOBS: Final = (
             {"swap_blocks": 2, "base_precision": "fp8_scaled", "base_matmul": "dequantize"}
             | SAMPLED,
         ),
+        "training adapter": Job(1, SAMPLED, adapted_by="one gpu"),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
         "class images": Job(
             2,
@@ -218,6 +219,7 @@ COMPARED: Final = {
     "checkpointing": "one gpu",
     "selective checkpointing": "one gpu",
     "sharded lora": "fsdp2",
+    "training adapter": "one gpu",
     "class images": "fsdp2",
     "cpu offload": "fsdp2 full",
     "fsdp2 full": "ddp full",
@@ -250,7 +252,8 @@ def needed_for(name: str, *_: str) -> Iterator[str]:
     """The jobs that a test of this one looks at, or that these need."""
     if name in FULL_IN:
         name = f"full in {name}"
-    for one in (name, COMPARED.get(name), JOBS[name].resumes, JOBS[name].cached_by):
+    job = JOBS[name]
+    for one in (name, COMPARED.get(name), job.resumes, job.cached_by, job.adapted_by):
         if one is not None:
             yield one
 
@@ -318,6 +321,11 @@ def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehe
             assert mine["launches"] > others["launches"], "the rest is computed twice"
         case "sharded lora":
             assert held[0] < held[1]
+        case "training adapter":
+            assert mine["gemms"] > others["gemms"]
+            assert held[0] > held[1]
+            for kind in ("h2d", "d2h", "syncs"):
+                assert mine.get(kind, 0) == others.get(kind, 0), kind
         case "class images":
             assert mine["h2d"] == others["h2d"] + 1, "the weights of the samples"
             for kind in ("h2d_pageable", "syncs"):

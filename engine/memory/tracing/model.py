@@ -20,6 +20,7 @@ from engine.model.kernels import choose_attention
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
 from engine.model.published_packing import join_packed
 from engine.model.quantized_linear import base_precision, quantize_layers, weights_per_element
+from engine.model.training_adapter import add_training_adapter
 from engine.model.weights import parameters_on_meta, stored_tensors, trained_in_fp32
 from engine.parallel.sharding import build_plugin, modules_to_wrap
 from engine.run_job import kept_whole
@@ -92,7 +93,7 @@ class Built:
         family: Its family.
         units: In the order of registration, the root last.
         blocks: Names of the modules that are repeated, none inside of another.
-        buffers: Bytes of all buffers.
+        buffers: Bytes of all buffers, a training adapter's among them.
     """
 
     model: torch.nn.Module
@@ -131,6 +132,8 @@ def build(shape: Shape) -> Built:
     if spec.model_type == "lora":
         adapters.add_lora(model, spec, family.lora_targets(spec))
         fp32 = {name.replace(".base_layer.", ".") for name in fp32}
+    if shape.training:
+        add_training_adapter(model, spec, family, torch.device("meta"))
     if shape.training and computes_alone(spec, sharded=shape.sharded):
         narrow_inputs(model, compute_dtype(spec))
     units, blocks = _units(model, shape, fp32)

@@ -135,8 +135,9 @@ _MODEL: Final[dict[str, Rule]] = {
         "model.accuracy_recovery_adapter model.quantize_kwargs",
         without("weights are quantized without a recovery adapter or exceptions of their own"),
     ),
+    "model.assistant_lora_path": models.set_training_adapter,
     **all_of(
-        "model.assistant_lora_path model.lora_path model.inference_lora_path",
+        "model.lora_path model.inference_lora_path",
         without(
             "a second LoRA cannot be loaded; fuse it into the model (`fuse_lora`, "
             "`save_pretrained`)"

@@ -93,6 +93,16 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
             draft.values["model_flavour"] = match.flavour
 
 
+def set_training_adapter(draft: Draft, key: str, value: Any) -> None:
+    """A LoRA that takes part in training alone: a path, or a name of the hub."""
+    text = str(value).strip()
+    place = find_beside(draft.folder, text)
+    if place is None and not text.startswith(("/", "~", ".")):
+        draft.unsupported(key, "download it (`hf download`), and set training_adapter to its path")
+    else:
+        draft.take(key, "training_adapter", str(place or text))
+
+
 def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = None) -> bool:
     """Set the family that a tool's word stands for; one that is not supported is reported."""
     if name is None or name not in FAMILIES:

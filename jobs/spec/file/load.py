@@ -165,7 +165,7 @@ def _is_path(key: str) -> bool:
 
 def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
     update: dict[str, Any] = {}
-    for key in ("pretrained_model_name_or_path", "dataset", "init_lora"):
+    for key in ("pretrained_model_name_or_path", "dataset", "init_lora", "training_adapter"):
         if path := _absolute(getattr(spec, key) or "", roots):
             update[key] = path
     if spec.datasets:

@@ -194,3 +194,13 @@ class LoraKeys(BaseModel):
         memory=False,
         path=True,
     )
+    training_adapter: OptionalText = field(
+        None,
+        LORA,
+        "A frozen LoRA that is added to the base while training, not while sampling, and is not "
+        "exported: a .safetensors file or its directory. Those published for turbo and schnell "
+        "models undo the distillation.",
+        resume="changes",
+        no_effect=not_lora,
+        path=True,
+    )

@@ -56,10 +56,15 @@ def _distilled(spec: JobSpec) -> str:
     flavour = family.flavours.get(spec.model_flavour or "") if family else None
     if family is None or flavour is None or flavour.undistilled is None:
         return ""
+    if spec.model_type == "lora" and spec.training_adapter:
+        return ""
+    adapter = (
+        "set training_adapter if one is published for it, " if spec.model_type == "lora" else ""
+    )
     return (
         f"model_flavour: {family.title} {spec.model_flavour} is distilled to few steps, and "
         f"training gradually undoes that; train {flavour.undistilled}, whose LoRAs often work with "
-        "both, or stop as soon as samples are good"
+        f"both, {adapter}or stop as soon as samples are good"
     )
 
 

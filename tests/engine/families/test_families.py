@@ -16,7 +16,7 @@ from engine.exports.lora import _named
 from engine.exports.recipe import Recipe
 from engine.model import adapters, weights
 from engine.model.activation_checkpointing import checkpoint_activations
-from engine.model.lora_file import begin_from
+from engine.model.lora_file import begin_from, read_training_adapter
 from engine.model.precision import narrow_inputs
 from engine.sample.lockstep import Forwards
 from engine.toy.components.weights import one_thread
@@ -291,6 +291,7 @@ def test_a_job_begins_from_the_names_of_every_tool(case: Case, tmp_path: Path) -
         assert all(torch.equal(before[name], p) for name, p in parameters.items())
 
 
+@pytest.mark.slow
 def test_a_lokr_is_exported_and_read_by_stock_code_and_by_another_job(
     case: Case, tmp_path: Path
 ) -> None:
@@ -317,3 +318,29 @@ def test_a_lokr_is_exported_and_read_by_stock_code_and_by_another_job(
         begin_from(model, file, case.family)
         for name, parameter in parameters.items():
             assert torch.allclose(before[name], parameter, rtol=1e-6), (file.name, name)
+
+
+@pytest.mark.slow
+def test_a_training_adapter_is_read_by_the_names_of_every_tool(case: Case, tmp_path: Path) -> None:
+    """Though other tools have no names for some of the model's linear layers."""
+    model = getattr(case.stock(), case.family.component)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    spec = JobSpec(lora_rank=2, lora_alpha=3, mixed_precision="no")
+    adapters.add_lora(model, spec, case.family.LORA_TARGETS)
+    adapters.initialise(model, 1)
+    for number, parameter in enumerate(adapters.lora_parameters(model).values()):
+        with torch.no_grad():
+            parameter.uniform_(1, 2, generator=torch.Generator().manual_seed(number))
+    layers = get_peft_model_state_dict(model, adapter_name=adapters.ADAPTER)
+    scales = adapters.scales_of(model)
+    for style in (case.family.KOHYA, case.family.COMFYUI):
+        if style is None:
+            continue
+        tensors, _ = _named(style, layers, scales)
+        file = tmp_path / "a.safetensors"
+        save_file({n: t.contiguous() for n, t in tensors.items()}, file)
+        products = dict(read_training_adapter(file, linears, case.family))
+        assert products.keys() == scales.keys()
+        for name, (down, up) in products.items():
+            product = layers[f"{name}.lora_B.weight"] @ layers[f"{name}.lora_A.weight"]
+            assert torch.allclose(up @ down, scales[name] * product, rtol=1e-5), name

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.memory import estimator as estimator_module
 from engine.memory.__main__ import serve
@@ -28,6 +29,7 @@ from jobs.memory.predicted import Predicted
 from jobs.spec.file.load import load_spec
 from tests.support.engine.memory import peaks_of, reference, small_toy
 from tests.support.engine.toy_jobs import toy_values
+from tests.support.engine.training_adapters import write_training_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,6 +208,23 @@ def test_an_optimizer_that_reduces_over_whole_tensors_is_refused(toy: Path) -> N
     refused = spec.model_copy(update={"optimizer": "adafactor"})
     with pytest.raises(UserError, match="adafactor cannot train sharded parameters"):
         predict(trace, refused, 2, "fsdp2")
+
+
+def test_a_training_adapter_is_counted_whole_on_every_rank(toy: Path) -> None:
+    spec = spec_of(toy, **BF16)
+    file = write_training_adapter(toy)
+    adapted = spec.model_copy(update={"training_adapter": str(file)})
+    matrices = [t for t in load_file(file).values() if t.dim()]
+    size = sum(rounded(2 * tensor.numel()) for tensor in matrices)
+    plain, more = trace_model(shape(spec)), trace_model(shape(adapted))
+    assert more.buffers - plain.buffers == size
+    for name in ("forward", "backward"):
+        phases = [predict(t, spec, 2, "fsdp2").phase(name) for t in (plain, more)]
+        parameters = [phase.parts.parameters for phase in phases if phase is not None]
+        assert parameters[1] - parameters[0] == size
+    sampling = [replace(shape(each), training=False) for each in (spec, adapted)]
+    timelines = [trace_model(each).timeline for each in sampling]
+    assert timelines[0] == timelines[1]
 
 
 # -- what changes do -----------------------------------------------------------------------

@@ -46,6 +46,7 @@ FAST: Final = {
     Case("hsdp 2x2", "full", "sgd"),
     Case("fsdp2 2", "lora", "adamw", "bf16"),
     Case("fsdp2 2, sharded lora", "lora", "sgd", extra="nf4"),
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="training adapter"),
 }
 
 

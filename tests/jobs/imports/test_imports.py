@@ -530,6 +530,11 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"validation_prompt": "a, b"}, {"validation_prompts": [{"prompt": "a, b"}]}),
     ({"validation_prompt": "a", "validation_disable": "true"}, Needless),
     ({"validation_disable": True}, Kind.TRANSLATED),
+    ({"assistant_lora_path": "~/loras/turbo"}, {"training_adapter": "~/loras/turbo"}),
+    ({"assistant_lora_path": "ostris/zimage_turbo_training_adapter"}, Lost),
+    ({"assistant_lora_strength": 1.0}, Needless),
+    ({"assistant_lora_strength": 0.5}, Lost),
+    ({"disable_assistant_lora": True}, Needless),
     ({"validation_negative_prompt": "b"}, Needless),  # FLUX.1 is guidance-distilled
     (
         {"validation_negative_prompt": "b", "validation_guidance_real": 3.0},
@@ -787,6 +792,7 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"model_flavour": "2.2-t2v-a14b-low"},
     ),
     ({"model__assistant_lora_path": "ostris/FLUX.1-schnell-training-adapter"}, Lost),
+    ({"model__assistant_lora_path": "/loras/turbo"}, {"training_adapter": "/loras/turbo"}),
     (
         {"sample__prompts": ["a -- b"], "sample__seed": 1},
         {"validation_prompts": [{"prompt": "a -- b"}]},

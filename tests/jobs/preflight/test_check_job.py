@@ -183,6 +183,11 @@ def test_a_lora_to_begin_from_that_is_not_there(
         resumed = spec.model_copy(update={"resume_from_checkpoint": "1"})
         check_job.check_beginning(resumed)
         check_job.check_beginning(spec.model_copy(update={"model_type": "full"}))
+        adapted = read(
+            job_values, training_adapter=str(tmp_path / name), resume_from_checkpoint="1"
+        )
+        with pytest.raises(UserError, match=f"training_adapter: .*{name} {why}"):
+            check_job.check_beginning(adapted)
     assert store.all() == []
 
 

@@ -354,6 +354,11 @@ def test_training_a_model_of_few_steps_is_warned_about(name: str) -> None:
         if facts.undistilled:
             assert facts.undistilled in family.flavours
             assert f"train {facts.undistilled}," in warned[0]
+            assert "training_adapter" in warned[0]
+            values = {"model_family": name, "model_flavour": flavour, "training_adapter": "a"}
+            assert not any("distilled" in text for text in find_warnings(read(**values)))
+            full = find_warnings(read(**values, model_type="full"))
+            assert [text for text in full if "distilled" in text and "set training" not in text]
 
 
 def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:

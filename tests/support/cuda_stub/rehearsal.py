@@ -36,6 +36,7 @@ class Job:
         resumes: The job whose last checkpoint it begins with.
         full_in: Phase in which its GPUs run out of memory; see `counting`.
         cached_by: A job before it that has encoded its texts and pictures.
+        adapted_by: A job before it whose export is its training adapter.
     """
 
     ranks: int
@@ -44,6 +45,7 @@ class Job:
     resumes: str | None = None
     full_in: str | None = None
     cached_by: str | None = None
+    adapted_by: str | None = None
 
     @property
     def family(self) -> str:
@@ -134,6 +136,8 @@ class Rehearsal:
             )
 
     def _begin(self, job: Job) -> dict[str, Any]:
+        if job.adapted_by is not None:
+            return {"training_adapter": str(self.root / job.adapted_by / "export")}
         if job.resumes is None:
             return {}
         start = RunDir(self.root / job.resumes).checkpoint(STEPS)

@@ -15,6 +15,7 @@ from engine.model.release import STILL_HELD
 from jobs.run.eventlog import EventLog
 from tests.support.engine.ranks.parity import train
 from tests.support.engine.toy_jobs import start_ranks, toy_values
+from tests.support.engine.training_adapters import write_training_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -132,6 +133,8 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
     "lokr scaled": LOKR | {"base_precision": "fp8_scaled", "base_matmul": "scaled"},
     **{scheme: {"base_precision": scheme} for scheme in QUANTIZED},
     "scaled": {"base_precision": "fp8_scaled", "base_matmul": "scaled"},
+    # The file is `write_training_adapter`'s.
+    "training adapter": SAMPLES,
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
     # The datasets are `mixed_datasets`.
     "mixed data": {
@@ -148,6 +151,7 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
 }
 MIXED: Final = ("mixed data",)
 LOKRS: Final = ("lokr", "lokr nf4", "lokr scaled")
+ADAPTED: Final = "training adapter"
 
 
 # A rank's gradient of its own samples may overflow fp16 where the one of all does not; then the
@@ -211,12 +215,14 @@ class Case:
 
     def values(self, toy: Path) -> dict[str, Any]:
         layouts = REFERENCES | LAYOUTS | LORA_ONLY | FULL_ONLY
-        mixed = {"datasets": mixed_datasets(toy)} if self.extra in MIXED else {}
+        files: dict[str, Any] = {"datasets": mixed_datasets(toy)} if self.extra in MIXED else {}
+        if self.extra == ADAPTED:
+            files = {"training_adapter": str(write_training_adapter(toy))}
         return toy_values(
             toy,
             model_type=self.model_type,
             mixed_precision=self.precision,
-            **mixed
+            **files
             | COMMON
             | OPTIMIZERS[self.optimizer]
             | layouts[self.layout]
@@ -243,7 +249,7 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(
             Case("fsdp2 2", "full", "sgd", extra=extra)
             for extra in EXTRAS
-            if extra not in ("", "dora", *LOKRS, "scaled", *QUANTIZED, *MIXED)
+            if extra not in ("", "dora", *LOKRS, "scaled", ADAPTED, *QUANTIZED, *MIXED)
         ),
         *(Case("fsdp2 2, accumulated", "lora", "sgd", extra=extra) for extra in MIXED),
         *(
@@ -262,6 +268,13 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
             for extra in ("lokr nf4", "lokr scaled")
         ),
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
+        *(
+            Case(layout, "lora", "sgd", extra=ADAPTED)
+            for layout in (
+                *("ddp 2", "fsdp2 2, sharded lora", "fsdp2 2, activation checkpointing"),
+                *("hsdp 2x2", "one process, swapped blocks"),
+            )
+        ),
         *(
             Case(layout, "lora", "sgd", extra=scheme)
             for scheme in QUANTIZED

@@ -43,6 +43,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "lora_rank_pattern": st.none() | st.dictionaries(_MODULE, st.integers(1, 64), max_size=2),
     "lora_alpha_pattern": st.none() | st.dictionaries(_MODULE, st.floats(0.1, 64), max_size=2),
     "init_lora": st.sampled_from([None, "no/such lora.safetensors"]),
+    "training_adapter": st.sampled_from([None, "no/such lora.safetensors"]),
     "lora_variant": st.sampled_from(["lora", "rslora"]),
     "lokr_factor": st.just(-1) | st.integers(1, 64),
     "fsdp_transformer_layer_cls_to_wrap": st.none() | st.lists(_TEXT, max_size=2),

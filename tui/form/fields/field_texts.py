@@ -35,6 +35,7 @@ _HINTS: Final = {
     "validation_seed": "as seed",
     "validation_loss_steps": "as validation steps",
     "init_lora": "file.safetensors",
+    "training_adapter": "file.safetensors",
     "trigger_word": "none",
 }
 

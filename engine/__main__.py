@@ -54,11 +54,11 @@ def main() -> int:
             spec = load_spec(run_dir.job_file)
             hide(*unneeded(spec))
             from engine import families
-            from engine.run_job import run
+            from engine.run_job import run_rank
 
             # With its pipeline and its denoiser, which every job of the family needs.
             families.load(spec.model_family, spec.model_flavour).transformer_class()
-        run(run_dir, telemetry)
+        run_rank(run_dir, telemetry)
     except BaseException as error:
         record_failure(run_dir, rank, error, telemetry)
         # At once, and without Python's tidying up: another rank may wait in a collective, and a

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 
-def run(run_dir: RunDir, telemetry: Telemetry) -> None:
+def run_rank(run_dir: RunDir, telemetry: Telemetry) -> None:
     """Run the job of a run directory on this rank, from the newest checkpoint if there is one."""
     spec = load_spec(run_dir.job_file)
     choose_backends(spec)

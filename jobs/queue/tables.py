@@ -204,18 +204,22 @@ def trouble(error: Exception, path: Path | None = None) -> UserError:
 def _suspended_holder(path: Path) -> int | None:
     """Return a suspended process in the way of a transaction; it keeps its locks until it resumes.
 
-    In WAL mode a writer locks the shared memory, and readers are in nobody's way. With a rollback
-    journal a reader, too, keeps a writer from its commit.
+    In WAL mode a writer locks the shared memory, and the last one to close the database locks its
+    file; readers are in nobody's way. With a rollback journal a reader, too, keeps a writer from
+    its commit.
     """
     # Nothing opens the database here: closing it again would drop every lock of this process.
     memory = path.with_name(f"{path.name}-shm")
-    pids = holders(memory) if memory.exists() else holders(path, shared=True)
+    pids = [*holders(memory), *holders(path, shared=not memory.exists())]
     return next(filter(is_suspended, pids), None)
 
 
 def is_locked(error: Exception) -> bool:
-    """Whether SQLite complains that another process has the database."""
-    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    """Whether SQLite complains that another process has the database.
+
+    It says "locking protocol" if another process holds up the start of a transaction for long.
+    """
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 
 
 def _code(error: Exception) -> int:

@@ -63,11 +63,11 @@ class Event:
     @cache
     def _fields(cls) -> tuple[tuple[str, Callable[[Any], Any], bool], ...]:
         """Each field, how it is read, and whether it is needed."""
-        own = [field for field in dataclasses.fields(cls) if field.name != "t"]
+        own = [part for part in dataclasses.fields(cls) if part.name != "t"]
         none = dataclasses.MISSING
         return tuple(
-            (field.name, _READ[str(field.type)], field.default is none is field.default_factory)
-            for field in own
+            (part.name, _READ[str(part.type)], part.default is none is part.default_factory)
+            for part in own
         )
 
 

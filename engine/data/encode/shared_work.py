@@ -112,5 +112,5 @@ def _meet(place: str, word: dict[str, Any], team: Team, progress: Progress) -> l
     team.arrive(place, word)
     team.barrier.wait(place, waiting=lambda: progress.say(mine))
     words = team.words(place)
-    progress.ranks = [word["done"] for word in words]
+    progress.ranks = [theirs["done"] for theirs in words]
     return words

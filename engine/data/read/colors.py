@@ -160,7 +160,7 @@ def _srgb() -> ImageCmsProfile:
 
 @cache
 def _ramp() -> Image.Image:
-    """Colors all over the cube, and greys: enough to tell whether a profile changes anything."""
+    """Colors all over the cube, and grays: enough to tell whether a profile changes anything."""
     steps = range(0, 256, 51)
     cube = [bytes((r, g, b)) for r in steps for g in steps for b in steps]
     greys = [bytes((v, v, v)) for v in range(256)]

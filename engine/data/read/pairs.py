@@ -57,9 +57,9 @@ def _of_names(entry: Entry, pairs: Pairs) -> Entry:
     if entry.problem:
         return entry
     paths = pairs.existing_paths(entry.path)
-    for path, missing in zip(paths, pairs.expected_paths(entry.path), strict=True):
+    for path, expected in zip(paths, pairs.expected_paths(entry.path), strict=True):
         if path is None:
-            return replace(entry, problem=f"{_MISSING}: {missing} does not exist")
+            return replace(entry, problem=f"{_MISSING}: {expected} does not exist")
     return replace(entry, references=tuple(Place(str(path)) for path in paths))
 
 

@@ -148,6 +148,7 @@ def test_the_command_line_says_what_to_do(
     ("code", "told"),
     [
         (sqlite3.SQLITE_BUSY_SNAPSHOT, "is locked by another process"),
+        (sqlite3.SQLITE_PROTOCOL, "is locked by another process"),
         (sqlite3.SQLITE_FULL, "the disk is full"),
         (sqlite3.SQLITE_IOERR, "cannot use"),
         (sqlite3.SQLITE_NOTADB, "is damaged"),

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from engine.families import Family
-    from engine.families.shared.lora_names import LoraStyle
 
 _USUAL: Final = ("pytorch_lora_weights.safetensors", SAFETENSORS_WEIGHTS_NAME)
 
@@ -47,7 +46,7 @@ _ENDS: Final = {
 }
 _END: Final = re.compile(rf"(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _ENDS))})")
 _TEXT: Final = ("text_encoder", "lora_te", "text_model")
-_CANNOT: Final = "init_lora: cannot begin from "
+CANNOT: Final = "init_lora: cannot begin from "
 
 # How a file may name the modules of diffusers.
 _DOTTED: Final = ("", "base_model.model.", "diffusion_model.")
@@ -55,7 +54,7 @@ _UNDERSCORED: Final = ("lora_unet_", "lora_transformer_", "lycoris_")
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """An adapted layer of the model.
 
     Attributes:
@@ -97,30 +96,30 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
     Raises:
         UserError: The file is no LoRA, or not one of these layers and ranks.
     """
-    stored, header = _read(file)
+    stored, header = read_lora(file)
     if any(part in parts for parts in stored.values() for part in lokr_file.PARTS):
         _begin_from_lokr(model, file, family, stored, header)
         return
     if _is_lokr(model):
-        raise _refusal(file, "it is a LoRA", "set lora_variant: lora")
+        raise refusal(file, "it is a LoRA", "set lora_variant: lora")
     layers = _layers_of(model)
-    named = _naming(stored, layers, family)
+    named = naming(stored, layers, family)
     if odd := sorted(stored.keys() - named.keys()):
         what = (
             "it also trains a text encoder, which is not trained here"
             if odd[0].startswith(_TEXT)
             else f"it adapts {odd[0]}, and the job does not"
         )
-        raise _refusal(file, what, "set lora_target_modules to what the file adapts")
+        raise refusal(file, what, "set lora_target_modules to what the file adapts")
     if missing := sorted(named.keys() - stored.keys()):
-        raise _refusal(
+        raise refusal(
             file,
             f"it does not adapt {missing[0]}, and the job does",
             "set lora_target_modules to what the file adapts",
         )
-    scale_of = _scales_in(file, header, family)
+    scale_of = scales_in(file, header, family)
     for key, rows in named.items():
-        for name, part in _parted(file, key, stored[key], rows, layers):
+        for name, part in parted(file, key, stored[key], rows, layers):
             layer = layers[name]
             _check(file, name, part, layer)
             scale = float(stored[key].get("alpha", torch.nan)) / len(stored[key]["down"])
@@ -144,7 +143,7 @@ def _begin_from_lokr(
         UserError: The job's adapter is none, or has other layers or shapes.
     """
     if not _is_lokr(model):
-        raise _refusal(file, "it is a LoKr", "set lora_variant: lokr")
+        raise refusal(file, "it is a LoKr", "set lora_variant: lokr")
 
     def rename(modules: list[str]) -> list[dict[str, str]]:
         plain = [{p + m: m for m in modules} for p in (*_DOTTED, f"{family.lora_prefix}.")]
@@ -155,14 +154,14 @@ def _begin_from_lokr(
     try:
         lokr_file.set_adapter(model, stored, rename, scale_of)
     except UserError as error:
-        raise _refusal(file, error.message, error.hint) from None
+        raise refusal(file, error.message, error.hint) from None
 
 
 def _is_lokr(model: torch.nn.Module) -> bool:
     return any(".lokr_" in name for name in adapters.lora_parameters(model))
 
 
-def _layers_of(model: torch.nn.Module) -> dict[str, _Layer]:
+def _layers_of(model: torch.nn.Module) -> dict[str, Layer]:
     parts: dict[str, dict[str, torch.nn.Parameter]] = {}
     for name, parameter in adapters.lora_parameters(model).items():
         module, _, part = name.rpartition(".lora_")
@@ -171,12 +170,12 @@ def _layers_of(model: torch.nn.Module) -> dict[str, _Layer]:
     scales, first = adapters.scales_of(model), 1
     layers = {}
     for module, some in parts.items():
-        layers[module] = _Layer(some, scales[module], first)
+        layers[module] = Layer(some, scales[module], first)
         first += layers[module].outputs
     return layers
 
 
-def _read(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
+def read_lora(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
     """Module → part → tensor, as the file names modules, and its header's texts.
 
     Raises:
@@ -189,20 +188,20 @@ def _read(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str
             for key in opened.keys():  # noqa: SIM118 (it is no mapping)
                 match = _END.fullmatch(key)
                 if match is None:
-                    raise _refusal(file, f"{key} is no part of a LoRA")
+                    raise refusal(file, f"{key} is no part of a LoRA")
                 stored.setdefault(match["module"], {})[_ENDS[match["end"]]] = opened.get_tensor(key)
     except (SafetensorError, OSError) as error:
-        raise _refusal(file, f"it cannot be read ({error})") from None
+        raise refusal(file, f"it cannot be read ({error})") from None
     for module, parts in stored.items():
         if parts.keys() & {*lokr_file.PARTS}:
             continue
         if absent := {"down", "up"} - parts.keys():
-            raise _refusal(file, f"{module} has no {sorted(absent)[0]} weights")
+            raise refusal(file, f"{module} has no {sorted(absent)[0]} weights")
     return stored, header
 
 
-def _naming(
-    stored: Mapping[str, Any], layers: Mapping[str, _Layer], family: Family
+def naming(
+    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family
 ) -> dict[str, torch.Tensor]:
     """The file's module → the number of the row of each of its outputs, `(out,)`; 0 where none.
 
@@ -240,12 +239,12 @@ def _naming(
     return max(ways, key=lambda way: len(way.keys() & stored.keys()))
 
 
-def _parted(
+def parted(
     file: Path,
     key: str,
     tensors: Mapping[str, torch.Tensor],
     rows: torch.Tensor,
-    layers: Mapping[str, _Layer],
+    layers: Mapping[str, Layer],
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """A module of the file as the layers that it consists of: name and parts of each.
 
@@ -254,9 +253,9 @@ def _parted(
     """
     up, down = tensors["up"], tensors["down"]
     if len(up) != len(rows) or up.flatten(1).shape[1] != len(down):
-        raise _refusal(file, f"{key} has another size than the model's layer")
+        raise refusal(file, f"{key} has another size than the model's layer")
     if up[rows == 0].any():
-        raise _refusal(file, f"it adapts a part of {key} that the job does not")
+        raise refusal(file, f"it adapts a part of {key} that the job does not")
     names = list(layers)
     firsts = torch.tensor([layer.first for layer in layers.values()])
     owners = torch.bucketize(rows, firsts, right=True) - 1
@@ -282,7 +281,7 @@ def _parted(
         yield name, part
 
 
-def _check(file: Path, name: str, part: Mapping[str, torch.Tensor], layer: _Layer) -> None:
+def _check(file: Path, name: str, part: Mapping[str, torch.Tensor], layer: Layer) -> None:
     """Compare what a file has for a layer with the layer.
 
     Raises:
@@ -292,15 +291,15 @@ def _check(file: Path, name: str, part: Mapping[str, torch.Tensor], layer: _Laye
         raise _wrong_rank(file, name, len(part["down"]), layer.rank)
     if part.keys() != layer.parts.keys():
         has, variant = ("DoRA", "dora") if "lengths" in part else ("no DoRA", "lora")
-        raise _refusal(file, f"it is {has}", f"set lora_variant: {variant}")
+        raise refusal(file, f"it is {has}", f"set lora_variant: {variant}")
     for kind, parameter in layer.parts.items():
         if part[kind].numel() != parameter.numel():
-            raise _refusal(file, f"{name} has another size than the model's layer")
+            raise refusal(file, f"{name} has another size than the model's layer")
         if not part[kind].isfinite().all():
-            raise _refusal(file, f"{name} has values that are not finite")
+            raise refusal(file, f"{name} has values that are not finite")
 
 
-def _scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
+def scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
     """What the configuration says that goes with a file's names of diffusers or peft.
 
     Returns:
@@ -322,98 +321,10 @@ def _scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
 
 
 def _wrong_rank(file: Path, name: str, rank: int, expected: int) -> UserError:
-    return _refusal(
+    return refusal(
         file, f"{name} has rank {rank} there and {expected} here", "set lora_rank to the file's"
     )
 
 
-def _refusal(file: Path, why: str, hint: str | None = None) -> UserError:
-    return UserError(f"{_CANNOT}{file.name}: {why}", hint)
-
-
-# -- a file that is not trained on ----------------------------------------------------------
-
-
-def read_training_adapter(
-    file: Path, linears: Mapping[str, torch.nn.Linear], family: Family
-) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Read the adapters of a file, of whatever ranks, for any of a model's linear layers.
-
-    Args:
-        file: A safetensors file.
-        linears: Name → layer, of all that the model has.
-        family: The model's.
-
-    Yields:
-        A layer's name, and its down `(rank, in)` and up `(out, rank)` in fp32, whose product is
-        what is added to the layer's weight.
-
-    Raises:
-        UserError: The file is no LoRA, or not one of these layers.
-    """
-    layers: dict[str, _Layer] = {}
-    first = 1
-    for name, linear in linears.items():
-        down, up = torch.empty(0, linear.in_features), torch.empty(linear.out_features, 0)
-        layers[name] = _Layer({"down": down, "up": up}, 1.0, first)  # type: ignore[dict-item]
-        first += linear.out_features
-    try:
-        stored, header = _read(file)
-        scale_of = _scales_in(file, header, family)
-        yield from _products(file, stored, layers, family, scale_of)
-    except UserError as error:
-        raise UserError(
-            f"training_adapter: cannot use {error.message.removeprefix(_CANNOT)}"
-        ) from None
-
-
-def _products(
-    file: Path,
-    stored: Mapping[str, dict[str, torch.Tensor]],
-    layers: Mapping[str, _Layer],
-    family: Family,
-    scale_of: Any,
-) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Name, down and scaled up of each layer that a file adapts.
-
-    Raises:
-        UserError: A part of the file is for no layer, is no plain LoRA, or has another size.
-    """
-    named = _any_naming(stored, layers, family)
-    for key, tensors in stored.items():
-        if key not in named:
-            raise _refusal(file, f"it adapts {key}, which the model does not have")
-        if tensors.keys() - {"alpha"} != {"down", "up"}:
-            raise _refusal(file, f"{key} is no plain LoRA")
-        for name, part in _parted(file, key, tensors, named[key], layers):
-            down, up = part["down"].float(), part["up"].float()
-            if (down.shape[1:], up.shape[1:]) != (
-                layers[name].parts["down"].shape[1:],
-                (len(down),),
-            ):
-                raise _refusal(file, f"{name} has another size than the model's layer")
-            if not (down.isfinite().all() and up.isfinite().all()):
-                raise _refusal(file, f"{name} has values that are not finite")
-            scale = float(tensors.get("alpha", torch.nan)) / len(down)
-            yield name, (down, up * (scale_of(name, len(down)) if math.isnan(scale) else scale))
-
-
-def _any_naming(
-    stored: Mapping[str, Any], layers: Mapping[str, _Layer], family: Family
-) -> dict[str, torch.Tensor]:
-    """`_naming`, where other tools need not have names for all the layers."""
-    candidates = [layers]
-    for style in (family.KOHYA, family.COMFYUI):
-        if style is not None:
-            candidates.append({n: a for n, a in layers.items() if _has_name(style, n, a)})
-    ways = [_naming(stored, some, family) for some in candidates]
-    return max(ways, key=lambda way: len(way.keys() & stored.keys()))
-
-
-def _has_name(style: LoraStyle, name: str, layer: _Layer) -> bool:
-    down, up = torch.zeros(1, *layer.parts["down"].shape[1:]), torch.zeros(layer.outputs, 1)
-    try:
-        style.convert({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, 1.0)
-    except UserError:
-        return False
-    return True
+def refusal(file: Path, why: str, hint: str | None = None) -> UserError:
+    return UserError(f"{CANNOT}{file.name}: {why}", hint)

@@ -76,16 +76,14 @@ def build_on_meta(
         model_class: A diffusers model class.
         directory: With its config.json and weights.
         spec: The job.
-        say: Called with a line for each kind of tensor that is kept in another precision than
-            the file's.
+        say: Called with a line for each kind of tensor kept in another precision than the file's.
 
     Returns:
         The model, and where its tensors are: by the name in `named_parameters` or `named_buffers`,
         whatever other name of a shared tensor the file has.
 
     Raises:
-        UserError: Files and model do not fit together, or the weights are quantised in a way that
-            is not supported; names the tensors.
+        UserError: Files and model do not fit, or the weights are quantized in an unknown way.
     """
     config = denoiser_config(spec, model_class.load_config(directory))
     files = join_packed(stored_tensors(directory))

@@ -277,8 +277,7 @@ class Keeper:
     def _final(self, job: Job, verdict: Verdict, listed: Listed | None) -> bool:
         """Whether an end is one: a preempted job may be back in Slurm's queue a moment later."""
         seen = self._seen.setdefault(job.id, _Seen())
-        preempted = listed is not None and listed.state == "PREEMPTED"
-        if not (verdict.state is State.LOST and preempted):
+        if verdict.state is not State.LOST or listed is None or listed.state != "PREEMPTED":
             if self._away_since is None:
                 seen.preempted_at = None
             return True

@@ -16,8 +16,9 @@ from engine.exports.lora import _named
 from engine.exports.recipe import Recipe
 from engine.model import adapters, weights
 from engine.model.activation_checkpointing import checkpoint_activations
-from engine.model.lora_file import begin_from, read_training_adapter
+from engine.model.lora_file import begin_from
 from engine.model.precision import narrow_inputs
+from engine.model.training_adapter_file import read_training_adapter
 from engine.sample.lockstep import Forwards
 from engine.toy.components.weights import one_thread
 from jobs.spec.job_spec import JobSpec

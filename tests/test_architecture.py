@@ -112,6 +112,7 @@ def test_no_file_is_longer_than_a_person_reads_at_once(package: str) -> None:
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
 
+@pytest.mark.slow
 def test_private_names_of_libraries_are_those_that_the_documentation_lists() -> None:
     files = {str(path.relative_to(ROOT)): path for name in FORBIDDEN for path in modules(name)}
     texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}

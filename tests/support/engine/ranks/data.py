@@ -23,7 +23,7 @@ from engine.ranks.control import StoppedError
 from engine.ranks.file_barrier import FileBarrier
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
-from engine.run_job import run
+from engine.run_job import run_rank
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
 from tests.support.engine.run_context import run_context
@@ -227,5 +227,5 @@ def train(
     elif rank == ranks - 1:
         texts._encode = late
     telemetry = Telemetry(run_dir, rank)
-    run(run_dir, telemetry)
+    run_rank(run_dir, telemetry)
     telemetry.close()

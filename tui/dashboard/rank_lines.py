@@ -87,10 +87,9 @@ def rank_table(view: JobView, gpus: Sequence[Gpu], now: float, width: int) -> tu
     index = {gpu.uuid: str(gpu.index) for gpu in gpus}
     wide, on_gpu = width >= 100, any(rank.allocated is not None for rank in view.ranks)
     heads = ("alloc", "reserved", "peak") if on_gpu else ("memory",)
-    cells = 9 if wide else 8
     title = (
         f"{'rank':>4} {'gpu':<4}{'step':>7}  {'heartbeat':<15}{'phase':<{18 if wide else 13}}"
-        + "".join(f"{head:>{cells}}" for head in heads)
+        + "".join(f"{head:>9}" for head in heads)
         + (f"{'pid':>9}  host" if wide else "")
     )
     furthest = max((rank.step for rank in view.ranks), default=0)
@@ -111,7 +110,7 @@ def rank_table(view: JobView, gpus: Sequence[Gpu], now: float, width: int) -> tu
                 Span(f"{rank.step:>7}  "),
                 Span(left(state.text, 14) + " ", state.role),
                 Span(left(phase, 17 if wide else 12) + " "),
-                Span("".join(f"{text:>{cells}}" for text in sizes)),
+                Span("".join(f"{text:>9}" for text in sizes)),
                 Span(place[: max(0, width - len(title) + 4)], "dim"),
             )
         )

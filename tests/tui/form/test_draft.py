@@ -312,7 +312,7 @@ WHAT_FITS = ("→ what fits", "On GPUs: ddp if the full model fits on each, else
         ),
         (
             {"num_processes": 4, "strategy": "fsdp2"},
-            ("1/4 of it per rank", "Each rank holds 1/4 of the model."),
+            ("1/4 of the model", "Each rank holds 1/4 of the model."),
         ),
         ({"strategy": "ddp", "num_processes": 1}, ("", "")),
         ({"num_processes": "x"}, ("", "")),
@@ -326,7 +326,7 @@ def test_what_auto_comes_to_is_told_beside_it(
 
 def test_auto_says_what_the_predicted_memory_makes_of_it() -> None:
     assert draft.strategy_note(GOOD, "ddp") == ("→ ddp", "Now ddp, by the predicted memory.")
-    assert draft.strategy_note(GOOD | {"strategy": "fsdp2"}, "fsdp2")[0] == "1/2 of it per rank"
+    assert draft.strategy_note(GOOD | {"strategy": "fsdp2"}, "fsdp2")[0] == "1/2 of the model"
 
 
 def test_warnings_are_told_while_the_values_are_right() -> None:

@@ -287,7 +287,7 @@ async def test_two_gpus_turn_fsdp_on_and_one_restores_what_was_there(
             "2 ranks turn FSDP on: strategy fsdp2, unload text encoder on, cache text embeddings on"
         )
         assert note_of(app, "num_processes") == "2, one per GPU"
-        assert note_of(app, "strategy") == "1/2 of it per rank"
+        assert note_of(app, "strategy") == "1/2 of the model"
         field(app, "strategy").put("ddp")
         await until(pilot, lambda: note_of(app, "strategy") == "a full copy per rank")
         assert text_of(app, "cascade") == (

@@ -260,7 +260,7 @@ def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, 
         # Whether several ranks may run it is shown beside the field.
         return {
             "ddp": ("a full copy per rank", f"Each of {ranks} ranks holds the full model."),
-            "fsdp2": (f"1/{ranks} of it per rank", f"Each rank holds 1/{ranks} of the model."),
+            "fsdp2": (f"1/{ranks} of the model", f"Each rank holds 1/{ranks} of the model."),
             "hsdp": ("shards, replicated", "Groups of ranks share a copy of the model."),
         }.get(spec.strategy if ranks > 1 else "", ("", ""))
     if depends_on_memory(spec):

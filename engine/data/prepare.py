@@ -150,11 +150,11 @@ class Prepared:
         }
 
     def held_shown(self, number: int) -> Shown:
-        """What the first view of what is held out shows of its image."""
+        """The crop of a held-out image that its first view shows."""
         return shown(self.held[number], view_of(self.held[number], 0, self.spec))
 
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
-        """Its first caption, encoded."""
+        """A held-out sample's first caption, encoded."""
         return self.texts.encoded(_held_text(self.held[number], self.spec))
 
 

@@ -16,13 +16,14 @@ from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.diffusion.objective import build_objective
 from engine.exports.live import export_trained
-from engine.model import adapters, lora_file, weights
 from engine.model.activation_checkpointing import checkpoint_activations
-from engine.model.base_matmul import settle_matmul
+from engine.model.adapters import lora, lora_file
+from engine.model.adapters.training_adapter import add_training_adapter
+from engine.model.files import weights
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
-from engine.model.quantized_linear import quantize_layers
-from engine.model.training_adapter import add_training_adapter
+from engine.model.quantized.base_matmul import settle_matmul
+from engine.model.quantized.quantized_linear import quantize_layers
 from engine.parallel.block_swap import swap_blocks
 from engine.parallel.context_parallel import (
     check_tokens,
@@ -182,7 +183,7 @@ def build_model(run: RunContext) -> torch.nn.Module:
     if checkpoints_activations(spec):
         checkpoint_activations(model, spec)
     if spec.model_type == "lora":
-        adapters.add_lora(model, spec, family.lora_targets(spec))
+        lora.add_lora(model, spec, family.lora_targets(spec))
     if computes_alone(spec, sharded=world.shards):
         narrow_inputs(model, compute_dtype(spec))
     if world.mesh is not None and world.context_size > 1:
@@ -198,12 +199,12 @@ def build_model(run: RunContext) -> torch.nn.Module:
     telemetry.phase_name = "load"  # which is what fails where there is no room for the weights
     weights.materialise(model, world.device, parameters_on=offload)
     with telemetry.phase("load", len(stored)) as progress:
-        names = adapters.adapted_name(model)
+        names = lora.adapted_name(model)
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":
         if spec.lora_variant == "dora":
-            adapters.check_whole(model)
-        adapters.initialise(model, spec.seed, spec.lora_init)
+            lora.check_whole(model)
+        lora.initialise(model, spec.seed, spec.lora_init)
     if note := add_training_adapter(model, spec, family, world.device):
         telemetry.say(note)
     weights.check_precision(model, spec)
@@ -242,7 +243,7 @@ def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter
     if spec.model_type == "full":
         return weights.trained_in_fp32(model)
     sharded = spec.lora_placement == "sharded"
-    return [] if sharded else list(adapters.lora_parameters(model).values())
+    return [] if sharded else list(lora.lora_parameters(model).values())
 
 
 def check_context(spec: JobSpec, family: Family, world: World) -> None:

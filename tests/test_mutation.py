@@ -83,7 +83,7 @@ def test_a_module_is_held_against_fast_tests_that_exist() -> None:
     assert files_for("jobs.queue.placement")[0] == "tests/jobs/queue/test_placement.py"
     for module in (
         "engine.diffusion.random_numbers",
-        "engine.model.weights",
+        "engine.model.files.weights",
         "jobs.queue.store",
         "jobs.spec.rules.strategy",
     ):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.model.initializers import NoInitialValues
+from engine.model.meta_device import NoInitialValues
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

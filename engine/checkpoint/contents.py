@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.utils._pytree import tree_leaves
 
-from engine.model.weights import local_part
+from engine.model.files.weights import local_part
 from engine.train.optimizer import fill_state
 from jobs.memory.host_memory import STATE_BYTES
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine.checkpoint.together import OutOfStepError
-from engine.model.safetensors_writer import SafetensorsWriter
-from engine.model.weight_files import read_header
-from engine.model.weight_reader import read_all
-from engine.model.weights import reading_of
+from engine.model.files.safetensors_writer import SafetensorsWriter
+from engine.model.files.weight_files import read_header
+from engine.model.files.weight_reader import read_all
+from engine.model.files.weights import reading_of
 from engine.parallel.gather import gather
 from jobs.errors import UserError
 from jobs.run.rundir import read_json, write_atomic

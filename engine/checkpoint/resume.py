@@ -29,8 +29,8 @@ def resume(run: RunContext, training: TrainState, data: Mapping[str, Any]) -> st
         data: What the data is, see `data_facts`.
 
     Returns:
-        How the checkpoint's run computed with its base, for `engine.model.base_matmul`; None
-        without a checkpoint.
+        How the checkpoint's run computed with its base, for `engine.model.quantized.base_matmul`;
+        None without a checkpoint.
 
     Raises:
         UserError: The checkpoint is of a job that this one cannot resume from.

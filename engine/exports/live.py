@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from engine.exports.recipe import Recipe
 from engine.exports.source import LiveModel
 from engine.exports.writing import Writing
-from engine.model.adapters import is_lora
+from engine.model.adapters.lora import is_lora
 from jobs.run.events import Export
 
 if TYPE_CHECKING:

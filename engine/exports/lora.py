@@ -14,7 +14,8 @@ from engine.exports import lokr
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe, trigger_word
 from engine.exports.stock import PEFT_PREFIX, check_lora, loads_loras
-from engine.model import adapters, weights
+from engine.model.adapters import lora
+from engine.model.meta_device import parameters_on_meta
 from jobs.errors import UserError
 from jobs.spec.families import denoiser_config
 from jobs.spec.values.resolutions import largest_resolution
@@ -52,7 +53,7 @@ class LoraOutput:
         self.warnings: list[str] = []
         self._lokr = recipe.spec.lora_variant == "lokr"
         self._model = _adapted(recipe)
-        expected = {n: tuple(p.shape) for n, p in adapters.lora_parameters(self._model).items()}
+        expected = {n: tuple(p.shape) for n, p in lora.lora_parameters(self._model).items()}
         if odd := [n for n in expected | dict(facts) if expected.get(n) != _shape(facts, n)]:
             raise UserError(
                 f"the adapter does not fit the job: {odd[0]} is {_shape(facts, odd[0])} in the "
@@ -79,7 +80,7 @@ class LoraOutput:
             OSError: The files cannot be written.
         """
         layers = get_peft_model_state_dict(
-            self._model, state_dict=self._whole, adapter_name=adapters.ADAPTER
+            self._model, state_dict=self._whole, adapter_name=lora.ADAPTER
         )
         self._judge(layers)
         if "diffusers" in self._formats:
@@ -98,9 +99,9 @@ class LoraOutput:
     def _judge(self, layers: Mapping[str, torch.Tensor]) -> None:
         """Refuse what cannot be an adapter: A is drawn, and B leaves zero with the first step."""
         zeros = [n for n, t in layers.items() if not t.any()]
-        if empty := [n for n in zeros if not adapters.begins_at_zero(n)]:
+        if empty := [n for n in zeros if not lora.begins_at_zero(n)]:
             raise DamagedError(f"the adapter is incomplete: {empty[0]} is zero")
-        if self._recipe.step and all(n in zeros for n in layers if adapters.begins_at_zero(n)):
+        if self._recipe.step and all(n in zeros for n in layers if lora.begins_at_zero(n)):
             every = "second matrix" if self._lokr else "B"
             self.warnings.append(
                 f"after {self._recipe.step} steps the adapter still has no effect: every {every} "
@@ -144,11 +145,11 @@ class LoraOutput:
     @property
     def _scales(self) -> dict[str, float]:
         """What each module's product is multiplied by."""
-        return adapters.scales_of(self._model)
+        return lora.scales_of(self._model)
 
     def _config(self) -> dict[str, Any]:
         """Peft's configuration for what is written."""
-        config: dict[str, Any] = self._model.peft_config[adapters.ADAPTER].to_dict()
+        config: dict[str, Any] = self._model.peft_config[lora.ADAPTER].to_dict()
         return lokr.unscaled(config) if self._lokr else config
 
     def _check_loads(self, file: VerifiedFile, layers: Mapping[str, torch.Tensor]) -> None:
@@ -250,13 +251,13 @@ def _named(
 def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
     """The base model on the meta device, with the job's adapter unless it is to be empty."""
     model_class, root = recipe.family.transformer_class(), recipe.root / recipe.family.component
-    with weights.parameters_on_meta():
+    with parameters_on_meta():
         config = model_class.load_config(root)
         if not empty:
             config = denoiser_config(recipe.spec, config)
         model = model_class.from_config(config)
     if not empty:
-        adapters.add_lora(model, recipe.spec, recipe.family.lora_targets(recipe.spec))
+        lora.add_lora(model, recipe.spec, recipe.family.lora_targets(recipe.spec))
     return model
 
 

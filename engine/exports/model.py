@@ -20,7 +20,7 @@ from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import describe
 from engine.exports.source import read_stored
 from engine.exports.stock import check_model
-from engine.model import weights
+from engine.model.files import weights
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

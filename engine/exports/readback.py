@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.model.safetensors_writer import SafetensorsWriter, tensor_bytes
-from engine.model.weight_files import read_header
+from engine.model.files.safetensors_writer import SafetensorsWriter, tensor_bytes
+from engine.model.files.weight_files import read_header
 from jobs.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.exports.source import Fact
-    from engine.model.weight_files import StoredTensor
+    from engine.model.files.weight_files import StoredTensor
 
 _CHUNK_BYTES: Final = 16 * 2**20
 # Tensors are compared by CRC-32, which is made for what disks do to data, and is read twelve times

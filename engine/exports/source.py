@@ -10,15 +10,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from engine.checkpoint.dcp_reader import Planner, Reader
-from engine.model.weight_files import read_header
-from engine.model.weight_reader import Reading, read_all
+from engine.model.files.weight_files import read_header
+from engine.model.files.weight_reader import Reading, read_all
 from engine.parallel.gather import gather
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.model.weight_files import StoredTensor
+    from engine.model.files.weight_files import StoredTensor
     from jobs.run.checkpoint_files import Checkpoint
 
 Fact = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape

@@ -19,7 +19,8 @@ from transformers.utils import DummyObject, is_torchvision_available
 
 from engine.exports.components import INDEX, components_of
 from engine.exports.readback import DamagedError
-from engine.model import weights
+from engine.model.files import weights
+from engine.model.meta_device import parameters_on_meta
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _load_by_diffusers(recipe: Recipe, file: Path, model: Any) -> dict[str, torc
     pipeline = _pipeline(recipe, recipe.root, model, only_it=True)
     if family.second_denoiser is not None:  # of two, diffusers looks at both
         model_class = family.transformer_class()
-        with weights.parameters_on_meta():
+        with parameters_on_meta():
             other = model_class.from_config(
                 model_class.load_config(recipe.root / family.second_denoiser)
             )

@@ -14,9 +14,9 @@ from engine.memory.predicting.predict import layout_of, predict, strategy_of
 from engine.memory.predicting.prediction import Parts, Phase, Prediction
 from engine.memory.tracing.shape import Shape, shape_of
 from engine.memory.tracing.trace import Trace, trace_model
-from engine.model.encoder_files import encoder_bytes
-from engine.model.packing import packing_of
+from engine.model.encoders.encoder_files import encoder_bytes
 from engine.model.precision import compute_dtype
+from engine.model.quantized.packing import packing_of
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.spec.keys.prompts import class_prompts

@@ -1,1 +1,1 @@
-"""The model: from files to devices, its precision, adapters, and text encoders."""
+"""The model: weights from files to devices, its precision, adapters, and text encoders."""

@@ -49,11 +49,12 @@ def storage_dtype(spec: JobSpec, in_file: torch.dtype, *, keep_fp32: bool) -> to
 def computes_alone(spec: JobSpec, *, sharded: bool) -> bool:
     """Whether a model in training computes in bf16 by itself, without autocast.
 
-    Its weights are in bf16 then: a LoRA's frozen base is kept so (`engine.model.lora_layer` casts
-    the adapters), and FSDP gathers full training's masters so. What the model lists as in need of
-    fp32 stays fp32, and its own code casts around that, as it does in the stock pipelines. Autocast
-    would compute all norms and what follows them in fp32 instead: a third more kernels and more
-    than a third more bytes kept for backward. Compiled blocks have it: Inductor fuses its casts.
+    Its weights are in bf16 then: a LoRA's frozen base is kept so
+    (`engine.model.adapters.lora_layer` casts the adapters), and FSDP gathers full training's
+    masters so. What the model lists as in need of fp32 stays fp32, and its own code casts around
+    that, as it does in the stock pipelines. Autocast would compute all norms and what follows them
+    in fp32 instead: a third more kernels and more than a third more bytes kept for backward.
+    Compiled blocks have it: Inductor fuses its casts.
     """
     if spec.mixed_precision != "bf16" or spec.torch_compile:
         return False

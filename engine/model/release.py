@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine.model.weights import local_part
+from engine.model.files.weights import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

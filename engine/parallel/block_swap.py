@@ -36,8 +36,8 @@ def spread(count: int, blocks: int) -> list[int]:
 def swap_blocks(model: torch.nn.Module, spec: JobSpec, family: Family, world: World) -> str:
     """Have `swap_blocks` blocks, spread over the model, kept in host memory.
 
-    Called while parameters are on the meta device; `engine.model.weights.materialise` then puts
-    what is a `DTensor` into host memory.
+    Called while parameters are on the meta device; `engine.model.files.weights.materialise` then
+    puts what is a `DTensor` into host memory.
 
     Args:
         model: With its adapter, which stays on the GPU.

@@ -57,7 +57,7 @@ def build_plugin(spec: JobSpec, device: torch.device) -> FullyShardedDataParalle
         cpu_offload=offload if spec.fsdp_cpu_offload else OffloadPolicy(),
         # The models' own, block by block: `engine.model.activation_checkpointing`.
         activation_checkpointing=False,
-        # Weights are streamed, see `engine.model.weights`.
+        # Weights are streamed, see `engine.model.files.weights`.
         cpu_ram_efficient_loading=False,
     )
 

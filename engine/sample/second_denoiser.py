@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.model import weights
-from engine.model.base_matmul import set_scaled
+from engine.model.files import weights
 from engine.model.kernels import choose_attention
-from engine.model.quantized_linear import quantize_layers
+from engine.model.quantized.base_matmul import set_scaled
+from engine.model.quantized.quantized_linear import quantize_layers
 from engine.model.release import Watch, give_back
 from engine.parallel.block_swap import swap_blocks
 from engine.parallel.sharding import shard

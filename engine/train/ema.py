@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.model.weights import local_part
+from engine.model.files.weights import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

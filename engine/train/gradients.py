@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from engine.model.weights import local_part
+from engine.model.files.weights import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from engine.model.weights import local_part
+from engine.model.files.weights import local_part
 from engine.train.gradients import buckets, owners_of
 
 if TYPE_CHECKING:

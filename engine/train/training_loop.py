@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Final
 
-from engine.model.training_adapter import without_training_adapter
+from engine.model.adapters.training_adapter import without_training_adapter
 from engine.parallel.replica_check import check_replicas
 from engine.sample.sampler import Sampler
 from engine.train.validation_loss import ValidationLoss

@@ -122,7 +122,7 @@ def _write_base(base: Path, root: Path, gigabytes: float) -> Path:
     """The base with a wide transformer, whose weights take no room on the disk."""
     import shutil
 
-    from engine.model.safetensors_writer import SafetensorsWriter
+    from engine.model.files.safetensors_writer import SafetensorsWriter
 
     shutil.copytree(base, root, ignore=shutil.ignore_patterns("diffusion_pytorch_model.*"))
     shutil.copytree(base / "vae", root / "vae", dirs_exist_ok=True)

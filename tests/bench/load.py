@@ -159,7 +159,7 @@ def rank(way: str, model: Path, results: Path) -> None:
     from diffusers import FluxTransformer2DModel
     from torch.distributed.fsdp import fully_shard
 
-    from engine.model import weights
+    from engine.model.files import weights
 
     dist.init_process_group("gloo")
     load = LOADERS[way]
@@ -197,8 +197,8 @@ def build(model_class: Any, model: Path, **changes: Any) -> tuple[Any, dict[str,
     from torch.distributed.fsdp import fully_shard
 
     from engine import families
-    from engine.model import weights
-    from engine.model.quantized_linear import quantize_layers
+    from engine.model.files import weights
+    from engine.model.quantized.quantized_linear import quantize_layers
     from jobs.spec.file.load import load_spec
 
     values = {"model_type": "full", "mixed_precision": "no", "device": "cpu"} | changes
@@ -213,7 +213,7 @@ def build(model_class: Any, model: Path, **changes: Any) -> tuple[Any, dict[str,
 
 
 def ours(model_class: Any, model: Path, **changes: Any) -> Any:
-    from engine.model import weights
+    from engine.model.files import weights
 
     module, stored = build(model_class, model, **changes)
     weights.stream(module, stored)
@@ -234,7 +234,7 @@ def mapped(model_class: Any, model: Path) -> Any:
     import torch
     from safetensors import safe_open
 
-    from engine.model import weights
+    from engine.model.files import weights
 
     module, stored = build(model_class, model)
     targets = dict(module.named_parameters())

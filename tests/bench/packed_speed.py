@@ -26,10 +26,11 @@ from torch.nn import functional
 from engine.memory.tracing.inputs import caption_shapes, latents_shape
 from engine.memory.tracing.model import build
 from engine.memory.tracing.shape import shape_of
-from engine.model import adapters, weights
 from engine.model.activation_checkpointing import checkpoint_activations
-from engine.model.base_matmul import set_scaled
-from engine.model.quantized_linear import quantized_layers, weights_per_element
+from engine.model.adapters import lora
+from engine.model.files import weights
+from engine.model.quantized.base_matmul import set_scaled
+from engine.model.quantized.quantized_linear import quantized_layers, weights_per_element
 from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def step(built: Built, inputs: tuple[Any, ...]) -> None:
     family = built.family
     said = family.predict(built.model, latents, levels, family.arrange(texts), 2.0)
     said.float().square().mean().backward()
-    for parameter in adapters.lora_parameters(built.model).values():
+    for parameter in lora.lora_parameters(built.model).values():
         parameter.grad = None
 
 

@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model import adapters, weights
-from engine.model.base_matmul import set_scaled
+from engine.model.adapters import lora
+from engine.model.files import weights
 from engine.model.precision import compute_dtype, narrow_inputs
-from engine.model.quantized_linear import quantize_layers
+from engine.model.quantized.base_matmul import set_scaled
+from engine.model.quantized.quantized_linear import quantize_layers
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import start_world
 from engine.run_job import run_job
@@ -110,12 +111,12 @@ def run(case: Case, spec: JobSpec) -> tuple[torch.Tensor, torch.Tensor]:
         denoiser, stored = weights.build_on_meta(case.family.transformer_class(), directory, spec)
     quantize_layers(denoiser, spec, case.family)
     set_scaled(denoiser, scaled=spec.base_matmul == "scaled")
-    adapters.add_lora(denoiser, spec, case.family.LORA_TARGETS)
+    lora.add_lora(denoiser, spec, case.family.LORA_TARGETS)
     weights.materialise(denoiser, CPU)
-    weights.stream(denoiser, stored, names=adapters.adapted_name(denoiser).__getitem__)
-    adapters.initialise(denoiser, spec.seed)
+    weights.stream(denoiser, stored, names=lora.adapted_name(denoiser).__getitem__)
+    lora.initialise(denoiser, spec.seed)
     with torch.no_grad():
-        for name, parameter in adapters.lora_parameters(denoiser).items():
+        for name, parameter in lora.lora_parameters(denoiser).items():
             if ".lora_B." in name:
                 parameter.fill_(0.01)
     dtype = compute_dtype(spec)

@@ -16,8 +16,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from engine.families import load
-from engine.model import base_matmul, weights
-from engine.model.packing import Packing, round_rows
+from engine.model.files import weights
+from engine.model.quantized import base_matmul
+from engine.model.quantized.packing import Packing, round_rows
 from engine.toy import write_toy
 from jobs.launch import local
 from jobs.run.checkpoint_files import find_damage, list_checkpoints

@@ -53,8 +53,11 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
         "engine/train/test_optimizer_step.py",
         "engine/train/test_late_steps.py",
     ),
-    "engine.model.weight_reader": ("engine/model/test_weight_reader.py",),
-    "engine.model.weights": ("engine/model/test_weights.py", "engine/parallel/test_replicated.py"),
+    "engine.model.files.weight_reader": ("engine/model/files/test_weight_reader.py",),
+    "engine.model.files.weights": (
+        "engine/model/files/test_weights.py",
+        "engine/parallel/test_replicated.py",
+    ),
     "jobs.spec.rules.conflicts": ("jobs/spec/test_conflicts.py", "jobs/spec/file/test_flags.py"),
     "jobs.queue.dispatch": ("jobs/queue/test_dispatch.py", "jobs/service/test_edit.py"),
     "jobs.memory.estimate": ("jobs/memory/test_fit.py", "jobs/memory/test_estimate.py"),

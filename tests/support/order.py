@@ -35,7 +35,7 @@ SLOWEST_FIRST: Final = (
     "e2e/test_fault_matrix.py",
     "e2e/test_imports.py",
     "jobs/doctor/test_ranks.py",
-    "engine/model/test_text_encoders.py",
+    "engine/model/encoders/test_text_encoders.py",
     "engine/sample/test_sampling_ranks.py",
     "engine/exports/test_exports_ranks.py",
     "engine/exports/test_exports_memory.py",

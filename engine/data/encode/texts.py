@@ -12,9 +12,9 @@ from transformers.utils import is_torchvision_available
 
 from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
 from engine.data.encode.tensor_cache import TensorCache, fingerprint
-from engine.model.packing import packing_of
+from engine.model.encoders.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
 from engine.model.precision import compute_dtype
-from engine.model.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
+from engine.model.quantized.packing import packing_of
 from jobs.run.events import Freed
 from jobs.spec.families import sees_images
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROCESS: Final = 2_500_000_000
 # The same on CPU ranks, without CUDA.
 PROCESS_ON_CPU: Final = 700_000_000
-_READERS: Final = 4 * 16 * 2**20  # buffers of `engine.model.weight_reader`
+_READERS: Final = 4 * 16 * 2**20  # buffers of `engine.model.files.weight_reader`
 _EXPORTED: Final = {"fp32": 4, "float32": 4, "bf16": 2, "fp16": 2}
 
 

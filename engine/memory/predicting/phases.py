@@ -18,11 +18,12 @@ from engine.memory.predicting.prediction import Parts, Phase
 from engine.memory.tracing import cuda
 from engine.memory.tracing.inputs import largest_encoded, sampled, training_frames
 from engine.memory.tracing.live import Live, rounded
-from engine.model.encoder_files import encoder_bytes, encoder_names, kept_bytes
-from engine.model.packing import packing_of
+from engine.model.encoders.encoder_files import encoder_bytes, encoder_names, kept_bytes
+from engine.model.encoders.sharded_encoder import is_quantised
+from engine.model.files.weights import stored_tensors
+from engine.model.meta_device import parameters_on_meta
 from engine.model.precision import compute_dtype
-from engine.model.sharded_encoder import is_quantised
-from engine.model.weights import parameters_on_meta, stored_tensors
+from engine.model.quantized.packing import packing_of
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
 from jobs.spec.families import sees_images
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from engine.model.packing import Packing
+    from engine.model.quantized.packing import Packing
     from jobs.spec.job_spec import JobSpec
 
 _TEXT_NOTE: Final = "weights of the text encoders; their activations are small in comparison"
@@ -52,8 +53,8 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
         held, gathered = _sharded_encoders(root, dtype, ranks, packing)
     except UserError:
         return None
-    # What a job leaves open is decided by the GPUs' room (`engine.model.text_encoders`): this much
-    # it needs in any case.
+    # What a job leaves open is decided by the GPUs' room
+    # (`engine.model.encoders.text_encoders`): this much it needs in any case.
     note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
     return Phase("text_cache", Parts(parameters=held + image_encoder, gathered=gathered), note)
 

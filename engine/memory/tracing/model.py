@@ -14,14 +14,19 @@ import torch
 
 from engine import families
 from engine.memory.tracing.live import rounded
-from engine.model import adapters
-from engine.model.base_matmul import set_scaled
+from engine.model.adapters import lora
+from engine.model.adapters.training_adapter import add_training_adapter
+from engine.model.files.published_packing import join_packed
+from engine.model.files.weights import stored_tensors, trained_in_fp32
 from engine.model.kernels import choose_attention
+from engine.model.meta_device import parameters_on_meta
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
-from engine.model.published_packing import join_packed
-from engine.model.quantized_linear import base_precision, quantize_layers, weights_per_element
-from engine.model.training_adapter import add_training_adapter
-from engine.model.weights import parameters_on_meta, stored_tensors, trained_in_fp32
+from engine.model.quantized.base_matmul import set_scaled
+from engine.model.quantized.quantized_linear import (
+    base_precision,
+    quantize_layers,
+    weights_per_element,
+)
 from engine.parallel.sharding import build_plugin, modules_to_wrap
 from engine.run_job import kept_whole
 from jobs.errors import UserError
@@ -31,7 +36,7 @@ from jobs.spec.rules.strategy import POLICIES_VARIABLE, may_import, own_policy
 if TYPE_CHECKING:
     from engine.families import Family
     from engine.memory.tracing.shape import Shape
-    from engine.model.weights import StoredTensor
+    from engine.model.files.weights import StoredTensor
 
 _IN_FILE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -130,7 +135,7 @@ def build(shape: Shape) -> Built:
     set_scaled(model, scaled=spec.base_matmul == "scaled")
     choose_attention(model, spec)
     if spec.model_type == "lora":
-        adapters.add_lora(model, spec, family.lora_targets(spec))
+        lora.add_lora(model, spec, family.lora_targets(spec))
         fp32 = {name.replace(".base_layer.", ".") for name in fp32}
     if shape.training:
         add_training_adapter(model, spec, family, torch.device("meta"))
@@ -182,7 +187,7 @@ def _published(shape: Shape, family: Family) -> dict[str, StoredTensor] | None:
 
 
 def _set_precision(model: torch.nn.Module, shape: Shape, fp32: set[str]) -> None:
-    """As `engine.model.weights.build_on_meta` does by the files, which need not be here."""
+    """As `engine.model.files.weights.build_on_meta` does by the files, which need not be here."""
     spec, in_file = shape.spec, _IN_FILE[shape.file_bytes]
     made: dict[int, torch.nn.Parameter] = {}
     for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():
@@ -251,14 +256,14 @@ def _weight(
     full = spec.model_type == "full"
     narrow = shape.sharded and full and not kept
     gathered = compute_dtype(spec).itemsize if narrow else stored
-    lora = spec.model_type == "lora" and adapters.is_lora(name)
+    adapter = spec.model_type == "lora" and lora.is_lora(name)
     return Weight(
         name,
         tuple(parameter.shape),
         stored,
         gathered,
         parameter.requires_grad,
-        lora,
+        adapter,
         kept and full,
         per_element=per_element,
     )

@@ -25,7 +25,7 @@ from engine.checkpoint import saver as saver_module
 from engine.checkpoint.contents import collect, expected_bytes
 from engine.checkpoint.together import OutOfStepError, SaveError, together
 from engine.families import load
-from engine.model import adapters
+from engine.model.adapters import lora
 from engine.ranks.telemetry import Telemetry
 from engine.train.ema import Ema
 from engine.train.optimizer import build_optimizer, build_scheduler
@@ -175,7 +175,7 @@ def test_a_lora_checkpoint_holds_no_base_weight(toy: Path, run_dir: RunDir, layo
     training = training_of(toy, spec)
     found = read_checkpoint(save(training, spec, run_dir))
     assert found is not None
-    adapter = sum(p.numel() * 4 for p in adapters.lora_parameters(training.model).values())
+    adapter = sum(p.numel() * 4 for p in lora.lora_parameters(training.model).values())
     base = sum(p.numel() * 4 for p in training.model.parameters()) - adapter
     assert 3 * adapter <= found.bytes < base / 4  # weights and two moments, and file headers
     contents = checkpoint.collect(training, spec, 1)

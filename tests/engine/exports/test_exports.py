@@ -23,7 +23,7 @@ from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe
 from engine.families import load
 from engine.families.shared.lora_names import Layout
-from engine.model import adapters
+from engine.model.adapters import lora
 from jobs.errors import NotFiniteError, UserError
 from jobs.run.export_places import export_facts
 from jobs.run.rundir import read_json
@@ -178,8 +178,8 @@ def test_formats_that_do_not_fit_cost_no_export(
     assert "other tools' names are for LoRAs" in made.warnings[0]
     monkeypatch.setattr(type(flux), "KOHYA", None)
     spec = toy_spec(toy, export_formats="kohya", lora_target_modules=DOUBLE_BLOCKS)
-    lora = trained_model(spec, toy / "model")
-    made = export_alone(lora, recipe_of(spec, toy / "model"), tmp_path / "lora")
+    trained = trained_model(spec, toy / "model")
+    made = export_alone(trained, recipe_of(spec, toy / "model"), tmp_path / "lora")
     assert [path.name for path in made.path.glob("*.safetensors")] == [
         "pytorch_lora_weights.safetensors"
     ]
@@ -386,7 +386,7 @@ def test_what_does_not_fit_is_named(toy: Path, tmp_path: Path, full: tuple[Any, 
     spec = toy_spec(toy, lora_rank=8)
     facts = {
         name: (p.dtype, tuple(p.shape))
-        for name, p in adapters.lora_parameters(trained_model(spec, toy / "model")).items()
+        for name, p in lora.lora_parameters(trained_model(spec, toy / "model")).items()
     }
     with pytest.raises(
         UserError, match=r"does not fit the job: .*lora_A.* is \(8, 128\) in the checkpoint"

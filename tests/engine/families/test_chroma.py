@@ -12,7 +12,7 @@ from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxAttention
 
 from engine.model.activation_checkpointing import checkpoint_activations
-from engine.model.adapters import add_lora
+from engine.model.adapters.lora import add_lora
 from tests.support.engine.families import PROMPT, Case, batch_of, quiet
 
 if TYPE_CHECKING:

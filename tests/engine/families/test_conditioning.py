@@ -38,8 +38,10 @@ from engine.memory.predicting.phases import text_cache
 from engine.memory.tracing.inputs import largest_encoded, latents_shape, reference_shapes
 from engine.memory.tracing.model import build
 from engine.memory.tracing.shape import shape_of
-from engine.model import adapters, text_encoders, weights
-from engine.model.packing import Packing
+from engine.model.adapters import lora
+from engine.model.encoders import text_encoders
+from engine.model.files import weights
+from engine.model.quantized.packing import Packing
 from engine.ranks.world import World
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import read_json
@@ -378,8 +380,8 @@ def test_a_new_control_lora_widens_the_model(tmp_path_factory: pytest.TempPathFa
     assert torch.equal(own, published)
     assert not new.any()
     assert (model.config.in_channels, model.config.out_channels) == (128, 64)
-    adapters.add_lora(model, spec, case.family.lora_targets(spec))
-    assert "x_embedder.lora_A.default.weight" in adapters.lora_parameters(model)
+    lora.add_lora(model, spec, case.family.lora_targets(spec))
+    assert "x_embedder.lora_A.default.weight" in lora.lora_parameters(model)
     shape = shape_of(spec, sharded=True)
     assert shape is not None
     counted = {one.name: one.numel for unit in build(shape).units for one in unit.weights}

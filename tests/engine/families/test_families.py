@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from engine.data.read.images import decode
 from engine.exports.lora import _named
 from engine.exports.recipe import Recipe
-from engine.model import adapters, weights
 from engine.model.activation_checkpointing import checkpoint_activations
-from engine.model.lora_file import begin_from
+from engine.model.adapters import lora
+from engine.model.adapters.lora_file import begin_from
+from engine.model.adapters.training_adapter_file import read_training_adapter
+from engine.model.files import weights
 from engine.model.precision import narrow_inputs
-from engine.model.training_adapter_file import read_training_adapter
 from engine.sample.lockstep import Forwards
 from engine.toy.components.weights import one_thread
 from jobs.spec.job_spec import JobSpec
@@ -171,12 +172,12 @@ def test_a_lora_in_bf16_is_trained_without_autocast(case: Case) -> None:
     spec = case.spec(mixed_precision="bf16", lora_rank=4)
     transformer_class, root = case.family.transformer_class(), case.paths.model
     denoiser, stored = weights.build_on_meta(transformer_class, root / case.family.component, spec)
-    adapters.add_lora(denoiser, spec, case.family.LORA_TARGETS)
+    lora.add_lora(denoiser, spec, case.family.LORA_TARGETS)
     weights.materialise(denoiser, DEVICE)
-    weights.stream(denoiser, stored, names=adapters.adapted_name(denoiser).__getitem__)
-    adapters.initialise(denoiser, spec.seed)
+    weights.stream(denoiser, stored, names=lora.adapted_name(denoiser).__getitem__)
+    lora.initialise(denoiser, spec.seed)
     with torch.no_grad():
-        for name, parameter in adapters.lora_parameters(denoiser).items():
+        for name, parameter in lora.lora_parameters(denoiser).items():
             if ".lora_B." in name:
                 parameter.fill_(0.01)
     narrow_inputs(denoiser.train(), torch.bfloat16)
@@ -273,17 +274,17 @@ def test_a_job_begins_from_the_names_of_every_tool(case: Case, tmp_path: Path) -
     """What an export calls its layers is found again, bit for bit; DoRA's lengths too."""
     model = getattr(case.stock(), case.family.component)
     spec = JobSpec(lora_rank=2, lora_variant="dora", mixed_precision="no")
-    adapters.add_lora(model, spec, case.family.LORA_TARGETS)
-    parameters = adapters.lora_parameters(model)
+    lora.add_lora(model, spec, case.family.LORA_TARGETS)
+    parameters = lora.lora_parameters(model)
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.uniform_(1, 2)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    layers = get_peft_model_state_dict(model, adapter_name=adapters.ADAPTER)
+    layers = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER)
     for style in (case.family.KOHYA, case.family.COMFYUI):
         if style is None:
             continue
-        tensors, _ = _named(style, layers, adapters.scales_of(model))
+        tensors, _ = _named(style, layers, lora.scales_of(model))
         save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "a.safetensors")
         with torch.no_grad():
             for parameter in parameters.values():
@@ -300,8 +301,8 @@ def test_a_lokr_is_exported_and_read_by_stock_code_and_by_another_job(
     spec = case.spec(lora_rank=1, lora_alpha=3, export_formats=None)
     spec = spec.model_copy(update={"lora_variant": "lokr"})
     model = getattr(case.stock(), case.family.component)
-    adapters.add_lora(model, spec, case.family.lora_targets(spec))
-    parameters = adapters.lora_parameters(model)
+    lora.add_lora(model, spec, case.family.lora_targets(spec))
+    parameters = lora.lora_parameters(model)
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.uniform_(1, 2)
@@ -327,13 +328,13 @@ def test_a_training_adapter_is_read_by_the_names_of_every_tool(case: Case, tmp_p
     model = getattr(case.stock(), case.family.component)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     spec = JobSpec(lora_rank=2, lora_alpha=3, mixed_precision="no")
-    adapters.add_lora(model, spec, case.family.LORA_TARGETS)
-    adapters.initialise(model, 1)
-    for number, parameter in enumerate(adapters.lora_parameters(model).values()):
+    lora.add_lora(model, spec, case.family.LORA_TARGETS)
+    lora.initialise(model, 1)
+    for number, parameter in enumerate(lora.lora_parameters(model).values()):
         with torch.no_grad():
             parameter.uniform_(1, 2, generator=torch.Generator().manual_seed(number))
-    layers = get_peft_model_state_dict(model, adapter_name=adapters.ADAPTER)
-    scales = adapters.scales_of(model)
+    layers = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER)
+    scales = lora.scales_of(model)
     for style in (case.family.KOHYA, case.family.COMFYUI):
         if style is None:
             continue

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.exports.readback import DamagedError
 from engine.exports.stock import PEFT_PREFIX, check_lora
-from engine.model import adapters, weights
+from engine.model.adapters import lora
+from engine.model.files import weights
+from engine.model.meta_device import parameters_on_meta
 from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError
 from jobs.models.blocks.model_config import find_target
@@ -119,11 +121,11 @@ def test_a_lora_that_peft_would_read_differently_is_refused(case: Case, tmp_path
     first = next(iter(good))
 
     def check() -> None:
-        with quiet(), weights.parameters_on_meta():
+        with quiet(), parameters_on_meta():
             bare = case.family.transformer_class().from_config(
                 case.family.transformer_class().load_config(case.paths.model / "transformer")
             )
-        check_lora(recipe, file, good, adapters.scales_of(model), bare)
+        check_lora(recipe, file, good, lora.scales_of(model), bare)
 
     check()
     save_file({PEFT_PREFIX + n: t + (n == first) for n, t in good.items()}, file)

@@ -15,7 +15,8 @@ from engine.data.index.data_index import build_index
 from engine.data.index.views import View
 from engine.diffusion.random_numbers import keyed_generator
 from engine.families import load
-from engine.model import adapters, weights
+from engine.model.adapters import lora
+from engine.model.files import weights
 from engine.model.precision import storage_dtype
 from jobs.errors import UserError
 from jobs.spec.keys.prompts import requests_of
@@ -41,7 +42,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_does(toy: Path) -> None
     stock = FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer")
     before = flux.predict(stock, **inputs(toy))
     assert torch.equal(flux.predict(model, **inputs(toy)), before)
-    for name, parameter in adapters.lora_parameters(model).items():
+    for name, parameter in lora.lora_parameters(model).items():
         if ".lora_B." in name:
             parameter.normal_(generator=keyed_generator(2))
     assert (flux.predict(model, **inputs(toy)) - before).abs().max() > 1e-3
@@ -50,7 +51,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_does(toy: Path) -> None
 def test_only_the_adapter_is_trained_and_it_covers_every_linear_of_the_blocks(toy: Path) -> None:
     model = build(toy, toy_spec(toy))
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert trained == set(adapters.lora_parameters(model))
+    assert trained == set(lora.lora_parameters(model))
     adapted = {name.split(".lora_A.")[0] for name in trained if ".lora_A." in name}
     linears = {
         name.removesuffix(".base_layer")
@@ -67,9 +68,9 @@ def test_adapters_are_drawn_by_name_and_seed(toy: Path) -> None:
     first, again = build(toy, toy_spec(toy)), build(toy, toy_spec(toy))
     other = build(toy, toy_spec(toy, seed=1))
     pairs = zip(
-        adapters.lora_parameters(first).items(),
-        adapters.lora_parameters(again).values(),
-        adapters.lora_parameters(other).values(),
+        lora.lora_parameters(first).items(),
+        lora.lora_parameters(again).values(),
+        lora.lora_parameters(other).values(),
         strict=True,
     )
     for (name, a), b, c in pairs:

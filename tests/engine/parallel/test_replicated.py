@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from engine.model.weights import build_on_meta, local_part, materialise, reading_of, stream
+from engine.model.files.weights import build_on_meta, local_part, materialise, reading_of, stream
 from engine.parallel.replica_check import check_replicas
 from engine.ranks.mesh import build_mesh, sharding_mesh
 from engine.ranks.world import World

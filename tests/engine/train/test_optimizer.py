@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from prodigyopt import Prodigy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from engine.model.adapters import initialise, lora_parameters
+from engine.model.adapters.lora import initialise, lora_parameters
 from engine.train.optimizer import (
     WHOLE_ONLY,
     build_optimizer,

@@ -10,7 +10,8 @@ from engine import families
 from engine.diffusion.random_numbers import keyed_generator
 from engine.exports.live import export
 from engine.exports.recipe import Recipe
-from engine.model import adapters, weights
+from engine.model.adapters import lora
+from engine.model.files import weights
 from engine.ranks.file_barrier import FileBarrier
 from engine.ranks.world import World
 from jobs.run.rundir import RunDir
@@ -28,9 +29,9 @@ def trained_model(spec: JobSpec, root: Path, *, seed: int = 3) -> Any:
     family = families.load(spec.model_family)
     model, stored = weights.build_on_meta(family.transformer_class(), root / "transformer", spec)
     if spec.model_type == "lora":
-        adapters.add_lora(model, spec, family.LORA_TARGETS)
+        lora.add_lora(model, spec, family.LORA_TARGETS)
     weights.materialise(model, ALONE.device)
-    weights.stream(model, stored, names=adapters.adapted_name(model).__getitem__)
+    weights.stream(model, stored, names=lora.adapted_name(model).__getitem__)
     draw = keyed_generator(seed)
     with torch.no_grad():
         for parameter in model.parameters():

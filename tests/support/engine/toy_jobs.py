@@ -12,7 +12,8 @@ from torch.distributed import TCPStore
 
 from engine import families
 from engine.diffusion.random_numbers import keyed_generator
-from engine.model import adapters, weights
+from engine.model.adapters import lora
+from engine.model.files import weights
 from engine.ranks.world import World
 from jobs.spec.file.load import load_spec
 from tests.support.forks import client
@@ -106,11 +107,11 @@ def build(toy: Path, spec: JobSpec) -> torch.nn.Module:
     directory = toy / "model" / "transformer"
     model, stored = weights.build_on_meta(FluxTransformer2DModel, directory, spec)
     if spec.model_type == "lora":
-        adapters.add_lora(model, spec, families.load("flux").LORA_TARGETS)
+        lora.add_lora(model, spec, families.load("flux").LORA_TARGETS)
     weights.materialise(model, ALONE.device)
-    weights.stream(model, stored, names=adapters.adapted_name(model).__getitem__)
+    weights.stream(model, stored, names=lora.adapted_name(model).__getitem__)
     if spec.model_type == "lora":
-        adapters.initialise(model, spec.seed, spec.lora_init)
+        lora.initialise(model, spec.seed, spec.lora_init)
     return model
 
 

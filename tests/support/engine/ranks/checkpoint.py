@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from engine.checkpoint import Saver, choose_start, load
-from engine.model.weights import local_part
+from engine.model.files.weights import local_part
 from engine.ranks.mesh import build_mesh, sharding_mesh
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World, leave_world, start_world

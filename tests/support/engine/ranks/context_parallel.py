@@ -29,8 +29,8 @@ from engine.data.loader import MicroBatch
 from engine.diffusion.objective import Drawn, Problem
 from engine.families.flux import Flux
 from engine.model.activation_checkpointing import checkpoint_activations
-from engine.model.adapters import add_lora, lora_parameters
-from engine.model.weights import local_part, materialise, rows_of
+from engine.model.adapters.lora import add_lora, lora_parameters
+from engine.model.files.weights import local_part, materialise, rows_of
 from engine.parallel.context_parallel import enable_context_parallel
 from engine.ranks.mesh import build_mesh, sharding_mesh
 from engine.ranks.peaks import Peaks

@@ -17,7 +17,7 @@ from engine import checkpoint, families
 from engine.exports.live import export, export_trained
 from engine.exports.recipe import Recipe
 from engine.exports.writing import Writing
-from engine.model.weights import local_part
+from engine.model.files.weights import local_part
 from engine.ranks.failure import record_failure
 from engine.ranks.file_barrier import FileBarrier, StrandedError
 from engine.ranks.mesh import build_mesh

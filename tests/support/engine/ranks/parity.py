@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from engine.model.weights import local_part
+from engine.model.files.weights import local_part
 from engine.parallel.replica_check import check_replicas
 from engine.ranks.mesh import build_mesh, sharding_mesh
 from engine.ranks.telemetry import Telemetry

@@ -14,7 +14,7 @@ from engine import families
 from engine.data.prepare import prepare
 from engine.diffusion.objective import build_objective
 from engine.diffusion.random_numbers import keyed_generator
-from engine.model import adapters
+from engine.model.adapters import lora
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import leave_world, start_world
 from engine.run_job import build_model
@@ -114,6 +114,6 @@ def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
 @torch.no_grad()
 def _train(model: torch.nn.Module) -> None:
     """Make the adapter say something, the same on any number of ranks."""
-    for number, (name, parameter) in enumerate(sorted(adapters.lora_parameters(model).items())):
+    for number, (name, parameter) in enumerate(sorted(lora.lora_parameters(model).items())):
         if ".lora_B." in name:
             parameter.normal_(std=0.2, generator=keyed_generator(number))

@@ -16,10 +16,15 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from engine.families import load
-from engine.model.packing import Packing
+from engine.model.encoders.text_encoders import (
+    encoder_group,
+    load_sharded,
+    load_whole,
+    text_pipeline,
+)
+from engine.model.files.weights import local_part
+from engine.model.quantized.packing import Packing
 from engine.model.release import Watch
-from engine.model.text_encoders import encoder_group, load_sharded, load_whole, text_pipeline
-from engine.model.weights import local_part
 from engine.ranks.world import World
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""LoRA and LoKr: their layers, files, and the frozen adapter of training."""

@@ -1,0 +1,140 @@
+"""Begin from the file of a LoKr, under the names of peft, diffusers, ComfyUI or LyCORIS."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft.utils import CONFIG_NAME
+from peft.utils.other import get_pattern_key
+
+from engine.families.shared.lora_names import named_singly
+from engine.model.adapters import lora
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from engine.families import Family
+
+Parts = dict[str, torch.Tensor]
+"""Part of an adapter (`lokr_w1`, `lokr_w2_a`, `alpha`, …) → tensor."""
+
+PARTS: Final = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+_HINT: Final = "set lora_rank, lokr_factor and lokr_full_matrix to the file's"
+
+
+@torch.no_grad()
+def set_adapter(
+    model: torch.nn.Module,
+    stored: Mapping[str, Parts],
+    rename: Callable[[list[str]], list[dict[str, str]]],
+    scale_of: Callable[[str, Parts], float],
+) -> None:
+    """Set a model's adapter to what a file holds.
+
+    Args:
+        model: With an adapter; sharded or not.
+        stored: Module, as the file names it → its parts.
+        rename: Modules of the model → all ways in which files name them, each name → module.
+        scale_of: Module and its parts → what its product is multiplied by.
+
+    Raises:
+        UserError: The file has other layers, or other shapes. What it says follows a colon.
+    """
+    layers: dict[str, dict[str, torch.nn.Parameter]] = {}
+    for name, parameter in lora.lora_parameters(model).items():
+        module, part, _ = name.rsplit(".", 2)
+        layers.setdefault(module, {})[part] = parameter
+    named = max(rename(list(layers)), key=lambda way: len(way.keys() & stored.keys()))
+    if odd := sorted(stored.keys() ^ named.keys()):
+        file, job = ("adapts", "does not") if odd[0] in stored else ("does not adapt", "does")
+        raise UserError(
+            f"it {file} {odd[0]}, and the job {job}",
+            "set lora_target_modules to what the file adapts",
+        )
+    scales = lora.scales_of(model)
+    for key, module in named.items():
+        parts = dict(stored[key])
+        scale = scale_of(module, parts) / scales[module]
+        parts.pop("alpha", None)
+        if "lokr_w1_a" in parts and "lokr_w1_b" in parts:
+            parts["lokr_w1"] = parts.pop("lokr_w1_a") @ parts.pop("lokr_w1_b")
+        if parts.keys() != layers[module].keys():
+            raise UserError(
+                f"{module} has {_list(parts)} there and {_list(layers[module])} here", _HINT
+            )
+        for part, parameter in layers[module].items():
+            if parts[part].shape != parameter.shape:
+                raise UserError(
+                    f"{module}'s {part} is {tuple(parts[part].shape)} there and "
+                    f"{tuple(parameter.shape)} here",
+                    _HINT,
+                )
+            if not parts[part].isfinite().all():
+                raise UserError(f"{module} has values that are not finite")
+            whole = parts[part].float()
+            lora.fill(parameter, whole * scale if part == "lokr_w1" else whole)
+
+
+def scales_in(file: Path, header: Mapping[str, str], prefix: str) -> Callable[[str, Parts], float]:
+    """What a file says of its adapters' scales.
+
+    Args:
+        file: The file.
+        header: Its header's texts.
+        prefix: What names of diffusers begin with.
+
+    Returns:
+        Module and its parts → what its product is multiplied by: by its alpha where a matrix is
+        parted, as LyCORIS does; else as peft's configuration says; 1 where nothing does.
+    """
+    config: dict[str, Any] = {}
+    if text := header.get(LORA_ADAPTER_METADATA_KEY):
+        config = {key.removeprefix(f"{prefix}."): v for key, v in json.loads(text).items()}
+    elif (beside := file.parent / CONFIG_NAME).is_file():
+        config = json.loads(beside.read_text(encoding="utf-8"))
+
+    def scale(module: str, parts: Parts) -> float:
+        parted = parts.get("lokr_w2_b", parts.get("lokr_w1_b"))
+        if "alpha" in parts:
+            return 1.0 if parted is None else float(parts["alpha"]) / len(parted)
+        ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+        rank = ranks.get(get_pattern_key(list(ranks), module), config.get("r", 1))
+        alpha = alphas.get(get_pattern_key(list(alphas), module), config.get("alpha", rank))
+        return float(alpha) / float(rank)
+
+    return scale
+
+
+def single_names(
+    model: torch.nn.Module, modules: list[str], family: Family
+) -> list[dict[str, str]]:
+    """How other tools name a model's modules, where each of theirs is one of ours."""
+    shapes = {}
+    for module in modules:
+        layer: Any = model.get_submodule(module).base_layer
+        convolution = isinstance(layer, torch.nn.Conv2d)
+        rows, columns = (
+            (layer.out_channels, layer.in_channels)
+            if convolution
+            else (layer.out_features, layer.in_features)
+        )
+        kernel = layer.kernel_size if convolution else ()
+        shapes[module] = torch.Size([rows, columns, *kernel])
+    ways = []
+    for style in (family.KOHYA, family.COMFYUI):
+        if style is None:
+            continue
+        try:
+            ways.append({name: module for module, name in named_singly(style, shapes).items()})
+        except UserError:  # a layer that the tool does not have, or not by itself
+            continue
+    return ways
+
+
+def _list(parts: Mapping[str, Any]) -> str:
+    return " and ".join(sorted(parts))

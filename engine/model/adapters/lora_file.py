@@ -1,0 +1,330 @@
+"""Begin from the file of a LoRA, under the names of diffusers, ComfyUI or kohya's scripts.
+
+The names of other tools are those that an export of the job would have: an adapter whose ups hold
+numbers of rows instead of weights is exported, and says which row of which layer stands where. So
+layers that are one elsewhere are parted by what parts them there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+
+from engine.model.adapters import lokr_file, lora
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from engine.families import Family
+
+_USUAL: Final = ("pytorch_lora_weights.safetensors", SAFETENSORS_WEIGHTS_NAME)
+
+# What the name of a tensor ends with, and what it is.
+_ENDS: Final = {
+    "lora_A.weight": "down",
+    "lora_down.weight": "down",
+    "lora.down.weight": "down",
+    "lora_B.weight": "up",
+    "lora_up.weight": "up",
+    "lora.up.weight": "up",
+    "lora_magnitude_vector": "lengths",
+    "lora_magnitude_vector.weight": "lengths",
+    "dora_scale": "lengths",
+    "alpha": "alpha",
+    **{part: part for part in lokr_file.PARTS},
+}
+_END: Final = re.compile(rf"(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _ENDS))})")
+_TEXT: Final = ("text_encoder", "lora_te", "text_model")
+CANNOT: Final = "init_lora: cannot begin from "
+
+# How a file may name the modules of diffusers.
+_DOTTED: Final = ("", "base_model.model.", "diffusion_model.")
+_UNDERSCORED: Final = ("lora_unet_", "lora_transformer_", "lycoris_")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An adapted layer of the model.
+
+    Attributes:
+        parts: Parameters of its adapter: down (rank, in), up (out, rank), and DoRA's lengths.
+        scale: What the product is multiplied by.
+        first: The number of its first row, of all the rows of all layers, from 1.
+    """
+
+    parts: Mapping[str, torch.nn.Parameter]
+    scale: float
+    first: int
+
+    @property
+    def rank(self) -> int:
+        return self.parts["down"].shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.parts["up"].shape[0]
+
+
+def find_lora(place: str) -> Path | None:
+    """The file that `init_lora` names: itself, or what diffusers or peft read in a directory."""
+    path = Path(place).expanduser()
+    if path.is_dir():
+        return next((path / name for name in _USUAL if (path / name).is_file()), None)
+    return path if path.is_file() else None
+
+
+@torch.no_grad()
+def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
+    """Set a model's adapter to what a file holds; every rank reads it, and keeps its rows.
+
+    Args:
+        model: With an adapter; sharded or not.
+        file: A safetensors file.
+        family: The model's.
+
+    Raises:
+        UserError: The file is no LoRA, or not one of these layers and ranks.
+    """
+    stored, header = read_lora(file)
+    if any(part in parts for parts in stored.values() for part in lokr_file.PARTS):
+        _begin_from_lokr(model, file, family, stored, header)
+        return
+    if _is_lokr(model):
+        raise refusal(file, "it is a LoRA", "set lora_variant: lora")
+    layers = _layers_of(model)
+    named = naming(stored, layers, family)
+    if odd := sorted(stored.keys() - named.keys()):
+        what = (
+            "it also trains a text encoder, which is not trained here"
+            if odd[0].startswith(_TEXT)
+            else f"it adapts {odd[0]}, and the job does not"
+        )
+        raise refusal(file, what, "set lora_target_modules to what the file adapts")
+    if missing := sorted(named.keys() - stored.keys()):
+        raise refusal(
+            file,
+            f"it does not adapt {missing[0]}, and the job does",
+            "set lora_target_modules to what the file adapts",
+        )
+    scale_of = scales_in(file, header, family)
+    for key, rows in named.items():
+        for name, part in parted(file, key, stored[key], rows, layers):
+            layer = layers[name]
+            _check(file, name, part, layer)
+            scale = float(stored[key].get("alpha", torch.nan)) / len(stored[key]["down"])
+            if math.isnan(scale):
+                scale = scale_of(name, layer.rank)
+            part["up"] = part["up"] * (scale / layer.scale)
+            for kind, parameter in layer.parts.items():
+                lora.fill(parameter, part[kind].reshape(parameter.shape).float())
+
+
+def _begin_from_lokr(
+    model: torch.nn.Module,
+    file: Path,
+    family: Family,
+    stored: Mapping[str, dict[str, torch.Tensor]],
+    header: Mapping[str, str],
+) -> None:
+    """Do the same from a LoKr, whose layers have no parts.
+
+    Raises:
+        UserError: The job's adapter is none, or has other layers or shapes.
+    """
+    if not _is_lokr(model):
+        raise refusal(file, "it is a LoKr", "set lora_variant: lokr")
+
+    def rename(modules: list[str]) -> list[dict[str, str]]:
+        plain = [{p + m: m for m in modules} for p in (*_DOTTED, f"{family.lora_prefix}.")]
+        flat = [{p + m.replace(".", "_"): m for m in modules} for p in _UNDERSCORED]
+        return plain + flat + lokr_file.single_names(model, modules, family)
+
+    scale_of = lokr_file.scales_in(file, header, family.lora_prefix)
+    try:
+        lokr_file.set_adapter(model, stored, rename, scale_of)
+    except UserError as error:
+        raise refusal(file, error.message, error.hint) from None
+
+
+def _is_lokr(model: torch.nn.Module) -> bool:
+    return any(".lokr_" in name for name in lora.lora_parameters(model))
+
+
+def _layers_of(model: torch.nn.Module) -> dict[str, Layer]:
+    parts: dict[str, dict[str, torch.nn.Parameter]] = {}
+    for name, parameter in lora.lora_parameters(model).items():
+        module, _, part = name.rpartition(".lora_")
+        kind = {"A": "down", "B": "up"}.get(part[0], "lengths")
+        parts.setdefault(module, {})[kind] = parameter
+    scales, first = lora.scales_of(model), 1
+    layers = {}
+    for module, some in parts.items():
+        layers[module] = Layer(some, scales[module], first)
+        first += layers[module].outputs
+    return layers
+
+
+def read_lora(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
+    """Module → part → tensor, as the file names modules, and its header's texts.
+
+    Raises:
+        UserError: It cannot be read, or has something that is no part of a LoRA.
+    """
+    stored: dict[str, dict[str, torch.Tensor]] = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = opened.metadata() or {}
+            for key in opened.keys():  # noqa: SIM118 (it is no mapping)
+                match = _END.fullmatch(key)
+                if match is None:
+                    raise refusal(file, f"{key} is no part of a LoRA")
+                stored.setdefault(match["module"], {})[_ENDS[match["end"]]] = opened.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise refusal(file, f"it cannot be read ({error})") from None
+    for module, parts in stored.items():
+        if parts.keys() & {*lokr_file.PARTS}:
+            continue
+        if absent := {"down", "up"} - parts.keys():
+            raise refusal(file, f"{module} has no {sorted(absent)[0]} weights")
+    return stored, header
+
+
+def naming(
+    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family
+) -> dict[str, torch.Tensor]:
+    """The file's module → the number of the row of each of its outputs, `(out,)`; 0 where none.
+
+    Of all ways to name the job's layers, the one that most modules of the file have.
+    """
+    own = {n: torch.arange(a.first, a.first + a.outputs) for n, a in layers.items()}
+    ways = [
+        {prefix + name: rows for name, rows in own.items()}
+        for prefix in (*_DOTTED, f"{family.lora_prefix}.")
+    ]
+    ways += [
+        {prefix + name.replace(".", "_"): rows for name, rows in own.items()}
+        for prefix in _UNDERSCORED
+    ]
+    probe: dict[str, torch.Tensor] = {}
+    for name, layer in layers.items():
+        down = layer.parts["down"]
+        ups = own[name].double().reshape(-1, *[1] * (down.dim() - 1))
+        probe[f"{name}.lora_A.weight"] = torch.zeros(1, *down.shape[1:])
+        probe[f"{name}.lora_B.weight"] = ups
+    for style in (family.KOHYA, family.COMFYUI):
+        if style is None:
+            continue
+        try:
+            converted = style.convert(probe, 1.0)
+        except UserError:  # a layer that the tool does not have
+            continue
+        ways.append(
+            {
+                match["module"]: rows.flatten(1).sum(1).long()
+                for key, rows in converted.items()
+                if (match := _END.fullmatch(key)) and _ENDS[match["end"]] == "up"
+            }
+        )
+    return max(ways, key=lambda way: len(way.keys() & stored.keys()))
+
+
+def parted(
+    file: Path,
+    key: str,
+    tensors: Mapping[str, torch.Tensor],
+    rows: torch.Tensor,
+    layers: Mapping[str, Layer],
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """A module of the file as the layers that it consists of: name and parts of each.
+
+    Raises:
+        UserError: It has another size, or adapts a layer that the job does not.
+    """
+    up, down = tensors["up"], tensors["down"]
+    if len(up) != len(rows) or up.flatten(1).shape[1] != len(down):
+        raise refusal(file, f"{key} has another size than the model's layer")
+    if up[rows == 0].any():
+        raise refusal(file, f"it adapts a part of {key} that the job does not")
+    names = list(layers)
+    firsts = torch.tensor([layer.first for layer in layers.values()])
+    owners = torch.bucketize(rows, firsts, right=True) - 1
+    members = [names[int(owner)] for owner in owners[rows > 0].unique_consecutive()]
+    at, total = 0, sum(layers[name].rank for name in members)
+    for name in members:
+        layer = layers[name]
+        mine = (rows >= layer.first) & (rows < layer.first + layer.outputs)
+        order = rows[mine] - layer.first
+        part = {"up": torch.empty_like(up[mine]).index_copy_(0, order, up[mine]), "down": down}
+        if len(members) > 1 and len(down) == total and layer.rank != total:
+            # Side by side: each has its own downs, and the ups beside them are zero.
+            columns = slice(at, at + layer.rank)
+            others = part["up"].clone()
+            others[:, columns] = 0
+            if others.any():
+                raise _wrong_rank(file, name, total, layer.rank)
+            part = {"up": part["up"][:, columns], "down": down[columns]}
+        if "lengths" in tensors:
+            lengths = tensors["lengths"].flatten()[mine]
+            part["lengths"] = torch.empty_like(lengths).index_copy_(0, order, lengths)
+        at += layer.rank
+        yield name, part
+
+
+def _check(file: Path, name: str, part: Mapping[str, torch.Tensor], layer: Layer) -> None:
+    """Compare what a file has for a layer with the layer.
+
+    Raises:
+        UserError: It has another rank or size, is not finite, or one is DoRA and one is not.
+    """
+    if len(part["down"]) != layer.rank:
+        raise _wrong_rank(file, name, len(part["down"]), layer.rank)
+    if part.keys() != layer.parts.keys():
+        has, variant = ("DoRA", "dora") if "lengths" in part else ("no DoRA", "lora")
+        raise refusal(file, f"it is {has}", f"set lora_variant: {variant}")
+    for kind, parameter in layer.parts.items():
+        if part[kind].numel() != parameter.numel():
+            raise refusal(file, f"{name} has another size than the model's layer")
+        if not part[kind].isfinite().all():
+            raise refusal(file, f"{name} has values that are not finite")
+
+
+def scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
+    """What the configuration says that goes with a file's names of diffusers or peft.
+
+    Returns:
+        Layer's name and rank → what its product is multiplied by; 1 where nothing says.
+    """
+    config: dict[str, Any] = {}
+    if text := header.get(LORA_ADAPTER_METADATA_KEY):
+        prefix = f"{family.lora_prefix}."
+        config = {key.removeprefix(prefix): value for key, value in json.loads(text).items()}
+    elif (beside := file.parent / CONFIG_NAME).is_file():
+        config = json.loads(beside.read_text(encoding="utf-8"))
+
+    def scale(name: str, rank: int) -> float:
+        alphas = config.get("alpha_pattern") or {}
+        alpha = alphas.get(get_pattern_key(list(alphas), name), config.get("lora_alpha", rank))
+        return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    return scale
+
+
+def _wrong_rank(file: Path, name: str, rank: int, expected: int) -> UserError:
+    return refusal(
+        file, f"{name} has rank {rank} there and {expected} here", "set lora_rank to the file's"
+    )
+
+
+def refusal(file: Path, why: str, hint: str | None = None) -> UserError:
+    return UserError(f"{CANNOT}{file.name}: {why}", hint)

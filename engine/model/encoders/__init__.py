@@ -1,0 +1,1 @@
+"""Text encoders: which a model has, loaded whole or as shards."""

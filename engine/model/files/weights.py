@@ -1,0 +1,374 @@
+"""Build a model on the meta device and stream its weights: each rank reads only its own rows.
+
+A dim-0 shard is contiguous in a safetensors file, so a rank reads it straight into the memory that
+will hold it: host memory grows by the shard, and the ranks of a node together read the file once.
+`engine.model.files.weight_files` knows what lies where, `engine.model.files.weight_reader` reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from engine.model.files.published_packing import BASE_HINT, check_packed, join_packed
+from engine.model.files.weight_files import StoredTensor, stored_tensors
+from engine.model.files.weight_reader import Reading, read_all
+from engine.model.files.widening import narrowed, shape_in_file
+from engine.model.meta_device import parameters_on_meta
+from engine.model.pinned_memory import PinnedMemory, bytes_of
+from engine.model.precision import compute_dtype, storage_dtype
+from engine.model.quantized.quantized_linear import (
+    base_precision,
+    quantized_layers,
+    weights_per_element,
+)
+from jobs.errors import UserError
+from jobs.spec.families import denoiser_config, widened_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine.model.quantized.quantized_linear import QuantizedLinear
+    from jobs.spec.job_spec import JobSpec
+
+__all__ = [
+    "StoredTensor",
+    "build_on_meta",
+    "check_precision",
+    "local_part",
+    "materialise",
+    "rows_of",
+    "stored_tensors",
+    "stream",
+    "trained_in_fp32",
+]
+
+# What quantisers store beside their numbers, by the end of the name: scales of fp8 files
+# (ComfyUI, compressed-tensors), bitsandbytes, quanto, GPTQ and AWQ.
+_QUANTISED: Final = re.compile(
+    r"(^|\.)(scaled_fp8|scale_weight|scale_input|weight_scale(_\w+)?|input_scale|comfy_quant"
+    r"|weight\.(absmax|quant_map|nested_\w+|quant_state\.\S+|_data|_scale)|SCB"
+    r"|qweight|qzeros|scales|g_idx)$"
+)
+
+
+def build_on_meta(
+    model_class: Any,
+    directory: Path,
+    spec: JobSpec,
+    *,
+    say: Callable[[str], None] = lambda note: None,
+) -> tuple[torch.nn.Module, dict[str, StoredTensor]]:
+    """Construct a model without its weights.
+
+    Parameters are on the meta device in the precision they will be kept in; buffers are real, so
+    those that no file holds (rotary tables and such) have their computed values. A parameter that
+    several modules share stays one object.
+
+    Args:
+        model_class: A diffusers model class.
+        directory: With its config.json and weights.
+        spec: The job.
+        say: Called with a line for each kind of tensor kept in another precision than the file's.
+
+    Returns:
+        The model, and where its tensors are: by the name in `named_parameters` or `named_buffers`,
+        whatever other name of a shared tensor the file has.
+
+    Raises:
+        UserError: Files and model do not fit, or the weights are quantized in an unknown way.
+    """
+    config = denoiser_config(spec, model_class.load_config(directory))
+    files = join_packed(stored_tensors(directory))
+    check_packed(directory, files, config.get("quantization_config"), base_precision(spec))
+    with parameters_on_meta():
+        model = model_class.from_config(config)
+    tensors, aliases = _own_tensors(model)
+    stored = _fit(model, tensors, aliases, files, directory, widened_of(spec))
+    changes: Counter[str] = Counter()
+    for name, place in stored.items():
+        tensor, keep_fp32 = tensors[name], _kept_in_fp32(model, name)
+        _check_kind(tensor, place, spec, keep_fp32=keep_fp32)
+        if not isinstance(tensor, torch.nn.Parameter):
+            continue
+        dtype = storage_dtype(spec, place.dtype, keep_fp32=keep_fp32)
+        if dtype is not place.dtype:
+            changes[_change(place.dtype, dtype, spec, keep_fp32=keep_fp32)] += 1
+        trained = spec.model_type == "full" and tensor.requires_grad
+        replaced = torch.nn.Parameter(tensor.to(dtype), requires_grad=trained)
+        for alias in aliases[name]:
+            owner, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, replaced)
+    for change, count in changes.items():
+        say(f"{count} tensors of {directory.name} {change}")
+    return model, stored
+
+
+def materialise(
+    model: torch.nn.Module, device: torch.device, parameters_on: torch.device | None = None
+) -> None:
+    """Give meta parameters memory (contents undefined), and move buffers.
+
+    Args:
+        model: Sharded or not.
+        device: Where this rank computes.
+        parameters_on: Where sharded parameters lie, if not there (the CPU, for FSDP's offload).
+    """
+    shared: dict[int, tuple[torch.nn.Parameter, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), (parameter, []))[1].append(name)
+    placed: dict[int, torch.Tensor] = {}
+    offloads = parameters_on is not None and parameters_on.type == "cpu" and device.type == "cuda"
+    shards = [local_part(p) for p in model.parameters() if offloads and isinstance(p, DTensor)]
+    pinned = PinnedMemory(bytes_of(shards)) if shards else None
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        sharded = isinstance(tensor, DTensor)
+        where = parameters_on if sharded and parameters_on is not None else device
+        if not tensor.is_meta:
+            return tensor.to(where)
+        if isinstance(tensor, DTensor):
+            there: Any = torch.empty_like(tensor, device=where)  # its pages are never touched
+            if pinned is not None:
+                # As FSDP does it; `from_local` would move it to the mesh's device.
+                there._local_tensor = pinned.take_like(local_part(tensor))
+            return there
+        if id(tensor) not in placed:  # once for a shared one; `shared` keeps the ids valid
+            placed[id(tensor)] = torch.empty_like(tensor, device=where)
+        return placed[id(tensor)]
+
+    model._apply(place)  # what `to_empty` does, without emptying the buffers
+    # `_apply` keeps the identity of a `DTensor`, and replaces a plain meta parameter wherever
+    # it occurs.
+    for _, names in shared.values():
+        for name in names[1:]:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(names[0]))
+
+
+def stream(
+    model: torch.nn.Module,
+    stored: dict[str, StoredTensor],
+    *,
+    names: Callable[[str], str] = lambda name: name,
+    progress: Callable[[int], None] = lambda done: None,
+) -> int:
+    """Fill parameters and persistent buffers from disk, each rank its own rows.
+
+    Args:
+        model: Materialised, sharded or not.
+        stored: What `build_on_meta` returned.
+        names: Name in `stored` → name in the model (adapters wrap modules and rename them).
+        progress: Called with the number of tensors done.
+
+    Returns:
+        Bytes read by this rank.
+    """
+    targets: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    packed = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
+    readings = [
+        reading_of(name, place, targets[names(name)], packed.get(names(name)))
+        for name, place in stored.items()
+    ]
+    return read_all(readings, progress)
+
+
+def check_precision(model: torch.nn.Module, spec: JobSpec) -> None:
+    """Prove that what is trained is fp32 and that no frozen weight is wider than it needs to be.
+
+    Raises:
+        RuntimeError: A tensor is in another precision; names it. This ends the job: it would
+            otherwise train badly, or hold its base at twice the memory.
+    """
+    packed = weights_per_element(model)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in packed:
+            continue
+        if parameter.requires_grad:
+            if parameter.dtype is not torch.float32:
+                raise RuntimeError(f"{name} is trained in {parameter.dtype}, not in float32")
+            continue
+        allowed = storage_dtype(spec, parameter.dtype, keep_fp32=_kept_in_fp32(model, name))
+        if parameter.dtype is not allowed:
+            raise RuntimeError(f"{name} is frozen and kept in {parameter.dtype}, not in {allowed}")
+
+
+def trained_in_fp32(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Trained parameters that the model lists as in need of fp32 in computing too.
+
+    A sharded unit gathers all its weights in one precision, so these stay whole instead. They are
+    few: norms, tables of shifts, the embedding of time.
+    """
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and _kept_in_fp32(model, name)
+    ]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that this rank holds of a possibly sharded one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(tensor: DTensor) -> slice:
+    """The rows along dim 0 that this rank holds."""
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def _own_tensors(
+    model: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+    """Parameters and persistent buffers, each once, by their first name; and all names of each."""
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first_name = first.setdefault(id(tensor), name)
+        tensors.setdefault(first_name, tensor)
+        aliases.setdefault(first_name, []).append(name)
+    return tensors, aliases
+
+
+def _fit(
+    model: torch.nn.Module,
+    tensors: dict[str, torch.Tensor],
+    aliases: dict[str, list[str]],
+    files: dict[str, StoredTensor],
+    directory: Path,
+    widened: str,
+) -> dict[str, StoredTensor]:
+    """Where each tensor of the model is; of a widened layer, the columns of the published one.
+
+    Raises:
+        UserError: Tensors are missing, left over or of another shape; names them.
+    """
+    every = {alias for group in aliases.values() for alias in group}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    extra = [
+        name
+        for name in sorted(files.keys() - every)
+        if not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    if scales := [name for name in extra if _QUANTISED.search(name)]:
+        raise UserError(
+            f"{directory} is quantized: it has {scales[0]}, and weights that need scales are not "
+            "supported",
+            BASE_HINT,
+        )
+    problems = []
+    present = {name: [a for a in group if a in files] for name, group in aliases.items()}
+    if missing := sorted(name for name, group in present.items() if not group):
+        problems.append(f"{len(missing)} tensors are missing ({', '.join(missing[:3])} …)")
+    if extra:
+        problems.append(f"{len(extra)} are not in the model ({', '.join(extra[:3])} …)")
+    for name, group in sorted(present.items()):
+        expected = tuple(tensors[name].shape)
+        if widened and name == f"{widened}.weight":
+            expected = shape_in_file(expected, files[group[0]])
+        if wrong := [alias for alias in group if files[alias].shape != expected]:
+            shape = files[wrong[0]].shape
+            problems.append(f"{wrong[0]} has shape {shape}, the config says {expected}")
+            break
+    if problems:
+        raise UserError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+    return {name: files[group[0]] for name, group in present.items()}
+
+
+def _check_kind(
+    tensor: torch.Tensor, place: StoredTensor, spec: JobSpec, *, keep_fp32: bool
+) -> None:
+    """Refuse what cannot be kept as stored.
+
+    Raises:
+        UserError: Integers where the model has real numbers or the other way round, or a frozen
+            base that would have to be cast up.
+    """
+    if place.packed is not None:
+        return
+    what = str(place.dtype).removeprefix("torch.")
+    if place.dtype.is_floating_point != tensor.is_floating_point() or (
+        isinstance(tensor, torch.nn.Parameter) and not place.dtype.is_floating_point
+    ):
+        raise UserError(
+            f"{place.file}: {place.name} is stored as {what}; training on a quantized base is not "
+            "supported",
+            BASE_HINT,
+        )
+    dtype = compute_dtype(spec)
+    if (
+        spec.model_type == "lora"
+        and isinstance(tensor, torch.nn.Parameter)
+        and not keep_fp32
+        and dtype is torch.float32
+        and place.dtype.itemsize < dtype.itemsize
+    ):
+        raise UserError(
+            f"{place.file.parent} has {what} weights, but mixed_precision: no computes in fp32",
+            "set mixed_precision: bf16; base weights are never upcast",
+        )
+
+
+def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
+    """Whether the model lists a tensor's module as one that needs fp32; diffusers' own rule."""
+    listed = getattr(model, "_keep_in_fp32_modules", None) or ()
+    parts = name.split(".")
+    return any(part in parts for part in ([listed] if isinstance(listed, str) else listed))
+
+
+def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_fp32: bool) -> str:
+    """What becomes of a tensor that is not kept as it is in the file, and why."""
+    if spec.model_type == "full":
+        reason = "full training keeps fp32 master weights"
+    elif keep_fp32:
+        reason = "the model asks for fp32 there"
+    elif in_file.itemsize == 1:
+        reason = "fp8 is not a compute precision here, so they take twice their size on disk"
+    else:
+        reason = "the compute precision"
+    stored, kept = (str(dtype).removeprefix("torch.") for dtype in (in_file, kept_in))
+    return f"are {stored} in the file and kept in {kept} ({reason})"
+
+
+def reading_of(
+    name: str, place: StoredTensor, target: torch.Tensor, layer: QuantizedLinear | None = None
+) -> Reading:
+    """Determine what this rank reads of one tensor.
+
+    Args:
+        name: Its name, for messages.
+        place: Where it lies.
+        target: Where it goes.
+        layer: The layer that keeps it packed, if one does.
+
+    Raises:
+        RuntimeError: The tensor is sharded in a way that is not by rows.
+    """
+    packing = scale = None
+    shape = place.shape[1:]
+    if layer is not None:
+        packing, shape = layer.packing, layer.weight.shape[1:]
+        scale = None if layer.weight_scale is None else local_part(layer.weight_scale)
+    if not isinstance(target, DTensor):
+        return Reading(place, 0, narrowed(target, place), packing, scale)
+    by_rows = all(
+        type(placement) is Replicate or (type(placement) is Shard and placement.dim == 0)
+        for placement in target.placements
+    )
+    here, rows = narrowed(local_part(target), place), rows_of(target)
+    if not by_rows or here.shape != (rows.stop - rows.start, *shape):
+        raise RuntimeError(
+            f"{name} is sharded as {target.placements}, of which {tuple(here.shape)} is here: "
+            "only rows can be streamed"
+        )
+    return Reading(place, rows.start * place.row_elements, here, packing, scale)

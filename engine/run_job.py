@@ -52,10 +52,10 @@ from jobs.run.events import End, Start
 from jobs.spec.families import latent_step_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.buckets import sizes_of
 from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.strategy import checkpoints_activations
 from jobs.spec.rules.warnings import find_warnings
-from jobs.spec.values.buckets import sizes_of
 
 if TYPE_CHECKING:
     from engine.families import Family
@@ -249,7 +249,7 @@ def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter
 def check_context(spec: JobSpec, family: Family, world: World) -> None:
     """Refuse what a context-parallel group cannot share evenly, before anything is encoded.
 
-    Images are fitted to sizes that divide (`jobs.spec.values.buckets.sizes_of`).
+    Images are fitted to sizes that divide (`jobs.spec.rules.buckets.sizes_of`).
 
     Raises:
         UserError: Not on GPUs, or the ranks cannot evenly share the tokens of an image or caption.

@@ -76,12 +76,14 @@ def _launch(allocation: str, begin: int, end: int, t: float) -> list[dict[str, o
         ([*_launch("7.0", 0, 20, 1), *_launch("7.1", 20, 60, 9)], ""),
         ([*_launch("7.0", 0, 20, 1)[:-1], *_launch("7.1", 0, 60, 9)], ""),
         ([*_launch("7.0", 0, 20, 1), *_launch("7.1", 0, 60, 9)], "begins after step 0, saved was"),
-        ([*_launch("7.0", 0, 60, 1), *_launch("7.1", 60, 60, 9), *_launch("7.0", 60, 60, 1e6)],
-         "7.0 still trains"),
+        (
+            [*_launch("7.0", 0, 60, 1), *_launch("7.1", 60, 60, 9), *_launch("7.0", 60, 60, 1e6)],
+            "7.0 still trains",
+        ),
         ([*_launch("7.0", 0, 20, 1), *_launch("7.0", 20, 60, 9)[2:]], "trains step 22 after 20"),
         (_launch("7.0", 0, 59, 1), "the last step is 59"),
     ],
-)  # fmt: skip
+)
 def test_the_slurm_campaign_notices(events: list[dict[str, object]], found: str) -> None:
     if found:
         with pytest.raises(Broken, match=found):

@@ -51,8 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         install(model, write_model, {"demo": 1}, force=False)
         install(data, write_lessons, {"demo": 1}, force=False)
     except OSError as error:
-        print(f"fsdp-tui: cannot write the demo to {root} ({error.strerror or error})",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"fsdp-tui: cannot write the demo to {root} ({error.strerror or error})",
+            file=sys.stderr,
+        )
         return 2
     except UserError as error:
         print(f"fsdp-tui: {error}", file=sys.stderr)

@@ -25,9 +25,29 @@ DRAWINGS: Final = 8
 """Of each heart that the demo's LoRA is trained on."""
 
 OTHER_WORDS: Final = (
-    "moon", "flower", "house", "tree", "cat", "arrow", "leaf", "drop", "cloud", "fish", "bird",
-    "boat", "car", "cup", "key", "sun", "apple", "bell", "crown", "hand", "book", "lamp",
-)  # fmt: skip
+    "moon",
+    "flower",
+    "house",
+    "tree",
+    "cat",
+    "arrow",
+    "leaf",
+    "drop",
+    "cloud",
+    "fish",
+    "bird",
+    "boat",
+    "car",
+    "cup",
+    "key",
+    "sun",
+    "apple",
+    "bell",
+    "crown",
+    "hand",
+    "book",
+    "lamp",
+)
 """Words that the vocabularies have, and that the base has seen beside every shape."""
 
 PROMPTS: Final = (

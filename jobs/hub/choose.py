@@ -17,7 +17,7 @@ from jobs.spec.values.dataset_files import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from jobs.hub.names import HubName
+    from jobs.spec.values.hub_names import HubName
 
 # Read at the top of a repository: what the model is, and under which license.
 _TOP: Final = ("model_index.json", "config.json", "README.md", "LICENSE*", "NOTICE*")

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from jobs.hub.fetches import Fetch, lock_of
 from jobs.hub.listing import check_room, list_files
-from jobs.hub.names import HubName, Kind
 from jobs.hub.trouble import HubError, explain
 from jobs.machine import file_lock
 from jobs.machine.start_detached import leave_starter
+from jobs.spec.values.hub_names import HubName, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

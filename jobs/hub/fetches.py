@@ -28,7 +28,7 @@ from jobs.units import size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jobs.hub.names import HubName
+    from jobs.spec.values.hub_names import HubName
 
 Stage = Literal["fetching", "waiting", "failed", "done"]
 _STARTS_WITHIN: Final = 20.0  # seconds

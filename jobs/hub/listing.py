@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from jobs.hub.choose import choose
-from jobs.hub.names import HubName, Kind
 from jobs.hub.trouble import HubError, explain
 from jobs.paths import nearest
 from jobs.run.rundir import read_json
+from jobs.spec.values.hub_names import HubName, Kind
 from jobs.units import size
 
 if TYPE_CHECKING:

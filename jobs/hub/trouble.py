@@ -10,7 +10,7 @@ from jobs.errors import UserError
 from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
-    from jobs.hub.names import HubName
+    from jobs.spec.values.hub_names import HubName
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _PASSING: Final = (408, 409, 412, 429)  # statuses of HTTP, beside those from 500

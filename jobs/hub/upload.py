@@ -13,13 +13,13 @@ import yaml
 
 from jobs.errors import SpecError, UserError
 from jobs.hub.card import CardFacts, with_trigger, write_card
-from jobs.hub.names import HubName
 from jobs.hub.trouble import HubError, explain
 from jobs.models.find_model import find_model
 from jobs.run.checkpoint_files import find_checkpoint, read_state
 from jobs.run.export_places import FACTS_FILE, export_facts
 from jobs.run.samples import list_samples
 from jobs.spec.families import FAMILIES
+from jobs.spec.values.hub_names import HubName
 
 if TYPE_CHECKING:
     from jobs.queue.job import Job

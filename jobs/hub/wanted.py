@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.hub import fetches
-from jobs.hub.names import HubName, is_offline
 from jobs.machine.engine_tools import ToolError
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json, write_atomic
+from jobs.spec.values.hub_names import HubName, is_offline
 from jobs.units import size
 
 if TYPE_CHECKING:

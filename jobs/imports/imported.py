@@ -9,7 +9,6 @@ import yaml
 from pydantic import ValidationError
 
 from jobs.errors import UserError
-from jobs.hub.names import HubName
 from jobs.imports.ai_toolkit import config as ai_toolkit
 from jobs.imports.common.import_report import Kind, Report
 from jobs.imports.diffusers import script as diffusers_script
@@ -21,6 +20,7 @@ from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.datasets import datasets_of
+from jobs.spec.values.hub_names import HubName
 from jobs.spec.values.yaml_lines import dump_mapping
 
 if TYPE_CHECKING:

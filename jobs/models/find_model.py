@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
-from jobs.hub.names import HubName
 from jobs.models.damaged_weights import DamagedError, elements_of, read_header
 from jobs.paths import exists, expand
+from jobs.spec.values.hub_names import HubName
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
 if TYPE_CHECKING:

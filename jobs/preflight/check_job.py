@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.errors import SpecError
-from jobs.hub.names import is_offline
 from jobs.launch.trackers import check_trackers
 from jobs.machine import devices
 from jobs.memory.host_memory import check_host_memory
@@ -19,12 +18,13 @@ from jobs.queue.job import SLURM
 from jobs.slurm.commands import installed
 from jobs.spec.rules.conflicts import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
+from jobs.spec.values.hub_names import is_offline
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from jobs.hub.names import HubName
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.hub_names import HubName
 
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 

@@ -7,12 +7,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
-from jobs.hub.names import HubName
 from jobs.paths import exists, expand
 from jobs.preflight.conditioning import check_places, check_prompt_images, split_samples
 from jobs.spec.families import get_family, needs_first_frame
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.values.buckets import Buckets
+from jobs.spec.rules.buckets import Buckets
 from jobs.spec.values.dataset_files import (
     CAPTION_SUFFIXES,
     PICTURE_SUFFIXES,
@@ -23,6 +22,7 @@ from jobs.spec.values.dataset_files import (
     without_masks,
 )
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
+from jobs.spec.values.hub_names import HubName
 
 if TYPE_CHECKING:
     from pathlib import Path

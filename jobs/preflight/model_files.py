@@ -13,7 +13,7 @@ from jobs.models.weight_variants import variant_of
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.values.buckets import widest_bucket
+from jobs.spec.rules.buckets import widest_bucket
 from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
 
 
 def longest_bucket_side(resolution: int, step: int, widest: float = 2.0) -> int:
-    """The longest side of a resolution's buckets, as `jobs.spec.values.buckets` makes them."""
+    """The longest side of a resolution's buckets, as `jobs.spec.rules.buckets` makes them."""
     area = max(resolution, step) ** 2
     long = int(math.sqrt(area * widest)) // step * step
     while long > widest * max(step, int(area / long) // step * step):

@@ -34,7 +34,6 @@ from jobs.spec.file.load import dump_spec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.hub.names import HubName
     from jobs.machine.devices import Gpu
     from jobs.queue.job import Place
     from jobs.queue.store import Job, Store
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
     from jobs.service.plan import Plan
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.hub_names import HubName
 
 
 __all__ = ["Progress", "progress"]  # with what is defined here

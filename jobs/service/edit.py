@@ -16,10 +16,10 @@ from jobs.spec.rules.strategy import world_size
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from jobs.hub.names import HubName
     from jobs.queue.store import Job, Store
     from jobs.service.plan import Plan
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.hub_names import HubName
 
 _LONGEST_NAME = 64  # characters; as jobs.spec.keys.job has it
 

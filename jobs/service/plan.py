@@ -22,10 +22,10 @@ from jobs.spec.values.datasets import with_folder_repeats
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.hub.names import HubName
     from jobs.queue.store import Job, Store
     from jobs.run.checkpoint_files import Checkpoint
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.hub_names import HubName
 
 
 @dataclass(frozen=True)

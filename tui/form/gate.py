@@ -13,7 +13,7 @@ from tui.form.fields.pages import first_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.hub.names import HubName
+    from jobs.spec.values.hub_names import HubName
     from tui.form.lookups import Looks
     from tui.form.screen import NewJobScreen
 

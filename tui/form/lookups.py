@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from textual.screen import Screen
 
-    from jobs.hub.names import HubName
     from jobs.slurm.partitions import Partition
+    from jobs.spec.values.hub_names import HubName
 
 
 class Looks:

@@ -13,9 +13,9 @@ from tui.text.checkpoint_text import plan_lines
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.hub.names import HubName
     from jobs.queue.store import Store
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.hub_names import HubName
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_vi
 from jobs.errors import UserError
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.families import Family, get_family, needs_first_frame, references_of
-from jobs.spec.values.buckets import Buckets
+from jobs.spec.rules.buckets import Buckets
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 

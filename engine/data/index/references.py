@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from PIL import Image, ImageOps
 
 from engine.data.index.views import shown
-from jobs.spec.values.buckets import enlargement
+from jobs.spec.rules.buckets import enlargement
 
 if TYPE_CHECKING:
     from collections.abc import Callable

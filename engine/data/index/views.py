@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from PIL import Image, ImageOps
 
-from jobs.spec.values.buckets import enlargement
+from jobs.spec.rules.buckets import enlargement
 
 if TYPE_CHECKING:
     from engine.data.index.data_index import Sample

@@ -18,8 +18,8 @@ from engine.data.read.images import NOTES
 from engine.data.read.masks import names_mask
 from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
+from jobs.spec.rules.buckets import Buckets, enlargement
 from jobs.spec.rules.strategy import data_parallel_size
-from jobs.spec.values.buckets import Buckets, enlargement
 from jobs.spec.values.datasets import datasets_of, find_layout
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from engine.families.shared.references import BEGINNING, FIRST_FRAME, REFERENCE
 from jobs.errors import UserError
 from jobs.spec.families import get_family, needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.values.buckets import sizes_of
+from jobs.spec.rules.buckets import sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

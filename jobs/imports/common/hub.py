@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.hub.names import HubName
 from jobs.imports.common.draft import is_off, named
 from jobs.paths import exists, expand
+from jobs.spec.values.hub_names import HubName
 
 if TYPE_CHECKING:
     from jobs.imports.common.draft import Draft, Rule

@@ -14,9 +14,9 @@ from pydantic import (
     model_serializer,
 )
 
-from jobs.hub.names import HubName
 from jobs.paths import exists, expand
 from jobs.spec.values.dataset_files import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from jobs.spec.values.hub_names import HubName
 from jobs.spec.values.resolutions import OptionalResolutions
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 from jobs.spec.values.value_types import Bool

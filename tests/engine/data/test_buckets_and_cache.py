@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.data.encode.tensor_cache import CacheError, TensorCache, fingerprint
 from jobs.errors import UserError
-from jobs.spec.values.buckets import bucket_sizes, nearest_bucket
+from jobs.spec.rules.buckets import bucket_sizes, nearest_bucket
 from tests.support.bindfs import mounted
 
 if TYPE_CHECKING:

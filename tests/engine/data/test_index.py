@@ -25,7 +25,7 @@ from engine.data.report.data_report import (
 )
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
-from jobs.spec.values.buckets import enlargement
+from jobs.spec.rules.buckets import enlargement
 
 if TYPE_CHECKING:
     from collections.abc import Callable

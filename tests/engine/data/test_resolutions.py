@@ -14,7 +14,7 @@ from engine.memory.tracing.inputs import training_size
 from jobs.errors import SpecError
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import size_of
-from jobs.spec.values.buckets import bucket_sizes, sizes_of
+from jobs.spec.rules.buckets import bucket_sizes, sizes_of
 from jobs.spec.values.resolutions import all_resolutions, largest_resolution
 
 if TYPE_CHECKING:

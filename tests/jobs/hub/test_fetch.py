@@ -15,7 +15,6 @@ from jobs.errors import SpecError
 from jobs.hub import fetch as fetching
 from jobs.hub import fetches, listing
 from jobs.hub.choose import choose
-from jobs.hub.names import HubName
 from jobs.hub.trouble import HubError
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, noted, question
 from jobs.models.blocks.model_config import find_target
@@ -26,6 +25,7 @@ from jobs.service.plan import plan_submit
 from jobs.spec.families import flavour_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.datasets import datasets_of
+from jobs.spec.values.hub_names import HubName
 from tests.conftest import plain_png
 from tests.support.hub.repos import CHOSEN, flux_like
 from tests.support.waiting import eventually

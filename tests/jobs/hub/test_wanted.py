@@ -11,12 +11,12 @@ import pytest
 
 from jobs import service
 from jobs.hub import fetches
-from jobs.hub.names import HubName
 from jobs.machine import file_lock
 from jobs.machine.processes import ProcessId
 from jobs.queue.states import State
 from jobs.service.plan import plan_submit
 from jobs.spec.file.load import load_spec
+from jobs.spec.values.hub_names import HubName
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from jobs.spec.families import FAMILIES, flavour_of
 from jobs.spec.file.flags import parse_flags, to_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
-from jobs.spec.values.buckets import bucket_sizes
+from jobs.spec.rules.buckets import bucket_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,6 @@ import pytest
 
 from jobs import service
 from jobs.errors import SpecError, StateError, UserError
-from jobs.hub.names import HubName
 from jobs.hub.wanted import note, noted
 from jobs.machine import file_lock
 from jobs.queue.dispatch import dispatch, needs_attention
@@ -40,6 +39,7 @@ from jobs.slurm.records import (
 from jobs.slurm.rows import LOCK, look_after_slurm_jobs
 from jobs.slurm.script import script_of
 from jobs.spec.file.load import load_spec
+from jobs.spec.values.hub_names import HubName
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.jobs.many_slurm_jobs import as_squeue, many_slurm_jobs
 from tests.support.waiting import PATIENCE

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.hub import names
+from jobs.spec.values import hub_names
 from tests.support.hub.server import serve
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def hub(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """A hub with nothing in it, for this process and its children."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(names, "_folders", {})
+    monkeypatch.setattr(hub_names, "_folders", {})
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -60,14 +60,34 @@ def _jobs(number: int) -> Sequence[BoxJob]:
     running = {"state": "running", "step": 840 + number, "total_steps": 2000, "ranks": 6}
     return (
         BoxJob(id=1, name="hearts", state="completed", step=20, total_steps=20, loss=0.2, ranks=2),
-        BoxJob(id=2, name="wan-clips", state="failed", step=12, total_steps=900, ranks=8,
-               gpus=tuple(range(8)),
-               reason="rank 1 ran out of GPU memory at step 12 during backward: 79.1 of 79.6 GiB"),
-        BoxJob(id=3, name="flux-night-run", **running, loss=0.4123, seconds_per_step=1.52,
-               eta=1763, gpus=tuple(range(6 - number))),
-        BoxJob(id=4, name="sd3-portraits", state="queued", ranks=4, total_steps=500,
-               reason="waiting for 4 GPUs"),
-    )  # fmt: skip
+        BoxJob(
+            id=2,
+            name="wan-clips",
+            state="failed",
+            step=12,
+            total_steps=900,
+            ranks=8,
+            gpus=tuple(range(8)),
+            reason="rank 1 ran out of GPU memory at step 12 during backward: 79.1 of 79.6 GiB",
+        ),
+        BoxJob(
+            id=3,
+            name="flux-night-run",
+            **running,
+            loss=0.4123,
+            seconds_per_step=1.52,
+            eta=1763,
+            gpus=tuple(range(6 - number)),
+        ),
+        BoxJob(
+            id=4,
+            name="sd3-portraits",
+            state="queued",
+            ranks=4,
+            total_steps=500,
+            reason="waiting for 4 GPUs",
+        ),
+    )
 
 
 def make_up_fleet(patch: pytest.MonkeyPatch, count: int) -> None:

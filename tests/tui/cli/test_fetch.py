@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from jobs.hub.names import HubName
 from jobs.hub.wanted import noted
 from jobs.queue.states import State
+from jobs.spec.values.hub_names import HubName
 from tests.support.hub.repos import CHOSEN, flux_like
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.hub import fetches
-from jobs.hub.names import HubName
 from jobs.hub.wanted import noted
 from jobs.queue.states import State
+from jobs.spec.values.hub_names import HubName
 from tests.support.tui.driven_app import error_of, field, form
 from tests.support.tui.pilot import until
 from tui.form.screen import NewJobScreen

@@ -10,10 +10,10 @@ import click
 
 from jobs.errors import UserError
 from jobs.hub import fetches
-from jobs.hub.names import HubName
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, question
 from jobs.machine.engine_tools import ToolError
 from jobs.spec.data_tool import NOT_NEEDED
+from jobs.spec.values.hub_names import HubName
 from jobs.units import size
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import JSON, read_job, warn

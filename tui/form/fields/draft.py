@@ -8,7 +8,6 @@ import yaml
 from pydantic import ValidationError
 
 from jobs.errors import SpecError, UserError
-from jobs.hub.names import HubName, is_offline
 from jobs.hub.wanted import find_missing
 from jobs.preflight import check_job
 from jobs.preflight.data_glance import find_unusable
@@ -29,6 +28,7 @@ from jobs.spec.rules.strategy import (
 )
 from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.datasets import with_folder_repeats
+from jobs.spec.values.hub_names import HubName, is_offline
 from tui.form.fields.field_texts import as_text
 from tui.form.fields.pages import SHOWN, label
 from tui.text.block_text import Model

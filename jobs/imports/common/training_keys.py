@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 LARGEST_RANK: Final = 4096
 """Of `lora_rank`; LyCORIS takes larger ones as a way to say that no matrix is parted."""
 
+_MOST_EPOCHS: Final = 1e9
+
 Words = dict[str, tuple[Any, str]]
 
 _EIGHT_BIT: Final = "8-bit AdamW of torchao, with blocks of 256 values"
@@ -217,14 +219,14 @@ def size(draft: Draft, key: str, value: Any) -> None:
 
 def side_of(megapixels: float) -> int:
     """The side of a square image, a multiple of 64 as for published models."""
-    return max(64, round(math.sqrt(megapixels * 1e6) / 64) * 64)
+    return max(64, round(math.sqrt(megapixels) * 1e3 / 64) * 64)
 
 
 def epochs(draft: Draft, key: str, value: Any, samples: int | None) -> None:
     """Epochs as steps, where the samples can be counted."""
     number = as_number(value)
-    if number is None:
-        draft.unreadable(key, "not a number")
+    if number is None or not 0 < number < _MOST_EPOCHS:
+        draft.unreadable(key, "not a number of epochs")
         return
     batch = global_batch(draft)
     if samples:
@@ -245,4 +247,4 @@ def global_batch(draft: Draft) -> float:
     gpus = draft.values.get("gpus")
     ranks = len(gpus) if isinstance(gpus, list) else draft.values.get("num_processes") or 1
     sizes = [draft.number(key) or 1 for key in ("train_batch_size", "gradient_accumulation_steps")]
-    return math.prod(sizes) * ranks
+    return math.prod(size if size >= 1 else 1 for size in sizes) * ranks

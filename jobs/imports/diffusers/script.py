@@ -18,9 +18,9 @@ from jobs.imports.common.draft import (
     unless_off,
     without,
 )
+from jobs.imports.common.places import read_beside
 from jobs.imports.diffusers import prior
 from jobs.imports.diffusers.command_line import Command, is_open, read_command
-from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -245,9 +245,16 @@ def _guidance(draft: Draft, key: str, value: Any) -> None:
 
 def _bitsandbytes(draft: Draft, key: str, value: Any) -> None:
     """A file with the arguments of a `BitsAndBytesConfig`."""
-    settings = read_json(draft.folder / str(value)) or {}
-    eight = settings.get("load_in_8bit") is True
-    draft.take(key, "base_precision", "int8" if eight else "nf4")
+    file = read_beside(draft, key, value, dict, "set base_precision: int8 or nf4")
+    if file is None:
+        return
+    path, settings = file
+    if not is_off(settings.get("load_in_8bit")):
+        draft.take(key, "base_precision", "int8", f"load_in_8bit of {path.name}")
+    elif not is_off(settings.get("load_in_4bit")):
+        draft.take(key, "base_precision", "nf4", f"load_in_4bit of {path.name}")
+    else:
+        draft.unneeded(key, f"{path.name} turns on neither load_in_8bit nor load_in_4bit")
 
 
 def _prompt(draft: Draft, key: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from engine.model.lora_file import begin_from
 from engine.model.packing import Packing
 from engine.model.quantized_linear import QuantizedLinear
 from jobs.errors import UserError
+from jobs.models.adapter_size import count_adapter
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.adapted_block import Block, X, error, fill
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
@@ -73,6 +74,21 @@ def test_it_computes_and_learns_what_pefts_does(
     assert len(mine) == 2 + len(lora_parameters(model))
     for name, value in wanted.items():
         assert error(mine[name], value) < 2e-6, name
+
+
+@pytest.mark.parametrize("factor", [-1, 1, 3, 8, 100])
+@pytest.mark.parametrize(
+    "values", [{"lora_rank": 2}, {"lora_rank": 16}, {"lokr_full_matrix": True}, {"lora_rank": 4096}]
+)
+def test_its_parameters_are_counted_from_the_shapes_of_the_weights(
+    values: dict[str, Any], factor: int
+) -> None:
+    sides = [(96, 64), (64, 96), (7, 60), (60, 1), (8, 8)]
+    model = torch.nn.Sequential(*(torch.nn.Linear(*pair, bias=False) for pair in sides))
+    spec = JobSpec(lora_variant="lokr", lokr_factor=factor, **values)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    add_lora(model, spec, r"\d")
+    assert count_adapter(spec, shapes) == sum(p.numel() for p in lora_parameters(model).values())
 
 
 @pytest.mark.parametrize("targets", [LINEAR, [*LINEAR, "conv"]])

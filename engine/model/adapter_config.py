@@ -67,4 +67,4 @@ def _check(config: Mapping[str, Any]) -> None:
             for pattern, number in several.items():
                 re.compile(pattern)
                 if not fits(number):
-                    raise ValueError(f"{key}: {number} is no number to scale by")
+                    raise ValueError(f"{key}: {number} cannot scale anything")

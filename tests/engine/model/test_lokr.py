@@ -230,7 +230,10 @@ def test_every_export_is_where_another_job_can_begin(
 
 
 def test_comfyui_reads_lycoris_names_and_alphas(toy: Path, tmp_path: Path) -> None:
-    """In its words: the product of the matrices times alpha over the rank, if one is parted."""
+    """In its words: the product of the matrices times alpha over the rank, if one is parted.
+
+    LyCORIS multiplies by that once while training, and twice when it merges; so it is 1.
+    """
     spec = toy_spec(toy, lora_variant="lokr", lora_rank=2, lora_alpha=5)
     model = trained_model(spec, toy / "model")
     made = export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "export")
@@ -243,10 +246,12 @@ def test_comfyui_reads_lycoris_names_and_alphas(toy: Path, tmp_path: Path) -> No
             down = tensors[f"{key}.lokr_w2_b"]
             right = tensors[f"{key}.lokr_w2_a"] @ down
             scale = tensors[f"{key}.alpha"].item() / len(down)
+            assert scale == 1
         assert error(scale * torch.kron(tensors[f"{key}.lokr_w1"], right), value) < 1e-6
     with safe_open(file, framework="pt") as opened:
         header = opened.metadata()
     assert header["ss_network_module"] == "lycoris.kohya"
+    assert float(header["ss_network_alpha"]) == float(header["ss_network_dim"]) == 2
     assert json.loads(header["ss_network_args"]) == {"algo": "lokr", "factor": "-1"}
 
 

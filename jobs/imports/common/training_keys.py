@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from jobs.imports.common.draft import as_number, chosen, is_off
 from jobs.imports.common.models import family_of
+from jobs.imports.common.places import read_beside
 from jobs.spec.values.spellings import as_bool
 from jobs.spec.values.value_types import LRScheduler
 
@@ -114,6 +115,20 @@ def base_precision(draft: Draft, key: str, value: Any) -> None:
             draft.take(key, "base_precision", ours, why)
             return
     draft.take(key, "base_precision", "nf4", _FEWEST)
+
+
+def bitsandbytes(draft: Draft, key: str, value: Any) -> None:
+    """A file with the arguments of a `BitsAndBytesConfig`."""
+    file = read_beside(draft, key, value, dict, "set base_precision: int8 or nf4")
+    if file is None:
+        return
+    path, settings = file
+    if not is_off(settings.get("load_in_8bit")):
+        draft.take(key, "base_precision", "int8", f"load_in_8bit of {path.name}")
+    elif not is_off(settings.get("load_in_4bit")):
+        draft.take(key, "base_precision", "nf4", f"load_in_4bit of {path.name}")
+    else:
+        draft.unneeded(key, f"{path.name} turns on neither load_in_8bit nor load_in_4bit")
 
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:

@@ -18,7 +18,6 @@ from jobs.imports.common.draft import (
     unless_off,
     without,
 )
-from jobs.imports.common.places import read_beside
 from jobs.imports.diffusers import prior
 from jobs.imports.diffusers.command_line import Command, is_open, read_command
 
@@ -243,20 +242,6 @@ def _guidance(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "only for guidance-distilled models")
 
 
-def _bitsandbytes(draft: Draft, key: str, value: Any) -> None:
-    """A file with the arguments of a `BitsAndBytesConfig`."""
-    file = read_beside(draft, key, value, dict, "set base_precision: int8 or nf4")
-    if file is None:
-        return
-    path, settings = file
-    if not is_off(settings.get("load_in_8bit")):
-        draft.take(key, "base_precision", "int8", f"load_in_8bit of {path.name}")
-    elif not is_off(settings.get("load_in_4bit")):
-        draft.take(key, "base_precision", "nf4", f"load_in_4bit of {path.name}")
-    else:
-        draft.unneeded(key, f"{path.name} turns on neither load_in_8bit nor load_in_4bit")
-
-
 def _prompt(draft: Draft, key: str, value: Any) -> None:
     texts = value if isinstance(value, list) else [value]
     before = [plain(prompt) for prompt in draft.values.get("validation_prompts", [])]
@@ -359,7 +344,7 @@ _RULES: Final[dict[str, Rule]] = {
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
     **all_of("train_text_encoder train_text_encoder_ti", without(training_keys.NO_TEXT_ENCODERS)),
     "do_fp8_training": unless_off("base_precision", "fp8_scaled"),
-    "bnb_quantization_config_path": _bitsandbytes,
+    "bnb_quantization_config_path": training_keys.bitsandbytes,
     **all_of(
         "do_edm_style_training lora_bias complex_human_instruction system_prompt",
         without(training_keys.NO_METHOD),

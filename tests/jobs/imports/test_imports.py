@@ -1133,6 +1133,8 @@ def test_what_is_no_configuration_is_one_sentence(text: str, said: str, tmp_path
         ("config: {process: []}", "config.process is missing"),
         ("- 1", "config.process is missing"),
         ("a: 2024-13-45", "cannot be read"),
+        ("config: {process: [{train: {2024-01-01: 1}}]}", "a key cannot be read"),
+        ("config: {process: [{!!binary aGk=: 1}]}", "a key cannot be read"),
     ],
 )
 def test_what_is_no_training_of_ai_toolkit(text: str, said: str, tmp_path: Path) -> None:
@@ -1419,6 +1421,12 @@ def test_a_shell_script_is_read_as_a_shell_reads_it(tmp_path: Path) -> None:
         "dir": "/x/y z",
         "lost": "$NOWHERE",
     }
+
+
+def test_an_empty_word_does_not_end_a_command(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("accelerate launch train_flux.py --prompt '' --rank 8; echo done")
+    assert read_command([str(script)])[1].flags == {"prompt": "", "rank": "8"}
 
 
 def test_ways_to_start_a_script() -> None:

@@ -99,7 +99,10 @@ def _in_scope(scope: ast.AST, path: str, names: Mapping[str, ast.expr]) -> Itera
         texts = call.args[1:] if name == _CONFLICT else call.args
         if texts and (name == _CONFLICT or name in _ERRORS):
             hints = [*texts[1:2], *(word.value for word in call.keywords if word.arg == "hint")]
-            yield from _message(path, _text(texts[0], names), [_text(one, names) for one in hints])
+            text = _text(texts[0], names)
+            if any(word.arg == "named" for word in call.keywords):  # it is said of the key
+                text = f"{_text(call.args[0], names)}: {text}"
+            yield from _message(path, text, [_text(one, names) for one in hints])
     for function in inner:
         yield from _in_scope(function, path, names)
 

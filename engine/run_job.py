@@ -47,6 +47,7 @@ from engine.train.optimizer_step import Stepper
 from engine.train.train_state import TrainState
 from engine.train.training_loop import Trainer
 from jobs.errors import UserError
+from jobs.models.find_lora import find_lora
 from jobs.models.find_model import find_model
 from jobs.run.events import End, Start
 from jobs.spec.families import latent_step_of
@@ -231,7 +232,7 @@ def begin_from_lora(run: RunContext, model: torch.nn.Module) -> bool:
     """
     if run.spec.model_type != "lora" or not run.spec.init_lora:
         return True
-    file = lora_file.find_lora(run.spec.init_lora)
+    file = find_lora(run.spec.init_lora)
     if file is not None:
         lora_file.begin_from(model, file, run.family)
         run.telemetry.say(f"the adapter begins from {file}")

@@ -41,14 +41,18 @@ class Problem:
         key: What to look at; "" where that is no key of a job.
         text: One sentence.
         line: Where the key is in the file.
+        named: Whether the sentence is said of the key, and needs its name in front where nothing
+            else says which it is.
     """
 
     key: str
     text: str
     line: int | None = None
+    named: bool = False
 
     def __str__(self) -> str:
-        return self.text if self.line is None else f"line {self.line}: {self.text}"
+        sentence = f"{self.key}: {self.text}" if self.named else self.text
+        return sentence if self.line is None else f"line {self.line}: {sentence}"
 
 
 class SpecError(UserError):

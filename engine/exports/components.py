@@ -9,14 +9,14 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.models.weight_variants import variant_of
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 INDEX: Final = "model_index.json"
@@ -49,26 +49,39 @@ class Copy:
     name: str
 
 
-def files_of(root: Path, trained: str) -> list[Copy]:
-    """The files of a pipeline that training does not change, and the trained part's config.
-
-    Args:
-        root: The base model.
-        trained: The name of the part that is trained.
+def read_index(root: Path) -> dict[str, Any]:
+    """A model's index.
 
     Raises:
-        UserError: A component that `model_index.json` names is missing, and pipelines need it.
+        UserError: It cannot be read, or names a component that is no folder of the model.
     """
     index = read_json(root / INDEX)
     if index is None:
         raise UserError(f"{root} has no readable {INDEX}", "download the model again")
+    for name in components_of(index):
+        if name in ("", ".", "..") or "/" in name:  # files would be copied to anywhere
+            raise UserError(f"{root}/{INDEX}: {name} is no folder of the model")
+    return index
+
+
+def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
+    """The files of a pipeline that training does not change, and the trained part's config.
+
+    Args:
+        root: The base model.
+        index: Its index.
+        trained: The name of the part that is trained.
+
+    Raises:
+        UserError: A component that the index names is missing, and pipelines need it.
+    """
     copies = [Copy((root / INDEX).resolve(), INDEX)]
     copies += [
         Copy(path.resolve(), path.name)
         for path in sorted(root.iterdir())
         if path.name.upper().startswith(("LICENSE", "NOTICE")) and path.is_file()
     ]
-    absent = absent_checks(root)
+    absent = absent_checks(root, index)
     for name in components_of(index):
         if name in absent:
             continue
@@ -94,7 +107,7 @@ def _is_another_copy(path: Path) -> bool:
     )
 
 
-def components_of(index: dict[str, object]) -> list[str]:
+def components_of(index: Mapping[str, Any]) -> list[str]:
     """The components that a model index says are there."""
     return [
         name
@@ -103,24 +116,25 @@ def components_of(index: dict[str, object]) -> list[str]:
     ]
 
 
-def absent_checks(root: Path) -> list[str]:
-    """Parts that `model_index.json` names, that are missing, and that pipelines do without."""
-    named = components_of(read_json(root / INDEX) or {})
+def absent_checks(root: Path, index: Mapping[str, Any]) -> list[str]:
+    """Parts that a model's index names, that are missing, and that pipelines do without."""
+    named = components_of(index)
     absent = [name for name in _CHECKS if name in named and not (root / name).is_dir()]
     return [] if "safety_checker" in named and "safety_checker" not in absent else absent
 
 
-def write_index_without(names: Iterable[str], directory: Path) -> None:
+def write_index_without(names: Iterable[str], index: Mapping[str, Any], directory: Path) -> None:
     """Write into the index of an export that it has no such parts.
 
     Args:
         names: From `absent_checks`.
-        directory: The export, with the base model's index.
+        index: The base model's.
+        directory: The export.
     """
-    index = (read_json(directory / INDEX) or {}) | {name: [None, None] for name in names}
-    if "requires_safety_checker" in index:
-        index["requires_safety_checker"] = False
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    changed = {**index, **{name: [None, None] for name in names}}
+    if "requires_safety_checker" in changed:
+        changed["requires_safety_checker"] = False
+    (directory / INDEX).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:

@@ -25,6 +25,8 @@ def scaled(
 ) -> dict[str, torch.Tensor]:
     """The same with every scale in the first matrix: readers differ in what an alpha means.
 
+    Peft scales by it also where both matrices are whole; LyCORIS scales twice when it merges.
+
     Args:
         layers: `<module>.lokr_w1`, `.lokr_w2` and so on.
         scales: What each module's product is multiplied by.
@@ -40,17 +42,12 @@ def unscaled(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config) | {"alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
 
 
-def named(
-    style: LoraStyle,
-    layers: Mapping[str, torch.Tensor],
-    scales: Mapping[str, float],
-) -> dict[str, torch.Tensor]:
-    """A LoKr under the names of another tool, with its alphas.
+def named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A LoKr under the names of another tool, with alphas that scale nothing.
 
     Args:
         style: How it names LoRAs.
-        layers: `<module>.lokr_w1`, `.lokr_w2` and so on.
-        scales: What each module's product is multiplied by.
+        layers: Of `scaled`.
 
     Raises:
         UserError: The tool has no name for a module.
@@ -69,8 +66,7 @@ def named(
         module, _, part = name.rpartition(".")
         converted[f"{names[module]}.{part}"] = tensor
         if part == "lokr_w2_b":
-            alpha = torch.tensor(float(tensor.shape[0] * scales[module]))
-            converted[f"{names[module]}.alpha"] = alpha
+            converted[f"{names[module]}.alpha"] = torch.tensor(float(tensor.shape[0]))
         elif part == "lokr_w2":  # both are whole: no tool scales them
             converted[f"{names[module]}.alpha"] = torch.tensor(float(max(tensor.shape[:2])))
     return converted

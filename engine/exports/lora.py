@@ -83,12 +83,13 @@ class LoraOutput:
             self._model, state_dict=self._whole, adapter_name=lora.ADAPTER
         )
         self._judge(layers)
+        if self._lokr:
+            layers = lokr.scaled(layers, self._scales)
         if "diffusers" in self._formats:
-            plain = lokr.scaled(layers, self._scales) if self._lokr else layers
             if loads_loras(self._recipe.family.pipeline_class()):
-                self._write_diffusers(plain, checked)
+                self._write_diffusers(layers, checked)
             else:
-                self._write_peft(plain, checked)
+                self._write_peft(layers, checked)
         for name, style in _styles(self._recipe).items():
             if name in self._formats:
                 self._write_named(name, style, layers, checked)
@@ -168,8 +169,7 @@ class LoraOutput:
         spec = self._recipe.spec
         try:
             if self._lokr:
-                tensors = lokr.named(style, layers, self._scales)
-                scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
+                tensors, scale = lokr.named(style, layers), 1.0
             else:
                 tensors, scale = _named(style, layers, self._scales)
         except UserError as error:

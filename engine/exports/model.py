@@ -13,6 +13,7 @@ from engine.exports.components import (
     absent_checks,
     bytes_to_copy,
     files_of,
+    read_index,
     take_over,
     write_index_without,
 )
@@ -74,8 +75,9 @@ class ModelOutput:
             filename_pattern=SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}."),
             max_shard_size=LARGEST_FILE,
         )
-        self._others = files_of(recipe.root, recipe.family.component)
-        self._absent = absent_checks(recipe.root)
+        self._index = read_index(recipe.root)
+        self._others = files_of(recipe.root, self._index, recipe.family.component)
+        self._absent = absent_checks(recipe.root, self._index)
         if self._absent:
             names = " and ".join(self._absent)
             self.warnings.append(f"the base model lacks {names}: the export has none")
@@ -118,7 +120,7 @@ class ModelOutput:
             take_over(copy, self._directory)
             checked()
         if self._absent:
-            write_index_without(self._absent, self._directory)
+            write_index_without(self._absent, self._index, self._directory)
         if len(self._files) > 1:
             self._write_index()
         for file in self._files.values():

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
 from jobs.memory.host_memory import STATE_BYTES
-from jobs.models.find_model import count_parameters, find_model
+from jobs.models.adapter_size import count_adapter
+from jobs.models.find_model import count_parameters, find_model, read_shapes
 from jobs.spec.families import component_of
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _WEIGHT: Final = 4  # bytes of a parameter in a checkpoint, fp32
-_OF_A_LORA: Final = 0.02  # of the model's parameters, at a rank of 16
 
 
 def checkpoint_bytes(spec: JobSpec) -> int | None:
@@ -23,12 +23,14 @@ def checkpoint_bytes(spec: JobSpec) -> int | None:
         component = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
     except UserError:
         return None
-    parameters = count_parameters(component)
-    if parameters is None:
+    if spec.model_type == "full":
+        parameters = count_parameters(component)
+    else:
+        parameters = count_adapter(spec, read_shapes(component) or {})
+    if not parameters:
         return None
-    share = 1.0 if spec.model_type == "full" else _OF_A_LORA * spec.lora_rank / 16
     each = _WEIGHT * (2 if spec.use_ema else 1) + STATE_BYTES[spec.optimizer]
-    return math.ceil(parameters * share * each)
+    return parameters * each
 
 
 def checkpoints_kept(spec: JobSpec) -> int:

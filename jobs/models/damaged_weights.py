@@ -79,13 +79,22 @@ def elements_of(entry: Any) -> int:
     """Elements of the tensor that an entry of a header describes.
 
     Raises:
+        DamagedError: The entry gives no shape of sizes.
+    """
+    return math.prod(shape_of(entry))
+
+
+def shape_of(entry: Any) -> tuple[int, ...]:
+    """The shape of the tensor that an entry of a header describes.
+
+    Raises:
         DamagedError: The entry gives no shape of sizes. (A product of what else stands there can
             take any amount of memory: `"a"` times 10^9.)
     """
     shape = entry.get("shape") if isinstance(entry, dict) else None
     if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise DamagedError("its header is damaged")
-    return math.prod(shape)
+    return tuple(shape)
 
 
 def _wrong_with(header: dict[str, Any], room: int) -> str | None:

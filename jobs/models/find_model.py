@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
-from jobs.models.damaged_weights import DamagedError, elements_of, read_header
+from jobs.models.damaged_weights import DamagedError, read_header, shape_of
 from jobs.paths import exists, expand
 from jobs.spec.values.hub_names import HubName
 from jobs.untrusted.files import LARGEST_JSON, read_regular
@@ -46,12 +47,18 @@ def find_model(name_or_path: str) -> Path:
 
 
 def count_parameters(component: Path) -> int | None:
-    """Elements of all tensors in a component's safetensors files; None when that is unknown.
+    """Elements of all tensors in a component's safetensors files; None when that is unknown."""
+    shapes = read_shapes(component) or {}
+    return sum(map(math.prod, shapes.values())) or None
+
+
+def read_shapes(component: Path) -> dict[str, tuple[int, ...]] | None:
+    """Name → shape of all tensors in a component's safetensors files; None when that is unknown.
 
     Reads only the files' headers: 8 bytes with the length of a JSON object, and that object.
     """
     indices = sorted(component.glob("*.safetensors.index.json"))
-    total = 0
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
         if indices:
             listed = set(json.loads(read_regular(indices[0], LARGEST_JSON))["weight_map"].values())
@@ -59,7 +66,7 @@ def count_parameters(component: Path) -> int | None:
         else:
             files = sorted(component.glob("*.safetensors"))[:1]
         for path in files:
-            total += sum(map(elements_of, read_header(path)[0].values()))
+            shapes |= {name: shape_of(entry) for name, entry in read_header(path)[0].items()}
     except (
         DamagedError,
         OSError,
@@ -71,4 +78,4 @@ def count_parameters(component: Path) -> int | None:
         RecursionError,
     ):
         return None
-    return total or None
+    return shapes or None

@@ -10,6 +10,7 @@ from jobs.errors import SpecError
 from jobs.launch.trackers import check_trackers
 from jobs.machine import devices
 from jobs.memory.host_memory import check_host_memory
+from jobs.models.find_lora import find_lora
 from jobs.paths import cache_home, exists, expand, refuse_unwritable
 from jobs.preflight.compiler import check_compiler
 from jobs.preflight.dataset import check_dataset
@@ -18,13 +19,12 @@ from jobs.queue.job import SLURM
 from jobs.slurm.commands import installed
 from jobs.spec.rules.conflicts import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
-from jobs.spec.values.hub_names import is_offline
+from jobs.spec.values.hub_names import HubName, is_offline
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from jobs.spec.job_spec import JobSpec
-    from jobs.spec.values.hub_names import HubName
 
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
@@ -103,10 +103,16 @@ def check_beginning(spec: JobSpec) -> None:
 def _check_lora(key: str, text: str) -> None:
     path = expand(text)
     if not exists(path):
-        raise SpecError(f"{key}: {path} does not exist")
+        of_hub = HubName.read("model", text) is not None
+        hint = f"if it is on the hub, download it (`hf download`) and set {key} to the file"
+        raise SpecError(f"{key}: {path} does not exist", hint if of_hub else None)
     if path.is_file() and path.suffix != ".safetensors":
         raise SpecError(f"{key}: {path} is not a .safetensors file")
-    if path.is_dir() and not any(path.glob("*.safetensors")):
+    if path.is_dir() and find_lora(text) is None:
+        if any(path.glob("*.safetensors")):
+            raise SpecError(
+                f"{key}: {path} has several .safetensors files", f"set {key} to one of them"
+            )
         raise SpecError(f"{key}: {path} has no .safetensors file")
 
 

@@ -58,10 +58,11 @@ class Checks:
             form.looks.at_launch(values)
         problems = draft.find_problems(values)
         if not self._tried:
-            problems = {k: text for k, text in problems.items() if values.get(k, "") != ""}
+            problems = {k: each for k, each in problems.items() if values.get(k, "") != ""}
         for name, row in form.fields.rows.items():
             row.turn_off(self.reasons.get(name, ""))
-            row.complain(problems.get(name) or form.looks.bad_paths.get(name, ""))
+            problem = problems.get(name)
+            row.complain(problem.text if problem else form.looks.bad_paths.get(name, ""))
         form.fields.offer_partitions(form.looks.partitions)
         self.show_ranks(values)
         form.query_one(FitBars).look_at(values, form.snapshot, form.looks.partitions)
@@ -104,7 +105,7 @@ class Checks:
         """What the strategy comes to: in a few characters, and as a sentence."""
         return draft.strategy_note(values, self._form.query_one(FitBars).strategy_of(values))
 
-    def _show_tabs(self, problems: Mapping[str, str]) -> None:
+    def _show_tabs(self, problems: Mapping[str, object]) -> None:
         wrong = {page_of(key) for key in problems if key}
         parts = []
         for n, page in enumerate(PAGES):

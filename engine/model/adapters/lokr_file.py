@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from peft.utils import CONFIG_NAME
 from peft.utils.other import get_pattern_key
 
 from engine.families.shared.lora_names import named_singly
 from engine.model.adapters import lora
+from engine.model.adapters.adapter_config import read_adapter_config
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,7 +60,10 @@ def set_adapter(
         scale = scale_of(module, parts) / scales[module]
         parts.pop("alpha", None)
         if "lokr_w1_a" in parts and "lokr_w1_b" in parts:
-            parts["lokr_w1"] = parts.pop("lokr_w1_a") @ parts.pop("lokr_w1_b")
+            left, right = parts.pop("lokr_w1_a"), parts.pop("lokr_w1_b")
+            if left.shape[1:] != right.shape[:1]:
+                raise UserError(f"{module}'s lokr_w1_a and lokr_w1_b do not fit each other")
+            parts["lokr_w1"] = left @ right
         if parts.keys() != layers[module].keys():
             raise UserError(
                 f"{module} has {_list(parts)} there and {_list(layers[module])} here", _HINT
@@ -91,12 +92,11 @@ def scales_in(file: Path, header: Mapping[str, str], prefix: str) -> Callable[[s
     Returns:
         Module and its parts → what its product is multiplied by: by its alpha where a matrix is
         parted, as LyCORIS does; else as peft's configuration says; 1 where nothing does.
+
+    Raises:
+        UserError: The configuration cannot be read.
     """
-    config: dict[str, Any] = {}
-    if text := header.get(LORA_ADAPTER_METADATA_KEY):
-        config = {key.removeprefix(f"{prefix}."): v for key, v in json.loads(text).items()}
-    elif (beside := file.parent / CONFIG_NAME).is_file():
-        config = json.loads(beside.read_text(encoding="utf-8"))
+    config = read_adapter_config(file, header, prefix)
 
     def scale(module: str, parts: Parts) -> float:
         parted = parts.get("lokr_w2_b", parts.get("lokr_w1_b"))

@@ -7,28 +7,24 @@ layers that are one elsewhere are parted by what parts them there.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
 from engine.model.adapters import lokr_file, lora
+from engine.model.adapters.adapter_config import read_adapter_config
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from engine.families import Family
-
-_USUAL: Final = ("pytorch_lora_weights.safetensors", SAFETENSORS_WEIGHTS_NAME)
 
 # What the name of a tensor ends with, and what it is.
 _ENDS: Final = {
@@ -74,14 +70,6 @@ class Layer:
     @property
     def outputs(self) -> int:
         return self.parts["up"].shape[0]
-
-
-def find_lora(place: str) -> Path | None:
-    """The file that `init_lora` names: itself, or what diffusers or peft read in a directory."""
-    path = Path(place).expanduser()
-    if path.is_dir():
-        return next((path / name for name in _USUAL if (path / name).is_file()), None)
-    return path if path.is_file() else None
 
 
 @torch.no_grad()
@@ -150,8 +138,8 @@ def _begin_from_lokr(
         flat = [{p + m.replace(".", "_"): m for m in modules} for p in _UNDERSCORED]
         return plain + flat + lokr_file.single_names(model, modules, family)
 
-    scale_of = lokr_file.scales_in(file, header, family.lora_prefix)
     try:
+        scale_of = lokr_file.scales_in(file, header, family.lora_prefix)
         lokr_file.set_adapter(model, stored, rename, scale_of)
     except UserError as error:
         raise refusal(file, error.message, error.hint) from None
@@ -189,15 +177,33 @@ def read_lora(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str,
                 match = _END.fullmatch(key)
                 if match is None:
                     raise refusal(file, f"{key} is no part of a LoRA")
-                stored.setdefault(match["module"], {})[_ENDS[match["end"]]] = opened.get_tensor(key)
+                tensor = opened.get_tensor(key)
+                if tensor.dtype.itemsize == 1:  # fp8, in which little can be computed
+                    tensor = tensor.float()
+                stored.setdefault(match["module"], {})[_ENDS[match["end"]]] = tensor
     except (SafetensorError, OSError) as error:
         raise refusal(file, f"it cannot be read ({error})") from None
     for module, parts in stored.items():
+        _check_sizes(file, module, parts)
         if parts.keys() & {*lokr_file.PARTS}:
             continue
         if absent := {"down", "up"} - parts.keys():
             raise refusal(file, f"{module} has no {sorted(absent)[0]} weights")
     return stored, header
+
+
+def _check_sizes(file: Path, module: str, parts: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors of sizes that no adapter has, whatever the model.
+
+    Raises:
+        UserError: An alpha is not one finite number, or a matrix is empty or none.
+    """
+    for part, tensor in parts.items():
+        if part == "alpha":
+            if tensor.numel() != 1 or not tensor.isfinite().all():
+                raise refusal(file, f"the alpha of {module} is not a finite number")
+        elif tensor.numel() == 0 or (part != "lengths" and tensor.dim() < 2):
+            raise refusal(file, f"the {part} weights of {module} are {tuple(tensor.shape)}")
 
 
 def naming(
@@ -252,7 +258,8 @@ def parted(
         UserError: It has another size, or adapts a layer that the job does not.
     """
     up, down = tensors["up"], tensors["down"]
-    if len(up) != len(rows) or up.flatten(1).shape[1] != len(down):
+    lengths = tensors.get("lengths", rows)
+    if len(up) != len(rows) or up.flatten(1).shape[1] != len(down) or lengths.numel() != len(rows):
         raise refusal(file, f"{key} has another size than the model's layer")
     if up[rows == 0].any():
         raise refusal(file, f"it adapts a part of {key} that the job does not")
@@ -304,13 +311,14 @@ def scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
 
     Returns:
         Layer's name and rank → what its product is multiplied by; 1 where nothing says.
+
+    Raises:
+        UserError: The configuration cannot be read.
     """
-    config: dict[str, Any] = {}
-    if text := header.get(LORA_ADAPTER_METADATA_KEY):
-        prefix = f"{family.lora_prefix}."
-        config = {key.removeprefix(prefix): value for key, value in json.loads(text).items()}
-    elif (beside := file.parent / CONFIG_NAME).is_file():
-        config = json.loads(beside.read_text(encoding="utf-8"))
+    try:
+        config = read_adapter_config(file, header, family.lora_prefix)
+    except UserError as error:
+        raise refusal(file, error.message) from None
 
     def scale(name: str, rank: int) -> float:
         alphas = config.get("alpha_pattern") or {}

@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional
 
 from engine.model.adapters import lora
-from engine.model.adapters.lora_file import find_lora
 from engine.model.adapters.training_adapter_file import read_training_adapter
 from engine.model.precision import compute_dtype
 from jobs.errors import UserError
+from jobs.models.find_lora import find_lora
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -82,9 +82,11 @@ def _process(path: Path, values: Any) -> tuple[dict[str, Any], dict[str, Any], i
         )
     # The tool itself does so in the whole file.
     name = str(config.get("name", ""))
-    first = json.loads(
-        json.dumps(processes[0], default=str).replace("[name]", json.dumps(name)[1:-1])
-    )
+    try:
+        text = json.dumps(processes[0], default=str)
+    except TypeError as error:
+        raise UserError(f"{path}: a key cannot be read ({error})") from None
+    first = json.loads(text.replace("[name]", json.dumps(name)[1:-1]))
     around = {f"config.{key}": value for key, value in config.items() if key != "process"}
     around |= {key: value for key, value in values.items() if key != "config"}
     return first, around, len(processes) - 1

@@ -97,10 +97,10 @@ def _resolution(part: Draft, key: str, value: Any) -> None:
     """One resolution or several; both train every image at each that it is large enough for."""
     sides = [as_number(side) for side in (value if isinstance(value, list) else [value])]
     resolutions = [int(side) for side in sides if side]
-    if resolutions:
+    if resolutions and len(resolutions) == len(sides):
         part.take(key, "resolution", resolutions)
     else:
-        part.unreadable(key, "not a number")
+        part.unreadable(key, "not a number, or a list of numbers")
 
 
 def _caption_suffix(part: Draft, key: str, value: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.errors import UserError
 from jobs.imports.common import launch, models, training_keys
-from jobs.imports.common.draft import as_number, is_off
+from jobs.imports.common.draft import as_number, is_off, read
 from jobs.imports.common.import_report import Kind
 from jobs.spec.values.spellings import as_bool
 
@@ -289,11 +290,17 @@ def warm_up(draft: Draft, key: str, value: Any) -> None:
 
 
 def betas(draft: Draft, key: str, value: Any) -> None:
-    if isinstance(value, (list, tuple)) and len(value) == 2:
-        if draft.take(key, "adam_beta1", value[0], "the first; adam_beta2 is the second"):
-            draft.values["adam_beta2"] = as_number(value[1]) or 0.999
-    else:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
         draft.unreadable(key, "not two numbers")
+        return
+    names = ("adam_beta1", "adam_beta2")
+    try:
+        ours = {name: read(name, number) for name, number in zip(names, value, strict=True)}
+    except UserError as error:
+        draft.unreadable(key, str(error))
+    else:
+        draft.values |= ours
+        draft.record(Kind.TRANSLATED, key, **ours)
 
 
 def first_sample(draft: Draft, key: str, value: Any) -> None:

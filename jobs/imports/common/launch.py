@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import UserError
 from jobs.imports.common import training_keys
 from jobs.imports.common.draft import (
     Draft,
@@ -17,7 +16,7 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.import_report import Kind
-from jobs.imports.common.places import find_beside, parse
+from jobs.imports.common.places import read_beside
 from jobs.spec.values.spellings import as_list, normal_key
 
 if TYPE_CHECKING:
@@ -191,17 +190,11 @@ def read_file(draft: Draft, key: str, name: str, over: Collection[str] = ()) -> 
         name: Its path.
         over: Keys that are also flags, which win.
     """
-    path = find_beside(draft.folder, name, by_name=True)
     part = Draft({key: name}, draft.folder, above=draft)
-    try:
-        values = None if path is None else parse(path)
-    except UserError as error:
-        part.unreadable(key, str(error))
+    file = read_beside(part, key, name, dict, "set num_processes or gpus, and the fsdp_* keys")
+    if file is None:
         return
-    if path is None or not isinstance(values, dict):
-        why = "no such file" if path is None else "it has no keys"
-        part.unreadable(key, f"{why}; set num_processes or gpus, and the fsdp_* keys")
-        return
+    path, values = file
     part.record(Kind.TAKEN, key, why="its keys follow")
     # The levels of these files say nothing that the keys do not; DeepSpeed's are one.
     flat = flatten(values, keep=("deepspeed_config",))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import tomllib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import yaml
 
 from jobs.errors import UserError
 from jobs.paths import exists, expand
-from jobs.spec.values.yaml_lines import parse_yaml
+from jobs.spec.values.yaml_lines import MOST_LEVELS, parse_yaml
 from jobs.untrusted.files import read_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from jobs.imports.common.draft import Draft
+
+_Content = TypeVar("_Content", dict[Any, Any], list[Any])
 
 _PARENTS: Final = 3
 
@@ -58,9 +62,9 @@ def parse(path: Path, *, otherwise: str = ".json") -> Any:
     try:
         if suffix in (".yaml", ".yml"):
             return parse_yaml(text)[1]
-        if suffix == ".toml":
-            return tomllib.loads(text)
-        return json.loads(text)
+        value = tomllib.loads(text) if suffix == ".toml" else json.loads(text)
+        _refuse_deep(value)
+        return value
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" line {mark.line + 1}" if mark is not None else ""
@@ -72,6 +76,56 @@ def parse(path: Path, *, otherwise: str = ".json") -> Any:
         raise UserError(f"{path} is not valid TOML: {error}") from None
     except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{path}: a value cannot be read ({error})") from None
+
+
+def _refuse_deep(value: Any) -> None:
+    """Refuse what is nested deeper than YAML may be; rules go down into values by recursion.
+
+    Raises:
+        ValueError: It is.
+    """
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+        if not level:
+            return
+    raise ValueError(f"more than {MOST_LEVELS} levels")
+
+
+def read_beside(
+    draft: Draft, key: str, value: Any, kind: type[_Content], instead: str
+) -> tuple[Path, _Content] | None:
+    """Read the file that a key names.
+
+    Args:
+        draft: The job; its report says why nothing can be read.
+        key: What names the file.
+        value: Its path.
+        kind: What the file must hold.
+        instead: What to do where it cannot be read.
+
+    Returns:
+        The file and its content; None where it cannot be read.
+    """
+    path = find_beside(draft.folder, str(value), by_name=True)
+    if path is None:
+        draft.unreadable(key, f"no such file; {instead}")
+        return None
+    try:
+        content = parse(path)
+    except UserError as error:
+        draft.unreadable(key, f"{error}; {instead}")
+        return None
+    if not isinstance(content, kind):
+        what = "keys" if kind is dict else "list"
+        draft.unreadable(key, f"{path.name} has no {what}; {instead}")
+        return None
+    return path, content
 
 
 def find_beside(folder: Path, text: str, *, by_name: bool = False) -> Path | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from jobs.imports.common.draft import as_number, chosen, is_off
 from jobs.imports.common.models import family_of
+from jobs.imports.common.places import read_beside
 from jobs.spec.values.spellings import as_bool
 from jobs.spec.values.value_types import LRScheduler
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 LARGEST_RANK: Final = 4096
 """Of `lora_rank`; LyCORIS takes larger ones as a way to say that no matrix is parted."""
+
+_MOST_EPOCHS: Final = 1e9
 
 Words = dict[str, tuple[Any, str]]
 
@@ -112,6 +115,20 @@ def base_precision(draft: Draft, key: str, value: Any) -> None:
             draft.take(key, "base_precision", ours, why)
             return
     draft.take(key, "base_precision", "nf4", _FEWEST)
+
+
+def bitsandbytes(draft: Draft, key: str, value: Any) -> None:
+    """A file with the arguments of a `BitsAndBytesConfig`."""
+    file = read_beside(draft, key, value, dict, "set base_precision: int8 or nf4")
+    if file is None:
+        return
+    path, settings = file
+    if not is_off(settings.get("load_in_8bit")):
+        draft.take(key, "base_precision", "int8", f"load_in_8bit of {path.name}")
+    elif not is_off(settings.get("load_in_4bit")):
+        draft.take(key, "base_precision", "nf4", f"load_in_4bit of {path.name}")
+    else:
+        draft.unneeded(key, f"{path.name} turns on neither load_in_8bit nor load_in_4bit")
 
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:
@@ -217,14 +234,14 @@ def size(draft: Draft, key: str, value: Any) -> None:
 
 def side_of(megapixels: float) -> int:
     """The side of a square image, a multiple of 64 as for published models."""
-    return max(64, round(math.sqrt(megapixels * 1e6) / 64) * 64)
+    return max(64, round(math.sqrt(megapixels) * 1e3 / 64) * 64)
 
 
 def epochs(draft: Draft, key: str, value: Any, samples: int | None) -> None:
     """Epochs as steps, where the samples can be counted."""
     number = as_number(value)
-    if number is None:
-        draft.unreadable(key, "not a number")
+    if number is None or not 0 < number < _MOST_EPOCHS:
+        draft.unreadable(key, "not a number of epochs")
         return
     batch = global_batch(draft)
     if samples:
@@ -245,4 +262,4 @@ def global_batch(draft: Draft) -> float:
     gpus = draft.values.get("gpus")
     ranks = len(gpus) if isinstance(gpus, list) else draft.values.get("num_processes") or 1
     sizes = [draft.number(key) or 1 for key in ("train_batch_size", "gradient_accumulation_steps")]
-    return math.prod(sizes) * ranks
+    return math.prod(size if size >= 1 else 1 for size in sizes) * ranks

@@ -203,7 +203,7 @@ def _commands(text: str, where: str) -> list[list[str]]:
     commands: list[list[str]] = [[]]
     try:
         for token in lexer:
-            if set(token) <= _ENDS:
+            if token and set(token) <= _ENDS:
                 _keep_assignments(commands[-1], variables)
                 commands.append([])
             else:

@@ -20,7 +20,6 @@ from jobs.imports.common.draft import (
 )
 from jobs.imports.diffusers import prior
 from jobs.imports.diffusers.command_line import Command, is_open, read_command
-from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -243,13 +242,6 @@ def _guidance(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "only for guidance-distilled models")
 
 
-def _bitsandbytes(draft: Draft, key: str, value: Any) -> None:
-    """A file with the arguments of a `BitsAndBytesConfig`."""
-    settings = read_json(draft.folder / str(value)) or {}
-    eight = settings.get("load_in_8bit") is True
-    draft.take(key, "base_precision", "int8" if eight else "nf4")
-
-
 def _prompt(draft: Draft, key: str, value: Any) -> None:
     texts = value if isinstance(value, list) else [value]
     before = [plain(prompt) for prompt in draft.values.get("validation_prompts", [])]
@@ -352,7 +344,7 @@ _RULES: Final[dict[str, Rule]] = {
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
     **all_of("train_text_encoder train_text_encoder_ti", without(training_keys.NO_TEXT_ENCODERS)),
     "do_fp8_training": unless_off("base_precision", "fp8_scaled"),
-    "bnb_quantization_config_path": _bitsandbytes,
+    "bnb_quantization_config_path": training_keys.bitsandbytes,
     **all_of(
         "do_edm_style_training lora_bias complex_human_instruction system_prompt",
         without(training_keys.NO_METHOD),

@@ -109,13 +109,15 @@ _MODEL: Final[dict[str, Rule]] = {
     "model_type": same,
     "pretrained_model_name_or_path": models.set_model,
     "lora_type": rules.lora_type,
-    **all_of("lora_rank lora_alpha lora_dropout", same),
-    "flux_lora_target": rules.target,
+    **all_of("lora_rank lora_alpha lora_dropout", rules.unless_lycoris(same)),
+    "flux_lora_target": rules.unless_lycoris(rules.target),
     "lora_format": rules.lora_format,
-    "lora_init_type": chosen(
-        "lora_init",
-        {**dict.fromkeys(("default", "true"), ("kaiming", "")), "gaussian": ("gaussian", "")},
-        "adapters are initialized as in peft; others: default, gaussian",
+    "lora_init_type": rules.unless_lycoris(
+        chosen(
+            "lora_init",
+            {**dict.fromkeys(("default", "true"), ("kaiming", "")), "gaussian": ("gaussian", "")},
+            "adapters are initialized as in peft; others: default, gaussian",
+        )
     ),
     "peft_lora_mode": without(training_keys.NO_METHOD, "standard"),
     "init_lora": same,
@@ -124,7 +126,7 @@ _MODEL: Final[dict[str, Rule]] = {
     "assistant_lora_strength": without("a training adapter has its full strength", "1"),
     "assistant_lora_inference_strength": without("samples are made without training_adapter"),
     "disable_assistant_lora": needless("no adapter is the default"),
-    "use_dora": unless_off("lora_variant", "dora"),
+    "use_dora": rules.unless_lycoris(unless_off("lora_variant", "dora")),
     "controlnet": without("ControlNets are not supported"),
     "control": without("models with control images are not supported"),
     "prediction_type": needless("set by the model's scheduler_config.json"),

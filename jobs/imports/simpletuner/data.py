@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import UserError
 from jobs.imports.common import data, models, training_keys
 from jobs.imports.common.draft import (
     all_of,
@@ -17,7 +16,7 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.import_report import Kind
-from jobs.imports.common.places import find_beside, parse
+from jobs.imports.common.places import read_beside
 from jobs.spec.values.dataset_files import METADATA
 from jobs.spec.values.spellings import normal_key
 
@@ -47,16 +46,10 @@ _INHERITED: Final = (
 
 def read_backends(draft: Draft, key: str, value: Any) -> None:
     """The datasets of the file that a key names."""
-    path = find_beside(draft.folder, str(value), by_name=True)
-    try:
-        backends = None if path is None else parse(path)
-    except UserError as error:
-        draft.unreadable(key, str(error))
+    file = read_beside(draft, key, value, list, "set dataset or datasets")
+    if file is None:
         return
-    if path is None or not isinstance(backends, list):
-        why = "no such file" if path is None else "not a list of datasets"
-        draft.unreadable(key, f"{why}; set dataset or datasets")
-        return
+    path, backends = file
     draft.record(Kind.TAKEN, key, why="its datasets follow")
     beside = {str(e.get("id")): e for e in backends if isinstance(e, dict) and _conditions(e)}
     parts = [_backend(draft, f"{path.name}[{i}]", e, beside) for i, e in enumerate(backends)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.errors import UserError
 from jobs.imports.common import training_keys
-from jobs.imports.common.draft import as_number, is_off
+from jobs.imports.common.draft import is_off, read
 from jobs.imports.common.import_report import Kind
 from jobs.spec.job_spec import JobSpec
 
@@ -68,10 +69,10 @@ def settings(draft: Draft, key: str, value: Any) -> None:
     ours: dict[str, Any] = {}
     other = []
     for name, text in parts:
-        setting, number = names.get(name.strip()), as_number(text)
-        if setting is not None and number is not None and number >= 0:
-            ours[setting] = number
-        else:
+        try:
+            setting = names[name.strip()]
+            ours[setting] = read(setting, text.strip())
+        except (KeyError, UserError):
             other.append(name.strip())
     if other:
         draft.unsupported(key, f"not supported: {', '.join(other)}; set adam_* and weight_decay")

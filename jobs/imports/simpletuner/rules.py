@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import UserError
 from jobs.imports.common import data, models, training_keys
 from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, without
 from jobs.imports.common.import_report import Kind
-from jobs.imports.common.places import find_beside, parse
+from jobs.imports.common.places import read_beside
 from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
@@ -50,21 +49,32 @@ def lora_type(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "of LyCORIS, only LoKr is supported; set lora_variant: lokr")
 
 
+def unless_lycoris(rule: Rule) -> Rule:
+    """A key that the tool does not read where LyCORIS has a file of its own."""
+
+    def chosen(draft: Draft, key: str, value: Any) -> None:
+        if _is_lycoris(draft) and draft.get("lycoris_config"):
+            draft.unneeded(key, "lycoris_config is used")
+        else:
+            rule(draft, key, value)
+
+    return chosen
+
+
+def _is_lycoris(draft: Draft) -> bool:
+    return str(draft.get("lora_type")).strip().lower() == "lycoris"
+
+
 def lycoris(draft: Draft, key: str, value: Any) -> None:
     """A file that says which of LyCORIS's adapters is trained."""
-    if str(draft.get("lora_type")).strip().lower() != "lycoris":
+    if not _is_lycoris(draft):
         draft.unneeded(key, "only for LyCORIS")
         return
-    path = find_beside(draft.folder, str(value), by_name=True)
-    try:
-        theirs = None if path is None else parse(path)
-    except UserError as error:
-        draft.unreadable(key, str(error))
+    file = read_beside(draft, key, value, dict, "set lora_variant: lokr if it is a LoKr")
+    if file is None:
         return
-    if not isinstance(theirs, dict):
-        draft.unreadable(key, "no such LyCORIS file; set lora_variant: lokr if it is a LoKr")
-        return
-    draft.record(Kind.TRANSLATED, key, why=f"the keys of {path.name if path else value}")
+    path, theirs = file
+    draft.record(Kind.TRANSLATED, key, why=f"the keys of {path.name}")
     part = Draft(theirs, draft.folder, prefix=f"{key}.", above=draft)
     part.apply(_LYCORIS, {}, ["algo", "full_matrix"])
     draft.values |= part.values
@@ -245,23 +255,20 @@ def prompt(draft: Draft, key: str, value: Any) -> None:
 
 def library(draft: Draft, key: str, value: Any) -> None:
     """A file with prompts by short names."""
-    path = find_beside(draft.folder, str(value), by_name=True)
-    try:
-        content = None if path is None else parse(path)
-    except UserError as error:
-        draft.unreadable(key, str(error))
+    file = read_beside(draft, key, value, dict, "list the prompts as validation_prompts")
+    if file is None:
         return
-    if not isinstance(content, dict):
-        draft.unreadable(key, "no such prompt file; list the prompts as validation_prompts")
-        return
+    path, content = file
     prompts = [
         entry.get("prompt") if isinstance(entry, dict) else entry for entry in content.values()
     ]
-    texts = [str(text) for text in prompts if text]
+    texts = [text for text in prompts if isinstance(text, str) and text.strip()]
     if draft.on("validation_disable"):
         draft.unneeded(key, "validation_disable is on")
     else:
-        what = f"{len(texts)} prompts of {path.name if path else ''}"
+        what = f"{len(texts)} prompts of {path.name}"
+        if others := len(prompts) - len(texts):
+            what += f"; {others} of its entries are no prompts"
         draft.take(key, "validation_prompts", [*_prompts(draft), *texts], what)
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from jobs.errors import SpecError
 from jobs.spec.file.old_keys import RENAMED, agree, read_value, translate
-from jobs.spec.file.value_errors import in_words
+from jobs.spec.file.value_errors import in_words, key_of
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.strategy import SHARDING, world_size
 from jobs.spec.values.spellings import as_bool, as_none, did_you_mean, nearest, normal_key
@@ -264,7 +264,7 @@ def _check(theirs: dict[str, Any], name: str) -> None:
     try:
         JobSpec.model_validate(supported)
     except ValidationError as error:
-        reasons = "; ".join(in_words(detail) for detail in error.errors())
+        reasons = "; ".join(f"{key_of(e)}: {in_words(e)}" for e in error.errors())
         raise SpecError(f"{KEY}: {name}: {reasons}") from None
 
 

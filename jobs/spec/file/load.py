@@ -80,7 +80,9 @@ def load_spec(
     except SpecError as error:
         problems.append(Problem(ACCELERATE, str(error)))
     except ValidationError as error:
-        problems += [Problem(key_of(detail), in_words(detail)) for detail in error.errors()]
+        problems += [
+            Problem(key_of(detail), in_words(detail), named=True) for detail in error.errors()
+        ]
     if not problems:
         problems += _conflicts(spec, ignoring)
     if problems:
@@ -112,12 +114,7 @@ def _conflicts(spec: JobSpec, ignoring: Collection[str]) -> Sequence[Problem]:
         get_family(spec.model_family, spec.model_flavour)
     except SpecError as error:
         return error.problems
-    conflicts = find_conflicts(spec)
-    return [
-        Problem(conflict.key, conflict.message)
-        for conflict in conflicts
-        if conflict.key not in ignoring
-    ]
+    return [conflict for conflict in find_conflicts(spec) if conflict.key not in ignoring]
 
 
 def _is_no_text(key: str, value: Any) -> bool:

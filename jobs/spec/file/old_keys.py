@@ -70,10 +70,10 @@ class Translation:
             mine = self.values.get(key)
             if key != old and mine is not None and not agree(key, mine, value):
                 text = (
-                    f"{old}: {_shown(written)} means {meaning}, which contradicts {key}: "
+                    f"{_shown(written)} means {meaning}, which contradicts {key}: "
                     f"{_shown(mine)}; keep only the latter"
                 )
-                self.problems.append(Problem(old, text))
+                self.problems.append(Problem(old, text, named=True))
                 return
         self.values |= new
         self.notes.append(f"{old}: {_shown(written)} is read as {meaning}{why}")
@@ -130,7 +130,9 @@ def _sharding(done: Translation, key: str, written: Any) -> None:
     if name not in _STRATEGIES:
         choices = ", ".join(_STRATEGIES)
         meant = did_you_mean(word, _STRATEGIES)
-        done.problems.append(Problem(key, f'{key}: "{written}" is not one of {choices}{meant}'))
+        done.problems.append(
+            Problem(key, f'"{written}" is not one of {choices}{meant}', named=True)
+        )
         return
     why = ""
     if name == "NO_SHARD":
@@ -143,14 +145,14 @@ def _sharding(done: Translation, key: str, written: Any) -> None:
 
 def _needless(done: Translation, key: str, written: Any) -> None:
     if not isinstance(as_bool(written), bool):
-        done.problems.append(Problem(key, f'{key}: "{written}" is not true or false'))
+        done.problems.append(Problem(key, f'"{written}" is not true or false', named=True))
     else:
         done.notes.append(f"{key}: {_shown(written)} has no effect; {_NEEDLESS[key]}")
 
 
 def _refused(done: Translation, key: str, written: Any) -> None:
     if as_bool(written) is not False:
-        done.problems.append(Problem(key, f"{key}: {_REFUSED[key]}"))
+        done.problems.append(Problem(key, _REFUSED[key], named=True))
 
 
 def _reshard(done: Translation, key: str, written: Any) -> None:

@@ -38,27 +38,27 @@ def key_of(error: ErrorDetails) -> str:
 
 
 def in_words(error: ErrorDetails) -> str:
-    """One pydantic error as a sentence for a person, which begins with the key."""
+    """One pydantic error as a sentence for a person, said of the key."""
     key = key_of(error)
     value = error["input"]
     inner = [str(part + 1) if isinstance(part, int) else str(part) for part in error["loc"][1:]]
     if error["type"] == SAID:
-        return f"{key}: {error['msg']}"
+        return error["msg"]
     if error["type"] == "extra_forbidden" and inner:
         *where, word = inner
         hint = did_you_mean(word, _ENTRIES[key].model_fields)
-        return f'{key}: entry {" ".join(where)} has an unknown key "{word}"{hint}'
+        return f'entry {" ".join(where)} has an unknown key "{word}"{hint}'
     choices = field_choices(key) if key in JobSpec.model_fields else ()
     if choices:
         given = _beginning(str(value))
         allowed, meant = ", ".join(choices), did_you_mean(unquoted(given), choices)
-        return f'{key}: "{given}" is not one of {allowed}{meant}'
+        return f'"{given}" is not one of {allowed}{meant}'
     message = error["msg"][0].lower() + error["msg"][1:]
     message = _PLAIN.get(error["type"], message)
     if error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, dot, dash and underscore, starting with a letter or digit"
     place = f"entry {' '.join(inner)}: " if inner else ""
-    return f"{key}: {place}{message} (got {_beginning(repr(value))})"
+    return f"{place}{message} (got {_beginning(repr(value))})"
 
 
 def _beginning(value: str) -> str:

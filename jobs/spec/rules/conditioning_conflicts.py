@@ -38,17 +38,18 @@ def _not_taken(spec: JobSpec) -> Conflict | None:
             named = next(k for e in spec.datasets or [] for k in CONDITIONING if getattr(e, k))
             always = needs_first_frame(spec)
             return Conflict(
-                key,
-                f"datasets: {family.title} takes no {named}; remove it: the model trains from the "
-                "first frame of each video"
+                "datasets",
+                f"{family.title} takes no {named}; remove it: the model trains from the first "
+                "frame of each video"
                 if always
-                else f"datasets: {family.title} takes no {named}; to train from the first frame of "
-                "each video, set first_frame: true instead",
+                else f"{family.title} takes no {named}; to train from the first frame of each "
+                "video, set first_frame: true instead",
+                named=True,
             )
         if given and not framed:
             what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
-            message = f"{key}: {what} takes no conditioning images{_which_take(family)}"
-            return Conflict(key, message)
+            text = f"{what} takes no conditioning images{_which_take(family)}"
+            return Conflict(key, text, named=True)
     return None
 
 
@@ -66,9 +67,10 @@ def _first_frame(spec: JobSpec) -> Conflict | None:
         if several and family is not None:
             return Conflict(
                 "validation_prompts",
-                f'validation_prompts: "{several[0].prompt}" has '
+                f'"{several[0].prompt}" has '
                 f"{len(several[0].conditioning_image or ())} conditioning images; the model takes "
                 "only one",
+                named=True,
             )
         return None
     if not any(entry.first_frame for entry in spec.datasets or []):
@@ -76,7 +78,7 @@ def _first_frame(spec: JobSpec) -> Conflict | None:
     names = [name for name in family.flavours if family.takes_first_frame(name)]
     which = f"; choose model_flavour: {' or '.join(names)}" if names else ""
     what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
-    return Conflict("datasets", f"datasets: {what} cannot be trained with first_frame{which}")
+    return Conflict("datasets", f"{what} cannot be trained with first_frame{which}", named=True)
 
 
 def _one_place(spec: JobSpec) -> Conflict | None:
@@ -84,7 +86,7 @@ def _one_place(spec: JobSpec) -> Conflict | None:
         named = [key for key in CONDITIONING if getattr(entry, key)]
         if len(named) > 1:
             return Conflict(
-                "datasets", f"datasets: {entry.path} has {' and '.join(named)}; keep one"
+                "datasets", f"{entry.path} has {' and '.join(named)}; keep one", named=True
             )
     return None
 
@@ -97,15 +99,17 @@ def _needs(spec: JobSpec) -> Conflict | None:
     if spec.num_class_images:
         return Conflict(
             "num_class_images",
-            "num_class_images: the model makes no images without a conditioning image; use a "
+            "the model makes no images without a conditioning image; use a "
             "dataset with regularization: true",
+            named=True,
         )
     bare = [entry for entry in spec.validation_prompts if not entry.conditioning_image]
     if bare:
         return Conflict(
             "validation_prompts",
-            f'validation_prompts: "{bare[0].prompt}" has no conditioning image, which the model '
+            f'"{bare[0].prompt}" has no conditioning image, which the model '
             "needs; set conditioning_image",
+            named=True,
         )
     return None
 
@@ -122,8 +126,9 @@ def _longest_text(spec: JobSpec) -> Conflict | None:
         return None
     return Conflict(
         "max_sequence_length",
-        f"max_sequence_length: {family.title} {spec.model_flavour} takes at most {_WITH_FRAME} "
+        f"{family.title} {spec.model_flavour} takes at most {_WITH_FRAME} "
         f"text tokens; use {_WITH_FRAME} or fewer",
+        named=True,
     )
 
 
@@ -141,13 +146,14 @@ def _count(spec: JobSpec) -> Conflict | None:
         if count > takes.most:
             limit = f"at most {takes.most}" if takes.most > 1 else "only one"
             return Conflict(
-                key, f"{key}: {what} has {count} conditioning images; the model takes {limit}"
+                key, f"{what} has {count} conditioning images; the model takes {limit}", named=True
             )
         if not count and takes.required:
             return Conflict(
                 key,
-                f"{key}: {what} has no conditioning image, which the model needs; set one of "
+                f"{what} has no conditioning image, which the model needs; set one of "
                 f"{', '.join(CONDITIONING)} in datasets",
+                named=True,
             )
     return None
 
@@ -159,8 +165,7 @@ def _split(spec: JobSpec) -> Conflict | None:
     if not given or spec.context_parallel_size == 1:
         return None
     return Conflict(
-        "context_parallel_size",
-        "context_parallel_size: conditioning images cannot be split over ranks; use 1",
+        "context_parallel_size", "conditioning images cannot be split over ranks; use 1", named=True
     )
 
 
@@ -171,11 +176,12 @@ def _widened(spec: JobSpec) -> Conflict | None:
         return None
     what = f"model_flavour: {spec.model_flavour}"
     if spec.model_type != "lora":
-        return Conflict("model_type", f"model_type: {what} trains a LoRA only")
+        return Conflict("model_type", f"{what} trains a LoRA only", named=True)
     if spec.lora_variant in ("dora", "lokr"):
         return Conflict(
             "lora_variant",
-            f"lora_variant: {what} is not supported with {spec.lora_variant}; use lora or rslora",
+            f"{what} is not supported with {spec.lora_variant}; use lora or rslora",
+            named=True,
         )
     chosen, left_out = spec.lora_target_modules, spec.lora_exclude_modules or ()
     for key, adapted in (
@@ -184,7 +190,9 @@ def _widened(spec: JobSpec) -> Conflict | None:
     ):
         if not adapted:
             return Conflict(
-                key, f"{key}: {what} sees its conditioning images through {layer}; adapt it too"
+                key,
+                f"{what} sees its conditioning images through {layer}; adapt it too",
+                named=True,
             )
     return None
 

@@ -65,7 +65,7 @@ def _strategy(spec: JobSpec) -> Conflict | None:
         )
     if strategy == "single" and ranks > 1:
         return Conflict(
-            "strategy", f"strategy: single runs one rank, not {ranks}; use strategy: auto"
+            "strategy", f"single runs one rank, not {ranks}; use strategy: auto", named=True
         )
     if strategy != "single" and ranks < 2:
         return Conflict(
@@ -91,7 +91,7 @@ def _hsdp(spec: JobSpec) -> Conflict | None:
             key, f"strategy: hsdp needs {key}, the number of replicas, such as one per machine"
         )
     if replicas == 1:
-        return Conflict(key, f"{key}: 1 has no replicas; use strategy: fsdp2")
+        return Conflict(key, "1 has no replicas; use strategy: fsdp2", named=True)
     if ranks % (replicas * spec.context_parallel_size):
         times = f" x context_parallel_size {spec.context_parallel_size}"
         product = f"{key} {replicas}{times if spec.context_parallel_size > 1 else ''}"
@@ -166,14 +166,16 @@ def _reshard(spec: JobSpec) -> Conflict | None:
     if not 1 < number < ranks or ranks % number:
         return Conflict(
             key,
-            f"{key}: {number} must be true, false, or a divisor of the {ranks} ranks that shard, "
+            f"{number} must be true, false, or a divisor of the {ranks} ranks that shard, "
             "between 1 and all of them",
+            named=True,
         )
     if spec.fsdp_cpu_offload:
         return Conflict(
             key,
-            f"{key}: {number} keeps weights on the GPU but fsdp_cpu_offload moves them off; use "
+            f"{number} keeps weights on the GPU but fsdp_cpu_offload moves them off; use "
             "true or false",
+            named=True,
         )
     return None
 
@@ -189,9 +191,10 @@ def _optimizer(spec: JobSpec) -> Conflict | None:
     if spec.optimizer in WHOLE_ONLY and sharded and shards(spec):
         return Conflict(
             "optimizer",
-            f"optimizer: {spec.optimizer} cannot train sharded parameters: "
+            f"{spec.optimizer} cannot train sharded parameters: "
             f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, lion, prodigy or sgd, "
             "strategy: ddp, or a LoRA with lora_placement: replicated",
+            named=True,
         )
     return None
 
@@ -223,8 +226,9 @@ def _state_dict(spec: JobSpec) -> Conflict | None:
     if eight_bit and spec.checkpointing_async:
         return Conflict(
             "checkpointing_async",
-            "checkpointing_async: the 8-bit state of optimizer: adamw_8bit cannot be written in "
+            "the 8-bit state of optimizer: adamw_8bit cannot be written in "
             "the background; remove checkpointing_async",
+            named=True,
         )
     if spec.fsdp_state_dict_type != "FULL_STATE_DICT":
         return None
@@ -237,8 +241,9 @@ def _state_dict(spec: JobSpec) -> Conflict | None:
     if spec.checkpointing_async:
         return Conflict(
             "checkpointing_async",
-            "checkpointing_async: FULL_STATE_DICT cannot be written in the background; use "
+            "FULL_STATE_DICT cannot be written in the background; use "
             "SHARDED_STATE_DICT, or remove checkpointing_async",
+            named=True,
         )
     return None
 
@@ -285,13 +290,12 @@ def _checkpointing_interval(spec: JobSpec) -> Conflict | None:
 def _attention(spec: JobSpec) -> Conflict | None:
     backend = spec.attention_backend
     if spec.device == "cpu" and backend in GPU_KERNELS:
-        return Conflict(
-            "attention_backend", f"attention_backend: {backend} needs a GPU; use auto or math"
-        )
+        return Conflict("attention_backend", f"{backend} needs a GPU; use auto or math", named=True)
     if backend in ("flash", "flash3", "cudnn") and spec.mixed_precision == "no":
         return Conflict(
             "attention_backend",
-            f"attention_backend: {backend} does not support fp32; set mixed_precision: bf16",
+            f"{backend} does not support fp32; set mixed_precision: bf16",
+            named=True,
         )
     return None
 
@@ -300,8 +304,9 @@ def _ema(spec: JobSpec) -> Conflict | None:
     if spec.use_ema and spec.ema_device == "cpu" and shards(spec):
         return Conflict(
             "ema_device",
-            "ema_device: cpu cannot be used with FSDP, which shards the moving average; remove "
+            "cpu cannot be used with FSDP, which shards the moving average; remove "
             "it, or set strategy: ddp",
+            named=True,
         )
     return None
 

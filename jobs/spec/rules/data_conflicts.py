@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jobs.errors import Problem
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.strategy import world_size
 from jobs.spec.values.resolutions import has_several
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Conflict:
-    """A combination that cannot run: the key to look at, and one sentence."""
+class Conflict(Problem):
+    """A combination that cannot run."""
 
-    key: str
-    message: str
+    @property
+    def message(self) -> str:
+        """The whole sentence."""
+        return str(self)
 
 
 def no_dataset(spec: JobSpec) -> Conflict | None:
@@ -41,10 +44,11 @@ def datasets(spec: JobSpec) -> Conflict | None:
         if len(unweighted) < len(entries):
             return Conflict(
                 "datasets",
-                f"datasets: {unweighted[0]} has no weight but others do; set it for all or none",
+                f"{unweighted[0]} has no weight but others do; set it for all or none",
+                named=True,
             )
     elif repeated := [entry.path for entry in entries if entry.repeats > 1]:
-        return Conflict("datasets", f"datasets: {repeated[0]} has a weight and repeats; keep one")
+        return Conflict("datasets", f"{repeated[0]} has a weight and repeats; keep one", named=True)
     return None
 
 
@@ -84,7 +88,7 @@ def regularization(spec: JobSpec) -> Conflict | None:
     entries = spec.datasets or []
     regularizing = [entry for entry in entries if entry.regularization]
     if regularizing and len(regularizing) == len(entries):
-        return Conflict("datasets", "datasets: all are regularization; at least one must not be")
+        return Conflict("datasets", "all are regularization; at least one must not be", named=True)
     if spec.num_class_images and not spec.class_prompt:
         return Conflict("class_prompt", "num_class_images needs class_prompt")
     if spec.num_class_images and any(entry.weight is not None for entry in entries):
@@ -117,7 +121,7 @@ def masks(spec: JobSpec) -> Conflict | None:
     with_path = next((entry for entry in spec.datasets or [] if entry.mask_path), None)
     if with_path and spec.masked_loss != "file":
         return Conflict(
-            "datasets", f"datasets: mask_path of {with_path.path} needs masked_loss: file"
+            "datasets", f"mask_path of {with_path.path} needs masked_loss: file", named=True
         )
     return None
 
@@ -128,15 +132,15 @@ def videos(spec: JobSpec) -> Conflict | None:
         return None
     if not family.frame_step:
         if spec.num_frames is not None:
-            return Conflict("num_frames", f"num_frames: {family.title} trains on images")
+            return Conflict("num_frames", f"{family.title} trains on images", named=True)
         return None
     step = family.frame_step
     if spec.num_frames is not None and (spec.num_frames - 1) % step:
         lower = (spec.num_frames - 1) // step * step + 1
         return Conflict(
             "num_frames",
-            f"num_frames: {family.title} takes {step}n + 1 frames, such as {lower} or "
-            f"{lower + step}",
+            f"{family.title} takes {step}n + 1 frames, such as {lower} or {lower + step}",
+            named=True,
         )
     return None
 

@@ -75,7 +75,7 @@ def extra_args(spec: JobSpec) -> Conflict | None:
 
 
 def _conflict(problem: str) -> Conflict:
-    return Conflict(KEY, f"{KEY}: {problem}")
+    return Conflict(KEY, problem, named=True)
 
 
 def _read(spec: JobSpec) -> list[tuple[str, str]]:

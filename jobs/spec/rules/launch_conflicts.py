@@ -41,8 +41,9 @@ def machines(spec: JobSpec) -> Conflict | None:
     if spec.num_machines > 1 and spec.launcher == "local":
         return Conflict(
             "num_machines",
-            f"num_machines: {spec.num_machines} is not supported: a local job runs on one machine; "
+            f"{spec.num_machines} is not supported: a local job runs on one machine; "
             "set launcher: slurm, or num_machines: 1",
+            named=True,
         )
     return None
 
@@ -53,7 +54,8 @@ def machine_rank(spec: JobSpec) -> Conflict | None:
     if spec.machine_rank:
         return Conflict(
             "machine_rank",
-            f"machine_rank: {spec.machine_rank} is not valid with 1 machine; remove it",
+            f"{spec.machine_rank} is not valid with 1 machine; remove it",
+            named=True,
         )
     return None
 
@@ -77,8 +79,9 @@ def hub_model_id(spec: JobSpec) -> Conflict | None:
         return None
     return Conflict(
         "hub_model_id",
-        f'hub_model_id: "{spec.hub_model_id}" is not a repository; use ORG/NAME or NAME, of '
+        f'"{spec.hub_model_id}" is not a repository; use ORG/NAME or NAME, of '
         "letters, digits, - _ and .",
+        named=True,
     )
 
 

@@ -25,7 +25,7 @@ _OF_PATTERNS: Final = (
 
 def _placement(spec: JobSpec) -> Conflict | None:
     if spec.model_type == "lora" and spec.lora_placement == "sharded" and not shards(spec):
-        return Conflict("lora_placement", "lora_placement: sharded needs strategy: fsdp2 or hsdp")
+        return Conflict("lora_placement", "sharded needs strategy: fsdp2 or hsdp", named=True)
     return None
 
 
@@ -34,7 +34,7 @@ def _patterns(key: str, spec: JobSpec) -> Conflict | None:
         try:
             re.compile(pattern)
         except re.error as error:
-            return Conflict(key, f"{key}: {pattern} is not a regular expression: {error}")
+            return Conflict(key, f"{pattern} is not a regular expression: {error}", named=True)
     return None
 
 
@@ -42,7 +42,7 @@ def _whole_ranks(spec: JobSpec) -> Conflict | None:
     for pattern, rank in (spec.lora_rank_pattern or {}).items():
         if rank != int(rank):
             return Conflict(
-                "lora_rank_pattern", f"lora_rank_pattern: {pattern}: {rank:g} is not a whole number"
+                "lora_rank_pattern", f"{pattern}: {rank:g} is not a whole number", named=True
             )
     return None
 
@@ -59,8 +59,9 @@ def _dora(spec: JobSpec) -> Conflict | None:
     if spec.lora_placement == "sharded" and spec.mixed_precision != "no":
         return Conflict(
             "lora_placement",
-            f"lora_placement: sharded would round the magnitudes of lora_variant: dora to "
+            f"sharded would round the magnitudes of lora_variant: dora to "
             f"{spec.mixed_precision}; use lora_placement: replicated",
+            named=True,
         )
     return None
 
@@ -69,12 +70,12 @@ def _lokr(spec: JobSpec) -> Conflict | None:
     if spec.model_type != "lora" or spec.lora_variant != "lokr":
         return None
     if spec.lokr_factor == 0:
-        return Conflict("lokr_factor", "lokr_factor: 0 divides nothing; use -1, or at least 1")
+        return Conflict("lokr_factor", "0 divides nothing; use -1, or at least 1", named=True)
     if spec.lora_dropout:
         return Conflict("lora_dropout", "lora_dropout is not supported with lora_variant: lokr")
     if spec.lora_init != "kaiming":
         return Conflict(
-            "lora_init", f"lora_init: {spec.lora_init} is not supported with lora_variant: lokr"
+            "lora_init", f"{spec.lora_init} is not supported with lora_variant: lokr", named=True
         )
     return None
 
@@ -88,11 +89,9 @@ def _matmul(spec: JobSpec) -> Conflict | None:
     if spec.model_type != "lora" or spec.base_matmul != "scaled":
         return None
     if not may_scale(spec):
-        return Conflict(
-            "base_matmul", "base_matmul: scaled needs base_precision: fp8_scaled or fp8"
-        )
+        return Conflict("base_matmul", "scaled needs base_precision: fp8_scaled or fp8", named=True)
     if spec.mixed_precision == "fp16" or (spec.device != "cpu" and spec.mixed_precision != "bf16"):
-        return Conflict("base_matmul", "base_matmul: scaled needs mixed_precision: bf16")
+        return Conflict("base_matmul", "scaled needs mixed_precision: bf16", named=True)
     return None
 
 

@@ -43,7 +43,9 @@ _SRUN: Final = {
 def _gpus(spec: JobSpec) -> Conflict | None:
     if spec.launcher != "slurm" or spec.gpus is None:
         return None
-    return Conflict("gpus", "gpus: Slurm chooses the GPUs; set num_processes, one rank per GPU")
+    return Conflict(
+        "gpus", "Slurm chooses the GPUs; set num_processes, one rank per GPU", named=True
+    )
 
 
 def _accelerate(spec: JobSpec) -> Conflict | None:
@@ -51,7 +53,9 @@ def _accelerate(spec: JobSpec) -> Conflict | None:
         return None
     key = "accelerate_extra_args"
     return Conflict(
-        key, f"{key}: Slurm starts each rank without accelerate's launcher; use slurm_srun_args"
+        key,
+        "Slurm starts each rank without accelerate's launcher; use slurm_srun_args",
+        named=True,
     )
 
 
@@ -61,8 +65,9 @@ def _even(spec: JobSpec) -> Conflict | None:
         return None
     return Conflict(
         "num_processes",
-        f"num_processes: {ranks} ranks cannot be divided evenly among {machines} machines; "
+        f"{ranks} ranks cannot be divided evenly among {machines} machines; "
         "num_processes is the total",
+        named=True,
     )
 
 
@@ -71,7 +76,7 @@ def _options(spec: JobSpec) -> Conflict | None:
         return None
     for key, ours in (("slurm_extra_args", _SBATCH), ("slurm_srun_args", _SRUN)):
         if problem := _refused(getattr(spec, key) or [], ours):
-            return Conflict(key, f"{key}: {problem}")
+            return Conflict(key, problem, named=True)
     return None
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 STDIN: Final = "-"  # as a file's name
 _MOST_VALUES: Final = 20_000  # keys and entries of lists count too
-_MOST_LEVELS: Final = 30
+MOST_LEVELS: Final = 30
+"""How deep the values of a file that a person writes may be nested."""
 _LONGEST_NUMBER: Final = 4300  # characters; Python reads no more
 
 
@@ -100,7 +101,7 @@ class _Limited(yaml.SafeLoader):
         self._depth += 1
         for what, count, most in (
             ("values", self._nodes, _MOST_VALUES),
-            ("levels", self._depth, _MOST_LEVELS),
+            ("levels", self._depth, MOST_LEVELS),
         ):
             if count > most:
                 raise ValueError(f"more than {most} {what}")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from engine.diffusion.random_numbers import keyed_generator
 from engine.exports import model as whole_model
 from engine.exports import place, writing
-from engine.exports.components import files_of, take_over
+from engine.exports.components import files_of, read_index, take_over
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe
 from engine.families import load
@@ -276,7 +276,7 @@ def test_the_other_components_are_the_base_models_files(toy: Path, tmp_path: Pat
     (root / "LICENSE.md").write_text("for science only")
     (root / "flux1-dev.safetensors").write_bytes(b"the same model in one file")
     out = tmp_path / "out"
-    for copy in files_of(root, "transformer"):
+    for copy in files_of(root, read_index(root), "transformer"):
         take_over(copy, out)
     found = out / "text_encoder" / "model.safetensors"
     assert not found.is_symlink()

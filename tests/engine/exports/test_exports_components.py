@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from engine.exports.components import files_of
+import pytest
+
+from engine.exports.components import files_of, read_index
+from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +36,7 @@ def published(root: Path, files: dict[str, str]) -> Path:
 
 def taken(root: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for copy in files_of(root, "unet"):
+    for copy in files_of(root, read_index(root), "unet"):
         part, slash, name = copy.name.partition("/")
         if slash:
             found.setdefault(part, set()).add(name)
@@ -83,3 +86,11 @@ def test_what_has_no_other_copy_stays(tmp_path: Path) -> None:
     found = taken(root)
     assert "pytorch_model.bin" in found["text_encoder"] & found["text_encoder_2"]
     assert found["vae"] == {"config.json", "diffusion_pytorch_model.safetensors", "notes.fp16.txt"}
+
+
+@pytest.mark.parametrize("name", ["..", "../other", "/etc", ""])
+def test_nothing_is_taken_from_outside_of_the_model(name: str, tmp_path: Path) -> None:
+    root = published(tmp_path / "model", {})
+    (root / "model_index.json").write_text(json.dumps({name: ["diffusers", "AutoencoderKL"]}))
+    with pytest.raises(UserError, match="is no folder of the model"):
+        read_index(root)

@@ -410,12 +410,11 @@ def test_a_lokr_has_a_name_for_each_layer_or_for_none(name: str) -> None:
         layers[f"{module}.lokr_w2_a"] = torch.ones(rows // 2, 3)
         layers[f"{module}.lokr_w2_b"] = torch.ones(3, columns // 2)
     assert family.COMFYUI is not None
-    scales = dict.fromkeys(shapes, SCALE)
     if FUSED.get(name, "") is None:
         with pytest.raises(UserError, match="a Kronecker product has no parts"):
-            lokr.named(family.COMFYUI, layers, scales)
+            lokr.named(family.COMFYUI, layers)
         return
-    found = lokr.named(family.COMFYUI, layers, scales)
+    found = lokr.named(family.COMFYUI, layers)
     ends = ("lokr_w1", "lokr_w2_a", "lokr_w2_b", "alpha")
     keys = {key.removesuffix(".lokr_w1") for key in found if key.endswith(".lokr_w1")}
     assert found.keys() == {f"{key}.{end}" for key in keys for end in ends}
@@ -426,7 +425,7 @@ def test_a_lokr_has_a_name_for_each_layer_or_for_none(name: str) -> None:
     assert keys == {f"diffusion_model.{module}" for module in LAYOUTS[name].layout}
     for module, shape in LAYOUTS[name].layout.items():
         key = f"diffusion_model.{module}"
-        assert found[f"{key}.alpha"].item() == pytest.approx(SCALE * 3)
+        assert found[f"{key}.alpha"].item() == 3
         assert (len(found[f"{key}.lokr_w2_a"]) * 2, found[f"{key}.lokr_w2_b"].shape[1] * 2) == shape
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from engine import families
 from engine.blocks.build import on_meta
-from engine.exports.components import files_of
+from engine.exports.components import files_of, read_index
 from engine.exports.writing import Writing
 from engine.toy.components.weights import one_thread
 from jobs.errors import UserError
@@ -185,4 +185,4 @@ def test_a_checker_without_its_extractor_is_an_incomplete_model(toy: Case, tmp_p
     root = with_a_checker(toy, tmp_path / "model")
     (root / "safety_checker").mkdir()
     with pytest.raises(UserError, match="lacks feature_extractor"):
-        files_of(root, "unet")
+        files_of(root, read_index(root), "unet")

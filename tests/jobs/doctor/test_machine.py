@@ -35,7 +35,7 @@ from jobs.doctor.checks.limits import (
 )
 from jobs.doctor.checks.terminal import Tmux, ask_tmux, is_utf8, judge_terminal
 from jobs.doctor.checks.variables import judge_variables
-from jobs.doctor.disk_needs import checkpoints_kept
+from jobs.doctor.disk_needs import checkpoint_bytes, checkpoints_kept
 from jobs.doctor.finding import Finding, Verdict
 from jobs.doctor.nvml import Nvml
 from jobs.doctor.patient import Patient
@@ -297,11 +297,34 @@ def test_checkpoints_must_fit(
     assert one(judge_room(spec, each - 1)).verdict is Verdict.FAIL
     assert one(judge_room(spec, 3 * each)).verdict is Verdict.WARN
     assert one(judge_room(spec, 4 * each)).verdict is Verdict.OK
-    lora = spec.model_copy(update={"model_type": "lora"})
-    assert one(judge_room(lora, each // 4)).verdict is Verdict.OK
     monkeypatch.setattr("jobs.doctor.disk_needs.count_parameters", lambda path: None)
     assert list(judge_room(spec, 1)) == []
     assert list(judge_room(JobSpec(pretrained_model_name_or_path="/no"), 1)) == []
+
+
+def test_a_checkpoint_of_an_adapter_is_as_large_as_its_factors(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {
+        "blocks.0.to_q.weight": (3072, 3072),
+        "blocks.0.to_q.bias": (3072,),
+        "blocks.0.experts.1.w1.weight": (3072, 3072),
+        "proj_out.weight": (64, 3072),
+    }
+    monkeypatch.setattr("jobs.doctor.disk_needs.read_shapes", lambda path: shapes)
+    job = {"pretrained_model_name_or_path": str(make_model()), "model_type": "lora"}
+
+    def parameters(**values: Any) -> int:
+        size = checkpoint_bytes(JobSpec(**job | values))
+        assert size is not None
+        return size // 12  # fp32 weights and two moments
+
+    assert parameters(lora_rank=16) == 16 * 6144
+    assert parameters(lora_rank=16, lora_experts=True) == 2 * 16 * 6144
+    lokr = {"lora_variant": "lokr", "lora_rank": 16}
+    assert parameters(**lokr) == 48 * 48 + 16 * 128
+    assert parameters(**lokr, lokr_full_matrix=True, lokr_factor=8) == 8 * 8 + 384 * 384
+    assert parameters(**lokr, lokr_full_matrix=True, lokr_factor=1) == 1 + 3072 * 3072
 
 
 def test_how_many_checkpoints_there_are_at_once() -> None:

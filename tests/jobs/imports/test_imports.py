@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +28,7 @@ from jobs.imports.simpletuner import config as simpletuner
 from jobs.imports.simpletuner import data as data_rules
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
+from jobs.untrusted.files import LARGEST_TEXT
 from tests.support.paths import IMPORT_EXAMPLES
 
 if TYPE_CHECKING:
@@ -508,6 +510,7 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"lr_warmup_steps": 100, "lr_scheduler": "cosine"}, Lost),  # its curve's period
     ({"optimizer_config": "eps=1e-7,weight_decay=0"}, {"adam_epsilon": 1e-7, "weight_decay": 0.0}),
     ({"optimizer_config": "weight_decay=0.1,use_speed=True"}, Lost),
+    ({"optimizer_config": "eps=0"}, Lost),
     ({"adam_epsilon": 1e-3}, Needless),  # only DeepSpeed's optimizer
     ({"adam_epsilon": 1e-3, "deepspeed_config": "ds.json"}, {"adam_epsilon": 1e-3}),
     ({"optimizer": "torch-adamw"}, {"optimizer": "adamw"}),
@@ -725,6 +728,8 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"train__optimizer_params": {"betas": [0.8, 0.9], "eps": "1e-6"}},
         {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6},
     ),
+    ({"train__optimizer_params": {"betas": [0.8, "x"]}}, Kind.UNREADABLE),
+    ({"train__optimizer_params": {"betas": [0.8, 0]}}, {"adam_beta1": 0.8, "adam_beta2": 0.0}),
     ({"train__dtype": "float16"}, {"mixed_precision": "fp16"}),
     ({"train__timestep_type": "linear"}, {"timestep_sampling": "uniform"}),
     ({"train__timestep_type": "shift"}, {"timestep_sampling": "uniform_shift"}),
@@ -1128,6 +1133,8 @@ def test_what_is_no_configuration_is_one_sentence(text: str, said: str, tmp_path
         ("config: {process: []}", "config.process is missing"),
         ("- 1", "config.process is missing"),
         ("a: 2024-13-45", "cannot be read"),
+        ("config: {process: [{train: {2024-01-01: 1}}]}", "a key cannot be read"),
+        ("config: {process: [{!!binary aGk=: 1}]}", "a key cannot be read"),
     ],
 )
 def test_what_is_no_training_of_ai_toolkit(text: str, said: str, tmp_path: Path) -> None:
@@ -1135,6 +1142,138 @@ def test_what_is_no_training_of_ai_toolkit(text: str, said: str, tmp_path: Path)
     path.write_text(text)
     with pytest.raises(UserError, match=said):
         import_ai_toolkit(path)
+
+
+@pytest.mark.parametrize("levels", [40, 900])
+@pytest.mark.parametrize("opening", ["[", '{"a": '])
+def test_deep_json_is_one_sentence(opening: str, levels: int, tmp_path: Path) -> None:
+    """Rules, and what is shown of values, go down into them by recursion."""
+    closing = "]" if opening == "[" else "}"
+    deep = opening * levels + "1" + closing * levels
+    for importer, text in (
+        (import_simpletuner, f'{{"lora_rank": {deep}}}'),
+        (import_ai_toolkit, f'{{"config": {{"process": [{{"train": {{"lr": {deep}}}}}]}}}}'),
+    ):
+        path = tmp_path / "config.json"
+        path.write_text(text)
+        with pytest.raises(UserError, match="more than 30 levels"):
+            importer(path)
+
+
+BESIDE: Final = [
+    ("data_backend_config", {}, "[]", "{}"),
+    ("lycoris_config", {"lora_type": "lycoris"}, "{}", "[]"),
+    ("user_prompt_library", {}, "{}", "[]"),
+    ("accelerate_config", {}, "{}", "[]"),
+]
+
+
+@pytest.mark.parametrize(("key", "more", "good", "other"), BESIDE, ids=[row[0] for row in BESIDE])
+def test_a_file_beside_the_configuration_is_read_or_said_why_not(
+    key: str, more: dict[str, Any], good: str, other: str, tmp_path: Path
+) -> None:
+    def why(name: str) -> str:
+        kept = entry(simple(tmp_path, **more, **{key: name}), key)
+        assert kept.kind is Kind.UNREADABLE
+        assert "; set " in kept.why or "; list " in kept.why  # what to do instead
+        return kept.why
+
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00\x81")
+    (tmp_path / "large.json").write_text(good + " " * LARGEST_TEXT)
+    (tmp_path / "bomb.yaml").write_text(
+        "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in ("ab", "bc", "cd", "de"))
+    )
+    (tmp_path / "other.json").write_text(other)
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe.json")
+    for name, words in {
+        "nowhere.json": "no such file",
+        "loop.json": "no such file",
+        "bytes.json": "not a text file",
+        "large.json": "larger than",
+        "bomb.yaml": "more than 20000 values",
+        "other.json": "other.json has no ",
+        "directory": "is a directory",
+        "pipe.json": "not a regular file",
+    }.items():
+        assert words in why(name), name
+    (tmp_path / "good.json").write_text(good)
+    imported = simple(tmp_path, **more, **{key: "good.json"})
+    assert entry(imported, key).kind in (Kind.TAKEN, Kind.TRANSLATED)
+
+
+def test_what_is_no_prompt_in_a_library_is_said(tmp_path: Path) -> None:
+    library = {"a": "a cat", "b": {"prompt": "a dog"}, "c": ["x"], "d": 5, "e": {}}
+    (tmp_path / "library.json").write_text(json.dumps(library))
+    imported = simple(tmp_path, user_prompt_library="library.json")
+    assert [prompt.prompt for prompt in imported.spec.validation_prompts] == ["a cat", "a dog"]
+    assert "3 of its entries are no prompts" in entry(imported, "user_prompt_library").why
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_lycoris_s_own_file_wins_over_keys_that_the_tool_ignores(
+    first: bool, tmp_path: Path
+) -> None:
+    own = {"algo": "lokr", "linear_dim": 8, "linear_alpha": 4}
+    (tmp_path / "lycoris.json").write_text(json.dumps(own))
+    ignored = {
+        "lora_rank": 64,
+        "lora_alpha": 32,
+        "lora_dropout": 0.1,
+        "use_dora": True,
+        "lora_init_type": "gaussian",
+        "flux_lora_target": "mmdit",
+    }
+    lycoris = {"lora_type": "lycoris", "lycoris_config": "lycoris.json"}
+    imported = simple(tmp_path, **(lycoris | ignored if first else ignored | lycoris))
+    spec = imported.spec
+    assert (spec.lora_variant, spec.lora_rank, spec.lora_alpha) == ("lokr", 8, 4)
+    assert (spec.lora_dropout, spec.lora_init, spec.lora_target_modules) == (0, "kaiming", None)
+    assert all(entry(imported, key).kind is Needless for key in ignored)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"load_in_8bit": true}', {"base_precision": "int8"}),
+        ('{"load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}', {"base_precision": "nf4"}),
+        ('{"load_in_4bit": false}', Needless),
+        ("[]", Kind.UNREADABLE),
+        (None, Kind.UNREADABLE),
+    ],
+)
+def test_a_file_for_bitsandbytes(
+    text: str | None, expected: dict[str, Any] | Kind, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "bnb.json").write_text(text)
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python train_dreambooth_lora_flux.py --bnb_quantization_config_path bnb.json"
+    )
+    check(import_script([str(script)]), "bnb_quantization_config_path", expected)
+
+
+def test_no_resolution_of_several_is_dropped(tmp_path: Path) -> None:
+    imported = process(tmp_path, datasets=[{"folder_path": "a", "resolution": [512, "7 68"]}])
+    assert entry(imported, "datasets[0].resolution").kind is Kind.UNREADABLE
+
+
+@pytest.mark.parametrize("number", [-4, 1e308, 0.5])
+def test_a_batch_or_a_number_of_epochs_that_is_none(number: float, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    for i in range(3):
+        (images / f"{i}.png").touch()
+    (tmp_path / "data.json").write_text('[{"id": "a", "instance_data_dir": "images"}]')
+    for values in (
+        {"train_batch_size": number, "lr_scale_sqrt": True, "learning_rate": 1e-4},
+        {"num_train_epochs": number},
+        {"resolution": number, "resolution_type": "area"},
+    ):
+        simple(tmp_path, **values, data_backend_config="data.json")
 
 
 def test_a_directory_a_missing_file_and_bytes(tmp_path: Path) -> None:
@@ -1282,6 +1421,12 @@ def test_a_shell_script_is_read_as_a_shell_reads_it(tmp_path: Path) -> None:
         "dir": "/x/y z",
         "lost": "$NOWHERE",
     }
+
+
+def test_an_empty_word_does_not_end_a_command(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("accelerate launch train_flux.py --prompt '' --rank 8; echo done")
+    assert read_command([str(script)])[1].flags == {"prompt": "", "rank": "8"}
 
 
 def test_ways_to_start_a_script() -> None:

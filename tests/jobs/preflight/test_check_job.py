@@ -11,6 +11,7 @@ import pytest
 from jobs import service
 from jobs.errors import SpecError, UserError
 from jobs.machine.devices import Gpu
+from jobs.models.find_lora import find_lora
 from jobs.models.find_model import find_model
 from jobs.preflight import check_job
 from jobs.spec.file.load import load_spec
@@ -172,7 +173,11 @@ def test_a_lora_to_begin_from_that_is_not_there(
     """Only of new jobs: one that resumes reads its checkpoint."""
     (tmp_path / "a.bin").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "two").mkdir()
+    for file in ("v1", "v2"):
+        (tmp_path / "two" / f"{file}.safetensors").touch()
     for name, why in (
+        ("two", "has several .safetensors files; set .* to one of them"),
         ("gone.safetensors", "does not exist"),
         ("a.bin", "is not a .safetensors file"),
         ("empty", "has no .safetensors file"),
@@ -189,6 +194,24 @@ def test_a_lora_to_begin_from_that_is_not_there(
         with pytest.raises(UserError, match=f"training_adapter: .*{name} {why}"):
             check_job.check_beginning(adapted)
     assert store.all() == []
+
+
+def test_a_lora_of_the_hub_is_to_be_downloaded(job_values: dict[str, Any]) -> None:
+    spec = read(job_values, training_adapter="of/the-hub")
+    with pytest.raises(UserError, match=r"of/the-hub does not exist; .*hf download.*to the file"):
+        check_job.check_beginning(spec)
+
+
+def test_what_is_checked_is_what_the_ranks_read(job_values: dict[str, Any], tmp_path: Path) -> None:
+    """The only file of a directory; of several, the one with diffusers' or peft's name."""
+    only = tmp_path / "adapter_v2.safetensors"
+    only.touch()
+    check_job.check_beginning(read(job_values, init_lora=str(tmp_path)))
+    assert find_lora(str(tmp_path)) == only
+    usual = tmp_path / "adapter_model.safetensors"
+    usual.touch()
+    check_job.check_beginning(read(job_values, init_lora=str(tmp_path)))
+    assert find_lora(str(tmp_path)) == usual
 
 
 def test_no_pictures(job_values: dict[str, Any], tmp_path: Path) -> None:

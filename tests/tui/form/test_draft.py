@@ -210,9 +210,9 @@ def test_problems_stand_at_the_field_they_are_about() -> None:
         GOOD | {"learning_rate": "fast", "name": "a b", "mixed_precision": "bf61"}
     )
     assert set(problems) == {"learning_rate", "name", "mixed_precision"}
-    assert "number" in problems["learning_rate"]
-    assert "letters" in problems["name"]
-    assert 'did you mean "bf16"' in problems["mixed_precision"]
+    assert "number" in problems["learning_rate"].text
+    assert "letters" in problems["name"].text
+    assert 'did you mean "bf16"' in problems["mixed_precision"].text
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,19 @@ def test_problems_stand_at_the_field_they_are_about() -> None:
 )
 def test_a_conflict_stands_at_one_field(change: dict[str, object], field: str) -> None:
     assert list(draft.find_problems(GOOD | change)) == [field]
+
+
+def test_a_problem_says_its_key_where_that_does_not_stand_beside_it() -> None:
+    problems = draft.find_problems(GOOD | {"num_frames": 5})
+    assert "trains on images" in problems["num_frames"].text
+    assert "num_frames" not in problems["num_frames"].text
+    (line,) = draft.problems_beside(problems, ())
+    assert line == f"num_frames: {problems['num_frames'].text}"
+    assert draft.problems_beside(problems, ["num_frames"]) == []
+    old = draft.find_problems(GOOD | {"fsdp_sharding_strategy": "FULL"})
+    assert list(old) == [""]  # it is no field, so nothing else says which key it is
+    (line,) = draft.problems_beside(old, ())
+    assert line.startswith("fsdp_sharding_strategy: ")
 
 
 def test_a_good_job_has_no_problems() -> None:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
+    from jobs.errors import Problem
+
 _NOT_OF_TEMPLATES: Final = (
     "name",
     "pretrained_model_name_or_path",
@@ -183,11 +185,11 @@ def carried_line(values: Mapping[str, Any]) -> str:
     return f"also set: {listed}" if listed else ""
 
 
-def problems_beside(problems: Mapping[str, str], shown: Collection[str]) -> list[str]:
+def problems_beside(problems: Mapping[str, Problem], shown: Collection[str]) -> list[str]:
     """Problems of fields that are not among those shown, each with its key."""
     return [
-        text if key in text else f"{key}: {text}"
-        for key, text in problems.items()
+        str(problem) if problem.named or key in problem.text else f"{key}: {problem.text}"
+        for key, problem in problems.items()
         if key not in shown
     ]
 
@@ -219,15 +221,13 @@ def same(values: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     )
 
 
-def find_problems(values: Mapping[str, Any]) -> dict[str, str]:
+def find_problems(values: Mapping[str, Any]) -> dict[str, Problem]:
     """What is wrong with the values, by field; the key is empty for what belongs to none."""
     try:
         load_spec(None, values)
     except SpecError as error:
         return {
-            problem.key if problem.key in field_names() else "": problem.text.removeprefix(
-                f"{problem.key}: "
-            )
+            problem.key if problem.key in field_names() else "": problem
             for problem in error.problems
         }
     return {}

@@ -22,6 +22,7 @@ from engine.model.adapters.lora_file import begin_from
 from engine.model.quantized.packing import Packing
 from engine.model.quantized.quantized_linear import QuantizedLinear
 from jobs.errors import UserError
+from jobs.models.adapter_size import count_adapter
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.adapted_block import Block, X, error, fill
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
@@ -73,6 +74,21 @@ def test_it_computes_and_learns_what_pefts_does(
     assert len(mine) == 2 + len(lora_parameters(model))
     for name, value in wanted.items():
         assert error(mine[name], value) < 2e-6, name
+
+
+@pytest.mark.parametrize("factor", [-1, 1, 3, 8, 100])
+@pytest.mark.parametrize(
+    "values", [{"lora_rank": 2}, {"lora_rank": 16}, {"lokr_full_matrix": True}, {"lora_rank": 4096}]
+)
+def test_its_parameters_are_counted_from_the_shapes_of_the_weights(
+    values: dict[str, Any], factor: int
+) -> None:
+    sides = [(96, 64), (64, 96), (7, 60), (60, 1), (8, 8)]
+    model = torch.nn.Sequential(*(torch.nn.Linear(*pair, bias=False) for pair in sides))
+    spec = JobSpec(lora_variant="lokr", lokr_factor=factor, **values)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    add_lora(model, spec, r"\d")
+    assert count_adapter(spec, shapes) == sum(p.numel() for p in lora_parameters(model).values())
 
 
 @pytest.mark.parametrize("targets", [LINEAR, [*LINEAR, "conv"]])
@@ -214,7 +230,10 @@ def test_every_export_is_where_another_job_can_begin(
 
 
 def test_comfyui_reads_lycoris_names_and_alphas(toy: Path, tmp_path: Path) -> None:
-    """In its words: the product of the matrices times alpha over the rank, if one is parted."""
+    """In its words: the product of the matrices times alpha over the rank, if one is parted.
+
+    LyCORIS multiplies by that once while training, and twice when it merges; so it is 1.
+    """
     spec = toy_spec(toy, lora_variant="lokr", lora_rank=2, lora_alpha=5)
     model = trained_model(spec, toy / "model")
     made = export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "export")
@@ -227,10 +246,12 @@ def test_comfyui_reads_lycoris_names_and_alphas(toy: Path, tmp_path: Path) -> No
             down = tensors[f"{key}.lokr_w2_b"]
             right = tensors[f"{key}.lokr_w2_a"] @ down
             scale = tensors[f"{key}.alpha"].item() / len(down)
+            assert scale == 1
         assert error(scale * torch.kron(tensors[f"{key}.lokr_w1"], right), value) < 1e-6
     with safe_open(file, framework="pt") as opened:
         header = opened.metadata()
     assert header["ss_network_module"] == "lycoris.kohya"
+    assert float(header["ss_network_alpha"]) == float(header["ss_network_dim"]) == 2
     assert json.loads(header["ss_network_args"]) == {"algo": "lokr", "factor": "-1"}
 
 

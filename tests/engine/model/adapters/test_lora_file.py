@@ -15,8 +15,9 @@ from engine import families, run_job
 from engine.diffusion.random_numbers import keyed_generator
 from engine.exports.lora import _named
 from engine.model.adapters import lora
-from engine.model.adapters.lora_file import begin_from, find_lora
+from engine.model.adapters.lora_file import begin_from
 from jobs.errors import UserError
+from jobs.models.find_lora import find_lora
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
 from tests.support.engine.forked import on_ranks
@@ -136,6 +137,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"lora_variant": "dora"}, "it is no DoRA"),
     ({f"{Q}.lora_B.weight": (7, 2)}, {}, f"{Q} has another size"),
     ({f"{Q}.lora_A.weight": (2, 5)}, {}, "to_q has another size"),
+    ({f"{Q}.alpha": (2,)}, {}, f"the alpha of {Q} is not a finite number"),
+    ({f"{Q}.lora_A.weight": (0, 4), f"{Q}.lora_B.weight": (6, 0)}, {}, f"weights of {Q} are (0, 4"),
+    ({f"{Q}.lora_B.weight": (6,)}, {}, f"the up weights of {Q} are (6,)"),
+    ({f"{Q}.lora_magnitude_vector": (5,)}, {"lora_variant": "dora"}, f"{Q} has another size"),
 ]
 
 
@@ -150,6 +155,39 @@ def test_what_does_not_fit_is_refused(
         begin_from(small(**values), file, flux)
     assert error.value.message.startswith("init_lora: cannot begin from a.safetensors: ")
     assert why in error.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"r": 0}',
+        '{"lora_alpha": "a"}',
+        '{"lora_alpha": NaN}',
+        '{"alpha_pattern": 5}',
+        '{"alpha_pattern": {"[": 1}}',
+        "[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_configuration_that_cannot_be_read_is_one_sentence(
+    tmp_path: Path, flux: Family, text: str, beside: bool
+) -> None:
+    if beside:
+        (tmp_path / "adapter_config.json").write_text(text)
+    header = None if beside else {"lora_adapter_metadata": text}
+    save_file(named(small()), tmp_path / "a.safetensors", header)
+    with pytest.raises(UserError, match=r"a\.safetensors: its configuration cannot be read"):
+        begin_from(small(), tmp_path / "a.safetensors", flux)
+
+
+def test_a_file_in_fp8_is_read(tmp_path: Path, flux: Family) -> None:
+    narrow = {name: t.to(torch.float8_e4m3fn) for name, t in named(small()).items()}
+    save_file(narrow, tmp_path / "a.safetensors")
+    model = small()
+    begin_from(model, tmp_path / "a.safetensors", flux)
+    assert all(torch.equal(t, narrow[name].float()) for name, t in named(model).items())
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])

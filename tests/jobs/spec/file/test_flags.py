@@ -629,7 +629,7 @@ def test_form_flags_and_file_say_the_same(
     of_form = draft.find_problems({key: str(value) for key, value in whole.items()})
     assert said in str(of_file.value)
     assert said in str(of_flags.value)
-    assert said in "; ".join(f"{key}: {text}" for key, text in of_form.items())
+    assert said in "; ".join(draft.problems_beside(of_form, ()))
 
 
 # -- and back ------------------------------------------------------------------------------

@@ -26,12 +26,11 @@ from engine.sample.second_denoiser import second_denoisers
 from jobs.spec.keys.prompts import SampleRequest, requests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
 
-    from engine.families import Family
     from engine.run_context import RunContext
 
 
@@ -79,36 +78,30 @@ class Sampler:
         Returns:
             The names of the images, in the order of their prompts.
         """
-        requests = requests_of(self.run.spec)
-        planned = [self.run.family.forwards_of(request) for request in requests]
+        run, world = self.run, self.run.world
+        requests = requests_of(run.spec)
+        planned = [run.family.forwards_of(request) for request in requests]
         written, failed = [False] * len(requests), False
         was_training, done = transformer.training, 0
         transformer.eval()
-        with self.run.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
+        with run.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
             beside: dict[str, Any] = {}
             stopping = False
-            if self.run.family.second_denoiser is not None:  # which takes a while to read
-                stopping = any(self.run.world.any([self.run.wants_stop()]))
+            if run.family.second_denoiser is not None:  # which takes a while to read
+                stopping = any(world.any([run.wants_stop()]))
             if not stopping:
-                beside = stack.enter_context(second_denoisers(self.run))
-            studio = _Studio(
-                self.run.family,
-                self.run.model_root,
-                transformer,
-                beside,
-                self.run.world.device,
-                self.run.telemetry.warn,
-            )
+                beside = stack.enter_context(second_denoisers(run))
+            studio = _Studio(run, transformer, beside)
             # Two denoisers take turns at a place that depends on the steps.
             kinds = [(request.steps, request.guided) for request in requests] if beside else None
-            for numbers in rounds_of(planned, self.run.world.data_size, kinds):
-                if stopping or any(self.run.world.any([self.run.wants_stop()])):
+            for numbers in rounds_of(planned, world.data_size, kinds):
+                if stopping or any(world.any([run.wants_stop()])):
                     break
                 number = self._number(numbers)
                 latents = self._denoise(studio, requests, planned, numbers)
                 # The VAE gets the room of whatever weights are still gathered.
                 studio.reshard()
-                if number is not None and self.run.world.rank % self.run.world.context_size == 0:
+                if number is not None and world.rank % world.context_size == 0:
                     frames = studio.develop(requests[number], latents)
                     written[number] = self._write(frames, requests[number], target, number, step)
                     failed = failed or not written[number]
@@ -118,10 +111,10 @@ class Sampler:
             studio.close()
             beside.clear()
             stack.close()
-            give_back(self.run.world.device)
-            *written, others = self.run.world.any([*written, failed])
+            give_back(world.device)
+            *written, others = world.any([*written, failed])
         if others and not failed:
-            self.run.telemetry.warn("another rank could not write its samples; see that rank's log")
+            run.telemetry.warn("another rank could not write its samples; see that rank's log")
         return [self._name(number) for number, there in enumerate(written) if there]
 
     def _name(self, number: int) -> str:
@@ -228,36 +221,25 @@ class _Studio:
     """The stock pipeline around the transformer; its VAE waits in host memory.
 
     Args:
-        family: The model's family.
-        model_root: The model.
+        run: The job and its ranks.
         transformer: What is trained.
         others: Denoisers that the pipeline has besides, by their names in it.
-        device: Where they are, and where it computes.
-        say: Told of what is done in another way than usual.
 
     Attributes:
         denoisers: All of them.
         pipeline: The pipeline.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        model_root: Path,
-        transformer: Any,
-        others: dict[str, Any],
-        device: torch.device,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, run: RunContext, transformer: Any, others: dict[str, Any]) -> None:
         self.denoisers = [transformer, *others.values()]
-        self.device = device
-        self._family = family
-        self._say = say
-        vae = family.load_vae(model_root, torch.float32).eval()
+        self.device = device = run.world.device
+        self._family = family = run.family
+        self._warn = run.telemetry.warn
+        vae = family.load_vae(run.model_root, torch.float32).eval()
         _encode_in_fp32(vae)
         # Moves it to the device when it decodes, and tells the pipeline where to compute.
         vae, self._vae_hook = cpu_offload_with_hook(vae, device)
-        self.pipeline = family.sampling_pipeline(model_root, transformer, vae, **others)
+        self.pipeline = family.sampling_pipeline(run.model_root, transformer, vae, **others)
         self.pipeline.set_progress_bar_config(disable=True)
         if self.pipeline._execution_device != device:
             raise RuntimeError(
@@ -306,7 +288,7 @@ class _Studio:
                 return self._family.decode(self.pipeline, latents.float(), request)
             give_back(self.device)
             self.pipeline.vae.enable_tiling()
-            self._say(
+            self._warn(
                 f"not enough memory to decode {request.width}x{request.height} at once; decoding "
                 "in tiles from now on, which may leave seams"
             )

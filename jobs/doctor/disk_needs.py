@@ -9,6 +9,7 @@ from jobs.errors import UserError
 from jobs.memory.host_memory import STATE_BYTES
 from jobs.models.find_model import count_parameters, find_model
 from jobs.spec.families import component_of
+from jobs.spec.rules.averages import has_average
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
@@ -27,7 +28,7 @@ def checkpoint_bytes(spec: JobSpec) -> int | None:
     if parameters is None:
         return None
     share = 1.0 if spec.model_type == "full" else _OF_A_LORA * spec.lora_rank / 16
-    each = _WEIGHT * (2 if spec.use_ema else 1) + STATE_BYTES[spec.optimizer]
+    each = _WEIGHT * (2 if has_average(spec) else 1) + STATE_BYTES[spec.optimizer]
     return math.ceil(parameters * share * each)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 STATE_BYTES: Final[dict[str, int]] = {
     "adamw": 8,
     "adamw_8bit": 2,
+    "adamw_schedule_free": 8,
     "sgd": 0,
     "lion": 4,
     "adafactor": 0,

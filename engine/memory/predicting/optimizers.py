@@ -58,6 +58,9 @@ def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool)
             return 0 if not spec.weight_decay else sum(sizes) if on_cuda else most
         case "lion":
             return 2 * most
+        case "adamw_schedule_free":
+            # A bucket's denominators are there until the next one's are made.
+            return min(sum(sizes), 2 * max(most, 4 * BUCKET))
         case "prodigy":
             return min(sum(sizes), max(most, 4 * BUCKET))
         case "adafactor":
@@ -89,6 +92,7 @@ def _adamw_8bit(parameter: Trained) -> int:
 _STATES: Final[dict[str, Callable[[Trained], int]]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
+    "adamw_schedule_free": lambda parameter: 2 * parameter.size,
     "sgd": lambda parameter: 0,
     "lion": lambda parameter: parameter.size,
     "prodigy": lambda parameter: 4 * parameter.size,

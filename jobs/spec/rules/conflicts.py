@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
+from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
@@ -30,6 +31,8 @@ __all__ = ["Conflict", "find_conflicts"]
 WHOLE_ONLY: Final = {
     "adafactor": "its row and column means need full tensors",
 }
+# The others.
+ANYWHERE: Final = "adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd"
 
 
 GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
@@ -190,8 +193,24 @@ def _optimizer(spec: JobSpec) -> Conflict | None:
         return Conflict(
             "optimizer",
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
-            f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, lion, prodigy or sgd, "
+            f"{WHOLE_ONLY[spec.optimizer]}; use {ANYWHERE}, "
             "strategy: ddp, or a LoRA with lora_placement: replicated",
+        )
+    return None
+
+
+def _schedule_free(spec: JobSpec) -> Conflict | None:
+    if spec.optimizer != SCHEDULE_FREE:
+        return None
+    if spec.use_ema:
+        return Conflict(
+            "use_ema",
+            f"optimizer: {SCHEDULE_FREE} averages the weights itself; remove use_ema",
+        )
+    if spec.adam_beta1 == 0:
+        return Conflict(
+            "adam_beta1",
+            f"optimizer: {SCHEDULE_FREE} needs adam_beta1 above 0; its authors use 0.9",
         )
     return None
 
@@ -368,6 +387,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _offload,
     *LORA_RULES,
     _optimizer,
+    _schedule_free,
     _fp16,
     _state_dict,
     _wrap,

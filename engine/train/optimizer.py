@@ -22,7 +22,7 @@ from engine.train.gradients import buckets, parts_of
 from engine.train.prodigy import sharded_prodigy
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
-from jobs.spec.rules.conflicts import ANYWHERE, WHOLE_ONLY
+from jobs.spec.rules.conflicts import WHOLE_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
-_NO_SHARDS_HINT: Final = f"use {ANYWHERE}, or train a LoRA with lora_placement: replicated"
+_NO_SHARDS_HINT: Final = (
+    "use adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd, or train a LoRA with "
+    "lora_placement: replicated"
+)
 _INSTALL_HINT: Final = "pip install 'fsdp-tui[optimizers]'"
 
 # Lion's own: with Adam's 0.999 its sign would follow gradients of a thousand steps ago.

@@ -15,7 +15,7 @@ from engine.model.precision import compute_dtype
 from engine.train.gradients import BUCKET, UNDER_WAY
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
-from jobs.spec.rules.conflicts import ANYWHERE, WHOLE_ONLY
+from jobs.spec.rules.conflicts import WHOLE_ONLY
 from jobs.spec.rules.strategy import SHARDING, chosen_strategy, world_size
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: in
         raise UserError(
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
             f"{WHOLE_ONLY[spec.optimizer]}",
-            f"use {ANYWHERE}",
+            "use adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd",
         )
     replicas = spec.dp_replicate_size or 1
     if strategy == "hsdp" and (replicas < 2 or ranks % replicas):

@@ -31,8 +31,6 @@ __all__ = ["Conflict", "find_conflicts"]
 WHOLE_ONLY: Final = {
     "adafactor": "its row and column means need full tensors",
 }
-# The others.
-ANYWHERE: Final = "adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd"
 
 
 GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
@@ -193,7 +191,8 @@ def _optimizer(spec: JobSpec) -> Conflict | None:
         return Conflict(
             "optimizer",
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
-            f"{WHOLE_ONLY[spec.optimizer]}; use {ANYWHERE}, "
+            f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, adamw_schedule_free, lion, "
+            "prodigy or sgd, "
             "strategy: ddp, or a LoRA with lora_placement: replicated",
         )
     return None

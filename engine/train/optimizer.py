@@ -4,7 +4,7 @@ Every optimizer is a library's. What decides whether one may train sharded param
 is whether its numbers there equal those on whole tensors, measured in
 `tests/engine/train/test_optimizer`: adamw, adamw_schedule_free, sgd, lion and adamw_8bit work
 element by element (or block by block) and are right; prodigy adds its two sums up over the ranks
-(`engine.train.prodigy`); adafactor, which reduces over whole tensors, is refused.
+(`engine.train.prodigy`); adafactor and came, which reduce over whole tensors, are refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def build_optimizer(
     Always with one group, so that a checkpoint does not depend on which of them are sharded.
 
     Args:
-        spec: The job. `adam_*` hold for all but sgd, lion and adafactor.
+        spec: The job. `adam_*` hold for all but sgd, lion, adafactor and came.
         parameters: What is trained; on `device`, or on the CPU under FSDP's offload.
         device: Where this rank computes.
 
@@ -90,6 +90,9 @@ def _build(
     if spec.optimizer == "lion":
         kind = _library("lion", "lion_pytorch", "lion-pytorch").Lion
         return _made(kind(parameters, betas=_LION_BETAS, **common))
+    if spec.optimizer == "came":
+        kind = _library("came", "came_pytorch", "came-pytorch").CAME
+        return _made(kind(parameters, **common))
     if spec.optimizer == SCHEDULE_FREE:
         library = _library(SCHEDULE_FREE, "schedulefree", "schedulefree")
         # Not its own warm-up: the schedule's, whose rates it takes, is the same.
@@ -198,6 +201,9 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
         if "step" in state:
             step = state["step"]
             state["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
+        for name, value in state.items():
+            if name.startswith("exp_avg_") and type(value) is torch.Tensor:
+                value.zero_()  # CAME adds its epsilons to a gradient of zero
 
 
 def explain_load_failure(error: CheckpointException) -> UserError | None:

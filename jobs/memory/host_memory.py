@@ -24,6 +24,7 @@ STATE_BYTES: Final[dict[str, int]] = {
     "adamw_schedule_free": 8,
     "sgd": 0,
     "lion": 4,
+    "came": 4,
     "adafactor": 0,
     "prodigy": 16,
 }

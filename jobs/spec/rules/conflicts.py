@@ -30,6 +30,7 @@ __all__ = ["Conflict", "find_conflicts"]
 # Optimizers whose numbers on shards are not those on whole tensors, and why.
 WHOLE_ONLY: Final = {
     "adafactor": "its row and column means need full tensors",
+    "came": "its row and column means need full tensors",
 }
 
 
@@ -192,8 +193,7 @@ def _optimizer(spec: JobSpec) -> Conflict | None:
             "optimizer",
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
             f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, adamw_schedule_free, lion, "
-            "prodigy or sgd, "
-            "strategy: ddp, or a LoRA with lora_placement: replicated",
+            "prodigy or sgd, strategy: ddp, or a LoRA with lora_placement: replicated",
         )
     return None
 

@@ -130,7 +130,7 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["sgd", "adafactor", "prodigy", "lion", "adamw_schedule_free"]
+    "optimizer", ["sgd", "adafactor", "prodigy", "lion", "adamw_schedule_free", "came"]
 )
 def test_the_full_layout_holds_what_every_optimizer_keeps(
     toy: Path, run_dir: RunDir, optimizer: str

@@ -181,6 +181,7 @@ OPTIMIZERS: Final = (
     "adafactor",
     "adamw_8bit",
     "adamw_schedule_free",
+    "came",
 )
 
 

@@ -144,6 +144,7 @@ def test_the_rate_stays_a_number() -> None:
         ("lion", "lion-pytorch"),
         ("prodigy", "prodigyopt"),
         ("adamw_schedule_free", "schedulefree"),
+        ("came", "came-pytorch"),
     ],
 )
 def test_a_missing_package_is_named(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 RATES = {"adamw": 1e-2, "adamw_8bit": 1e-2, "sgd": 0.1, "lion": 1e-3, "prodigy": 1.0}
 RATES["adamw_schedule_free"] = 1e-2
-RATES["adafactor"] = 1e-2
+RATES |= {"adafactor": 1e-2, "came": 5e-4}
 STEPS = {"prodigy": 100}  # it starts at a millionth of the rate
 OFFLOADED = ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy")
 BATCH = 8

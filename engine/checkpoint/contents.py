@@ -89,7 +89,7 @@ def collect(
     world_size: int,
     data: Mapping[str, Any] | None = None,
 ) -> Contents:
-    """The contents of a checkpoint of the present step. Nothing is copied.
+    """The contents of a checkpoint of the present step; only averages of an optimizer are copied.
 
     Args:
         training: What is trained.

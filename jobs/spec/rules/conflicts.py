@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
-from jobs.spec.rules.averages import SCHEDULE_FREE
+from jobs.spec.rules.averages import AVERAGE_RULES
 from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
@@ -198,22 +198,6 @@ def _optimizer(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _schedule_free(spec: JobSpec) -> Conflict | None:
-    if spec.optimizer != SCHEDULE_FREE:
-        return None
-    if spec.use_ema:
-        return Conflict(
-            "use_ema",
-            f"optimizer: {SCHEDULE_FREE} averages the weights itself; remove use_ema",
-        )
-    if spec.adam_beta1 == 0:
-        return Conflict(
-            "adam_beta1",
-            f"optimizer: {SCHEDULE_FREE} needs adam_beta1 above 0; its authors use 0.9",
-        )
-    return None
-
-
 def _fp16(spec: JobSpec) -> Conflict | None:
     if spec.mixed_precision == "fp16" and spec.fsdp_cpu_offload:
         return Conflict(
@@ -314,16 +298,6 @@ def _attention(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _ema(spec: JobSpec) -> Conflict | None:
-    if spec.use_ema and spec.ema_device == "cpu" and shards(spec):
-        return Conflict(
-            "ema_device",
-            "ema_device: cpu cannot be used with FSDP, which shards the moving average; remove "
-            "it, or set strategy: ddp",
-        )
-    return None
-
-
 def _snr_gamma(spec: JobSpec) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if spec.snr_gamma is not None and family is not None and family.objective == "flow":
@@ -386,7 +360,6 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _offload,
     *LORA_RULES,
     _optimizer,
-    _schedule_free,
     _fp16,
     _state_dict,
     _wrap,
@@ -394,7 +367,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _checkpointing_policy,
     _checkpointing_interval,
     _attention,
-    _ema,
+    *AVERAGE_RULES,
     _snr_gamma,
     _flow_shift,
     _sigmas,

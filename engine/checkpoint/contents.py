@@ -114,8 +114,9 @@ def collect(
 
 
 def tensors_of(training: TrainState, layout: Layout, *, ema: bool = True) -> dict[str, Any]:
-    """State dicts of what is trained; loading fills these very tensors, but for averages of an
-    optimizer, which follow from the others.
+    """State dicts of what is trained; loading fills these very tensors.
+
+    Except for the averages of an optimizer, which are copies and follow from the others.
 
     Args:
         training: What is trained.

@@ -35,9 +35,9 @@ class Contents:
     Attributes:
         step: Optimizer steps done.
         layout: How they are to lie on disk.
-        tensors: `model`, `optimizer` and, if there is one, `ema`: state dicts with this rank's
-            parts, of the very tensors that are trained or of a copy. The optimizer's is flat in
-            the full layout.
+        tensors: `model`, `optimizer` and, if there are averages, `ema`: state dicts with this
+            rank's parts, of the very tensors that are trained or of a copy. The optimizer's is
+            flat in the full layout.
         state: What is no tensor; JSON values.
         world_size: Ranks that hold the parts.
     """
@@ -79,10 +79,8 @@ def expected_bytes(training: TrainState, spec: JobSpec) -> int:
     for each hundred tensors.
     """
     state = STATE_BYTES[spec.optimizer]
-    total = sum(p.numel() * (p.element_size() + state) for p in training.trained().values())
-    if training.ema is not None:
-        total += sum(t.numel() * t.element_size() for t in training.ema.shadow.values())
-    return total
+    copies = 2 if training.has_average else 1
+    return sum(p.numel() * (copies * p.element_size() + state) for p in training.trained().values())
 
 
 def collect(
@@ -91,7 +89,7 @@ def collect(
     world_size: int,
     data: Mapping[str, Any] | None = None,
 ) -> Contents:
-    """The contents of a checkpoint of the present step. Nothing is copied.
+    """The contents of a checkpoint of the present step; only averages of an optimizer are copied.
 
     Args:
         training: What is trained.
@@ -105,7 +103,7 @@ def collect(
         "step": training.step,
         "scheduler": training.scheduler.state_dict(),
         "scaler": training.scaler.state_dict() if training.scaler is not None else None,
-        "ema": training.ema is not None,
+        "ema": training.has_average,
         "world_size": world_size,
         "spec": spec.to_dict(),
         "digest": spec.digest(),
@@ -118,18 +116,20 @@ def collect(
 def tensors_of(training: TrainState, layout: Layout, *, ema: bool = True) -> dict[str, Any]:
     """State dicts of what is trained; loading fills these very tensors.
 
+    Except for the averages of an optimizer, which are copies and follow from the others.
+
     Args:
         training: What is trained.
         layout: Of the checkpoint.
-        ema: Whether the checkpoint has the moving average.
+        ema: Whether to include the averages.
     """
     fill_state(training.optimizer)
     model, optimizer = get_state_dict(
         training.model, training.optimizer, options=options_for(layout)
     )
     tensors: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    if training.ema is not None and ema:
-        tensors["ema"] = training.ema.shadow
+    if training.has_average and ema:
+        tensors["ema"] = training.averages()
     return tensors
 
 

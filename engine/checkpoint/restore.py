@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from engine.checkpoint import full, sharded
 from engine.checkpoint.contents import options_for, tensors_of
+from engine.train.schedule_free import is_schedule_free, set_betas
 from jobs.errors import UserError
 from jobs.run.checkpoint_files import read_checkpoint, read_state
 
@@ -43,7 +44,7 @@ def load(training: TrainState, path: Path, world: World) -> None:
         raise UserError(f"{path} is not a complete checkpoint")
     layout, has_ema = checkpoint.layout, bool(state.get("ema"))
     settings = _settings(training)
-    tensors = tensors_of(training, layout, ema=has_ema)
+    tensors = tensors_of(training, layout, ema=has_ema and training.ema is not None)
     if layout == "full":
         full.read_tensors(tensors, path)
     else:
@@ -92,4 +93,6 @@ def _apply(settings: _Settings, training: TrainState) -> None:
     for group, job_values, base, rate in zip(
         training.optimizer.param_groups, settings.groups, settings.rates, rates, strict=True
     ):
+        if is_schedule_free(training.optimizer):
+            set_betas(training.optimizer, job_values["betas"])
         group.update(job_values, initial_lr=base, lr=rate)

@@ -34,7 +34,7 @@ def export_trained(run: RunContext, training: TrainState) -> None:
         run.family,
         run.model_root,
         training.step,
-        training.ema is not None,
+        training.has_average,
         spec.export_dtype,
         spec.export_formats,
     )

@@ -24,6 +24,7 @@ from engine.sample.lockstep import Forwards, rounds_of
 from engine.sample.sample_files import sample_name, write_sample
 from engine.sample.second_denoiser import second_denoisers
 from jobs.spec.keys.prompts import SampleRequest, requests_of
+from jobs.spec.rules.averages import has_average
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -198,7 +199,7 @@ class Sampler:
             **({"conditioning": list(request.conditioning)} if request.conditioning else {}),
             "step": step,
             "family": self.run.spec.model_family,
-            "ema": self.run.spec.use_ema,
+            "ema": has_average(self.run.spec),
             "dtype": str(compute_dtype(self.run.spec)),
         }
 

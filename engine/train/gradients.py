@@ -138,7 +138,9 @@ def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float, world: World
     return norm
 
 
-def parts_of(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+def parts_of(
+    parameters: Sequence[torch.nn.Parameter], at_once: int = AT_ONCE
+) -> list[list[torch.nn.Parameter]]:
     """Lists for functions that take many tensors: sharded ones in parts, then all plain ones.
 
     Apart, since torch's functions take tensors of one kind only. In parts, since the first time
@@ -148,7 +150,7 @@ def parts_of(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Par
     """
     sharded: list[torch.nn.Parameter] = [p for p in parameters if isinstance(p, DTensor)]
     plain = [p for p in parameters if not isinstance(p, DTensor)]
-    parts = [sharded[start : start + AT_ONCE] for start in range(0, len(sharded), AT_ONCE)]
+    parts = [sharded[start : start + at_once] for start in range(0, len(sharded), at_once)]
     return [*parts, plain] if plain else parts
 
 

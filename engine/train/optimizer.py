@@ -2,9 +2,9 @@
 
 Every optimizer is a library's. What decides whether one may train sharded parameters (`DTensor`s)
 is whether its numbers there equal those on whole tensors, measured in
-`tests/engine/train/test_optimizer`: adamw, sgd, lion and adamw_8bit work element by element (or
-block by block) and are right; prodigy adds its two sums up over the ranks (`engine.train.prodigy`);
-adafactor, which reduces over whole tensors, is refused.
+`tests/engine/train/test_optimizer`: adamw, adamw_schedule_free, sgd, lion and adamw_8bit work
+element by element (or block by block) and are right; prodigy adds its two sums up over the ranks
+(`engine.train.prodigy`); adafactor and came, which reduce over whole tensors, are refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from engine.train.gradients import parts_of
+from engine.train.gradients import buckets, parts_of
 from engine.train.prodigy import sharded_prodigy
 from jobs.errors import UserError
+from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _NO_SHARDS_HINT: Final = (
-    "use adamw, adamw_8bit, lion, prodigy or sgd, or train a LoRA with lora_placement: replicated"
+    "use adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd, or train a LoRA with "
+    "lora_placement: replicated"
 )
 _INSTALL_HINT: Final = "pip install 'fsdp-tui[optimizers]'"
 
@@ -47,7 +49,7 @@ def build_optimizer(
     Always with one group, so that a checkpoint does not depend on which of them are sharded.
 
     Args:
-        spec: The job. `adam_*` hold for adamw, adamw_8bit and prodigy.
+        spec: The job. `adam_*` hold for all but sgd, lion, adafactor and came.
         parameters: What is trained; on `device`, or on the CPU under FSDP's offload.
         device: Where this rank computes.
 
@@ -61,8 +63,9 @@ def build_optimizer(
             _NO_SHARDS_HINT,
         )
     optimizer = _build(spec, parameters, device)
-    if len(parts_of(parameters)) > 1 and spec.optimizer != "prodigy":  # which has its own parts
-        _step_in_parts(optimizer)
+    parts = _small_parts_of if spec.optimizer == SCHEDULE_FREE else parts_of
+    if len(parts(parameters)) > 1 and spec.optimizer != "prodigy":  # which has its own parts
+        _step_in_parts(optimizer, parts)
     return optimizer
 
 
@@ -87,6 +90,15 @@ def _build(
     if spec.optimizer == "lion":
         kind = _library("lion", "lion_pytorch", "lion-pytorch").Lion
         return _made(kind(parameters, betas=_LION_BETAS, **common))
+    if spec.optimizer == "came":
+        kind = _library("came", "came_pytorch", "came-pytorch").CAME
+        return _made(kind(parameters, **common))
+    if spec.optimizer == SCHEDULE_FREE:
+        library = _library(SCHEDULE_FREE, "schedulefree", "schedulefree")
+        # Not its own warm-up: the schedule's, whose rates it takes, is the same.
+        optimizer = library.AdamWScheduleFree(parameters, **common, **adam)
+        optimizer.param_groups[0]["train_mode"] = True  # its `train` also makes empty states
+        return _made(optimizer)
     if spec.optimizer == "prodigy":
         kind = _library("prodigy", "prodigyopt", "prodigyopt").Prodigy
         return _made(sharded_prodigy(kind)(parameters, device, **common, **adam))
@@ -94,8 +106,19 @@ def _build(
     return _made(kind(parameters, **common, **adam))
 
 
-def _step_in_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Make each of `parts_of` the parameters a separate group within a step.
+def _small_parts_of(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parts for schedule-free AdamW, which allocates as much as it is given at once.
+
+    Fewer tensors in each, since it calls nine functions with a list rather than one.
+    """
+    return [bucket for part in parts_of(parameters, 16) for bucket in buckets(part)]
+
+
+def _step_in_parts(
+    optimizer: torch.optim.Optimizer,
+    parts_of: Callable[[Sequence[torch.nn.Parameter]], list[list[torch.nn.Parameter]]],
+) -> None:
+    """Make each part of the parameters a separate group within a step.
 
     A GPU hardly notices: fused kernels take some dozens of tensors at a time in any case.
     """
@@ -109,7 +132,10 @@ def _step_in_parts(optimizer: torch.optim.Optimizer) -> None:
         optimizer.param_groups = [group | {"params": part} for part in parts]
 
     def join(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        optimizer.param_groups = [whole.pop()]
+        group = whole.pop()
+        # Schedule-free AdamW counts steps here, for all parts alike.
+        group.update(optimizer.param_groups[0] | {"params": group["params"]})
+        optimizer.param_groups = [group]
 
     optimizer.register_step_pre_hook(part)
     optimizer.register_step_post_hook(join)
@@ -145,7 +171,8 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
 
     To be called before `get_state_dict` and `set_state_dict`. Those fill an empty optimizer too,
     by a step with zero gradients at rate zero, but leave that step counted: as a tensor by Adam's,
-    as a plain number by Adafactor's, either of which bends the next real step. And a layer that
+    as a plain number by Adafactor's, in the group by schedule-free AdamW, each of which bends the
+    next real step. And a layer that
     the model never uses (the text's last one, in Qwen-Image's last block) has no gradient, so that
     a checkpoint would lack what loading it asks for. Rank-local, and all ranks agree whether it
     does anything, since all have made the same steps.
@@ -153,11 +180,11 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SGD):  # plain SGD never has any
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    empty = [p for p in parameters if p not in optimizer.state]
+    empty = [p for p in parameters if not optimizer.state.get(p)]
     if not empty:
         return
     gradients = [p.grad for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    before = [dict(group) for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = None
     for parameter in empty:
@@ -165,8 +192,8 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        group.update(settings)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for parameter in empty:
@@ -174,6 +201,9 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
         if "step" in state:
             step = state["step"]
             state["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
+        for name, value in state.items():
+            if name.startswith("exp_avg_") and type(value) is torch.Tensor:
+                value.zero_()  # CAME adds its epsilons to a gradient of zero
 
 
 def explain_load_failure(error: CheckpointException) -> UserError | None:

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.train.schedule_free import averaged_in_place, averages_of, is_schedule_free
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -39,6 +41,21 @@ class TrainState:
         """Name → parameter of what is trained."""
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
+    @property
+    def has_average(self) -> bool:
+        """Whether there are averaged weights, of the job's wish or the optimizer's own."""
+        return self.ema is not None or is_schedule_free(self.optimizer)
+
     def averaged(self) -> AbstractContextManager[None]:
         """Within this context the model has its averaged weights, if there are any."""
-        return self.ema.in_place() if self.ema is not None else nullcontext()
+        if self.ema is not None:
+            return self.ema.in_place()
+        if is_schedule_free(self.optimizer):
+            return averaged_in_place(self.optimizer)
+        return nullcontext()
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """Name → averaged weight: the moving average itself, or a copy of the optimizer's."""
+        if self.ema is not None:
+            return self.ema.shadow
+        return averages_of(self.optimizer, self.trained())

@@ -10,6 +10,7 @@ from jobs.memory.host_memory import STATE_BYTES
 from jobs.models.adapter_size import count_adapter
 from jobs.models.find_model import count_parameters, find_model, read_shapes
 from jobs.spec.families import component_of
+from jobs.spec.rules.averages import has_average
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
@@ -29,7 +30,7 @@ def checkpoint_bytes(spec: JobSpec) -> int | None:
         parameters = count_adapter(spec, read_shapes(component) or {})
     if not parameters:
         return None
-    each = _WEIGHT * (2 if spec.use_ema else 1) + STATE_BYTES[spec.optimizer]
+    each = _WEIGHT * (2 if has_average(spec) else 1) + STATE_BYTES[spec.optimizer]
     return parameters * each
 
 

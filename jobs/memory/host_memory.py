@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 STATE_BYTES: Final[dict[str, int]] = {
     "adamw": 8,
     "adamw_8bit": 2,
+    "adamw_schedule_free": 8,
     "sgd": 0,
     "lion": 4,
+    "came": 4,
     "adafactor": 0,
     "prodigy": 16,
 }

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from tests.bench.import_sources.real import Real
 
-_ADAM: Final = ("adamw", "adamw_8bit", "prodigy")
+_ADAM: Final = ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy")
 _VERDICTS: Final = ("same", "said", "SILENT")
 _LEFT_OUT: Final = "left out"
 # Methods that the report names as not supported; the job trains without them.

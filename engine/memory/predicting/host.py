@@ -9,6 +9,7 @@ from engine.memory.predicting.optimizers import state_bytes
 from engine.memory.predicting.predict import trained_of
 from engine.memory.predicting.sharding import Layout, cost_of, swapped_of
 from jobs.memory.host_memory import host_bytes
+from jobs.spec.rules.averages import has_average
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,4 +105,4 @@ def _saved(spec: JobSpec, trace: Trace, layout: Layout) -> int:
     """Weights, optimizer state and average of what is trained, as a checkpoint has them."""
     trained = trained_of(trace, layout)
     numbers = sum(4 * parameter.numel for parameter in trained)
-    return numbers * (2 if spec.use_ema else 1) + state_bytes(spec, trained)
+    return numbers * (2 if has_average(spec) else 1) + state_bytes(spec, trained)

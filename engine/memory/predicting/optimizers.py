@@ -58,11 +58,17 @@ def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool)
             return 0 if not spec.weight_decay else sum(sizes) if on_cuda else most
         case "lion":
             return 2 * most
+        case "adamw_schedule_free":
+            # A bucket's denominators are there until the next one's are made.
+            return min(sum(sizes), 2 * max(most, 4 * BUCKET))
         case "prodigy":
             return min(sum(sizes), max(most, 4 * BUCKET))
         case "adafactor":
             # The last parameter's update is there until the next one's is made.
             return max(max((a + 2 * b for a, b in pairwise(sizes)), default=0), 2 * most)
+        case "came":
+            # Likewise two of the last one's.
+            return max(max((2 * a + 2 * b for a, b in pairwise(sizes)), default=0), 3 * most)
         case "adamw_8bit":
             return 0 if on_cuda else 6 * most  # compiled into one kernel, or step by step
     return 0  # fused AdamW needs nothing
@@ -73,8 +79,16 @@ def _adamw(parameter: Trained) -> int:
 
 
 def _adafactor(parameter: Trained) -> int:
-    if len(parameter.shape) < 2:
-        return parameter.size
+    return parameter.size if len(parameter.shape) < 2 else _rows_and_columns(parameter)
+
+
+def _came(parameter: Trained) -> int:
+    means = parameter.size if len(parameter.shape) < 2 else 2 * _rows_and_columns(parameter)
+    return parameter.size + means + BLOCK  # and the length of the weight, a number
+
+
+def _rows_and_columns(parameter: Trained) -> int:
+    """Bytes of a mean for each row and each column."""
     rows, columns = parameter.numel // parameter.shape[-1], parameter.numel // parameter.shape[-2]
     return rounded(4 * rows) + rounded(4 * columns)
 
@@ -89,8 +103,10 @@ def _adamw_8bit(parameter: Trained) -> int:
 _STATES: Final[dict[str, Callable[[Trained], int]]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
+    "adamw_schedule_free": lambda parameter: 2 * parameter.size,
     "sgd": lambda parameter: 0,
     "lion": lambda parameter: parameter.size,
     "prodigy": lambda parameter: 4 * parameter.size,
     "adafactor": _adafactor,
+    "came": _came,
 }

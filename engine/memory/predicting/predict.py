@@ -14,6 +14,7 @@ from engine.memory.tracing.live import rounded
 from engine.model.precision import compute_dtype
 from engine.train.gradients import BUCKET, UNDER_WAY
 from jobs.errors import UserError
+from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
 from jobs.spec.rules.strategy import SHARDING, chosen_strategy, world_size
 
@@ -97,6 +98,11 @@ def predict(
     if spec.use_ema and spec.ema_device != "cpu" and not layout.offload:
         average = sum(parameter.size for parameter in trained)
     base = Parts(parameters=held + resident, optimizer=state + average)
+    # Beside gradients, of which there are none then: the weights that samples and checkpoints
+    # need besides the trained ones.
+    averages = 0
+    if spec.optimizer == SCHEDULE_FREE and not layout.offload:
+        averages = sum(parameter.size for parameter in trained)
     walk = _walk(trace, layout, base, spec)
     walk.step(spec.gradient_accumulation_steps)
     workspace = _workspace(spec, trace, layout, trained, ranks, on_cuda=on_cuda)
@@ -114,7 +120,8 @@ def predict(
     if averaged.workspace and Phase("backward", averaged).peak > phases["backward"].peak:
         phases["backward"] = Phase("backward", averaged)
     phases["load"] = Phase("load", Parts(parameters=held))
-    phases["save"] = Phase("save", replace(base, workspace=_gathering(spec, trace, layout)))
+    gathering = _gathering(spec, trace, layout)
+    phases["save"] = Phase("save", replace(base, workspace=gathering + averages))
     if sample is not None:
         walk = _walk(sample, layout, base, spec)
         walk.micro_batch()
@@ -122,6 +129,7 @@ def predict(
         if sample.second_denoiser:
             other = _second_denoiser(spec, trace, layout) - swapped
             parts = replace(parts, parameters=parts.parameters + other)
+        parts = replace(parts, workspace=parts.workspace + averages)
         phases["sample"] = Phase("sample", parts, "denoising")
     for phase in beside:
         if phase.name not in phases or phase.peak > phases[phase.name].peak:
@@ -273,7 +281,7 @@ def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: in
         raise UserError(
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
             f"{WHOLE_ONLY[spec.optimizer]}",
-            "use adamw, adamw_8bit, lion, prodigy or sgd",
+            "use adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd",
         )
     replicas = spec.dp_replicate_size or 1
     if strategy == "hsdp" and (replicas < 2 or ranks % replicas):

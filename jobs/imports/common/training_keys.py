@@ -45,6 +45,10 @@ OPTIMIZERS: Final[Words] = {
     **dict.fromkeys(
         ("optimi_stableadamw", "ao_adamw4bit", "ao_adamfp8", "ao_adamwfp8"), ("adamw", _NEAREST)
     ),
+    **dict.fromkeys(
+        ("adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan"),
+        ("adamw_schedule_free", "that of the schedulefree package, whose numbers are others"),
+    ),
     **dict.fromkeys(("lion", "bnb_lion", "bnb_lion_paged", "optimi_lion"), ("lion", "")),
     **dict.fromkeys(
         ("lion8bit", "bnb_lion8bit", "bnb_lion8bit_paged"), ("lion", "its state stays in fp32")
@@ -70,7 +74,8 @@ PRECISIONS: Final[Words] = {
 optimizer: Final = chosen(
     "optimizer",
     OPTIMIZERS,
-    "not supported; adamw is used. Others: adamw_8bit, adafactor, prodigy, lion, sgd",
+    "not supported; adamw is used. Others: adamw_8bit, adamw_schedule_free, adafactor, prodigy, "
+    "lion, sgd",
 )
 schedule: Final = chosen(
     "lr_scheduler", SCHEDULES, "not supported; the rate stays constant. Others: linear, cosine"

@@ -23,6 +23,10 @@ _OPTIMIZER_SETTINGS: Final = {
         ),
         (0.9, 0.999, 1e-6, 1e-2),
     ),
+    "adamw_schedulefree": (0.9, 0.999, 1e-8, 1e-2),
+    **dict.fromkeys(
+        ("adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan"), (0.9, 0.999, 1e-6, 1e-3)
+    ),
     "torch_adamw": (0.9, 0.999, 1e-8, 1e-2),
     **dict.fromkeys(("torch_adam", "bnb_adam", "bnb_adam8bit"), (0.9, 0.999, 1e-8, 0.0)),
     "optimi_stableadamw": (0.9, 0.99, 1e-6, 1e-2),
@@ -52,6 +56,10 @@ def rate(draft: Draft, key: str, value: Any) -> None:
 
 def _optimizer_of(draft: Draft) -> str:
     return str(draft.get("optimizer") or _OPTIMIZER).strip().lower().replace("-", "_")
+
+
+def _is_schedule_free(draft: Draft) -> bool:
+    return _optimizer_of(draft).startswith("adamw_schedulefree")
 
 
 def of_deepspeed(draft: Draft, key: str, value: Any) -> None:
@@ -98,7 +106,11 @@ def schedule(draft: Draft, key: str, value: Any) -> None:
     """The schedule; a constant rate has a warm-up there if one is set."""
     word = str(value).strip().lower().replace("-", "_")
     word = "cosine" if word == "cosine_with_warmup" else word
-    if word == "constant" and (draft.number("lr_warmup_steps") or 0) > 0:
+    if _is_schedule_free(draft):
+        warms_up = (draft.number("lr_warmup_steps") or 0) > 0
+        ours = "constant_with_warmup" if warms_up else "constant"
+        draft.take(key, "lr_scheduler", ours, "that tool's schedule-free optimizer has no other")
+    elif word == "constant" and (draft.number("lr_warmup_steps") or 0) > 0:
         draft.take(key, "lr_scheduler", "constant_with_warmup", "lr_warmup_steps is set")
     elif word in _CURVES:
         draft.take(key, "lr_scheduler", training_keys.SCHEDULES[word][0], _CURVE)
@@ -108,7 +120,8 @@ def schedule(draft: Draft, key: str, value: Any) -> None:
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:
     word = str(draft.get("lr_scheduler")).strip().lower().replace("-", "_")
-    if not is_off(value) and word in (*_CURVES, "cosine_with_warmup"):
+    curve = word in (*_CURVES, "cosine_with_warmup") and not _is_schedule_free(draft)
+    if not is_off(value) and curve:
         draft.unsupported(key, f"{word} has no warm-up there: it is the period of the curve")
     else:
         draft.take(key, "lr_warmup_steps", value)

@@ -86,13 +86,13 @@ class TrainingKeys(BaseModel):
     optimizer: Annotated[Optimizer, choice(Optimizer)] = field(
         "adamw",
         OPTIMIZER,
-        "Optimizer; adamw_8bit, prodigy and lion need the extra `fsdp-tui[optimizers]`.",
+        "Optimizer; all but adamw, sgd and adafactor need the extra `fsdp-tui[optimizers]`.",
         resume="impossible",
     )
     adam_beta1: float = field(
         0.9,
         OPTIMIZER,
-        "Beta 1 of adamw, adamw_8bit, prodigy.",
+        "Beta 1 of adamw, adamw_8bit, adamw_schedule_free, prodigy.",
         resume="changes",
         no_effect=not_adam,
         memory=False,
@@ -102,7 +102,7 @@ class TrainingKeys(BaseModel):
     adam_beta2: float = field(
         0.999,
         OPTIMIZER,
-        "Beta 2 of adamw, adamw_8bit, prodigy.",
+        "Beta 2 of adamw, adamw_8bit, adamw_schedule_free, prodigy.",
         resume="changes",
         no_effect=not_adam,
         memory=False,
@@ -112,7 +112,7 @@ class TrainingKeys(BaseModel):
     adam_epsilon: float = field(
         1e-8,
         OPTIMIZER,
-        "Epsilon of adamw, adamw_8bit, prodigy.",
+        "Epsilon of adamw, adamw_8bit, adamw_schedule_free, prodigy.",
         resume="changes",
         no_effect=not_adam,
         memory=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
+from jobs.spec.rules.averages import AVERAGE_RULES
 from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
@@ -29,6 +30,7 @@ __all__ = ["Conflict", "find_conflicts"]
 # Optimizers whose numbers on shards are not those on whole tensors, and why.
 WHOLE_ONLY: Final = {
     "adafactor": "its row and column means need full tensors",
+    "came": "its row and column means need full tensors",
 }
 
 
@@ -192,8 +194,8 @@ def _optimizer(spec: JobSpec) -> Conflict | None:
         return Conflict(
             "optimizer",
             f"{spec.optimizer} cannot train sharded parameters: "
-            f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, lion, prodigy or sgd, "
-            "strategy: ddp, or a LoRA with lora_placement: replicated",
+            f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, adamw_schedule_free, lion, "
+            "prodigy or sgd, strategy: ddp, or a LoRA with lora_placement: replicated",
             named=True,
         )
     return None
@@ -300,17 +302,6 @@ def _attention(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _ema(spec: JobSpec) -> Conflict | None:
-    if spec.use_ema and spec.ema_device == "cpu" and shards(spec):
-        return Conflict(
-            "ema_device",
-            "cpu cannot be used with FSDP, which shards the moving average; remove "
-            "it, or set strategy: ddp",
-            named=True,
-        )
-    return None
-
-
 def _snr_gamma(spec: JobSpec) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if spec.snr_gamma is not None and family is not None and family.objective == "flow":
@@ -380,7 +371,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _checkpointing_policy,
     _checkpointing_interval,
     _attention,
-    _ema,
+    *AVERAGE_RULES,
     _snr_gamma,
     _flow_shift,
     _sigmas,

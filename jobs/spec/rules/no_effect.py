@@ -149,7 +149,7 @@ def not_fp8(spec: JobSpec) -> str:
 
 
 def not_adam(spec: JobSpec) -> str:
-    fits = spec.optimizer in ("adamw", "adamw_8bit", "prodigy")
+    fits = spec.optimizer in ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy")
     return "" if fits else f"optimizer: {spec.optimizer} has none"
 
 

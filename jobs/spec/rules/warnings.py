@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
+from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.cascade import find_overruled
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.no_effect import ONE_RANK, find_inapplicable
@@ -37,6 +38,11 @@ def find_warnings(spec: JobSpec) -> list[str]:
         warnings.append(
             f"learning_rate: prodigy multiplies it by its own estimate; {spec.learning_rate:g} "
             f"trains almost nothing, use 1.0"
+        )
+    if spec.optimizer == SCHEDULE_FREE and "constant" not in spec.lr_scheduler:
+        warnings.append(
+            f"lr_scheduler: {SCHEDULE_FREE} averages weights instead of lowering the rate; use "
+            "constant_with_warmup or constant"
         )
     if distilled := _distilled(spec):
         warnings.append(distilled)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 ModelType = Literal["lora", "full"]
 Strategy = Literal["auto", "single", "ddp", "fsdp2", "hsdp"]
 Precision = Literal["no", "bf16", "fp16"]
-Optimizer = Literal["adamw", "sgd", "adafactor", "adamw_8bit", "prodigy", "lion"]
+Optimizer = Literal[
+    "adamw", "sgd", "adafactor", "adamw_8bit", "adamw_schedule_free", "prodigy", "lion", "came"
+]
 LRScheduler = Literal[
     "constant",
     "constant_with_warmup",

@@ -24,6 +24,7 @@ from engine.checkpoint import full, sharded
 from engine.checkpoint import saver as saver_module
 from engine.checkpoint.contents import collect, expected_bytes
 from engine.checkpoint.together import OutOfStepError, SaveError, together
+from engine.exports.source import open_checkpoint
 from engine.families import load
 from engine.model.adapters import lora
 from engine.ranks.telemetry import Telemetry
@@ -128,7 +129,9 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(
     assert digest_of(resumed) == digest_of(straight)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "prodigy", "lion"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "adafactor", "prodigy", "lion", "adamw_schedule_free", "came"]
+)
 def test_the_full_layout_holds_what_every_optimizer_keeps(
     toy: Path, run_dir: RunDir, optimizer: str
 ) -> None:
@@ -198,6 +201,32 @@ def test_a_job_with_another_rate_trains_at_that_rate(toy: Path, run_dir: RunDir)
     assert group["weight_decay"] == 0.3
     advance(resumed, toy)
     assert resumed.scheduler.get_last_lr() == [pytest.approx(2e-3 * (1 - 6 / 20))]
+
+
+@pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", FULL])
+def test_a_checkpoint_has_the_average_of_a_schedule_free_optimizer(
+    toy: Path, run_dir: RunDir, layout: str
+) -> None:
+    spec = toy_spec(toy, optimizer="adamw_schedule_free", fsdp_state_dict_type=layout)
+    training = training_of(toy, spec)
+    advance(training, toy, 3)
+    averages = {name: average.clone() for name, average in training.averages().items()}
+    path = save(training, spec, run_dir)
+    found = read_checkpoint(path)
+    assert found is not None
+    assert found.ema
+    for ema, expected in ((True, averages), (False, training.trained())):
+        source = open_checkpoint(found, ema=ema)
+        stored = {name: source.read(name) for name in expected}
+        assert all(torch.equal(stored[name], expected[name]) for name in expected)
+    assert any(not torch.equal(averages[n], p) for n, p in training.trained().items())
+    # Other betas put the same average elsewhere.
+    other = toy_spec(toy, optimizer="adamw_schedule_free", adam_beta1=0.8)
+    resumed = training_of(toy, other)
+    checkpoint.load(resumed, path, ALONE)
+    assert resumed.optimizer.param_groups[0]["betas"] == (0.8, 0.999)
+    for name, average in resumed.averages().items():
+        torch.testing.assert_close(average, averages[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -500,7 +529,14 @@ def test_a_save_without_room_is_not_begun(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"use_ema": True}, {"optimizer": "sgd"}, {"optimizer": "lion"}]
+    "changes",
+    [
+        {},
+        {"use_ema": True},
+        {"optimizer": "sgd"},
+        {"optimizer": "lion"},
+        {"optimizer": "adamw_schedule_free"},
+    ],
 )
 def test_the_room_looked_for_before_the_first_step_is_what_a_save_takes(
     toy: Path, changes: dict[str, Any]

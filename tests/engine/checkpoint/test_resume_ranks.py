@@ -27,6 +27,13 @@ STEPS: Final = 8
 HALF: Final = 4
 MOVED: Final = (3, 6)
 DORA: Final = {"lora_variant": "dora", "base_precision": "none", "validation_prompts": []}
+FREE: Final = {
+    "model_type": "full",
+    "optimizer": "adamw_schedule_free",
+    "lr_scheduler": "constant_with_warmup",
+    "use_ema": False,
+    "base_precision": "none",
+}
 LOKR: Final = {"lora_variant": "lokr", "lora_rank": 2}
 # A global batch of 4 on any number of ranks.
 BATCH: Final = {1: 4, 2: 2, 4: 1}
@@ -107,6 +114,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
         made.job("full", model_type="full"),
         made.job("full-halves", HALF, model_type="full"),
         made.job("full-halves", model_type="full"),
+        made.job("schedule-free", **FREE),
+        made.job("schedule-free-halves", HALF, **FREE),
+        made.job("schedule-free-halves", **FREE),
         made.job("whole-files", HALF, **whole),
         made.job("moving", MOVED[0], lora_placement="sharded"),
         made.job("dora", **DORA),
@@ -120,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
     return made
 
 
-@pytest.mark.parametrize("kind", ["lora", "lokr", "full"])
+@pytest.mark.parametrize("kind", ["lora", "lokr", "full", "schedule-free"])
 def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
     folder: Folder, kind: str
 ) -> None:
@@ -130,7 +140,7 @@ def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
     assert [c.step for c in list_checkpoints(folder.run(f"{kind}-halves"))] == [HALF, STEPS]
     wanted, found = folder.contents(kind), folder.contents(f"{kind}-halves")
     assert wanted.keys() == found.keys()
-    trained = {"lora": 44, "lokr": 66, "full": 80}[kind]  # tensors
+    trained = {"lora": 44, "lokr": 66, "full": 80, "schedule-free": 80}[kind]  # tensors
     assert sum(name.startswith(".model.") for name in wanted) == trained
     assert sum(name.endswith(".exp_avg_sq") for name in wanted) == trained
     assert sum(name.startswith(".ema.") for name in wanted) == trained

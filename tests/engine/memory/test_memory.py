@@ -173,7 +173,16 @@ def test_units_take_what_fsdp2_takes(
             assert without_state == pytest.approx(expected[name], rel=0.01), (ranks, phase)
 
 
-OPTIMIZERS: Final = ("adamw", "sgd", "lion", "prodigy", "adafactor", "adamw_8bit")
+OPTIMIZERS: Final = (
+    "adamw",
+    "sgd",
+    "lion",
+    "prodigy",
+    "adafactor",
+    "adamw_8bit",
+    "adamw_schedule_free",
+    "came",
+)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -14,15 +14,28 @@ from prodigyopt import Prodigy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from engine.model.adapters.lora import initialise, lora_parameters
+from engine.train import gradients
 from engine.train.optimizer import (
     WHOLE_ONLY,
     build_optimizer,
     build_scheduler,
     explain_load_failure,
 )
+from engine.train.schedule_free import averaged_in_place, averages_of
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
-from tests.support.engine.ranks.optim import CPU, RATES, REPLICAS, STEPS, Run, round_trip, work
+from tests.support.engine.ranks.optim import (
+    BATCH,
+    CPU,
+    OFFLOADED,
+    RATES,
+    REPLICAS,
+    STEPS,
+    Run,
+    largest,
+    round_trip,
+    work,
+)
 from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
@@ -33,6 +46,7 @@ SHARDING = [name for name in RATES if name not in WHOLE_ONLY]
 # Lion takes signs, so it is exact or off by a whole step. 8 bits round such a difference up to a
 # neighbouring code now and then: about a hundredth of the parameters' way of 0.1 in ten steps.
 TOLERANCE = {"adamw": 1e-5, "sgd": 1e-6, "lion": 1e-6, "adamw_8bit": 3e-3, "prodigy": 1e-5}
+TOLERANCE["adamw_schedule_free"] = 1e-5
 
 
 @pytest.mark.parametrize("end", [0.0, 1e-5])
@@ -129,6 +143,8 @@ def test_the_rate_stays_a_number() -> None:
         ("adamw_8bit", "torchao"),
         ("lion", "lion-pytorch"),
         ("prodigy", "prodigyopt"),
+        ("adamw_schedule_free", "schedulefree"),
+        ("came", "came-pytorch"),
     ],
 )
 def test_a_missing_package_is_named(
@@ -167,9 +183,75 @@ def test_prodigys_numbers_are_its_authors() -> None:
         assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
 
 
+def by_hand(run: Run, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Schedule-free AdamW with every sequence kept: what is trained, and its average."""
+    spec, parameters = run.spec, list(run.model.parameters())
+    z, x = ([p.detach().clone() for p in parameters] for _ in range(2))
+    squares = [torch.zeros_like(p) for p in parameters]
+    beta, beta2 = spec.adam_beta1, spec.adam_beta2
+    highest = total = 0.0
+    for step in range(steps):
+        inputs = torch.randn(BATCH, 10, generator=torch.Generator().manual_seed(step))
+        loss = (run.model(inputs) - inputs[:, :5].sin() * 2).square().mean()
+        gradients = torch.autograd.grad(loss, parameters)
+        rate = spec.learning_rate * min(1.0, (step + 1) / spec.lr_warmup_steps)
+        highest = max(highest, rate)
+        total += highest**2
+        for n, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+            squares[n] = beta2 * squares[n] + (1 - beta2) * g * g
+            way = g / ((squares[n] / (1 - beta2 ** (step + 1))).sqrt() + spec.adam_epsilon)
+            z[n] = z[n] - rate * (way + spec.weight_decay * p.detach())
+            x[n] = x[n] + highest**2 / total * (z[n] - x[n])
+            p.data = (1 - beta) * z[n] + beta * x[n]
+    return [p.detach() for p in parameters], x
+
+
+def test_schedule_free_trains_one_point_and_has_the_average_of_others() -> None:
+    run, hand = Run("adamw_schedule_free", "whole"), Run("adamw_schedule_free", "whole")
+    changes = {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 3}
+    for each in (run, hand):
+        each.spec = each.spec.model_copy(update=changes)
+    run.scheduler = build_scheduler(run.spec, run.optimizer)
+    run.advance(8)
+    trained, average = by_hand(hand, 8)
+    assert largest(run.whole(), trained) < 1e-5
+    named = dict(run.model.named_parameters())
+    copies = list(averages_of(run.optimizer, named).values())
+    assert largest(copies, average) < 1e-5
+    assert largest(average, trained) > 1e-3
+    before = run.whole()
+    with averaged_in_place(run.optimizer):
+        assert all(map(torch.equal, run.whole(), copies))
+    assert all(map(torch.equal, run.whole(), before))
+    run.advance(1)  # it trains again
+
+
+def test_a_run_that_looks_at_its_average_trains_as_one_that_does_not() -> None:
+    watched, alone = Run("adamw_schedule_free", "whole"), Run("adamw_schedule_free", "whole")
+    for _ in range(4):
+        watched.advance(1)
+        with averaged_in_place(watched.optimizer):
+            watched.evaluate()
+    alone.advance(4)
+    assert watched.equals(alone)
+
+
+def test_a_schedule_free_step_in_parts_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Run("adamw_schedule_free", "whole")
+    monkeypatch.setattr(gradients, "BUCKET", 1000)
+    parts = Run("adamw_schedule_free", "whole")
+    for run in (whole, parts):
+        run.advance(3)
+    assert parts.equals(whole)
+    groups = [run.optimizer.param_groups for run in (parts, whole)]
+    counts = [[g["k"], g["weight_sum"], g["lr_max"], len(g["params"])] for (g,) in groups]
+    assert counts[0] == counts[1]
+    assert counts[0][0] == 3
+
+
 def test_adam_settings_reach_the_optimizer() -> None:
     settings = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
-    for name in ("adamw", "adamw_8bit", "prodigy"):
+    for name in ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy"):
         spec = JobSpec(optimizer=name, learning_rate=0.5, **settings)
         (group,) = build_optimizer(spec, [torch.nn.Parameter(torch.ones(2))], CPU).param_groups
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.95), 1e-6), name
@@ -189,7 +271,7 @@ def test_eight_bit_state_cut_through_a_block_is_explained() -> None:
     ("name", "where"),
     [
         *((name, "parity") for name in SHARDING),
-        *((name, "offload") for name in ("adamw", "adamw_8bit", "prodigy")),
+        *((name, "offload") for name in OFFLOADED),
         *(("prodigy", how) for how in REPLICAS),
     ],
 )
@@ -199,6 +281,7 @@ def test_shards_train_like_whole_tensors(
     for found in (rank[where][name] for rank in ranks):
         assert found["moved"] > 5e-3
         assert found["parameters"] < TOLERANCE[name]
+        assert found["average"] < TOLERANCE[name]
         assert found["losses"] < max(1e-6, TOLERANCE[name] / 30)
 
 

@@ -404,6 +404,18 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"optimizer": "bnb-lion8bit-paged"}, {"optimizer": "lion"}),
     ({"optimizer": "prodigy"}, {"optimizer": "prodigy"}),
     ({"optimizer": "soap"}, Lost),
+    (
+        {"optimizer": "adamw_schedulefree", "lr_scheduler": "sine", "lr_warmup_steps": 50},
+        {
+            "optimizer": "adamw_schedule_free",
+            "lr_scheduler": "constant_with_warmup",
+            "lr_warmup_steps": 50,
+        },
+    ),
+    (
+        {"optimizer": "adamw_schedulefree", "lr_scheduler": "polynomial"},
+        {"optimizer": "adamw_schedule_free", "lr_scheduler": "constant"},
+    ),
     ({"lr_scheduler": "sine"}, {"lr_scheduler": "cosine"}),
     ({"lr_scheduler": "polynomial"}, {"lr_scheduler": "polynomial"}),
     (
@@ -957,6 +969,8 @@ OPTIMIZERS: Final = {
     "adamw_bf16": (0.9, 0.999, 1e-6, 0.01),
     "torch-adamw": (0.9, 0.999, 1e-8, 0.01),
     "bnb-adam8bit": (0.9, 0.999, 1e-8, 0.0),
+    "adamw_schedulefree": (0.9, 0.999, 1e-8, 0.01),
+    "adamw_schedulefree+no_kahan": (0.9, 0.999, 1e-6, 0.001),
     "optimi-adamw": (0.9, 0.99, 1e-6, 0.0),
     "prodigy": (0.9, 0.99, 1e-8, 0.0),
 }

@@ -53,6 +53,7 @@ def read(**values: Any) -> JobSpec:
         {"num_processes": 2, "optimizer": "prodigy", "model_type": "full"},
         {"num_processes": 2, "optimizer": "adafactor", "model_type": "full", "strategy": "ddp"},
         {"num_processes": 2, "optimizer": "lion", "model_type": "full"},
+        {"num_processes": 2, "optimizer": "adamw_schedule_free", "model_type": "full"},
         {"num_processes": 2, "use_ema": True},
         {"timestep_sampling": "shift", "flow_shift": 3.0},
         {"mixed_precision": "fp16"},
@@ -290,6 +291,16 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"sigma_min": 0.5, "sigma_max": 0.5}, "sigma_min", "not below sigma_max"),
         ({"flow_shift": 3.0}, "flow_shift", "needs timestep_sampling: shift"),
         (
+            {"optimizer": "adamw_schedule_free", "use_ema": True},
+            "use_ema",
+            "averages the weights itself",
+        ),
+        (
+            {"optimizer": "adamw_schedule_free", "adam_beta1": 0.0},
+            "adam_beta1",
+            "needs adam_beta1 above 0",
+        ),
+        (
             {"fsdp_state_dict_type": "full", "optimizer": "adamw_8bit"},
             "fsdp_state_dict_type",
             "cannot hold the 8-bit state",
@@ -367,6 +378,13 @@ def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:
     assert find_warnings(read(optimizer="prodigy", learning_rate=1.0)) == []
     assert find_warnings(read(optimizer="prodigy", learning_rate=0.05)) == []
     assert find_warnings(read(optimizer="prodigy", learning_rate=0.0499)) != []
+
+
+def test_a_schedule_for_an_optimizer_that_needs_none_is_warned_about() -> None:
+    (warning,) = find_warnings(read(optimizer="adamw_schedule_free", lr_scheduler="cosine"))
+    assert warning.startswith("lr_scheduler: adamw_schedule_free averages weights")
+    for fits in ("constant", "constant_with_warmup"):
+        assert find_warnings(read(optimizer="adamw_schedule_free", lr_scheduler=fits)) == []
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,7 @@ CALM: Final = {"calm": {"seed": 7}}
 OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
     "sgd": {"optimizer": "sgd", "learning_rate": 2.0},
     "adamw": {"optimizer": "adamw", "learning_rate": 1e-3},
+    "schedule-free": {"optimizer": "adamw_schedule_free", "learning_rate": 1e-3},
 }
 
 
@@ -240,7 +241,7 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         Case(layout, kind, optimizer)
         for kind in ("lora", "full")
         for layout in LAYOUTS | (LORA_ONLY if kind == "lora" else {})
-        for optimizer in OPTIMIZERS
+        for optimizer in ("sgd", "adamw")
         if optimizer == "sgd" or adamw_in is None or (layout, kind) in adamw_in
     ]
     return [
@@ -268,6 +269,8 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
             for extra in ("lokr nf4", "lokr scaled")
         ),
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
+        Case("ddp 2", "lora", "schedule-free"),
+        Case("fsdp2 2", "full", "schedule-free"),
         *(
             Case(layout, "lora", "sgd", extra=ADAPTED)
             for layout in (

@@ -154,9 +154,9 @@ def complete(shell: str, *words: str) -> list[str]:
     [
         (["subm"], ["submit"]),
         (["submit", "--optim"], ["--optimizer"]),
-        (["run", "--optimizer", "adamw_"], ["adamw_8bit"]),
-        (["submit", "--optimizer=adamw_"], ["adamw_8bit"]),
-        (["submit", "--optimizer", "=", "adamw_"], ["adamw_8bit"]),
+        (["run", "--optimizer", "adamw_8"], ["adamw_8bit"]),
+        (["submit", "--optimizer=adamw_8"], ["adamw_8bit"]),
+        (["submit", "--optimizer", "=", "adamw_8"], ["adamw_8bit"]),
         (["submit", "--strategy", "FS"], ["fsdp2"]),
         (["data", "--fsdp_enable", "t"], ["true"]),
         (["resume", "3", "--model_family", "qw"], ["qwen_image"]),
@@ -172,9 +172,9 @@ def test_bash_completes(words: list[str], offered: list[str]) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_the_whole_word(shell: str) -> None:
-    assert complete(shell, "submit", "--optimizer=adamw_") == ["--optimizer=adamw_8bit"]
+    assert complete(shell, "submit", "--optimizer=adamw_8") == ["--optimizer=adamw_8bit"]
     assert complete(shell, "submit", "--optimi") == ["--optimizer"]
-    assert complete(shell, "run", "--optimizer", "adamw_") == ["adamw_8bit"]
+    assert complete(shell, "run", "--optimizer", "adamw_8") == ["adamw_8bit"]
 
 
 def test_jobs_are_offered_by_id(store: Store) -> None:
@@ -199,7 +199,7 @@ def test_bash_itself_completes(tmp_path: Path) -> None:
         export -f fsdp-tui
         PATH={tmp_path}:$PATH
         eval "$(fsdp-tui completion bash)"
-        COMP_WORDS=(fsdp-tui submit --optimizer = adamw_) COMP_CWORD=4
+        COMP_WORDS=(fsdp-tui submit --optimizer = adamw_8) COMP_CWORD=4
         _fsdp_tui_completion fsdp-tui
         echo "${{COMPREPLY[*]}}"
     """

@@ -24,6 +24,7 @@ from engine.ranks.mesh import build_mesh
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import build_model, start_training
+from engine.train.schedule_free import is_schedule_free
 from jobs.errors import UserError
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
@@ -85,7 +86,7 @@ class _Case:
             if isinstance(module, FSDPModule):
                 module.unshard()  # as a sample leaves it where nothing is resharded after forward
         export_trained(self.run, self.training)
-        if self.training.ema is not None:
+        if self.training.has_average:
             self._export("raw", "t2")
 
     def _export(self, name: str, token: str) -> None:
@@ -137,6 +138,10 @@ def _train(training: TrainState) -> None:
     for step in range(1, STEP + 1):
         for number, parameter in enumerate(training.trained().values()):
             local_part(parameter.detach()).mul_(1.01).add_(0.001 * (number % 7 + step))
+            parameter.grad = torch.full_like(parameter, 0.1 * (number % 3 - 1))
+        if is_schedule_free(training.optimizer):
+            training.optimizer.step()
+        training.optimizer.zero_grad()
         training.step = step
         if training.ema is not None:
             training.ema.update(step)

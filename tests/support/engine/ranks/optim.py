@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine.train.optimizer import WHOLE_ONLY, build_optimizer, build_scheduler, fill_state
+from engine.train.schedule_free import averaged_in_place, is_schedule_free
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 RATES = {"adamw": 1e-2, "adamw_8bit": 1e-2, "sgd": 0.1, "lion": 1e-3, "prodigy": 1.0}
-RATES["adafactor"] = 1e-2
+RATES["adamw_schedule_free"] = 1e-2
+RATES |= {"adafactor": 1e-2, "came": 5e-4}
 STEPS = {"prodigy": 100}  # it starts at a millionth of the rate
+OFFLOADED = ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy")
 BATCH = 8
 # Replicas, and ranks of each, under HSDP.
 REPLICAS = {"two replicas": (2, 1), "one replica": (1, 2)}
@@ -169,6 +172,12 @@ def largest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
+def average_gap(run: Run, reference: Run) -> float:
+    """The largest difference of two runs' averages, while they are in place."""
+    with averaged_in_place(run.optimizer), averaged_in_place(reference.optimizer):
+        return largest(run.whole(), reference.whole())
+
+
 def parity(name: str, how: str) -> dict[str, Any]:
     """Some steps on shards against as many on whole tensors, with the same global batch."""
     reference, run = Run(name, "whole"), Run(name, how)
@@ -181,6 +190,7 @@ def parity(name: str, how: str) -> dict[str, Any]:
         "parameters": largest(run.whole(), reference.whole()),
         "losses": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
         "moved": largest(reference.whole(), start),
+        "average": average_gap(run, reference) if is_schedule_free(run.optimizer) else 0.0,
         "eight_bit": sum(hasattr(k, "codes") for k in inner),
         "fused": bool(run.optimizer.param_groups[0].get("fused")),
     }
@@ -222,7 +232,7 @@ def work(rank: int, _: int, directory: Path) -> None:
     sharding = [name for name in RATES if name not in WHOLE_ONLY]
     result = {
         "parity": {name: parity(name, "sharded") for name in sharding},
-        "offload": {name: parity(name, "offload") for name in ("adamw", "adamw_8bit", "prodigy")},
+        "offload": {name: parity(name, "offload") for name in OFFLOADED},
         **{how: {"prodigy": parity("prodigy", how)} for how in REPLICAS},
         "round_trip": {name: round_trip(name, "sharded", directory) for name in sharding},
         "overflow": {name: overflow(name) for name in ("adamw", "sgd", "prodigy")},

@@ -12,6 +12,7 @@ from engine import families
 from engine.checkpoint import Saver
 from engine.checkpoint.data_facts import data_facts
 from engine.checkpoint.resume import resume
+from engine.data.encode.texts import TrainedTexts
 from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.diffusion.objective import build_objective
@@ -22,6 +23,7 @@ from engine.model.base_matmul import settle_matmul
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
+from engine.model.text_lora import attach
 from engine.model.training_adapter import add_training_adapter
 from engine.parallel.block_swap import swap_blocks
 from engine.parallel.context_parallel import (
@@ -48,7 +50,7 @@ from engine.train.training_loop import Trainer
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.run.events import End, Start
-from jobs.spec.families import latent_step_of
+from jobs.spec.families import get_family, latent_step_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.lora_conflicts import may_scale
@@ -111,6 +113,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         end("stopped", run)
         return
     model = build_model(run)
+    if isinstance(data.texts, TrainedTexts):
+        attach(model, data.texts.encoders)
     begins_from_lora = begin_from_lora(run, model)
     training = start_training(spec, model, world)
     facts = data_facts(data.index, data.plan)
@@ -266,7 +270,10 @@ def check_context(spec: JobSpec, family: Family, world: World) -> None:
 def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> TrainState:
     """Optimizer, schedule, average and loss scale around a model, at step 0."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(spec, list(trained.values()), world.device)
+    names = get_family(spec.model_family).text_lora
+    texts = [p for n, p in trained.items() if n.partition(".")[0] in names]
+    others = [p for n, p in trained.items() if n.partition(".")[0] not in names]
+    optimizer = build_optimizer(spec, others, world.device, texts)
     ema = Ema(trained, spec.ema_decay, on_cpu=spec.ema_device == "cpu") if spec.use_ema else None
     fp16 = spec.mixed_precision == "fp16"
     scaler = torch.amp.GradScaler(world.device.type) if fp16 else None

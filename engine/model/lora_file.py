@@ -20,7 +20,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
-from engine.model import adapters, lokr_file
+from engine.model import adapters, lokr_file, text_lora
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ _ENDS: Final = {
 }
 _END: Final = re.compile(rf"(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _ENDS))})")
 _TEXT: Final = ("text_encoder", "lora_te", "text_model")
+_SCALING: Final = ("alpha_pattern", "lora_alpha", "use_rslora")
 CANNOT: Final = "init_lora: cannot begin from "
 
 # How a file may name the modules of diffusers.
@@ -103,19 +104,25 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
     if _is_lokr(model):
         raise refusal(file, "it is a LoRA", "set lora_variant: lora")
     layers = _layers_of(model)
-    named = naming(stored, layers, family)
+    texts = {name: layer for name, layer in layers.items() if text_lora.is_text(name, family)}
+    others = {name: layer for name, layer in layers.items() if name not in texts}
+    named = naming(stored, others, family) | _naming_of_texts(stored, texts, family)
     if odd := sorted(stored.keys() - named.keys()):
-        what = (
-            "it also trains a text encoder, which is not trained here"
-            if odd[0].startswith(_TEXT)
-            else f"it adapts {odd[0]}, and the job does not"
+        if odd[0].startswith(_TEXT) and not texts:
+            hint = "set text_encoder_lora_rank" if family.facts.text_lora else None
+            raise refusal(file, "it also trains a text encoder, and the job does not", hint)
+        raise refusal(
+            file,
+            f"it adapts {odd[0]}, and the job does not",
+            "set lora_target_modules to what the file adapts",
         )
-        raise refusal(file, what, "set lora_target_modules to what the file adapts")
     if missing := sorted(named.keys() - stored.keys()):
         raise refusal(
             file,
             f"it does not adapt {missing[0]}, and the job does",
-            "set lora_target_modules to what the file adapts",
+            "remove text_encoder_lora_rank"
+            if missing[0].startswith(_TEXT)
+            else "set lora_target_modules to what the file adapts",
         )
     scale_of = scales_in(file, header, family)
     for key, rows in named.items():
@@ -239,6 +246,15 @@ def naming(
     return max(ways, key=lambda way: len(way.keys() & stored.keys()))
 
 
+def _naming_of_texts(
+    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family
+) -> dict[str, torch.Tensor]:
+    """The same of text encoders, by the names of diffusers or of kohya's scripts."""
+    rows = {n: torch.arange(a.first, a.first + a.outputs) for n, a in layers.items()}
+    ways = [rows, {text_lora.kohya_name(name, family): own for name, own in rows.items()}]
+    return max(ways, key=lambda way: len(way.keys() & stored.keys()))
+
+
 def parted(
     file: Path,
     key: str,
@@ -307,15 +323,19 @@ def scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
     """
     config: dict[str, Any] = {}
     if text := header.get(LORA_ADAPTER_METADATA_KEY):
-        prefix = f"{family.lora_prefix}."
-        config = {key.removeprefix(prefix): value for key, value in json.loads(text).items()}
+        config = json.loads(text)
     elif (beside := file.parent / CONFIG_NAME).is_file():
         config = json.loads(beside.read_text(encoding="utf-8"))
 
     def scale(name: str, rank: int) -> float:
-        alphas = config.get("alpha_pattern") or {}
-        alpha = alphas.get(get_pattern_key(list(alphas), name), config.get("lora_alpha", rank))
-        return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        part = family.lora_prefix
+        if text_lora.is_text(name, family):
+            part, _, name = name.partition(".")
+        own = {key: config.get(f"{part}.{key}", config.get(key)) for key in _SCALING}
+        alphas = own["alpha_pattern"] or {}
+        common = rank if own["lora_alpha"] is None else own["lora_alpha"]
+        alpha = alphas.get(get_pattern_key(list(alphas), name), common)
+        return float(alpha) / (math.sqrt(rank) if own["use_rslora"] else rank)
 
     return scale
 

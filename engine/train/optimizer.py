@@ -40,16 +40,22 @@ _LION_BETAS: Final = (0.9, 0.99)
 
 
 def build_optimizer(
-    spec: JobSpec, parameters: Sequence[torch.nn.Parameter], device: torch.device
+    spec: JobSpec,
+    parameters: Sequence[torch.nn.Parameter],
+    device: torch.device,
+    texts: Sequence[torch.nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """The job's optimizer over the trained parameters (plain, `DTensor`, or some of each).
 
-    Always with one group, so that a checkpoint does not depend on which of them are sharded.
+    With one group, so that a checkpoint does not depend on which of them are sharded, and another
+    one for text encoders, which may have a learning rate of their own; but for prodigy, which finds
+    one rate for all.
 
     Args:
         spec: The job. `adam_*` hold for adamw, adamw_8bit and prodigy.
         parameters: What is trained; on `device`, or on the CPU under FSDP's offload.
         device: Where this rank computes.
+        texts: What is trained of text encoders; plain.
 
     Raises:
         UserError: The optimizer's package is missing, or it is wrong on sharded parameters.
@@ -60,15 +66,19 @@ def build_optimizer(
             f"optimizer: {spec.optimizer} cannot train sharded parameters: {reason}",
             _NO_SHARDS_HINT,
         )
-    optimizer = _build(spec, parameters, device)
-    if len(parts_of(parameters)) > 1 and spec.optimizer != "prodigy":  # which has its own parts
+    everything = [*parameters, *texts]
+    if not texts or spec.optimizer == "prodigy":
+        optimizer = _build(spec, everything, device)
+    else:
+        rate = spec.text_encoder_learning_rate or spec.learning_rate
+        groups = [{"params": list(parameters)}, {"params": list(texts), "lr": rate}]
+        optimizer = _build(spec, groups, device)
+    if len(parts_of(everything)) > 1 and spec.optimizer != "prodigy":  # which has its own parts
         _step_in_parts(optimizer)
     return optimizer
 
 
-def _build(
-    spec: JobSpec, parameters: Sequence[torch.nn.Parameter], device: torch.device
-) -> torch.optim.Optimizer:
+def _build(spec: JobSpec, parameters: Sequence[Any], device: torch.device) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     adam: dict[str, Any] = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     if spec.optimizer == "sgd":
@@ -100,16 +110,17 @@ def _step_in_parts(optimizer: torch.optim.Optimizer) -> None:
     A GPU hardly notices: fused kernels take some dozens of tensors at a time in any case.
     """
 
-    whole: list[dict[str, Any]] = []
+    whole: list[list[dict[str, Any]]] = []
 
     def part(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        (group,) = optimizer.param_groups
-        whole.append(group)
-        parts = parts_of(group["params"])
-        optimizer.param_groups = [group | {"params": part} for part in parts]
+        groups = optimizer.param_groups
+        whole.append(groups)
+        optimizer.param_groups = [
+            group | {"params": part} for group in groups for part in parts_of(group["params"])
+        ]
 
     def join(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        optimizer.param_groups = [whole.pop()]
+        optimizer.param_groups = whole.pop()
 
     optimizer.register_step_pre_hook(part)
     optimizer.register_step_post_hook(join)

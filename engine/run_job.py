@@ -12,12 +12,14 @@ from engine import families
 from engine.checkpoint import Saver
 from engine.checkpoint.data_facts import data_facts
 from engine.checkpoint.resume import resume
+from engine.data.encode.texts import TrainedTexts
 from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.diffusion.objective import build_objective
 from engine.exports.live import export_trained
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters import lora, lora_file
+from engine.model.adapters.text_lora import attach
 from engine.model.adapters.training_adapter import add_training_adapter
 from engine.model.files import weights
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
@@ -50,7 +52,7 @@ from jobs.errors import UserError
 from jobs.models.find_lora import find_lora
 from jobs.models.find_model import find_model
 from jobs.run.events import End, Start
-from jobs.spec.families import latent_step_of
+from jobs.spec.families import get_family, latent_step_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import sizes_of
@@ -113,6 +115,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         end("stopped", run)
         return
     model = build_model(run)
+    if isinstance(data.texts, TrainedTexts):
+        attach(model, data.texts.encoders)
     begins_from_lora = begin_from_lora(run, model)
     training = start_training(spec, model, world)
     facts = data_facts(data.index, data.plan)
@@ -268,7 +272,10 @@ def check_context(spec: JobSpec, family: Family, world: World) -> None:
 def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> TrainState:
     """Optimizer, schedule, average and loss scale around a model, at step 0."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(spec, list(trained.values()), world.device)
+    names = get_family(spec.model_family).text_lora
+    texts = [p for n, p in trained.items() if n.partition(".")[0] in names]
+    others = [p for n, p in trained.items() if n.partition(".")[0] not in names]
+    optimizer = build_optimizer(spec, others, world.device, texts)
     ema = Ema(trained, spec.ema_decay, on_cpu=spec.ema_device == "cpu") if spec.use_ema else None
     fp16 = spec.mixed_precision == "fp16"
     scaler = torch.amp.GradScaler(world.device.type) if fp16 else None

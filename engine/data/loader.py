@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from engine.data.encode.texts import TrainedTexts
 from engine.data.index.batch_plan import Draw, positions_of_rank
 from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import drops_caption, sample_generators
@@ -166,8 +167,12 @@ class Loader:
         return self._data.dropped_of(draw) if dropped else self._data.caption_of(draw)
 
     def _encoded(self, texts: list[Text], pictures: list[Shown]) -> dict[str, torch.Tensor]:
-        each = [self._data.texts.encoded(text) for text in texts]
-        condition = self._family.arrange(collate(each, multiple=self._world.context_size))
+        if isinstance(self._data.texts, TrainedTexts):
+            encoded = self._data.texts.together(texts)
+        else:
+            each = [self._data.texts.encoded(text) for text in texts]
+            encoded = collate(each, multiple=self._world.context_size)
+        condition = self._family.arrange(encoded)
         return condition | self._family.sizes(self._spec, pictures)
 
     def _to_device(self, batch: _Read) -> MicroBatch:

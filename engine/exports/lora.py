@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,11 @@ from engine.exports import lokr
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe, trigger_word
 from engine.exports.stock import PEFT_PREFIX, check_lora, loads_loras
-from engine.model.adapters import lora
+from engine.model.adapters import lora, text_lora
 from engine.model.meta_device import parameters_on_meta
 from jobs.errors import UserError
 from jobs.spec.families import denoiser_config
+from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.spec.values.resolutions import largest_resolution
 
 if TYPE_CHECKING:
@@ -79,20 +81,21 @@ class LoraOutput:
             UserError: The adapter has numbers that cannot be exported.
             OSError: The files cannot be written.
         """
-        layers = get_peft_model_state_dict(
+        everything = get_peft_model_state_dict(
             self._model, state_dict=self._whole, adapter_name=lora.ADAPTER
         )
-        self._judge(layers)
+        self._judge(everything)
+        layers, texts = text_lora.parted(everything, self._recipe.family)
         if self._lokr:
             layers = lokr.scaled(layers, self._scales)
         if "diffusers" in self._formats:
             if loads_loras(self._recipe.family.pipeline_class()):
-                self._write_diffusers(layers, checked)
+                self._write_diffusers(layers, texts, checked)
             else:
                 self._write_peft(layers, checked)
         for name, style in _styles(self._recipe).items():
             if name in self._formats:
-                self._write_named(name, style, layers, checked)
+                self._write_named(name, style, layers, texts, checked)
 
     def abandon(self) -> None:
         """Nothing is open between two calls."""
@@ -110,24 +113,30 @@ class LoraOutput:
             )
 
     def _write_diffusers(
-        self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]
+        self,
+        layers: Mapping[str, torch.Tensor],
+        texts: Mapping[str, dict[str, torch.Tensor]],
+        checked: Callable[[], None],
     ) -> None:
-        config = self._config()
         family = self._recipe.family
+        configs = {family.lora_prefix: self._config()}
+        for name in texts:
+            configs[name] = text_lora.config_of(self._recipe.spec).to_dict()
         written: list[VerifiedFile] = []
 
         def write(tensors: dict[str, torch.Tensor], path: str) -> None:
-            own = {LORA_ADAPTER_METADATA_KEY: _as_diffusers(config, family.lora_prefix)}
+            own = {LORA_ADAPTER_METADATA_KEY: _as_diffusers(configs)}
             file = self._write(self._directory / path, tensors, describe(self._recipe) | own)
             written.append(file)
 
         # The stock function names file and tensors; with a function of our own it leaves the
         # header to us.
-        named = {f"{family.lora_prefix}_lora_layers": dict(layers)}
+        parts = {family.lora_prefix: dict(layers), **texts}
+        named = {f"{name}_lora_layers": tensors for name, tensors in parts.items()}
         family.pipeline_class().save_lora_weights(self._directory, **named, save_function=write)
         for file in written:
             file.check(checked)
-            self._check_loads(file, layers)
+            self._check_loads(file, layers, texts)
 
     def _write_peft(self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]) -> None:
         """In peft's own format, for `PeftModel.from_pretrained(pipeline.transformer, …)`.
@@ -153,16 +162,22 @@ class LoraOutput:
         config: dict[str, Any] = self._model.peft_config[lora.ADAPTER].to_dict()
         return lokr.unscaled(config) if self._lokr else config
 
-    def _check_loads(self, file: VerifiedFile, layers: Mapping[str, torch.Tensor]) -> None:
+    def _check_loads(
+        self,
+        file: VerifiedFile,
+        layers: Mapping[str, torch.Tensor],
+        texts: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+    ) -> None:
         scales = dict.fromkeys(self._scales, 1.0) if self._lokr else self._scales
         empty = _adapted(self._recipe, empty=True)
-        check_lora(self._recipe, file.path, layers, scales, empty)
+        check_lora(self._recipe, file.path, layers, scales, empty, texts)
 
     def _write_named(
         self,
         name: str,
         style: LoraStyle,
         layers: Mapping[str, torch.Tensor],
+        texts: Mapping[str, Mapping[str, torch.Tensor]],
         checked: Callable[[], None],
     ) -> None:
         """Under the names of another tool."""
@@ -177,6 +192,8 @@ class LoraOutput:
                 raise
             self.warnings.append(f"no file for {name}: {error}")
             return
+        # ComfyUI reads text encoders by kohya's names.
+        tensors |= text_lora.as_kohya(texts, self._recipe.family, self._scales)
         side = largest_resolution(spec)
         facts = {
             "ss_network_dim": str(spec.lora_rank),
@@ -258,6 +275,9 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
         model = model_class.from_config(config)
     if not empty:
         lora.add_lora(model, recipe.spec, recipe.family.lora_targets(recipe.spec))
+        if trains_text(recipe.spec):
+            encoders = text_lora.on_meta(recipe.family, recipe.root)
+            text_lora.attach(model, text_lora.adapted_encoders(encoders, recipe.spec))
     return model
 
 
@@ -284,9 +304,13 @@ def _shape(facts: Mapping[str, Fact], name: str) -> tuple[int, ...] | None:
     return tuple(facts[name][1]) if name in facts else None
 
 
-def _as_diffusers(config: Mapping[str, Any], prefix: str) -> str:
-    """Peft's configuration as diffusers writes it into a header."""
-    values = {f"{prefix}.{key}": value for key, value in _sorted(config).items()}
+def _as_diffusers(configs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Peft's configurations, each of a part of the pipeline, as diffusers writes them."""
+    values = {
+        f"{prefix}.{key}": value
+        for prefix, config in configs.items()
+        for key, value in _sorted(config).items()
+    }
     return json.dumps(values, indent=2, sort_keys=True)
 
 

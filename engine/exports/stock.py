@@ -6,6 +6,7 @@ import logging
 import re
 from contextlib import contextmanager
 from inspect import signature
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from transformers.utils import DummyObject, is_torchvision_available
 
 from engine.exports.components import INDEX, components_of
 from engine.exports.readback import DamagedError
+from engine.model.adapters import text_lora
 from engine.model.files import weights
 from engine.model.meta_device import parameters_on_meta
 from jobs.run.rundir import read_json
@@ -45,6 +47,7 @@ def check_lora(
     layers: Mapping[str, torch.Tensor],
     scales: Mapping[str, float],
     model: Any,
+    texts: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
 ) -> None:
     """Have the stock pipeline load a LoRA, or else peft, and compare what it got.
 
@@ -54,6 +57,7 @@ def check_lora(
         layers: What it is to hold, by diffusers' names without a prefix.
         scales: What each adapted module's product is to be multiplied by.
         model: The bare base model on the meta device; gets the adapter's modules.
+        texts: What it is to hold for each text encoder.
 
     Raises:
         DamagedError: The pipeline refuses it, or understands it differently.
@@ -61,16 +65,24 @@ def check_lora(
     stock = "stock diffusers"
     if not loads_loras(recipe.family.pipeline_class()):
         stock = "peft"
+    encoders: dict[str, Any] = text_lora.on_meta(recipe.family, recipe.root) if texts else {}
     with _quiet():
         try:
-            load = _load_by_diffusers if stock != "peft" else _load_by_peft
-            read = load(recipe, file, model)
+            if stock == "peft":
+                read = _load_by_peft(recipe, file, model)
+            else:
+                read = _load_by_diffusers(recipe, file, model, encoders)
         except Exception as error:  # whatever the libraries raise, it is no export
             raise DamagedError(f"{stock} does not load {file.name}: {error}") from error
-    for name, tensor in layers.items():
+    whole = dict(layers)
+    for part, own in texts.items():
+        whole |= {f"{part}.{name}": tensor for name, tensor in own.items()}
+    for name, tensor in whole.items():
         got = read.get(name)
         if got is None or not torch.equal(got, tensor.to(got.dtype)):
             raise DamagedError(f"{stock} reads {name} of {file.name} differently")
+    for part, own in texts.items():
+        _check_encoder(part, encoders[part], own, scales, file)
     (adapter,) = model.peft_config
     added = re.compile(recipe.family.LORA_FILLED_UP or r"(?!)")
     shapes = {
@@ -86,6 +98,31 @@ def check_lora(
             continue
         if module.scaling[adapter] != scales[name]:
             raise DamagedError(f"{stock} scales the adapter of {file.name} differently")
+
+
+def _check_encoder(
+    part: str,
+    encoder: Any,
+    layers: Mapping[str, torch.Tensor],
+    scales: Mapping[str, float],
+    file: Path,
+) -> None:
+    """Compare a text encoder that a LoRA was loaded into.
+
+    Raises:
+        DamagedError: It has other adapters.
+    """
+    (adapter,) = encoder.peft_config
+    adapted = text_lora.AdaptedEncoder(encoder)
+    modules = {n: m for n, m in adapted.named_modules() if isinstance(m, LoraLayer)}
+    shapes = {}
+    for name, module in modules.items():
+        shapes[f"{name}.lora_A.weight"] = module.lora_A[adapter].weight.shape
+        shapes[f"{name}.lora_B.weight"] = module.lora_B[adapter].weight.shape
+    if shapes != {name: tensor.shape for name, tensor in layers.items()}:
+        raise DamagedError(f"stock diffusers applies {part} of {file.name} to other modules")
+    if any(m.scaling[adapter] != scales[f"{part}.{name}"] for name, m in modules.items()):
+        raise DamagedError(f"stock diffusers scales {part} of {file.name} differently")
 
 
 def check_model(recipe: Recipe, directory: Path) -> None:
@@ -108,8 +145,17 @@ def check_model(recipe: Recipe, directory: Path) -> None:
         raise DamagedError(f"stock diffusers does not load the export: {error}") from error
 
 
-def _load_by_diffusers(recipe: Recipe, file: Path, model: Any) -> dict[str, torch.Tensor]:
-    """Load a LoRA around a model; what was read, by the names in it."""
+def _load_by_diffusers(
+    recipe: Recipe, file: Path, model: Any, encoders: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Load a LoRA around a model; what was read, by the names in it.
+
+    Args:
+        recipe: What is exported.
+        file: The LoRA.
+        model: The base model.
+        encoders: The text encoders that it is for too, by their names in the pipeline.
+    """
     family = recipe.family
     if recipe.spec.lora_variant == "lokr":  # most pipelines have no names for it, all models do
         model.load_lora_adapter(
@@ -124,6 +170,7 @@ def _load_by_diffusers(recipe: Recipe, file: Path, model: Any) -> dict[str, torc
     if isinstance(read, tuple):  # those of UNets give alphas besides, of kohya's files
         read = read[0]
     pipeline = _pipeline(recipe, recipe.root, model, only_it=True)
+    pipeline.register_modules(**encoders)
     if family.second_denoiser is not None:  # of two, diffusers looks at both
         model_class = family.transformer_class()
         with parameters_on_meta():
@@ -132,7 +179,8 @@ def _load_by_diffusers(recipe: Recipe, file: Path, model: Any) -> dict[str, torc
             )
         pipeline.register_modules(**{family.second_denoiser: other})
     pipeline.load_lora_weights(file.parent, weight_name=file.name, **family.lora_options())
-    return _without_prefix(read, f"{family.lora_prefix}.")
+    texts = {name: t for name, t in read.items() if name.partition(".")[0] in encoders}
+    return _without_prefix(read, f"{family.lora_prefix}.") | texts
 
 
 def _load_by_peft(recipe: Recipe, file: Path, model: Any) -> dict[str, torch.Tensor]:

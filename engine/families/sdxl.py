@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine.families.shared import sdxl_kohya
-from engine.families.shared.base import Family
+from engine.families.shared.clip_family import ClipFamily
 from engine.families.shared.lora_names import ComfyUI
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CELL: Final = 8  # pixels of a latent's side
 
 
-class SDXL(Family):
+class SDXL(ClipFamily):
     """Stable Diffusion XL."""
 
     # Every linear layer of the transformer blocks: both attentions, and the feed-forward.
@@ -31,21 +31,23 @@ class SDXL(Family):
     GUIDED_FORWARDS = 1
     NEGATIVES_APART = True
 
-    def encode(
-        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    def encode_together(
+        self, pipeline: Any, prompts: Sequence[str], negative: Sequence[bool]
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds (77, D)` of both CLIPs, `pooled_prompt_embeds (P,)` of the second.
+        """`prompt_embeds (B, 77, D)` of both CLIPs, `pooled_prompt_embeds (B, P)` of the second.
 
         Without a negative prompt, the published model is led away from zeros and not from an empty
         text. The encoders run all the same: where they are sharded, ranks call them equally often.
         """
-        embeds, _, pooled, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)
-        if negative and not prompt and pipeline.config.force_zeros_for_empty_prompt:
-            embeds, pooled = torch.zeros_like(embeds), torch.zeros_like(pooled)
-        return {
-            "prompt_embeds": embeds[0].contiguous(),
-            "pooled_prompt_embeds": pooled[0].contiguous(),
-        }
+        texts = list(prompts)
+        embeds, _, pooled, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False)
+        if pipeline.config.force_zeros_for_empty_prompt:
+            empty = [led and not text for text, led in zip(prompts, negative, strict=True)]
+            if any(empty):
+                zero = torch.tensor(empty).to(embeds.device, non_blocking=True)
+                embeds = embeds.masked_fill(zero[:, None, None], 0)
+                pooled = pooled.masked_fill(zero[:, None], 0)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def sizes(self, spec: JobSpec, pictures: Sequence[Shown]) -> dict[str, torch.Tensor]:
         """`time_ids (B, 6)`: the original height and width, the crop's top and left, the target.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.families.sdxl import SDXL
-from engine.families.shared.base import Family
+from engine.families.shared.clip_family import ClipFamily
 from engine.families.shared.lora_names import ComfyUI, Kohya, as_in_diffusers
 from engine.families.shared.sdxl_kohya import rename_of_four_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
 
 
-class StableDiffusion(Family):
+class StableDiffusion(ClipFamily):
     """Stable Diffusion 1 and 2."""
 
     LORA_TARGETS = SDXL.LORA_TARGETS
@@ -27,17 +28,17 @@ class StableDiffusion(Family):
     COMFYUI = ComfyUI(rename_of_four_blocks)
     GUIDED_FORWARDS = 1
 
-    def encode(
-        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    def encode_together(
+        self, pipeline: Any, prompts: Sequence[str], negative: Sequence[bool]
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds (77, D)`; a negative prompt that is not set is the empty text."""
+        """`prompt_embeds (B, 77, D)`; a negative prompt that is not set is the empty text."""
         embeds, _ = pipeline.encode_prompt(
-            prompt,
+            list(prompts),
             device=pipeline._execution_device,
             num_images_per_prompt=1,
             do_classifier_free_guidance=False,
         )
-        return {"prompt_embeds": embeds[0].contiguous()}
+        return {"prompt_embeds": embeds}
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         return super().load_text_pipeline(root, dtype, **_without_checks() | components)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.memory.predicting.host import disk_of, host_of
 from engine.memory.predicting.overheads import OVERHEADS, Overheads
-from engine.memory.predicting.phases import autoencoder_bytes, decoding, latent_cache, text_cache
+from engine.memory.predicting.phases import (
+    autoencoder_bytes,
+    decoding,
+    latent_cache,
+    text_cache,
+    text_lora_bytes,
+)
 from engine.memory.predicting.predict import layout_of, predict, strategy_of
 from engine.memory.predicting.prediction import Parts, Phase, Prediction
 from engine.memory.tracing.shape import Shape, shape_of
@@ -21,6 +27,7 @@ from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.spec.keys.prompts import class_prompts
 from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.spec.rules.strategy import SHARDING, world_size
 
 if TYPE_CHECKING:
@@ -153,14 +160,15 @@ def _root(name: str) -> Path | None:
 
 
 def _resident(spec: JobSpec, root: Path | None, ranks: int) -> int:
-    """Text encoders that stay while the model trains, which only a single rank's may."""
+    """Text encoders that stay while the model trains: a single rank's may, trained ones do."""
     settled = settle(spec.model_copy(update={"num_processes": ranks}))
     if root is None or settled.unload_text_encoder:
         return 0
     try:
-        return encoder_bytes(root, compute_dtype(spec), packing_of(spec.text_encoder_precision))
+        size = encoder_bytes(root, compute_dtype(spec), packing_of(spec.text_encoder_precision))
     except UserError:
         return 0
+    return size + (text_lora_bytes(spec, root) if trains_text(spec) else 0)
 
 
 def _notes(spec: JobSpec, root: Path | None, *, sampled: bool, compiles: bool) -> list[str]:

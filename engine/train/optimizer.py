@@ -23,6 +23,7 @@ from engine.train.prodigy import sharded_prodigy
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
+from jobs.spec.rules.lora_conflicts import ONE_RATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,16 +43,22 @@ _LION_BETAS: Final = (0.9, 0.99)
 
 
 def build_optimizer(
-    spec: JobSpec, parameters: Sequence[torch.nn.Parameter], device: torch.device
+    spec: JobSpec,
+    parameters: Sequence[torch.nn.Parameter],
+    device: torch.device,
+    texts: Sequence[torch.nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """The job's optimizer over the trained parameters (plain, `DTensor`, or some of each).
 
-    Always with one group, so that a checkpoint does not depend on which of them are sharded.
+    With one group, so that a checkpoint does not depend on which of them are sharded, and another
+    one for text encoders, which may have a learning rate of their own; but for optimizers that have
+    one rate for all.
 
     Args:
         spec: The job. `adam_*` hold for all but sgd, lion, adafactor and came.
         parameters: What is trained; on `device`, or on the CPU under FSDP's offload.
         device: Where this rank computes.
+        texts: What is trained of text encoders; plain.
 
     Raises:
         UserError: The optimizer's package is missing, or it is wrong on sharded parameters.
@@ -62,16 +69,20 @@ def build_optimizer(
             f"optimizer: {spec.optimizer} cannot train sharded parameters: {reason}",
             _NO_SHARDS_HINT,
         )
-    optimizer = _build(spec, parameters, device)
+    everything = [*parameters, *texts]
+    if not texts or spec.optimizer in ONE_RATE:
+        optimizer = _build(spec, everything, device)
+    else:
+        rate = spec.text_encoder_learning_rate or spec.learning_rate
+        groups = [{"params": list(parameters)}, {"params": list(texts), "lr": rate}]
+        optimizer = _build(spec, groups, device)
     parts = _small_parts_of if spec.optimizer == SCHEDULE_FREE else parts_of
-    if len(parts(parameters)) > 1 and spec.optimizer != "prodigy":  # which has its own parts
+    if len(parts(everything)) > 1 and spec.optimizer != "prodigy":  # which has its own parts
         _step_in_parts(optimizer, parts)
     return optimizer
 
 
-def _build(
-    spec: JobSpec, parameters: Sequence[torch.nn.Parameter], device: torch.device
-) -> torch.optim.Optimizer:
+def _build(spec: JobSpec, parameters: Sequence[Any], device: torch.device) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     adam: dict[str, Any] = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     if spec.optimizer == "sgd":
@@ -123,19 +134,22 @@ def _step_in_parts(
     A GPU hardly notices: fused kernels take some dozens of tensors at a time in any case.
     """
 
-    whole: list[dict[str, Any]] = []
+    whole: list[list[tuple[dict[str, Any], list[dict[str, Any]]]]] = []
 
     def part(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        (group,) = optimizer.param_groups
-        whole.append(group)
-        parts = parts_of(group["params"])
-        optimizer.param_groups = [group | {"params": part} for part in parts]
+        pieces = [
+            (group, [group | {"params": part} for part in parts_of(group["params"])])
+            for group in optimizer.param_groups
+        ]
+        whole.append(pieces)
+        optimizer.param_groups = [part for _, parts in pieces for part in parts]
 
     def join(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        group = whole.pop()
-        # Schedule-free AdamW counts steps here, for all parts alike.
-        group.update(optimizer.param_groups[0] | {"params": group["params"]})
-        optimizer.param_groups = [group]
+        pieces = whole.pop()
+        for group, parts in pieces:
+            # Schedule-free AdamW counts steps here, for all parts alike.
+            group.update(parts[0] | {"params": group["params"]})
+        optimizer.param_groups = [group for group, _ in pieces]
 
     optimizer.register_step_pre_hook(part)
     optimizer.register_step_post_hook(join)

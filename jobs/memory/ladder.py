@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from jobs.spec.families import FAMILIES
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
 from jobs.spec.values.resolutions import all_resolutions, resolutions_of
@@ -224,12 +225,13 @@ def _every(interval: int) -> str:
 
 
 def _encoders(spec: JobSpec) -> Changes | None:
-    several = world_size(spec) > 1 and spec.shard_text_encoders is False
+    several = world_size(spec) > 1 and spec.shard_text_encoders is False and not trains_text(spec)
     return {"shard_text_encoders": True} if several else None
 
 
 def _packed_encoders(spec: JobSpec) -> Changes | None:
-    return {"text_encoder_precision": "int8"} if spec.text_encoder_precision == "none" else None
+    whole = spec.text_encoder_precision == "none" and not trains_text(spec)
+    return {"text_encoder_precision": "int8"} if whole else None
 
 
 def _average(spec: JobSpec) -> Changes | None:

@@ -12,14 +12,22 @@ from transformers.utils import is_torchvision_available
 
 from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
 from engine.data.encode.tensor_cache import TensorCache, fingerprint
-from engine.model.encoders.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
+from engine.families.shared.clip_family import ClipFamily
+from engine.model.adapters.text_lora import adapted_encoders, names_of
+from engine.model.encoders.text_encoders import (
+    agree_on_sharding,
+    agree_to_stop,
+    load_resident,
+    text_pipeline,
+)
 from engine.model.precision import compute_dtype
 from engine.model.quantized.packing import packing_of
 from jobs.run.events import Freed
 from jobs.spec.families import sees_images
+from jobs.spec.rules.lora_conflicts import trains_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -137,6 +145,54 @@ class ResidentTexts:
         return _encode(self._family, self._pipeline, text, self._spec)
 
 
+class TrainedTexts:
+    """Texts that are encoded each time, as the adapters of the text encoders are then.
+
+    Args:
+        run: The job, on any number of ranks; each has all of the encoders.
+
+    Attributes:
+        encoders: Name in the pipeline → encoder with its adapter, for the denoiser
+            (`engine.model.adapters.text_lora.attach`).
+    """
+
+    ahead = False  # encoders and training share the device
+
+    def __init__(self, run: RunContext) -> None:
+        assert isinstance(run.family, ClipFamily), "the job's rules refuse others"
+        self._family = run.family
+        self._device = run.world.device
+        self._pipeline = load_resident(
+            run.family,
+            run.model_root,
+            compute_dtype(run.spec),
+            run.world,
+            say=run.telemetry.say,
+            progress=lambda read: run.telemetry.moved(),
+        )
+        names = names_of(run.family, run.model_root)
+        parts = {name: getattr(self._pipeline, name) for name in names}
+        self.encoders = adapted_encoders(parts, run.spec)
+        run.telemetry.say("the text encoders stay in memory: LoRAs are trained on them")
+
+    def together(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+        """What the family's `encode` makes of texts, each `(B, …)`, on the device.
+
+        With gradients, unless they are off.
+        """
+        # Sampling asks for prompts within autocast, which would make other tensors than training.
+        with torch.autocast(self._device.type, enabled=False):
+            return self._family.encode_together(
+                self._pipeline, [text.words for text in texts], [text.negative for text in texts]
+            )
+
+    def encoded(self, text: Text) -> dict[str, torch.Tensor]:
+        return {name: tensor[0] for name, tensor in self.together([text]).items()}
+
+    def close(self) -> None:
+        pass
+
+
 class TextKeys:
     """Text → key in the cache."""
 
@@ -189,6 +245,8 @@ def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Te
     """
     cache = TensorCache(directory, "text")
     spec, family = run.spec, run.family
+    if trains_text(spec):
+        return TrainedTexts(run)
     keys = TextKeys(spec, family, cache, run.model_root)
     if not spec.unload_text_encoder:
         kept = cache if spec.cache_text_embeddings else None

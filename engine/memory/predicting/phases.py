@@ -25,8 +25,11 @@ from engine.model.meta_device import parameters_on_meta
 from engine.model.precision import compute_dtype
 from engine.model.quantized.packing import packing_of
 from jobs.errors import UserError
+from jobs.memory.host_memory import STATE_BYTES
 from jobs.run.rundir import read_json
 from jobs.spec.families import sees_images
+from jobs.spec.rules.lora_conflicts import trains_text
+from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +62,27 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     return Phase("text_cache", Parts(parameters=held + image_encoder, gathered=gathered), note)
 
 
+def text_lora_bytes(spec: JobSpec, root: Path) -> int:
+    """What training a LoRA on CLIP text encoders takes beside their frozen weights.
+
+    Of each adapted layer A and B: masters with gradient, optimizer state and average, and a copy in
+    the precision that computes. And what a forward keeps for backward, from the widths of a CLIP
+    block: 16 of its width for each token, or its input alone where activations are recomputed.
+    """
+    narrow = compute_dtype(spec).itemsize
+    average = 4 if spec.use_ema and spec.ema_device != "cpu" else 0
+    each = 8 + STATE_BYTES[spec.optimizer] + average + (narrow if narrow < 4 else 0)
+    tokens = spec.train_batch_size * spec.max_sequence_length
+    kept = 1 if checkpoints_activations(spec) else 16
+    total = 0
+    for name in encoder_names(root):
+        config = read_json(root / name / "config.json") or {}
+        width, layers = int(config.get("hidden_size", 0)), int(config.get("num_hidden_layers", 0))
+        weights = 4 * 2 * width * spec.text_encoder_lora_rank
+        total += layers * (weights * each + tokens * width * kept * narrow)
+    return total
+
+
 def _image_encoder_bytes(spec: JobSpec, root: Path) -> int:
     """An encoder of images that is there with those of texts, whole and in fp32."""
     place = root / "image_encoder"
@@ -68,6 +92,8 @@ def _image_encoder_bytes(spec: JobSpec, root: Path) -> int:
 
 
 def _in_shards(spec: JobSpec, root: Path) -> bool:
+    if trains_text(spec):
+        return False
     if spec.shard_text_encoders is not None:
         return spec.shard_text_encoders
     able = not any(is_quantised(root / name) for name in encoder_names(root))

@@ -22,6 +22,8 @@ from jobs.errors import UserError
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.value_types import LoraInit
 
@@ -54,11 +56,7 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
             _add(model, _config(spec, targets), spec)
     except (ValueError, TypeError) as error:  # of LoKr, a layer of a kind that it is not for
         raise UserError(f"lora_target_modules: {error}") from None
-    # Peft makes adapters in the base's precision; what is trained is kept in fp32.
-    for name, parameter in list(lora_parameters(model).items()):
-        owner, _, leaf = name.rpartition(".")
-        master = torch.nn.Parameter(parameter.detach().float(), requires_grad=True)
-        setattr(model.get_submodule(owner), leaf, master)
+    _make_masters(model)
     selective = checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "selective"
     for module in model.modules():
         if isinstance(module, LoraLinear):
@@ -67,8 +65,52 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
         narrow_together(model, compute_dtype(spec))
 
 
-def _add(model: torch.nn.Module, config: LoraConfig, spec: JobSpec) -> None:
-    """Put peft's layers into the model, or ours in their place."""
+def add_text_lora(encoder: torch.nn.Module, spec: JobSpec, targets: Sequence[str]) -> None:
+    """Put an adapter into a text encoder, which is frozen already.
+
+    Args:
+        encoder: A transformers model.
+        spec: The job.
+        targets: Suffixes of module names.
+    """
+    _add(encoder, text_config(spec, targets), spec, inject=True)
+    _make_masters(encoder)
+    if compute_dtype(spec) is not torch.float32:
+        narrow_together(encoder, compute_dtype(spec))
+
+
+def text_config(spec: JobSpec, targets: Sequence[str]) -> LoraConfig:
+    """The text encoders' adapter as peft describes it; its scale is the denoiser's."""
+    rank = spec.text_encoder_lora_rank
+    scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
+    return LoraConfig(
+        r=rank,
+        lora_alpha=rank * scale,  # peft only divides it
+        lora_dropout=spec.lora_dropout,
+        target_modules=list(targets),
+        init_lora_weights=False,
+    )
+
+
+def _make_masters(model: torch.nn.Module) -> None:
+    """Peft makes adapters in the base's precision; what is trained is kept in fp32."""
+    for name, parameter in list(lora_parameters(model).items()):
+        owner, _, leaf = name.rpartition(".")
+        master = torch.nn.Parameter(parameter.detach().float(), requires_grad=True)
+        setattr(model.get_submodule(owner), leaf, master)
+
+
+def _add(
+    model: torch.nn.Module, config: LoraConfig, spec: JobSpec, *, inject: bool = False
+) -> None:
+    """Put peft's layers into the model, or ours in their place.
+
+    Args:
+        model: The model.
+        config: The adapter.
+        spec: The job.
+        inject: Not by the model's own function, which transformers has too, for other purposes.
+    """
     # Inductor fuses peft's own, and autocast's casts with them.
     if not spec.torch_compile:
         config._register_custom_module(
@@ -77,7 +119,7 @@ def _add(model: torch.nn.Module, config: LoraConfig, spec: JobSpec) -> None:
                 torch.nn.Conv2d: LoraConv2d,
             }
         )
-    if hasattr(model, "add_adapter"):
+    if hasattr(model, "add_adapter") and not inject:
         model.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
     else:  # a model without diffusers' mixin (PixArt's); the modules are the same
         inject_adapter_in_model(config, model, ADAPTER)

@@ -16,7 +16,7 @@ import torch
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
-from engine.model.adapters import lokr_file, lora
+from engine.model.adapters import lokr_file, lora, text_lora
 from engine.model.adapters.adapter_config import read_adapter_config
 from jobs.errors import UserError
 
@@ -91,19 +91,25 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
     if _is_lokr(model):
         raise refusal(file, "it is a LoRA", "set lora_variant: lora")
     layers = _layers_of(model)
-    named = naming(stored, layers, family)
+    texts = {name: layer for name, layer in layers.items() if text_lora.is_text(name, family)}
+    others = {name: layer for name, layer in layers.items() if name not in texts}
+    named = naming(stored, others, family) | _naming_of_texts(stored, texts, family)
     if odd := sorted(stored.keys() - named.keys()):
-        what = (
-            "it also trains a text encoder, which is not trained here"
-            if odd[0].startswith(_TEXT)
-            else f"it adapts {odd[0]}, and the job does not"
+        if odd[0].startswith(_TEXT) and not texts:
+            hint = "set text_encoder_lora_rank" if family.facts.text_lora else None
+            raise refusal(file, "it also trains a text encoder, and the job does not", hint)
+        raise refusal(
+            file,
+            f"it adapts {odd[0]}, and the job does not",
+            "set lora_target_modules to what the file adapts",
         )
-        raise refusal(file, what, "set lora_target_modules to what the file adapts")
     if missing := sorted(named.keys() - stored.keys()):
         raise refusal(
             file,
             f"it does not adapt {missing[0]}, and the job does",
-            "set lora_target_modules to what the file adapts",
+            "remove text_encoder_lora_rank"
+            if missing[0].startswith(_TEXT)
+            else "set lora_target_modules to what the file adapts",
         )
     scale_of = scales_in(file, header, family)
     for key, rows in named.items():
@@ -245,6 +251,15 @@ def naming(
     return max(ways, key=lambda way: len(way.keys() & stored.keys()))
 
 
+def _naming_of_texts(
+    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family
+) -> dict[str, torch.Tensor]:
+    """The same of text encoders, by the names of diffusers or of kohya's scripts."""
+    rows = {n: torch.arange(a.first, a.first + a.outputs) for n, a in layers.items()}
+    ways = [rows, {text_lora.kohya_name(name, family): own for name, own in rows.items()}]
+    return max(ways, key=lambda way: len(way.keys() & stored.keys()))
+
+
 def parted(
     file: Path,
     key: str,
@@ -315,12 +330,17 @@ def scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
     Raises:
         UserError: The configuration cannot be read.
     """
+    parts = (family.lora_prefix, *family.facts.text_lora)
     try:
-        config = read_adapter_config(file, header, family.lora_prefix)
+        configs = {part: read_adapter_config(file, header, part) for part in parts}
     except UserError as error:
         raise refusal(file, error.message) from None
 
     def scale(name: str, rank: int) -> float:
+        part = family.lora_prefix
+        if text_lora.is_text(name, family):
+            part, _, name = name.partition(".")
+        config = configs[part]
         alphas = config.get("alpha_pattern") or {}
         alpha = alphas.get(get_pattern_key(list(alphas), name), config.get("lora_alpha", rank))
         return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -265,6 +265,21 @@ def text_pipeline(
         freed(_free(pipeline, world, before))
 
 
+def load_resident(
+    family: Family,
+    root: Path,
+    dtype: torch.dtype,
+    world: World,
+    *,
+    say: Callable[[str], None] = lambda note: None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Any:
+    """`text_pipeline` with whole encoders that stay until this rank ends."""
+    gc.collect()
+    give_back(world.device)
+    return _load(family, root, dtype, world, None, None, say, progress)
+
+
 def agree_to_stop(pipeline: Any, seen: bool) -> bool:
     """Whether any rank has seen a wish to stop, the same on all of them. A collective.
 

@@ -206,7 +206,8 @@ _TRAINING: Final[dict[str, Rule]] = {
     "train.dtype": training_keys.precision,
     **all_of("train.gradient_checkpointing train.max_grad_norm", same),
     "train.train_unet": rules.denoiser,
-    "train.train_text_encoder": without(training_keys.NO_TEXT_ENCODERS),
+    "train.train_text_encoder": training_keys.text_encoders("network.linear network.rank"),
+    "train.text_encoder_lr": training_keys.text_encoder_rate("train.train_text_encoder"),
     "train.ema_config": needless("off"),
     **all_of("train.ema_config.use_ema train.ema_config.ema_decay", same),
     "train.ema_config.use_feedback": without(training_keys.NO_METHOD),
@@ -253,7 +254,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     "train.start_step": without("`fsdp-tui resume ID` resumes from a checkpoint"),
     **all_of(
-        "train.xformers train.sdp train.force_first_sample train.text_encoder_lr "
+        "train.xformers train.sdp train.force_first_sample "
         "train.embedding_lr train.adapter_lr train.refiner_lr train.attention_backend "
         "train.diff_output_preservation_class train.diff_output_preservation_multiplier "
         "train.paramiter_swapping_factor train.num_train_timesteps train.train_refiner "

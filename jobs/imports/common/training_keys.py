@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from jobs.imports.common.draft import as_number, chosen, is_off
+from jobs.imports.common.draft import as_number, chosen, is_off, without
 from jobs.imports.common.models import family_of
 from jobs.imports.common.places import read_beside
 from jobs.spec.values.spellings import as_bool
@@ -107,6 +107,47 @@ BUCKETS: Final = "images are resized and cropped to buckets of similar shape"
 OWN_DIRECTORIES: Final = "every job has its own run directory; `fsdp-tui show ID` prints it"
 OWN_CACHES: Final = "caches are keyed by content and shared by all jobs (cache_dir)"
 NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"
+
+
+def text_encoders(ranks: str) -> Rule:
+    """A switch to train text encoders too: a LoRA of the denoiser's rank, where there is one.
+
+    Args:
+        ranks: Their keys that may say the rank of a LoRA.
+    """
+    refuse = without(NO_TEXT_ENCODERS)
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        is_lora = draft.job.get("model_type", "lora") == "lora"
+        plain = draft.job.get("lora_variant", "lora") == "lora" and not draft.on("use_dora")
+        if not (_is_on(value) and is_lora and plain and family_of(draft).text_lora):
+            refuse(draft, key, value)
+            return
+        rank = next(filter(None, map(draft.number, ranks.split())), 16)
+        why = "a LoRA on the attention of the text encoders, of the same rank"
+        draft.take(key, "text_encoder_lora_rank", int(rank), why)
+
+    return rule
+
+
+def text_encoder_rate(switch: str) -> Rule:
+    """The learning rate of text encoders, where the switch of that name trains them."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        trains = draft.on(switch) and family_of(draft).text_lora
+        optimizers = (draft.get(name) for name in ("optimizer", "train.optimizer"))
+        if any("prodigy" in str(name).lower() for name in optimizers):
+            draft.unneeded(key, "prodigy finds one rate for everything")
+        elif trains and draft.job.get("model_type", "lora") == "lora":
+            draft.take(key, "text_encoder_learning_rate", value)
+        else:
+            draft.unneeded(key, NO_TEXT_ENCODERS)
+
+    return rule
+
+
+def _is_on(value: Any) -> bool:
+    return not is_off(value) and as_bool(value) is not False
 
 
 def base_precision(draft: Draft, key: str, value: Any) -> None:

@@ -145,6 +145,7 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     if draft.values["model_type"] == "lora":
         layers = _FLUX_LAYERS if family.name == "flux" else models.ATTENTION
         defaults["lora_layers"] = ",".join(layers)
+        defaults |= {"text_encoder_lr": 5e-6} if "dreambooth_lora_sdxl" in script else {}
     else:
         del defaults["rank"]
     epochs = 100 if "text_to_image" in script else 1
@@ -342,7 +343,9 @@ _RULES: Final[dict[str, Rule]] = {
     "prediction_type": needless("set by the model's scheduler_config.json"),
     "noise_offset": without(training_keys.NOISE),
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
-    **all_of("train_text_encoder train_text_encoder_ti", without(training_keys.NO_TEXT_ENCODERS)),
+    "train_text_encoder": training_keys.text_encoders("rank"),
+    "text_encoder_lr": training_keys.text_encoder_rate("train_text_encoder"),
+    "train_text_encoder_ti": without(training_keys.NO_TEXT_ENCODERS),
     "do_fp8_training": unless_off("base_precision", "fp8_scaled"),
     "bnb_quantization_config_path": training_keys.bitsandbytes,
     **all_of(
@@ -364,7 +367,7 @@ _RULES: Final[dict[str, Rule]] = {
     **trackers.RULES,
     **all_of(
         "cache_latents offload cache_dir remote_text_encoder skip_final_inference "
-        "text_encoder_lr adam_weight_decay_text_encoder dataloader_num_workers local_rank "
+        "adam_weight_decay_text_encoder dataloader_num_workers local_rank "
         "upcast_before_saving enable_xformers_memory_efficient_attention set_grads_to_none "
         "image_interpolation_mode enable_npu_flash_attention debug_loss log_validation "
         "vae_encode_mode save_model_card foreach_ema",

@@ -191,7 +191,8 @@ _TRAINING: Final[dict[str, Rule]] = {
     "framerate": named("fps"),
     "disable_tf32": training_keys.inverted("allow_tf32"),
     "fully_unload_text_encoder": named("unload_text_encoder"),
-    "train_text_encoder": without(training_keys.NO_TEXT_ENCODERS),
+    "train_text_encoder": training_keys.text_encoders("lora_rank"),
+    "text_encoder_lr": training_keys.text_encoder_rate("train_text_encoder"),
     **all_of("offset_noise input_perturbation", without(training_keys.NOISE)),
     "noise_offset": needless("only for offset_noise, which is not supported"),
     "rescale_betas_zero_snr": without("change the model's scheduler_config.json"),
@@ -281,7 +282,7 @@ _SAMPLES: Final[dict[str, Rule]] = {
 _NEEDLESS: Final[dict[str, Rule]] = {
     **all_of(
         "text_encoder_1_precision text_encoder_2_precision text_encoder_3_precision "
-        "text_encoder_4_precision text_encoder_lr text_encoder_limit save_text_encoder "
+        "text_encoder_4_precision text_encoder_limit save_text_encoder "
         "offload_during_startup text_encoder_batch_size",
         needless(training_keys.TEXT_ENCODERS_FREED),
     ),
@@ -348,6 +349,7 @@ _FIRST: Final = (
     "push_to_hub",
     "model_family",
     "model_flavour",
+    "model_type",
     "pretrained_model_name_or_path",
     "gpu_ids",
     "max_train_steps",

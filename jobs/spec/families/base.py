@@ -76,6 +76,8 @@ class Family:
         context_parallel: Whether diffusers has a context-parallel plan that can train it.
         splits_text: Whether that plan splits text tokens too, so that their number must divide.
         experts: Whether its tokens are routed to experts.
+        text_lora: The text encoders that a LoRA can be trained on, by their names in the pipeline,
+            each with what its modules' names begin with in kohya's scripts; none of most families.
         told_sizes: Whether its denoiser takes images' original sizes and crops as an input.
         masks_text: Whether texts are as long as the prompt, and a batch of them has a mask.
         keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
@@ -105,6 +107,7 @@ class Family:
     splits_text: bool = True
     keeps_fp32: bool = False
     experts: bool = False
+    text_lora: Mapping[str, str] = field(default_factory=dict)
     told_sizes: bool = False
     masks_text: bool = False
     latent_step: int = 16

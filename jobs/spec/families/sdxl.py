@@ -11,6 +11,7 @@ FAMILY = Family(
     flavours={"base-1.0": Flavour("stabilityai/stable-diffusion-xl-base-1.0")},
     objective="denoising",
     component="unet",
+    text_lora={"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
     told_sizes=True,
     latent_step=32,  # the VAE shrinks by 8, and the UNet halves latents twice
     defaults={

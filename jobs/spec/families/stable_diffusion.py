@@ -19,6 +19,7 @@ FAMILY = Family(
     },
     objective="denoising",
     component="unet",
+    text_lora={"text_encoder": "lora_te"},
     latent_step=64,  # the VAE shrinks by 8, and the UNet halves latents three times
     defaults={
         "resolution": 512,

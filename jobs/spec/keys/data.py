@@ -17,6 +17,7 @@ from jobs.spec.rules.no_effect import (
     one_rank,
     one_resolution,
     square_crop,
+    text_trained,
 )
 from jobs.spec.values.datasets import Dataset, read_datasets
 from jobs.spec.values.field import field
@@ -229,6 +230,7 @@ class DataKeys(BaseModel):
         "Cache encoded captions on disk. On by default; always on with several ranks or unloaded "
         "encoders.",
         resume="same",
+        no_effect=text_trained,
     )
     unload_text_encoder: OptionalBool = field(
         None,
@@ -236,6 +238,7 @@ class DataKeys(BaseModel):
         "Encode every caption before training, then free the text encoders. On by default; always "
         "on with several ranks.",
         resume="same",
+        no_effect=text_trained,
     )
     text_encoder_precision: Annotated[BasePrecision, choice(BasePrecision)] = field(
         "none",
@@ -243,6 +246,7 @@ class DataKeys(BaseModel):
         "Precision that the weights of the text encoders' blocks are kept in, as of "
         "base_precision: none, fp8, fp8_scaled, int8 or nf4.",
         resume="changes",
+        no_effect=text_trained,
     )
     shard_text_encoders: OptionalBool = field(
         None,
@@ -250,7 +254,7 @@ class DataKeys(BaseModel):
         "Shard the text encoders over the ranks while captions are encoded (default: only if they "
         "do not fit on one GPU).",
         resume="same",
-        no_effect=one_rank,
+        no_effect=(one_rank, text_trained),
     )
     cache_dir: OptionalText = field(
         None,

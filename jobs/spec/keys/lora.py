@@ -9,13 +9,16 @@ from pydantic import BaseModel, BeforeValidator
 from jobs.spec.keys.groups import LORA
 from jobs.spec.rules.no_effect import (
     no_experts,
+    no_text_lora,
     not_fp8,
     not_lokr,
     not_lora,
     not_quantized,
     not_sharded,
     several_ranks,
+    text_not_trained,
     with_full_matrix,
+    with_one_rate,
 )
 from jobs.spec.values.field import field
 from jobs.spec.values.spellings import as_none
@@ -123,6 +126,27 @@ class LoraKeys(BaseModel):
         "like the base weights.",
         resume="same",
         no_effect=(not_lora, not_sharded),
+    )
+    text_encoder_lora_rank: int = field(
+        0,
+        LORA,
+        "Rank of a LoRA on the CLIP text encoders (query, key, value and output of attention); 0: "
+        "they are not trained. Its scale is that of the denoiser's adapter. Captions are then "
+        "encoded in every step, and not cached.",
+        resume="impossible",
+        no_effect=(not_lora, no_text_lora),
+        ge=0,
+        le=4096,
+    )
+    text_encoder_learning_rate: Annotated[float | None, BeforeValidator(as_none)] = field(
+        None,
+        LORA,
+        "Peak learning rate of the text encoders' LoRA (default: learning_rate).",
+        resume="changes",
+        no_effect=(not_lora, no_text_lora, text_not_trained, with_one_rate),
+        memory=False,
+        gt=0,
+        le=10,
     )
     base_precision: Annotated[BasePrecision, choice(BasePrecision)] = field(
         "none",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.spec.rules.strategy import SHARDING, world_size
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def settle(spec: JobSpec) -> JobSpec:
 
     Several ranks encode all captions first and free the encoders, since a resident copy on each
     would take the memory that sharding saves. Freed encoders cannot encode, so freeing implies
-    caching.
+    caching. Encoders that are trained stay, on every rank, and what they made is soon out of date.
     """
     several = world_size(spec) > 1
     unload = spec.unload_text_encoder
@@ -29,6 +30,8 @@ def settle(spec: JobSpec) -> JobSpec:
         unload = spec.cache_text_embeddings is not False
     unload = unload or several
     cache = unload or spec.cache_text_embeddings is not False
+    if trains_text(spec):
+        unload = cache = False
     if (cache, unload) == (spec.cache_text_embeddings, spec.unload_text_encoder):
         return spec
     return spec.model_copy(update={"cache_text_embeddings": cache, "unload_text_encoder": unload})
@@ -58,7 +61,8 @@ def follow_ranks(
     if kept is not None:
         target = {key: kept.get(key) for key in FOLLOWING}
     elif after > 1:
-        target = {"unload_text_encoder": True, "cache_text_embeddings": True}
+        freed = not values.get("text_encoder_lora_rank")  # those that are trained stay
+        target = {"unload_text_encoder": True, "cache_text_embeddings": True} if freed else {}
         if values.get("fsdp_enable") is None and values.get("strategy") in (None, *_OF_ONE_RANK):
             target["strategy"] = SHARDING[0]
     else:
@@ -71,6 +75,8 @@ def follow_ranks(
 
 def find_overruled(spec: JobSpec) -> list[str]:
     """What the job turns off and `settle` turns on; a sentence each."""
+    if trains_text(spec):
+        return []  # what they say has no effect, and that is said
     settled = settle(spec)
     why = (
         f"{world_size(spec)} ranks"

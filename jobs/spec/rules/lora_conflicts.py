@@ -6,6 +6,8 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from jobs.spec.families import FAMILIES
+from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.rules.strategy import shards, world_size
 
@@ -21,6 +23,11 @@ _OF_PATTERNS: Final = (
     "lora_alpha_pattern",
     "keep_in_full_precision",
 )
+# Optimizers without groups that have rates of their own.
+ONE_RATE: Final = {
+    "prodigy": "prodigy finds one rate for everything",
+    SCHEDULE_FREE: f"{SCHEDULE_FREE} has one rate for everything",
+}
 
 
 def _placement(spec: JobSpec) -> Conflict | None:
@@ -80,6 +87,39 @@ def _lokr(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def trains_text(spec: JobSpec) -> bool:
+    """Whether the job trains a LoRA on text encoders."""
+    return spec.model_type == "lora" and spec.text_encoder_lora_rank > 0
+
+
+def _text_encoders(spec: JobSpec) -> Conflict | None:
+    key, family = "text_encoder_lora_rank", FAMILIES.get(spec.model_family)
+    if not spec.text_encoder_lora_rank:
+        return None
+    if spec.model_type != "lora":
+        return Conflict(key, f"{key} needs model_type: lora")
+    if family is not None and not family.text_lora:
+        return Conflict(key, f"{family.title} trains the denoiser only; remove it", named=True)
+    if spec.lora_variant != "lora":
+        return Conflict(key, f"{key} needs lora_variant: lora, not {spec.lora_variant}")
+    for other in ("fsdp_cpu_offload", "swap_blocks", "shard_text_encoders"):
+        if getattr(spec, other):
+            return Conflict(other, f"{other} is not supported with {key}")
+    if spec.text_encoder_precision != "none":
+        return Conflict(
+            "text_encoder_precision", f"text_encoder_precision is not supported with {key}"
+        )
+    return None
+
+
+def _text_rate(spec: JobSpec) -> Conflict | None:
+    key = "text_encoder_learning_rate"
+    given = trains_text(spec) and spec.text_encoder_learning_rate is not None
+    if given and spec.optimizer in ONE_RATE:
+        return Conflict(key, f"{ONE_RATE[spec.optimizer]}; remove it", named=True)
+    return None
+
+
 def may_scale(spec: JobSpec) -> bool:
     """Whether the job has a base that could be multiplied in fp8."""
     return spec.model_type == "lora" and spec.base_precision in ("fp8", "fp8_scaled")
@@ -114,4 +154,6 @@ LORA_RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _lokr,
     _matmul,
     _swapping,
+    _text_encoders,
+    _text_rate,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES, references_of
-from jobs.spec.rules.lora_conflicts import may_scale
+from jobs.spec.rules.lora_conflicts import ONE_RATE, may_scale, trains_text
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
 from jobs.spec.values.field import facts_of
 from jobs.spec.values.resolutions import has_several
@@ -133,6 +133,24 @@ def not_lora(spec: JobSpec) -> str:
 
 def not_lokr(spec: JobSpec) -> str:
     return "" if spec.lora_variant == "lokr" else "needs lora_variant: lokr"
+
+
+def no_text_lora(spec: JobSpec) -> str:
+    family = _family(spec)
+    able = family is None or family.text_lora
+    return "" if able or family is None else f"{family.title} trains the denoiser only"
+
+
+def text_not_trained(spec: JobSpec) -> str:
+    return "" if trains_text(spec) else "needs text_encoder_lora_rank"
+
+
+def text_trained(spec: JobSpec) -> str:
+    return "text encoders are trained and stay" if trains_text(spec) else ""
+
+
+def with_one_rate(spec: JobSpec) -> str:
+    return ONE_RATE.get(spec.optimizer, "")
 
 
 def with_full_matrix(spec: JobSpec) -> str:

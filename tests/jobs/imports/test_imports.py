@@ -597,6 +597,17 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"pretrained_model_name_or_path": "flux1-dev.safetensors"}, Lost),
     ({"pretrained_model_name_or_path": "ftp://x/y"}, Kind.UNREADABLE),
     ({"train_text_encoder": "false"}, Needless),
+    ({"train_text_encoder": True}, Lost),
+    (
+        {
+            "model_family": "sdxl",
+            "pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-base-1.0",
+            "lora_rank": 8,
+            "train_text_encoder": True,
+            "text_encoder_lr": 1e-5,
+        },
+        {"text_encoder_lora_rank": 8, "text_encoder_learning_rate": 1e-5},
+    ),
     ({"crepa_enabled": True}, Lost),
     ({"ramtorch": True}, Lost),
     ({"something_new": 1}, Kind.UNKNOWN),
@@ -763,6 +774,15 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"train": {"optimizer": "lion"}}, {"weight_decay": 0.0}),
     ({"network": {"type": "lora"}}, {"lora_rank": 4, "lora_alpha": 1.0}),
     ({"train__train_text_encoder": True}, Lost),
+    (
+        {
+            "model__arch": "sdxl",
+            "model__name_or_path": "stabilityai/stable-diffusion-xl-base-1.0",
+            "network__linear": 8,
+            "train__train_text_encoder": True,
+        },
+        {"text_encoder_lora_rank": 8},
+    ),
     ({"train__dist_mode": "fsdp"}, {"fsdp_enable": True}),
     ({"train__fsdp_cpu_offload": True, "train__dist_mode": "fsdp"}, {"fsdp_cpu_offload": True}),
     ({"train__fsdp_novelty": 1}, Kind.UNKNOWN),

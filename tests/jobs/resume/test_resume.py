@@ -60,6 +60,7 @@ _OTHER: dict[str, Any] = {
     "lora_alpha_pattern": {"to_q": 2.0},
     "lokr_factor": 4,
     "conditioning_resolution": 512,
+    "text_encoder_learning_rate": 0.5,
 }
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {
@@ -78,6 +79,8 @@ _WITH: dict[str, dict[str, Any]] = {
     "num_frames": {"model_family": "wan"},
     "fps": {"model_family": "wan"},
     "conditioning_resolution": {"model_flavour": "kontext"},
+    "text_encoder_lora_rank": {"model_family": "sdxl"},
+    "text_encoder_learning_rate": {"model_family": "sdxl", "text_encoder_lora_rank": 4},
 }
 
 

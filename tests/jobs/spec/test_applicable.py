@@ -51,6 +51,18 @@ FSDP = TWO | {"strategy": "fsdp2"}
         ({}, "main_process_ip", "a local job runs on one machine"),
         ({}, "shard_text_encoders", "no effect on 1 rank"),
         ({"model_type": "full"}, "lora_rank", "needs model_type: lora"),
+        ({}, "text_encoder_lora_rank", "FLUX.1 trains the denoiser only"),
+        ({"model_family": "sdxl"}, "text_encoder_lora_rank", ""),
+        (
+            {"model_family": "sdxl"},
+            "text_encoder_learning_rate",
+            "needs text_encoder_lora_rank",
+        ),
+        (
+            {"model_family": "sdxl", "text_encoder_lora_rank": 4},
+            "unload_text_encoder",
+            "text encoders are trained and stay",
+        ),
         ({}, "lokr_factor", "needs lora_variant: lokr"),
         ({"lora_variant": "lokr"}, "lokr_full_matrix", ""),
         (

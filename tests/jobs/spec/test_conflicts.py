@@ -237,6 +237,41 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"lora_variant": "lokr", "lora_dropout": 0.1}, "lora_dropout", "lora_variant: lokr"),
         ({"lora_variant": "lokr", "lora_init": "gaussian"}, "lora_init", "lora_variant: lokr"),
         ({"lora_variant": "lokr", "lokr_factor": 0}, "lokr_factor", "0 divides nothing"),
+        (
+            {"text_encoder_lora_rank": 4},
+            "text_encoder_lora_rank",
+            "FLUX.1 trains the denoiser only; remove it",
+        ),
+        (
+            {"model_family": "sdxl", "model_type": "full", "text_encoder_lora_rank": 4},
+            "text_encoder_lora_rank",
+            "needs model_type: lora",
+        ),
+        (
+            {"model_family": "sdxl", "lora_variant": "dora", "text_encoder_lora_rank": 4},
+            "text_encoder_lora_rank",
+            "needs lora_variant: lora, not dora",
+        ),
+        (
+            {"model_family": "sdxl", "text_encoder_precision": "int8", "text_encoder_lora_rank": 4},
+            "text_encoder_precision",
+            "text_encoder_precision is not supported with text_encoder_lora_rank",
+        ),
+        (
+            {"model_family": "sdxl", "swap_blocks": 2, "text_encoder_lora_rank": 4},
+            "swap_blocks",
+            "swap_blocks is not supported with text_encoder_lora_rank",
+        ),
+        (
+            {
+                "model_family": "sdxl",
+                "optimizer": "prodigy",
+                "text_encoder_lora_rank": 4,
+                "text_encoder_learning_rate": 1.0,
+            },
+            "text_encoder_learning_rate",
+            "prodigy finds one rate for everything",
+        ),
         ({"lora_variant": "dora", "torch_compile": True}, "torch_compile", "lora_variant: dora"),
         (
             {

@@ -24,6 +24,7 @@ _HINTS: Final = {
     "validation_prompts": "a fox in snow | a drawing of a fox",
     "datasets": "folder x2, other folder",
     "lora_alpha": "as LoRA rank",
+    "text_encoder_learning_rate": "as learning rate",
     "lora_target_modules": "the family's",
     "flow_shift": "the family's",
     "export_formats": "all that the family has",

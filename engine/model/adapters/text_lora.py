@@ -1,0 +1,147 @@
+"""LoRA on the CLIP text encoders, beside that of the denoiser.
+
+The encoders with adapters are children of the denoiser, by their names in the pipeline. So what
+goes through a model's parameters (optimizer, average, gradients, checkpoints, exports) finds their
+adapters, which stay whole on every rank. They are attached after the denoiser is sharded, so that
+FSDP never sees their frozen weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import transformers
+
+from engine.families.shared.lora_names import adapters_of
+from engine.model.adapters import lora
+from engine.model.encoders.encoder_files import read_entries
+from engine.model.meta_device import parameters_on_meta
+from jobs.spec.rules.strategy import checkpoints_activations
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from peft import LoraConfig
+
+    from engine.families import Family
+    from jobs.spec.job_spec import JobSpec
+
+TARGETS: Final = ("q_proj", "k_proj", "v_proj", "out_proj")
+"""The layers that get an adapter: attention's projections."""
+
+
+class AdaptedEncoder(torch.nn.Module):
+    """A text encoder's blocks under the name that LoRA files have for them.
+
+    Of some versions of transformers they are in `text_model`, of others the encoder itself has
+    them, and one of a pipeline's encoders may be in each way.
+    """
+
+    def __init__(self, encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.text_model = getattr(encoder, "text_model", encoder)
+
+
+def adapted_encoders(
+    encoders: Mapping[str, torch.nn.Module], spec: JobSpec
+) -> dict[str, AdaptedEncoder]:
+    """Freeze text encoders and put adapters into them, with their first weights.
+
+    Args:
+        encoders: By their names in the pipeline; on meta nothing is drawn.
+        spec: The job.
+
+    Returns:
+        Name → encoder; the adapters are in the very modules that were given.
+    """
+    named = {name: AdaptedEncoder(encoder) for name, encoder in encoders.items()}
+    for name, adapted in named.items():
+        encoders[name].requires_grad_(False)
+        lora.add_text_lora(adapted.text_model, spec, TARGETS)
+        if checkpoints_activations(spec):
+            encoders[name].gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    together = torch.nn.ModuleDict(dict(named))
+    if not any(p.is_meta for p in together.parameters()):
+        lora.initialise(together, spec.seed, spec.lora_init)
+    return named
+
+
+def attach(model: torch.nn.Module, encoders: Mapping[str, torch.nn.Module]) -> None:
+    """Make text encoders children of the denoiser."""
+    for name, encoder in encoders.items():
+        model.add_module(name, encoder)
+
+
+def names_of(family: Family, root: Path) -> list[str]:
+    """The text encoders of a model that a LoRA is trained on, by their names in the pipeline."""
+    return [name for name in read_entries(root) if name in family.facts.text_lora]
+
+
+def on_meta(family: Family, root: Path) -> dict[str, Any]:
+    """The text encoders of a model that a LoRA is trained on, without weights."""
+    entries = read_entries(root)
+    encoders: dict[str, Any] = {}
+    for name in names_of(family, root):
+        encoder_class = getattr(transformers, entries[name][1])
+        config = encoder_class.config_class.from_pretrained(root / name)
+        with parameters_on_meta():
+            encoders[name] = encoder_class(config)
+    return encoders
+
+
+def is_text(name: str, family: Family) -> bool:
+    """Whether a module or tensor of the adapted model is of a text encoder."""
+    return name.partition(".")[0] in family.facts.text_lora
+
+
+def parted(
+    layers: Mapping[str, torch.Tensor], family: Family
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """An adapter's tensors, those of the denoiser and those of each text encoder.
+
+    Returns:
+        Name in the denoiser → tensor; and text encoder → name in it → tensor.
+    """
+    denoiser: dict[str, torch.Tensor] = {}
+    texts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in layers.items():
+        if is_text(name, family):
+            encoder, _, rest = name.partition(".")
+            texts.setdefault(encoder, {})[rest] = tensor
+        else:
+            denoiser[name] = tensor
+    return denoiser, texts
+
+
+def config_of(spec: JobSpec) -> LoraConfig:
+    """The adapter as peft describes it."""
+    return lora.text_config(spec, TARGETS)
+
+
+def as_kohya(
+    texts: Mapping[str, Mapping[str, torch.Tensor]], family: Family, scales: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    """The text encoders' adapters as kohya's scripts name them.
+
+    Args:
+        texts: Of `parted`.
+        family: The model's.
+        scales: Module of the adapted denoiser → what its adapter's product is multiplied with.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for encoder, layers in texts.items():
+        for module, (down, up) in adapters_of(layers).items():
+            whole = f"{encoder}.{module}"
+            key = kohya_name(whole, family)
+            tensors[f"{key}.lora_down.weight"] = down
+            tensors[f"{key}.lora_up.weight"] = up
+            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0] * scales[whole]))
+    return tensors
+
+
+def kohya_name(module: str, family: Family) -> str:
+    """The name in kohya's scripts of a module of the adapted denoiser's text encoders."""
+    encoder, _, rest = module.partition(".")
+    return f"{family.facts.text_lora[encoder]}_{rest.replace('.', '_')}"

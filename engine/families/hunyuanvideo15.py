@@ -106,16 +106,17 @@ class HunyuanVideo15(Family):
         All tokens of the embedding are masked then, and so there are none here.
         """
         batch, channels, *size = noisy.shape
+        text = condition["prompt_embeds"]
         first_frame = noisy.new_zeros(batch, transformer.config.in_channels - channels, *size)
         with without_waiting(transformer):
             return transformer(
                 hidden_states=torch.cat([noisy, first_frame], dim=1),
                 timestep=level * 1000,
-                encoder_hidden_states=condition["prompt_embeds"],
+                encoder_hidden_states=text,
                 encoder_attention_mask=condition["prompt_embeds_mask"],
                 encoder_hidden_states_2=condition[_GLYPHS],
                 encoder_attention_mask_2=condition[_GLYPHS_MASK],
-                image_embeds=noisy.new_zeros(batch, 0, transformer.config.image_embed_dim),
+                image_embeds=text.new_zeros(batch, 0, transformer.config.image_embed_dim),
                 return_dict=False,
             )[0]
 

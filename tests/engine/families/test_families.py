@@ -312,9 +312,9 @@ def test_a_lokr_is_exported_and_read_by_stock_code_and_by_another_job(
     recipe = Recipe(spec, case.family, case.paths.model, 4, ema=False, dtype="auto", formats=None)
     made = export_alone(model, recipe, tmp_path / "export")
     files = sorted(made.path.glob("*.safetensors"))
-    unnamed = case.facts.name in ("hunyuanvideo", "sana")
+    unnamed = case.facts.name in ("hunyuanvideo", "hunyuanvideo15", "sana")
     assert len(files) == 2 - unnamed
-    assert bool(made.warnings) == (case.facts.name == "hunyuanvideo")
+    assert bool(made.warnings) == case.facts.name.startswith("hunyuanvideo")
     for file in files:
         with torch.no_grad():
             for parameter in parameters.values():

@@ -6,14 +6,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from diffusers import (
-    AutoencoderKLHunyuanVideo15,
-    ClassifierFreeGuidance,
-    FlowMatchEulerDiscreteScheduler,
-    HunyuanVideo15Pipeline,
-    HunyuanVideo15Transformer3DModel,
-)
-from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, Qwen2Tokenizer, T5EncoderModel
+from diffusers import HunyuanVideo15Pipeline
 
 
 class _NoVae:
@@ -30,27 +23,10 @@ class GuidedPipeline(HunyuanVideo15Pipeline):
     The stock pipeline has the scale in its guider, a component, and cannot be built without a VAE.
     """
 
-    def __init__(
-        self,
-        text_encoder: Qwen2_5_VLTextModel,
-        tokenizer: Qwen2Tokenizer,
-        transformer: HunyuanVideo15Transformer3DModel,
-        vae: AutoencoderKLHunyuanVideo15,
-        scheduler: FlowMatchEulerDiscreteScheduler,
-        text_encoder_2: T5EncoderModel,
-        tokenizer_2: ByT5Tokenizer,
-        guider: ClassifierFreeGuidance,
-    ) -> None:
-        super().__init__(
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
-            transformer=transformer,
-            vae=_NoVae() if vae is None else vae,
-            scheduler=scheduler,
-            text_encoder_2=text_encoder_2,
-            tokenizer_2=tokenizer_2,
-            guider=guider,
-        )
+    # `from_pretrained` reads the names and classes of a pipeline's parts from its signature.
+    @wraps(HunyuanVideo15Pipeline.__init__)
+    def __init__(self, *, vae: Any, **parts: Any) -> None:
+        super().__init__(vae=_NoVae() if vae is None else vae, **parts)
         self.register_modules(vae=vae)
 
     @wraps(HunyuanVideo15Pipeline.__call__)

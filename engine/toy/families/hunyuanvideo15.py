@@ -59,9 +59,7 @@ def _template() -> str:
     )
 
 
-def _build_transformer(
-    seed: int, heads: int, target_size: int
-) -> HunyuanVideo15Transformer3DModel:
+def _build_transformer(seed: int, heads: int, target_size: int) -> HunyuanVideo15Transformer3DModel:
     transformer = parts.random_model(
         HunyuanVideo15Transformer3DModel,
         seed=seed,

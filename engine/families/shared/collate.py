@@ -38,7 +38,7 @@ def collate(
     return {
         name: torch.stack(
             [
-                text[name] if own[name] is None else _filled(name, text[name], own[name], size)
+                _filled(name, text[name], own[name], size)
                 for text, own in zip(texts, lengths, strict=True)
             ]
         )
@@ -60,9 +60,9 @@ def _length(name: str, text: Mapping[str, torch.Tensor]) -> int | None:
     return None if mask is None else text[mask].shape[0]
 
 
-def _filled(name: str, tensor: torch.Tensor, length: int, longest: int) -> torch.Tensor:
+def _filled(name: str, tensor: torch.Tensor, length: int | None, longest: int) -> torch.Tensor:
     if tensor.dim() < 2 and "mask" not in name:  # of the text as a whole, however wide
         return tensor
-    if tensor.shape[0] != length or length == longest:
+    if length is None or tensor.shape[0] != length or length == longest:
         return tensor
     return functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, longest - length])

@@ -24,7 +24,7 @@ class GuidedPipeline(HunyuanVideo15Pipeline):
     """
 
     # `from_pretrained` reads the names and classes of a pipeline's parts from its signature.
-    @wraps(HunyuanVideo15Pipeline.__init__)
+    @wraps(HunyuanVideo15Pipeline.__init__)  # type: ignore[misc]
     def __init__(self, *, vae: Any, **parts: Any) -> None:
         super().__init__(vae=_NoVae() if vae is None else vae, **parts)
         self.register_modules(vae=vae)

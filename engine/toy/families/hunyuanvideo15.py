@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,13 +34,14 @@ LATENT_CHANNELS = 16
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
     """Write the model: for 720p with another size and shift, as published."""
     large = "720p" in flavour
-    tokenizer = build_qwen_tokenizer(parts.captions(), _template())
+    vae = _build_vae(seed)
+    tokenizer = build_qwen_tokenizer(parts.captions(), _template(vae))
     glyph_tokenizer = ByT5Tokenizer()
     pipeline = HunyuanVideo15Pipeline(
         text_encoder=build_qwen2_5_vl_text(tokenizer, TEXT_DIM, seed=seed),
         tokenizer=tokenizer,
         transformer=_build_transformer(seed, HEADS * hidden_scale, 960 if large else 640),
-        vae=_build_vae(seed),
+        vae=vae,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=9.0 if large else 5.0),
         text_encoder_2=build_t5(glyph_tokenizer, GLYPH_DIM, seed=seed),
         tokenizer_2=glyph_tokenizer,
@@ -49,10 +50,10 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     parts.save(pipeline, model_dir, dtype)
 
 
-def _template() -> str:
+def _template(vae: AutoencoderKLHunyuanVideo15) -> str:
     """What a prompt stands in: the pipeline cuts the beginning off by its published length."""
-    encode = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds)
-    message = encode.parameters["system_message"].default
+    names = signature(HunyuanVideo15Pipeline).parameters
+    message = HunyuanVideo15Pipeline(**dict.fromkeys(names) | {"vae": vae}).system_message
     return (
         f"<|im_start|>system\n{message}<|im_end|>\n"
         "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

@@ -161,6 +161,18 @@ def test_no_mask_is_read_in_a_forward(case: Case) -> None:
 
 
 @torch.no_grad()
+def test_the_autoencoder_takes_one_video_at_a_time(case: Case) -> None:
+    """Of itself it fails with two (docs/upstream.md); as it is loaded here, it does not."""
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    pixels = torch.randn(2, 3, 5, 32, 32, generator=torch.Generator().manual_seed(0))
+    together = case.family.encode_pictures(vae, pixels)
+    assert torch.allclose(together[1:], case.family.encode_pictures(vae, pixels[1:]), atol=1e-5)
+    vae.disable_slicing()
+    with pytest.raises(RuntimeError, match="broadcast"):
+        vae.encode(pixels)
+
+
+@torch.no_grad()
 def test_times_are_exact_in_bf16(case: Case) -> None:
     """In bf16 itself 963 and 964 are one number."""
     transformer = case.stock().transformer.bfloat16()

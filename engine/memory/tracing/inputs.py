@@ -31,6 +31,7 @@ _SEEN_CELL: Final = 28  # pixels of the side of what is a token of Qwen2.5-VL
 _AROUND_SEEN: Final = 6  # tokens that say where an image begins and ends, and which one it is
 _WAN_TEXT: Final = 512  # tokens, of models that see the first frame
 _LARGE: Final = 1024  # times as large as a picture: no rule takes that without shrinking it
+_GLYPHS: Final = 256  # tokens of what HunyuanVideo 1.5's prompts have in quotes, at most
 _LLAMA_LAYERS: Final = 32  # of the Llama 3.1 8B that HiDream is used with
 
 
@@ -52,6 +53,7 @@ _CELLS: Final = {
     "sana": Cells(32),
     "wan": Cells(8, 4),
     "hunyuanvideo": Cells(8, 4),
+    "hunyuanvideo15": Cells(16, 4),
     "ltxvideo": Cells(32, 8),
 }
 _PACKED: Final = ("flux", "chroma", "qwen_image")  # their `in_channels` are of 2×2 latents
@@ -73,7 +75,7 @@ def latents_shape(
         cells = Cells(16, 4)
     width, height = (pixels // cells.side for pixels in size)
     # Those of an image may be beside the latents' own.
-    beside = spec.model_family in ("wan", "flux") and config.get("out_channels")
+    beside = spec.model_family in ("wan", "flux", "hunyuanvideo15") and config.get("out_channels")
     channels = (beside or config["in_channels"]) // (4 if spec.model_family in _PACKED else 1)
     if not cells.frames:
         return channels, height, width
@@ -199,6 +201,12 @@ def caption_shapes(
             return text("text_dim", _WAN_TEXT) | seen
         case "hunyuanvideo":
             return text("text_embed_dim") | pooled(config["pooled_projection_dim"]) | mask
+        case "hunyuanvideo15":
+            return text("text_embed_dim") | {
+                "prompt_embeds_mask": ((length,), torch.bool),
+                "prompt_embeds_2": ((_GLYPHS, config["text_embed_2_dim"]), dtype),
+                "prompt_embeds_mask_2": ((_GLYPHS,), torch.bool),
+            }
         case "hidream":
             t5, llama = config["caption_channels"]
             return {

@@ -19,6 +19,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -111,6 +112,13 @@ def build_qwen2_5_vl(
         tie_word_embeddings=False,
     )
     return _fill(Qwen2_5_VLForConditionalGeneration(config), dim, layers, seed)
+
+
+def build_qwen2_5_vl_text(
+    tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 4
+) -> Qwen2_5_VLTextModel:
+    """Qwen2.5-VL without head and image encoder (HunyuanVideo 1.5 skips its last two layers)."""
+    return build_qwen2_5_vl(tokenizer, dim, seed=seed, layers=layers).model.language_model
 
 
 def build_mistral3(

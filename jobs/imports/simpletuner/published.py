@@ -20,6 +20,7 @@ _FLAVOURS: Final = {
     "flux": {name: name for name in ("dev", "schnell", "krea", "kontext")},
     "flux2": {"dev": "dev", "klein-4b": "klein-base-4b", "klein-9b": "klein-base-9b"},
     "hidream": {name: name for name in ("full", "dev", "fast")},
+    "hunyuanvideo15": {"t2v-480p": "480p-t2v", "t2v-720p": "720p-t2v"},
     "lumina2": {"2.0": "2.0"},
     "ltxvideo": {"0.9.0": "2b-0.9"},
     "pixart_sigma": {"600M-512": "512", "600M-1024": "1024"},
@@ -85,6 +86,7 @@ _USUAL: Final = {
     "flux": "krea",
     "flux2": "klein-9b",
     "hidream": "full",
+    "hunyuanvideo": "t2v-480p",
     "ltxvideo": "0.9.5",
     "lumina2": "2.0",
     "pixart_sigma": "900M-1024-v0.6",
@@ -98,17 +100,15 @@ _USUAL: Final = {
     "z_image": "turbo",
 }
 
-_OTHER_NAMES: Final = {"sd1x": "stable_diffusion", "sd2x": "stable_diffusion"}
+_OTHER_NAMES: Final = {
+    "hunyuanvideo": "hunyuanvideo15",
+    "sd1x": "stable_diffusion",
+    "sd2x": "stable_diffusion",
+}
 
 
 def family(draft: Draft, key: str, value: Any) -> None:
     word = normal_key(str(value))
-    if word == "hunyuanvideo":
-        why = "HunyuanVideo 1.5, which is not supported; hunyuanvideo is the first version here"
-        draft.unsupported(key, why)
-        draft.report.unknown_family = True
-        draft.report.to_fill_in.append(f"model_family: {why}")
-        return
     word = _OTHER_NAMES.get(word, word)
     models.set_family(draft, key, word if word in FAMILIES else None)
 

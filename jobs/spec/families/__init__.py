@@ -58,6 +58,7 @@ _NAMES = (
     "wan",
     "ltxvideo",
     "hunyuanvideo",
+    "hunyuanvideo15",
 )
 
 FAMILIES: dict[str, Family] = {

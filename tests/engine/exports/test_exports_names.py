@@ -164,6 +164,11 @@ LAYOUTS = {
         streams(3072, 12288),
         "convert_hunyuan_video_transformer_to_diffusers",
     ),
+    "hunyuanvideo15": Published(
+        "hunyuanvideo-community--HunyuanVideo-1.5-Diffusers-480p_t2v",
+        {"num_layers": 1},
+        {n: s for n, s in streams(2048, 8192).items() if n.startswith("double_blocks.")},
+    ),
     "flux2": Published(
         "black-forest-labs--FLUX.2-klein-base-4B",
         ONE_OF_EACH,
@@ -297,7 +302,9 @@ FORMATS = {
         ),
         ("diffusers", "kohya"),
     ),
-    **dict.fromkeys(("hunyuanvideo", "z_image"), ("diffusers", "kohya", "comfyui")),
+    **dict.fromkeys(
+        ("hunyuanvideo", "hunyuanvideo15", "z_image"), ("diffusers", "kohya", "comfyui")
+    ),
     **dict.fromkeys(("auraflow", "pixart_sigma", "hidream", "ltxvideo"), ("diffusers", "comfyui")),
     "sana": ("diffusers",),  # ComfyUI has no Sana, and no script of kohya's trains it
 }
@@ -372,6 +379,14 @@ def test_kohyas_keys_are_the_modules_of_its_scripts(name: str) -> None:
     shapes = LAYOUTS[name].layout
     if name == "hunyuanvideo":
         shapes = {tencent(module): shape for module, shape in shapes.items()}
+    if name == "hunyuanvideo15":  # in Tencent's model, too, query, key and value are three
+        shapes = {
+            tencent(module).replace("_qkv", f"_{part}"): (
+                (outputs // 3, inputs) if "qkv" in module else (outputs, inputs)
+            )
+            for module, (outputs, inputs) in shapes.items()
+            for part in "qkv"
+        }
     if name == "z_image":  # musubi-tuner has modules of their own for query, key and value
         layers = layers_of(name)
         shapes = {
@@ -392,7 +407,7 @@ def test_kohyas_keys_are_the_modules_of_its_scripts(name: str) -> None:
 FUSED = {
     **dict.fromkeys(("flux", "chroma", "flux2", "sd3", "lumina2", "z_image"), "lycoris_"),
     "pixart_sigma": "transformer.",
-    "hunyuanvideo": None,
+    **dict.fromkeys(("hunyuanvideo", "hunyuanvideo15")),
 }
 
 

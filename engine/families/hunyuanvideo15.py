@@ -1,0 +1,145 @@
+"""HunyuanVideo 1.5: text of Qwen2.5-VL, and what stands in quotes of ByT5, each with a mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from peft import PeftModel
+
+from engine.families.shared import flux_kohya
+from engine.families.shared.base import Family
+from engine.families.shared.hunyuanvideo15_forward import without_waiting
+from engine.families.shared.hunyuanvideo15_pipeline import GuidedPipeline
+from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.spec.keys.prompts import SampleRequest
+
+_GLYPHS: Final = "prompt_embeds_2"
+_GLYPHS_MASK: Final = "prompt_embeds_mask_2"
+
+# Tencent's names, which musubi-tuner has; ComfyUI has query, key and value in one layer, and calls
+# the layers as those of FLUX.1.
+_TENCENT: Final = Layout(
+    {
+        f"transformer_blocks.#.{module}": f"double_blocks.#.{side}_{part}"
+        for side, attention, forward in (
+            ("img", ("to_q", "to_k", "to_v", "to_out.0"), "ff"),
+            ("txt", ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"), "ff_context"),
+        )
+        for module, part in (
+            *zip(
+                (f"attn.{name}" for name in attention),
+                ("attn_q", "attn_k", "attn_v", "attn_proj"),
+                strict=True,
+            ),
+            (f"{forward}.net.0.proj", "mlp.fc1"),
+            (f"{forward}.net.2", "mlp.fc2"),
+        )
+    }
+)
+
+
+class HunyuanVideo15(Family):
+    """HunyuanVideo 1.5 as text-to-video."""
+
+    # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
+    LORA_TARGETS = (
+        r"transformer_blocks\.\d+\."
+        r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+        r"|ff(_context)?\.net\.(0\.proj|2))"
+    )
+    KOHYA = Kohya(_TENCENT.rename, {"ss_network_module": "networks.lora_hv_1_5"})
+    COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename, lokr=None)
+    COMFYUI_READS_KOHYA = False
+
+    def pipeline_class(self) -> Any:
+        return GuidedPipeline
+
+    def load_lora(self, pipeline: Any, directory: Path) -> None:
+        """As a user would: this pipeline has no functions for LoRAs, but peft does."""
+        PeftModel.from_pretrained(pipeline.transformer, directory)
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (L, D)` of Qwen2.5-VL and `prompt_embeds_2 (G, E)` of ByT5, with masks.
+
+        Without the template before a prompt and without what fills texts up, which is masked in
+        the model. ByT5 encodes what the prompt has in quotes; without any, one masked token is
+        left, since the pipeline takes no less.
+        """
+        pipeline.tokenizer_max_length = max_sequence_length  # an attribute without an argument
+        text, mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompt)
+        return _cut("prompt_embeds", "prompt_embeds_mask", text, mask) | _cut(
+            _GLYPHS, _GLYPHS_MASK, glyphs, glyphs_mask
+        )
+
+    def load_vae(self, root: Path, dtype: torch.dtype) -> Any:
+        """One that encodes and decodes videos one by one: its attention takes no more at a time.
+
+        The mask has no dimension for heads (diffusers 0.42).
+        """
+        vae = super().load_vae(root, dtype)
+        vae.enable_slicing()
+        return vae
+
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without ByT5's tokens where no prompt of the batch has any."""
+        if condition[_GLYPHS_MASK].any():
+            return condition
+        return condition | {name: condition[name][:, :0] for name in (_GLYPHS, _GLYPHS_MASK)}
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        """As text-to-video, the model gets zeros for a first frame, its mask and its embedding.
+
+        All tokens of the embedding are masked then, and so there are none here.
+        """
+        batch, channels, *size = noisy.shape
+        text = condition["prompt_embeds"]
+        first_frame = noisy.new_zeros(batch, transformer.config.in_channels - channels, *size)
+        with without_waiting(transformer):
+            return transformer(
+                hidden_states=torch.cat([noisy, first_frame], dim=1),
+                timestep=level * 1000,
+                encoder_hidden_states=text,
+                encoder_attention_mask=condition["prompt_embeds_mask"],
+                encoder_hidden_states_2=condition[_GLYPHS],
+                encoder_attention_mask_2=condition[_GLYPHS_MASK],
+                image_embeds=text.new_zeros(batch, 0, transformer.config.image_embed_dim),
+                return_dict=False,
+            )[0]
+
+    def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
+        return height * width * frames
+
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """At a scale of 1, the guider makes one prediction; at any other, below 1 too, two."""
+        arguments = super().sample_arguments(request, condition, negative)
+        return arguments if request.guided else arguments | {"guidance_scale": 1.0}
+
+
+def _cut(
+    name: str, mask_name: str, text: torch.Tensor, mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The tokens of a text that are not masked, at least one, of `(1, L, D)` and `(1, L)`."""
+    length = max(1, int(mask[0].sum()))
+    return {name: text[0, :length].contiguous(), mask_name: mask[0, :length].bool()}
+
+
+FAMILY = HunyuanVideo15

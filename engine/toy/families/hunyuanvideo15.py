@@ -1,0 +1,127 @@
+"""A small HunyuanVideo 1.5: every class, file and setting of the published one, tiny sizes."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import TYPE_CHECKING
+
+import torch
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    ClassifierFreeGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from transformers import ByT5Tokenizer
+
+from engine.toy.components import parts
+from engine.toy.components.clip_and_t5 import build_t5
+from engine.toy.components.language_models import build_qwen2_5_vl_text
+from engine.toy.components.streams import mislead, open_gates, quieten
+from engine.toy.components.tokenizers import build_qwen_tokenizer
+from engine.toy.components.weights import one_thread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXT_DIM, GLYPH_DIM, IMAGE_DIM = 64, 32, 32
+HEADS, HEAD_DIM = 4, 32
+ROTARY_AXES = (8, 12, 12)
+LATENT_CHANNELS = 16
+
+
+def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
+    """Write the model: for 720p with another size and shift, as published."""
+    large = "720p" in flavour
+    vae = _build_vae(seed)
+    tokenizer = build_qwen_tokenizer(parts.captions(), _template(vae))
+    glyph_tokenizer = ByT5Tokenizer()
+    pipeline = HunyuanVideo15Pipeline(
+        text_encoder=build_qwen2_5_vl_text(tokenizer, TEXT_DIM, seed=seed),
+        tokenizer=tokenizer,
+        transformer=_build_transformer(seed, HEADS * hidden_scale, 960 if large else 640),
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=9.0 if large else 5.0),
+        text_encoder_2=build_t5(glyph_tokenizer, GLYPH_DIM, seed=seed),
+        tokenizer_2=glyph_tokenizer,
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    )
+    parts.save(pipeline, model_dir, dtype)
+
+
+def _template(vae: AutoencoderKLHunyuanVideo15) -> str:
+    """What a prompt stands in: the pipeline cuts the beginning off by its published length."""
+    names = signature(HunyuanVideo15Pipeline).parameters
+    message = HunyuanVideo15Pipeline(**dict.fromkeys(names) | {"vae": vae}).system_message
+    return (
+        f"<|im_start|>system\n{message}<|im_end|>\n"
+        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def _build_transformer(seed: int, heads: int, target_size: int) -> HunyuanVideo15Transformer3DModel:
+    transformer = parts.random_model(
+        HunyuanVideo15Transformer3DModel,
+        seed=seed,
+        gain=_gain,
+        bias=0.005,
+        in_channels=2 * LATENT_CHANNELS + 1,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=heads,
+        attention_head_dim=HEAD_DIM,
+        num_layers=2,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        patch_size=1,
+        patch_size_t=1,
+        qk_norm="rms_norm",
+        text_embed_dim=TEXT_DIM,
+        text_embed_2_dim=GLYPH_DIM,
+        image_embed_dim=IMAGE_DIM,
+        rope_theta=256.0,
+        rope_axes_dim=ROTARY_AXES,
+        target_size=target_size,
+        task_type="t2v",
+    )
+    for block in transformer.transformer_blocks:
+        for norm in (block.norm1, block.norm1_context):
+            open_gates(norm.linear.bias, chunks=6, gates=(2, 5))
+    with one_thread():
+        quieten(transformer.proj_out.weight, transformer.x_embedder.proj.weight)
+    mislead(transformer.proj_out.bias, seed)
+    return transformer
+
+
+def _gain(name: str) -> float:
+    """Factors on the scale that keeps sizes, by parameter."""
+    if name == "x_embedder.proj.weight":
+        return 0.3
+    if name.startswith("context_embedder"):
+        return 1.0
+    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
+        return 0.1
+    if name == "norm_out.linear.weight":
+        return 0.1
+    if name.endswith(("norm1.linear.weight", "norm1_context.linear.weight")):
+        return 0.3
+    return 1.0
+
+
+def _build_vae(seed: int) -> AutoencoderKLHunyuanVideo15:
+    """Random; its latents of toy images have mean 0, and the factor that makes their size 1."""
+    vae = parts.random_model(
+        AutoencoderKLHunyuanVideo15,
+        seed=seed,
+        latent_channels=LATENT_CHANNELS,
+        block_out_channels=(8, 16, 16, 16, 32),
+        layers_per_block=1,
+    )
+    vae.enable_slicing()  # its attention takes one video at a time
+    pixels = parts.sample_pixels(seed)[:, :, None]
+    with torch.no_grad(), one_thread():
+        latents = vae.encode(pixels).latent_dist.mode()
+        vae.encoder.conv_out.conv.bias[:LATENT_CHANNELS] -= latents.mean((0, 2, 3, 4))
+        latents = vae.encode(pixels).latent_dist.mode()
+    vae.register_to_config(scaling_factor=round(1 / float(latents.std()), 6))
+    return vae

@@ -12,8 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from engine.memory.estimator import Estimator
-from engine.model import text_lora
-from engine.model.adapters import lora, lora_file
+from engine.model.adapters import lora, lora_file, text_lora
 from engine.model.encoders.encoder_files import encoder_bytes
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
+LORA_WEIGHTS: Final = "pytorch_lora_weights.safetensors"
+PEFT_WEIGHTS: Final = "adapter_model.safetensors"  # of pipelines without a LoRA loader
 _LICENSE: Final = ("license", "license_name", "license_link")
 # Paths, names and machines, and settings that have their own section of the card.
 _NOT_SHOWN: Final = (
@@ -53,7 +55,7 @@ class CardFacts:
         epochs: How often it saw each of them; 0 if unknown.
         ranks: How many trained it.
         pictures: Path in the repository → its prompt.
-        weights: Name of the LoRA file for diffusers; "" for a full model.
+        weights: Name of the LoRA file, `LORA_WEIGHTS` or `PEFT_WEIGHTS`; "" for a full model.
         ema: Whether it is the moving average of the weights.
     """
 
@@ -75,7 +77,8 @@ def write_card(spec: JobSpec, facts: CardFacts) -> str:
     video, trigger = family.frame_step > 0, trigger_of(spec)
     pipeline = "text-to-video" if video else "text-to-image"
     head: dict[str, Any] = {key: facts.base_card[key] for key in _LICENSE if key in facts.base_card}
-    head |= {"library_name": "diffusers", "pipeline_tag": pipeline}
+    library = "peft" if facts.weights == PEFT_WEIGHTS else "diffusers"
+    head |= {"library_name": library, "pipeline_tag": pipeline}
     if facts.base:
         head |= {"base_model": facts.base}
         head |= {"base_model_relation": "adapter" if lora else "finetune"}
@@ -115,12 +118,17 @@ def with_trigger(spec: JobSpec, prompt: str) -> str:
 
 
 def _usage(spec: JobSpec, facts: CardFacts) -> str:
-    lines = ["import torch", "from diffusers import DiffusionPipeline", ""]
+    lines = ["import torch", "from diffusers import DiffusionPipeline"]
+    by_peft = facts.weights == PEFT_WEIGHTS
+    lines += ["from peft import PeftModel", ""] if by_peft else [""]
     loaded = (facts.base or "path/to/the/base/model") if facts.weights else facts.repo
     lines.append(
         f'pipeline = DiffusionPipeline.from_pretrained("{loaded}", torch_dtype=torch.bfloat16)'
     )
-    if facts.weights and spec.lora_variant == "lokr":  # which few pipelines load, and all models
+    if by_peft:
+        component = f"pipeline.{component_of(spec)}"
+        lines.append(f'{component} = PeftModel.from_pretrained({component}, "{facts.repo}")')
+    elif facts.weights and spec.lora_variant == "lokr":  # which few pipelines load, and all models
         component = component_of(spec)
         prefix = component if component == "unet" else "transformer"
         lines.append(

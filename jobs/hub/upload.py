@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from jobs.errors import SpecError, UserError
-from jobs.hub.card import CardFacts, with_trigger, write_card
+from jobs.hub.card import LORA_WEIGHTS, PEFT_WEIGHTS, CardFacts, with_trigger, write_card
 from jobs.hub.trouble import HubError, explain
 from jobs.models.find_model import find_model
 from jobs.run.checkpoint_files import find_checkpoint, read_state
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _PICTURES: Final = 6  # on a card
-_LORA: Final = "pytorch_lora_weights.safetensors"
+_LORAS: Final = (LORA_WEIGHTS, PEFT_WEIGHTS)
 _SNAPSHOT: Final = "snapshots"
 
 
@@ -104,7 +104,7 @@ def _facts(
         pictures={
             f"images/{sample.number}.png": with_trigger(spec, sample.prompt) for sample in newest
         },
-        weights=_LORA if (export / _LORA).is_file() else "",
+        weights=next((name for name in _LORAS if (export / name).is_file()), ""),
         ema=bool(exported.get("ema")),
     ), {f"images/{sample.number}.png": sample.picture for sample in newest}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -258,6 +259,14 @@ def test_a_card_says_how_it_was_made_and_nothing_of_where(job_values: dict[str, 
         "| lora_rank | 24 |",
     ):
         assert text in card
+    by_peft = replace(facts, weights="adapter_model.safetensors")
+    card_of_peft = write_card(load_spec(None, job_values | values), by_peft)
+    assert "\nlibrary_name: peft\n" in card_of_peft
+    assert (
+        'pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, "anna/cats")'
+        in card_of_peft
+    )
+    assert "load_lora_weights" not in card_of_peft
     for secret in ("/home", "/scratch", "secret", "first.safetensors", str(job_values["dataset"])):
         assert secret not in card
 

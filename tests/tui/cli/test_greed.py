@@ -60,6 +60,7 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
         ("", "expected"),
         ("\0", "not valid YAML|cannot"),
     ],
+    ids=lambda text: text[:40],  # one of them has ten million characters
 )
 def test_a_job_file_is_refused_in_one_sentence(
     shell: Shell, tmp_path: Path, job_values: dict[str, Any], text: str, said: str

@@ -129,6 +129,7 @@ def test_levels_do_not_depend_on_the_pieces(size: int, chance: random.Random) ->
         ("100%", ["100%|###|"]),
         ("é", ["café É"]),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_a_pattern_finds_what_is_printed(tmp_path: Path, pattern: str, lines: list[str]) -> None:
     text = "loss 1\nLoss 2\na loss\nodd (\n\x1b[31mred\x1b[0m\n 50%|#  |\r100%|###|\ncafé É\n"

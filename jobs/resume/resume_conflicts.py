@@ -23,19 +23,6 @@ from jobs.spec.values.datasets import datasets_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Why a checkpoint cannot be used with another value, after "the checkpoint was written with …".
-_WHY: Final = {
-    "model_type": "an adapter and a full model are not interchangeable",
-    "model_family": "its weights belong to another model",
-    "model_flavour": "it trains a different denoiser of the model",
-    "optimizer": "the optimizer state differs",
-    "lora_rank": "the adapter's weights have a different shape",
-    "lora_rank_pattern": "the adapter's weights have a different shape",
-    "lokr_factor": "the adapter's weights have a different shape",
-    "lokr_full_matrix": "the adapter's weights have a different shape",
-    "lora_variant": "the adapter's weights mean something else",
-}
-
 
 @dataclass(frozen=True)
 class ResumeConflicts:
@@ -286,9 +273,9 @@ def _line(key: str, was: object, now: object) -> str:
 
 
 def _refusal(key: str, was: object, now: object) -> str:
-    why = f": {_WHY[key]}" if key in _WHY else ": other modules would be trained"
+    why = key_facts(key).mismatch
     return (
-        f"{key}: the checkpoint was written with {_word(was)}, not with {_word(now)}{why}; "
+        f"{key}: the checkpoint was written with {_word(was)}, not with {_word(now)}: {why}; "
         f"set {key} to {_word(was)}, or start a job without the checkpoint"
     )
 

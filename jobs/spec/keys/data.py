@@ -48,6 +48,7 @@ class DataKeys(BaseModel):
         "regularization, loss_weight, loss_weight_column, mask_path, and one of conditioning_path, "
         "conditioning_suffix, conditioning_column or, of videos, first_frame.",
         resume="ruled",
+        blank="folder x2, other folder",
     )
     conditioning_resolution: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,
@@ -196,6 +197,7 @@ class DataKeys(BaseModel):
         CAPTIONS,
         "Replaces [trigger] in captions and prompts; prepended to captions without it.",
         resume="changes",
+        blank="none",
         memory=False,
     )
     shuffle_captions: Bool = field(
@@ -261,6 +263,7 @@ class DataKeys(BaseModel):
         CACHES,
         "Directory for cached latents and embeddings (default: the user's cache directory).",
         resume="same",
+        blank="the user's cache folder",
         path=True,
     )
     max_sequence_length: int = field(

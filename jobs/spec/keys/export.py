@@ -41,6 +41,7 @@ class ExportKeys(BaseModel):
         "Key names of an exported LoRA: diffusers, kohya (for its scripts, mostly ComfyUI too), "
         "comfyui, or several (default: all that the family has).",
         resume="same",
+        blank="all that the family has",
     )
     export_dtype: Annotated[ExportDtype, BeforeValidator(read_dtype)] = field(
         "auto",

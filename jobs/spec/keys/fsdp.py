@@ -121,6 +121,7 @@ class FsdpKeys(BaseModel):
         FSDP,
         "Block classes to wrap (default: the model's repeated blocks).",
         resume="same",
+        blank="the family's blocks; F2 to choose",
         no_effect=(not_sharded, other_policy_than("TRANSFORMER_BASED_WRAP")),
         label="blocks",
     )

@@ -30,6 +30,7 @@ class JobKeys(BaseModel):
         JOB,
         "What to train: a LoRA adapter, or all weights of the denoiser.",
         resume="impossible",
+        mismatch="an adapter and a full model are not interchangeable",
         label="type",
     )
     model_family: Annotated[str, BeforeValidator(read_family)] = field(
@@ -37,10 +38,16 @@ class JobKeys(BaseModel):
         JOB,
         "Model family; `fsdp-tui families` lists them.",
         resume="impossible",
+        mismatch="its weights belong to another model",
         label="family",
     )
     model_flavour: OptionalText = field(
-        None, JOB, "Published variant of the family.", resume="ruled", label="flavour"
+        None,
+        JOB,
+        "Published variant of the family.",
+        resume="ruled",
+        mismatch="it trains a different denoiser of the model",
+        label="flavour",
     )
     pretrained_model_name_or_path: str = field(
         "",
@@ -56,6 +63,7 @@ class JobKeys(BaseModel):
         "Folder of images, each with a .txt caption of the same name or a row in metadata.jsonl "
         "or .csv; a directory of the `datasets` library; or a dataset of the hub: ORG/NAME.",
         resume="ruled",
+        blank="folder with cat.png, cat.txt …",
         no_effect=dataset_list,
         path=True,
     )

@@ -44,6 +44,7 @@ class LoraKeys(BaseModel):
         LORA,
         "Rank of the adapter.",
         resume="impossible",
+        mismatch="the adapter's weights have a different shape",
         no_effect=(not_lora, with_full_matrix),
         ge=1,
         le=4096,
@@ -53,6 +54,7 @@ class LoraKeys(BaseModel):
         LORA,
         "LoRA alpha; the scale is alpha / rank (default: the rank).",
         resume="ruled",
+        blank="as LoRA rank",
         no_effect=(not_lora, with_full_matrix),
         memory=False,
         gt=0,
@@ -64,6 +66,7 @@ class LoraKeys(BaseModel):
         "length of each row of the weights; or lokr, whose adapters are Kronecker products of two "
         "small matrices (LyCORIS).",
         resume="impossible",
+        mismatch="the adapter's weights mean something else",
         no_effect=not_lora,
     )
     lokr_factor: int = field(
@@ -72,6 +75,7 @@ class LoraKeys(BaseModel):
         "Side of lokr's first matrix, where it divides the layer's sides: larger means fewer "
         "weights; -1 makes both matrices about as large.",
         resume="impossible",
+        mismatch="the adapter's weights have a different shape",
         no_effect=(not_lora, not_lokr),
         ge=-1,
         le=4096,
@@ -82,6 +86,7 @@ class LoraKeys(BaseModel):
         "Train lokr's second matrix whole, not as a product of rank lora_rank. lora_rank and "
         "lora_alpha then have no effect.",
         resume="impossible",
+        mismatch="the adapter's weights have a different shape",
         no_effect=(not_lora, not_lokr),
     )
     lora_rank_pattern: OptionalNumbers = field(
@@ -90,6 +95,7 @@ class LoraKeys(BaseModel):
         "Ranks of single layers: suffixes or regular expressions of module names, each with its "
         "rank.",
         resume="impossible",
+        mismatch="the adapter's weights have a different shape",
         no_effect=(not_lora, with_full_matrix),
     )
     lora_alpha_pattern: OptionalNumbers = field(
@@ -143,6 +149,7 @@ class LoraKeys(BaseModel):
         LORA,
         "Peak learning rate of the text encoders' LoRA (default: learning_rate).",
         resume="changes",
+        blank="as learning rate",
         no_effect=(not_lora, no_text_lora, text_not_trained, with_one_rate),
         memory=False,
         gt=0,
@@ -198,6 +205,7 @@ class LoraKeys(BaseModel):
         "Suffixes of module names that get an adapter (default: the family's). What contains one "
         "of * + ? | ( [ is a regular expression of the whole name.",
         resume="ruled",
+        blank="the family's",
         no_effect=not_lora,
     )
     lora_exclude_modules: OptionalTextList = field(
@@ -214,6 +222,7 @@ class LoraKeys(BaseModel):
         "A LoRA to begin from: a .safetensors file with the key names of diffusers, ComfyUI or "
         "kohya's scripts, or a job's export directory. It must fit the job's layers and ranks.",
         resume="same",
+        blank="file.safetensors",
         no_effect=not_lora,
         memory=False,
         path=True,
@@ -225,6 +234,7 @@ class LoraKeys(BaseModel):
         "exported: a .safetensors file or its directory. Those published for turbo and schnell "
         "models undo the distillation.",
         resume="changes",
+        blank="file.safetensors",
         no_effect=not_lora,
         path=True,
     )

@@ -25,7 +25,7 @@ class OutputKeys(BaseModel):
         ge=0,
     )
     checkpoints_total_limit: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, OUTPUT, "Number of newest checkpoints to keep.", resume="same", ge=1
+        None, OUTPUT, "Number of newest checkpoints to keep.", resume="same", blank="all", ge=1
     )
     checkpointing_async: OptionalBool = field(
         None,
@@ -48,5 +48,6 @@ class OutputKeys(BaseModel):
         "Start from another job's checkpoint: ID, ID:STEP, or the path of a checkpoint or run "
         "directory. The job's own checkpoints take precedence.",
         resume="same",
+        blank="job, job:step or folder",
         path=True,
     )

@@ -88,6 +88,7 @@ class TrainingKeys(BaseModel):
         OPTIMIZER,
         "Optimizer; all but adamw, sgd and adafactor need the extra `fsdp-tui[optimizers]`.",
         resume="impossible",
+        mismatch="the optimizer state differs",
     )
     adam_beta1: float = field(
         0.9,
@@ -283,6 +284,7 @@ class TrainingKeys(BaseModel):
         NOISE,
         "Shift of sigma (default: the family's, by resolution).",
         resume="changes",
+        blank="the family's",
         no_effect=not_shifted,
         memory=False,
         gt=0,

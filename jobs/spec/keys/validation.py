@@ -32,6 +32,7 @@ class ValidationKeys(BaseModel):
         "negative_prompt, resolution, steps, guidance, seed, true_cfg_scale, num_frames, "
         "conditioning_image (a path or several).",
         resume="same",
+        blank="a fox in snow | a drawing of a fox",
         label="prompts",
     )
     validation_steps: int = field(
@@ -72,6 +73,7 @@ class ValidationKeys(BaseModel):
         VALIDATION,
         "Side of the samples in pixels, or WIDTHxHEIGHT (default: the training resolution).",
         resume="same",
+        blank="as in training",
         no_effect=no_prompts,
     )
     validation_seed: Annotated[int | None, BeforeValidator(as_none)] = field(
@@ -80,6 +82,7 @@ class ValidationKeys(BaseModel):
         "Seed of samples and of the validation loss (default: the job's seed). Every prompt "
         "starts from the same noise, as torch.Generator().manual_seed(seed) draws it.",
         resume="ruled",
+        blank="as seed",
         no_effect=no_validation,
         memory=False,
         ge=0,
@@ -125,6 +128,7 @@ class ValidationKeys(BaseModel):
         VALIDATION_LOSS,
         "Steps between validation losses (default: validation_steps). Always measured at the end.",
         resume="same",
+        blank="as validation steps",
         no_effect=no_validation_fraction,
         ge=1,
     )

@@ -58,6 +58,9 @@ class KeyFacts:
         path: Whether it is the path of a file or folder.
         label: What it is called in the form; "" for its own name, in words.
         words: What it may be, where its type does not say.
+        blank: What an empty input of the form shows: what a job does then, or what may be typed;
+            "" for the default.
+        mismatch: Why a checkpoint cannot be used with another value.
     """
 
     group: Group
@@ -67,6 +70,8 @@ class KeyFacts:
     path: bool = False
     label: str = ""
     words: tuple[str, ...] = ()
+    blank: str = ""
+    mismatch: str = ""
 
 
 def field(
@@ -80,6 +85,8 @@ def field(
     path: bool = False,
     label: str = "",
     words: Sequence[str] = (),
+    blank: str = "",
+    mismatch: str = "other modules would be trained",
     **limits: Any,
 ) -> Any:
     """A field of the job.
@@ -94,11 +101,16 @@ def field(
         path: See `KeyFacts`.
         label: See `KeyFacts`.
         words: See `KeyFacts`.
+        blank: See `KeyFacts`.
+        mismatch: See `KeyFacts`.
         limits: As pydantic's `Field`.
     """
     reasons = (no_effect,) if callable(no_effect) else tuple(no_effect)
     info = cast("FieldInfo", Field(default, description=help_text, **limits))
-    info.metadata.append(KeyFacts(group, resume, reasons, memory, path, label, tuple(words)))
+    facts = KeyFacts(
+        group, resume, reasons, memory, path, label, tuple(words), blank=blank, mismatch=mismatch
+    )
+    info.metadata.append(facts)
     return info
 
 

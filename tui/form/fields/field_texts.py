@@ -10,35 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from jobs.spec.families import FAMILIES
-from jobs.spec.job_spec import JobSpec, field_choices, takes_many
+from jobs.spec.job_spec import JobSpec, field_choices, key_facts, takes_many
 from tui.form.fields.pages import BLOCKS, PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SEPARATOR: Final = " | "  # between prompts
-_HINTS: Final = {
-    BLOCKS: "the family's blocks; F2 to choose",
-    "dataset": "folder with cat.png, cat.txt …",
-    "num_processes": "1",
-    "validation_prompts": "a fox in snow | a drawing of a fox",
-    "datasets": "folder x2, other folder",
-    "lora_alpha": "as LoRA rank",
-    "text_encoder_learning_rate": "as learning rate",
-    "lora_target_modules": "the family's",
-    "flow_shift": "the family's",
-    "export_formats": "all that the family has",
-    "cache_dir": "the user's cache folder",
-    "main_process_port": "any free port",
-    "checkpoints_total_limit": "all",
-    "resume_from_checkpoint": "job, job:step or folder",
-    "validation_resolution": "as in training",
-    "validation_seed": "as seed",
-    "validation_loss_steps": "as validation steps",
-    "init_lora": "file.safetensors",
-    "training_adapter": "file.safetensors",
-    "trigger_word": "none",
-}
 
 
 def help_text(name: str) -> str:
@@ -53,9 +31,7 @@ def help_text(name: str) -> str:
 
 def placeholder(name: str) -> str:
     """What stands in an input while it is blank: the default, or what may be typed."""
-    if name in _HINTS:
-        return _HINTS[name]
-    return as_text(name, JobSpec.model_fields[name].default)
+    return key_facts(name).blank or as_text(name, JobSpec.model_fields[name].default)
 
 
 def model_hint(family: object, flavour: object) -> str:

@@ -139,7 +139,7 @@ def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float, world: World
 
 
 def parts_of(
-    parameters: Sequence[torch.nn.Parameter], at_once: int = AT_ONCE
+    parameters: Sequence[torch.nn.Parameter], at_once: int | None = None
 ) -> list[list[torch.nn.Parameter]]:
     """Lists for functions that take many tensors: sharded ones in parts, then all plain ones.
 
@@ -150,7 +150,8 @@ def parts_of(
     """
     sharded: list[torch.nn.Parameter] = [p for p in parameters if isinstance(p, DTensor)]
     plain = [p for p in parameters if not isinstance(p, DTensor)]
-    parts = [sharded[start : start + at_once] for start in range(0, len(sharded), at_once)]
+    size = at_once or AT_ONCE
+    parts = [sharded[start : start + size] for start in range(0, len(sharded), size)]
     return [*parts, plain] if plain else parts
 
 

@@ -34,8 +34,8 @@ def averaged_in_place(optimizer: Any) -> Iterator[None]:
     (group,) = optimizer.param_groups
     parameters = [local_part(parameter.detach()) for parameter in group["params"]]
     trained = [parameter.clone() for parameter in parameters]
-    optimizer.eval()
     try:
+        optimizer.eval()
         yield
     finally:
         torch._foreach_copy_(parameters, trained)

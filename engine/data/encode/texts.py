@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -182,9 +183,12 @@ class TrainedTexts:
         """
         # Sampling asks for prompts within autocast, which would make other tensors than training.
         with torch.autocast(self._device.type, enabled=False):
-            return self._family.encode_together(
+            encoded = self._family.encode_together(
                 self._pipeline, [text.words for text in texts], [text.negative for text in texts]
             )
+        # It warns about each text that is too long, which would be in every step.
+        logging.getLogger(type(self._pipeline).__module__).setLevel(logging.ERROR)
+        return encoded
 
     def encoded(self, text: Text) -> dict[str, torch.Tensor]:
         return {name: tensor[0] for name, tensor in self.together([text]).items()}

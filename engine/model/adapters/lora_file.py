@@ -101,7 +101,9 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
         raise refusal(
             file,
             f"it adapts {odd[0]}, and the job does not",
-            "set lora_target_modules to what the file adapts",
+            "of text encoders, only the projections of attention are adapted here"
+            if odd[0].startswith(_TEXT)
+            else "set lora_target_modules to what the file adapts",
         )
     if missing := sorted(named.keys() - stored.keys()):
         raise refusal(
@@ -349,8 +351,9 @@ def scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
 
 
 def _wrong_rank(file: Path, name: str, rank: int, expected: int) -> UserError:
+    key = "text_encoder_lora_rank" if name.startswith(_TEXT) else "lora_rank"
     return refusal(
-        file, f"{name} has rank {rank} there and {expected} here", "set lora_rank to the file's"
+        file, f"{name} has rank {rank} there and {expected} here", f"set {key} to the file's"
     )
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from jobs.imports.common.draft import as_number, chosen, is_off, without
 from jobs.imports.common.models import family_of
 from jobs.imports.common.places import read_beside
+from jobs.spec.rules.averages import SCHEDULE_FREE
+from jobs.spec.rules.lora_conflicts import ONE_RATE
 from jobs.spec.values.spellings import as_bool
 from jobs.spec.values.value_types import LRScheduler
 
@@ -135,9 +137,11 @@ def text_encoder_rate(switch: str) -> Rule:
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         trains = draft.on(switch) and family_of(draft).text_lora
-        optimizers = (draft.get(name) for name in ("optimizer", "train.optimizer"))
-        if any("prodigy" in str(name).lower() for name in optimizers):
-            draft.unneeded(key, "prodigy finds one rate for everything")
+        optimizer = f"{draft.get('optimizer')} {draft.get('train.optimizer')}".lower()
+        if "prodigy" in optimizer:
+            draft.unneeded(key, ONE_RATE["prodigy"])
+        elif "schedulefree" in optimizer:
+            draft.unneeded(key, ONE_RATE[SCHEDULE_FREE])
         elif trains and draft.job.get("model_type", "lora") == "lora":
             draft.take(key, "text_encoder_learning_rate", value)
         else:

@@ -9,7 +9,7 @@ from jobs.spec.rules.averages import AVERAGE_RULES
 from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
-from jobs.spec.rules.lora_conflicts import LORA_RULES
+from jobs.spec.rules.lora_conflicts import LORA_RULES, trains_text
 from jobs.spec.rules.no_effect import no_recomputation
 from jobs.spec.rules.strategy import (
     SHARDING,
@@ -219,6 +219,13 @@ def _fp16(spec: JobSpec) -> Conflict | None:
             "mixed_precision",
             f"some weights of {family.title} are not sharded, which fp16's loss scale cannot "
             "handle; use mixed_precision: bf16",
+        )
+    sharded_lora = spec.lora_placement == "sharded" and shards(spec)
+    if spec.mixed_precision == "fp16" and trains_text(spec) and sharded_lora:
+        return Conflict(
+            "mixed_precision",
+            "the LoRA of text encoders is not sharded, which fp16's loss scale cannot handle "
+            "beside a sharded one; use mixed_precision: bf16, or lora_placement: replicated",
         )
     return None
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
 
+from engine.families.hunyuanvideo15 import _cut
 from engine.families.shared.collate import collate
 from engine.toy.components.weights import one_thread
 from tests.support.engine.families import NEGATIVE, PROMPT, Case, batch_of, toys_root
@@ -190,3 +191,10 @@ def test_times_are_exact_in_bf16(case: Case) -> None:
     hook.remove()
     assert seen[0].dtype is torch.bfloat16
     assert not torch.equal(*seen)
+
+
+def test_a_mask_in_the_texts_precision_is_counted_exactly() -> None:
+    mask = (torch.arange(512) < 301)[None].to(torch.bfloat16)
+    cut = _cut("text", "mask", torch.zeros(1, 512, 4), mask)
+    assert cut["text"].shape == (301, 4)
+    assert cut["mask"].tolist() == [True] * 301

@@ -613,6 +613,16 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         },
         {"text_encoder_lora_rank": 8, "text_encoder_learning_rate": 1e-5},
     ),
+    (
+        {
+            "model_family": "sdxl",
+            "pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-base-1.0",
+            "optimizer": "adamw_schedulefree",
+            "train_text_encoder": True,
+            "text_encoder_lr": 1e-5,
+        },
+        {"text_encoder_learning_rate": None},
+    ),
     ({"crepa_enabled": True}, Lost),
     ({"ramtorch": True}, Lost),
     ({"something_new": 1}, Kind.UNKNOWN),

@@ -272,6 +272,28 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "text_encoder_learning_rate",
             "prodigy finds one rate for everything",
         ),
+        (
+            {
+                "model_family": "sdxl",
+                "optimizer": "adamw_schedule_free",
+                "text_encoder_lora_rank": 4,
+                "text_encoder_learning_rate": 1.0,
+            },
+            "text_encoder_learning_rate",
+            "adamw_schedule_free has one rate for everything",
+        ),
+        (
+            {
+                "model_family": "sdxl",
+                "num_processes": 2,
+                "strategy": "fsdp2",
+                "mixed_precision": "fp16",
+                "lora_placement": "sharded",
+                "text_encoder_lora_rank": 4,
+            },
+            "mixed_precision",
+            "which fp16's loss scale cannot handle",
+        ),
         ({"lora_variant": "dora", "torch_compile": True}, "torch_compile", "lora_variant: dora"),
         (
             {

@@ -40,6 +40,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,8 @@ class Rank:
             heartbeat=time.time(),
             progressed=self.progressed,
         )
-        write_atomic(self.run_dir.rank_file(self.rank), status.to_json())
+        with suppress(OSError):  # as the engine: a full disk must not end the training
+            write_atomic(self.run_dir.rank_file(self.rank), status.to_json())
 
     def wait(self) -> None:
         time.sleep(0.05)
@@ -220,7 +222,10 @@ class Rank:
                 file.write(event(kind, **values, **whose))
 
     def log(self, text: str) -> None:
-        with open(self.run_dir.rank_log(self.rank), "a", encoding="utf-8") as file:
+        with (
+            suppress(OSError),
+            open(self.run_dir.rank_log(self.rank), "a", encoding="utf-8") as file,
+        ):
             file.write(text + "\n")
 
     def _note_termination(self, *_: Any) -> None:

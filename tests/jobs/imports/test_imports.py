@@ -954,6 +954,12 @@ def test_a_script_s_name_says_what_is_trained(script: str, family: str, kind: st
     assert (spec.model_family, spec.model_type) == (family, kind)
 
 
+@pytest.mark.parametrize("flag", ["--rank=16", "--lora_alpha=8", "--lora_layers=attn.to_q"])
+def test_flags_of_a_lora_say_that_a_script_of_any_name_trains_one(flag: str) -> None:
+    spec = import_script(["accelerate", "launch", "my_flux.py", flag]).spec
+    assert (spec.model_family, spec.model_type) == ("flux", "lora")
+
+
 @pytest.mark.parametrize(
     ("model", "family"),
     [

@@ -26,7 +26,9 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import diffusers  # noqa: E402
 import torch  # noqa: E402
+import transformers  # noqa: E402
 import yaml  # noqa: E402
 from PIL import Image  # noqa: E402
 
@@ -184,6 +186,8 @@ def held_out_loss(model: Path, images: list[Path], lora: Path | None = None) -> 
     from diffusers import FluxPipeline
     from diffusers.image_processor import VaeImageProcessor
 
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
     pipeline = FluxPipeline.from_pretrained(model)
     if lora is not None:
         pipeline.load_lora_weights(lora.parent, weight_name=lora.name)

@@ -496,6 +496,7 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"attention_mechanism": "xformers"}, {"attention_backend": "efficient"}),
     ({"attention_mechanism": "native-math"}, {"attention_backend": "math"}),
     ({"attention_mechanism": "diffusers"}, {"attention_backend": "auto"}),
+    ({"attention_mechanism": "xformers", "model_family": "sdxl"}, Needless),
     ({"attention_mechanism": "sageattention"}, Lost),
     ({"attention_mechanism": "flash-attn-3"}, {"attention_backend": "flash3"}),
     ({"disable_tf32": "true"}, {"allow_tf32": False}),

@@ -29,7 +29,7 @@ class Recipe:
         family: Its model family.
         root: The base model's directory.
         step: Optimizer steps done.
-        ema: Whether it is the moving average of the weights.
+        ema: Whether it is an average of the weights.
         dtype: The precision to store; the job's own by default.
         formats: The names to export a LoRA under; None: all that the family has.
     """

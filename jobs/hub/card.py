@@ -56,7 +56,7 @@ class CardFacts:
         ranks: How many trained it.
         pictures: Path in the repository → its prompt.
         weights: Name of the LoRA file, `LORA_WEIGHTS` or `PEFT_WEIGHTS`; "" for a full model.
-        ema: Whether it is the moving average of the weights.
+        ema: Whether it is an average of the weights.
     """
 
     repo: str

@@ -17,7 +17,7 @@ from jobs.preflight.dataset import check_dataset
 from jobs.preflight.model_files import check_model
 from jobs.queue.job import SLURM
 from jobs.slurm.commands import installed
-from jobs.spec.rules.conflicts import GPU_KERNELS
+from jobs.spec.rules.kernels import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
 from jobs.spec.values.hub_names import HubName, is_offline
 

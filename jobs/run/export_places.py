@@ -31,7 +31,7 @@ def default_place(run_dir: RunDir, step: int, *, ends: bool, ema_left_out: bool)
         run_dir: The run.
         step: The checkpoint's.
         ends: Whether it is the newest checkpoint, and the run has ended.
-        ema_left_out: Whether the moving average is not what is exported, though there is one.
+        ema_left_out: Whether averaged weights are not what is exported, though there are some.
     """
     if ends and not ema_left_out:
         before = (export_facts(run_dir.export) or {}).get("step")
@@ -63,9 +63,7 @@ def check_place(path: Path, facts: dict[str, Any]) -> None:
         average = (
             ""
             if before.get("ema") == facts["ema"]
-            else (
-                " with the moving average" if before.get("ema") else " without the moving average"
-            )
+            else (" with averaged weights" if before.get("ema") else " without averaged weights")
         )
         raise UserError(
             f"{path} contains an export of job {before.get('job')} after step {before.get('step')}"

@@ -29,7 +29,7 @@ class Export:
     Attributes:
         path: Its directory.
         step: Optimizer steps of the checkpoint.
-        ema: Whether it is the moving average of the weights.
+        ema: Whether it is an average of the weights.
         warnings: One line each.
     """
 
@@ -63,7 +63,7 @@ def export_checkpoint(
             export of the same step is replaced once the new one is complete.
         dtype: The precision to store; the job's `export_dtype` by default.
         formats: The names to export a LoRA under; the job's `export_formats` by default.
-        ema: Take the moving average of the weights, if there is one.
+        ema: Take the average of the weights, if there is one.
         progress: Called with the percentage done, and 100.
         cancelled: Polled several times a second in the caller's thread; True cancels the export
             and removes what it wrote.

@@ -9,7 +9,7 @@ from engine.memory.predicting.optimizers import state_bytes
 from engine.memory.predicting.predict import trained_of
 from engine.memory.predicting.sharding import Layout, cost_of, swapped_of
 from jobs.memory.host_memory import host_bytes
-from jobs.spec.rules.averages import has_average
+from jobs.spec.rules.averages import SCHEDULE_FREE, has_average
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +53,8 @@ def host_of(
             _power_of_two(4 * parameter.numel) for parameter in trained
         )
         parts["offloaded_optimizer"] = state_bytes(spec, trained)
+        if spec.optimizer == SCHEDULE_FREE:  # the weights besides the trained ones, as in `predict`
+            parts["offloaded_optimizer"] += sum(parameter.size for parameter in trained)
     if swapped := swapped_of(trace.units, 0 if layout.shards else spec.swap_blocks)[0]:
         several = trace.second_denoiser and spec.validation_prompts
         parts["swapped_blocks"] = 2 * swapped if several else swapped

@@ -129,7 +129,7 @@ def predict(
         if sample.second_denoiser:
             other = _second_denoiser(spec, trace, layout) - swapped
             parts = replace(parts, parameters=parts.parameters + other)
-        parts = replace(parts, workspace=parts.workspace + averages)
+        parts = replace(parts, optimizer=parts.optimizer + averages)
         phases["sample"] = Phase("sample", parts, "denoising")
     for phase in beside:
         if phase.name not in phases or phase.peak > phases[phase.name].peak:

@@ -68,6 +68,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "rank": 4,
 }
 _TEXT_TO_IMAGE: Final = {"train_batch_size": 16, "adam_weight_decay": 1e-2, "resolution": 1024}
+_OF_LORAS: Final = frozenset({"rank", "lora_alpha", "lora_layers"})
 # Of those that do not start at the job's own.
 _CONTROL: Final = "train_control_lora_flux.py"
 _RATES: Final = {"train_dreambooth.py": 5e-6, "train_dreambooth_lora.py": 5e-4, _CONTROL: 5e-6}
@@ -99,9 +100,9 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
 
 
 def _set_script(draft: Draft, command: Command) -> None:
-    """The family, and whether it is a LoRA, by the script's name; else by the model's."""
+    """The family, by the script's or the model's name; a LoRA, by the script's or its flags."""
     stem = (command.script or "").rpartition("/")[2].removesuffix(".py").lower()
-    is_lora = "lora" in stem if stem else bool({"rank", "lora_layers"} & set(draft.theirs))
+    is_lora = "lora" in stem or not _OF_LORAS.isdisjoint(draft.theirs)
     model = str(draft.theirs.get("pretrained_model_name_or_path", ""))
     family = next((family for word, family in _FAMILIES.items() if word in stem), None)
     family = family or models.guess_family(draft, model)
@@ -117,13 +118,13 @@ def _set_script(draft: Draft, command: Command) -> None:
         draft.values["model_family"] = family or "flux"
         if flavour := _FLAVOURS.get(pairs[0]):
             draft.values["model_flavour"] = flavour
-        draft.assume("script", "from its name", **draft.values)
+        draft.assume("script", "from its name and the flags", **draft.values)
     elif _OTHER_TASKS.search(stem):
         draft.values |= {} if family is None else {"model_family": family}
         part.unsupported("script", "the job trains a LoRA or the full model from text only")
         draft.report.to_fill_in.append(f"{stem}.py is not fully supported; check the job")
     elif models.set_family(part, "script", family):
-        draft.assume("script", "from its name", model_type=draft.values["model_type"])
+        draft.assume("script", "from its name and the flags", model_type=draft.values["model_type"])
 
 
 def _defaults(draft: Draft, command: Command) -> dict[str, Any]:

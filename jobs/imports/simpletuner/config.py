@@ -133,9 +133,7 @@ _MODEL: Final[dict[str, Rule]] = {
     "base_model_precision": training_keys.base_precision,
     "quantize_activations": without("only weights are quantized"),
     "mixed_precision": training_keys.precision,
-    "attention_mechanism": chosen(
-        "attention_backend", rules.KERNELS, "torch's kernels are used; others: flash, cudnn"
-    ),
+    "attention_mechanism": rules.kernel,
     "revision": hub.revision,
     **all_of(
         "variant pretrained_t5_model_name_or_path "

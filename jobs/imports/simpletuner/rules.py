@@ -8,6 +8,7 @@ from jobs.imports.common import data, models, training_keys
 from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import read_beside
+from jobs.spec.rules.kernels import kernel_conflict
 from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _FLUX_TARGETS: Final[dict[str, list[str] | None]] = {
     "all+ffs": None,  # as the family's own here
 }
 
-KERNELS: Final[training_keys.Words] = {
+_KERNELS: Final[training_keys.Words] = {
     "diffusers": ("auto", ""),
     "xformers": ("efficient", "torch's kernel for the same method"),
     "cudnn": ("cudnn", ""),
@@ -29,6 +30,18 @@ KERNELS: Final[training_keys.Words] = {
     **dict.fromkeys(("flash_attn", "flash_attn_2"), ("flash", "torch's own")),
     "flash_attn_3": ("flash3", ""),
 }
+
+
+def kernel(draft: Draft, key: str, value: Any) -> None:
+    """The kernel of attention; torch chooses it where the model cannot have that one here."""
+    ours, why = _KERNELS.get(str(value).strip().lower().replace("-", "_"), ("", ""))
+    batch, family = int(draft.number("train_batch_size") or 1), models.family_of(draft)
+    if not ours:
+        draft.unsupported(key, "torch's kernels are used; others: flash, cudnn")
+    elif conflict := kernel_conflict(family, ours, batch, samples=True):
+        draft.unneeded(key, conflict.text)
+    else:
+        draft.take(key, "attention_backend", ours, why)
 
 
 def vae(draft: Draft, key: str, value: Any) -> None:

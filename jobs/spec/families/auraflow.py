@@ -27,6 +27,7 @@ FAMILY = Family(
     pipelines=("AuraFlowPipeline",),
     transformer="AuraFlowTransformer2DModel",
     blocks=("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock"),
+    attention="fixed",
     flavours={
         "v0.3": Flavour("fal/AuraFlow-v0.3", note="up to 1536 pixels a side"),
         "v0.2": Flavour(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 Objective = Literal["flow", "denoising"]
 Guidance = Literal["embedded", "classifier_free", "none"]
+Attention = Literal["unmasked", "masked", "masked_batches", "masked_samples", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ class Family:
         text_lora: The text encoders that a LoRA can be trained on, by their names in the pipeline,
             each with what its modules' names begin with in kohya's scripts; none of most families.
         told_sizes: Whether its denoiser takes images' original sizes and crops as an input.
-        masks_text: Whether texts are as long as the prompt, and a batch of them has a mask.
+        attention: What its denoiser calls attention with, which decides what `attention_backend`
+            can be: "unmasked"; "masked", which no flash attention supports; "masked_batches", with
+            a mask where captions in a batch differ in length; "masked_samples", in samples too; or
+            "fixed", in diffusers classes that have no setting for the kernel.
         keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
         latent_step: Sides of images are multiples of this, in pixels.
         longest_side: Of images, in pixels, by the denoiser's config; None for any, or where a
@@ -109,7 +113,7 @@ class Family:
     experts: bool = False
     text_lora: Mapping[str, str] = field(default_factory=dict)
     told_sizes: bool = False
-    masks_text: bool = False
+    attention: Attention = "unmasked"
     latent_step: int = 16
     longest_side: Callable[[Mapping[str, Any]], int | None] | None = None
     frame_step: int = 0

@@ -10,6 +10,7 @@ FAMILY = Family(
     pipelines=("HiDreamImagePipeline",),
     transformer="HiDreamImageTransformer2DModel",
     blocks=("HiDreamBlock",),
+    attention="fixed",
     flavours={
         "full": Flavour("HiDream-ai/HiDream-I1-Full", note="four experts"),
         "dev": Flavour(

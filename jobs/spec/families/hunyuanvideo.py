@@ -12,7 +12,7 @@ FAMILY = Family(
         "t2v": Flavour("hunyuanvideo-community/HunyuanVideo", note="guidance-distilled"),
     },
     guidance="embedded",
-    masks_text=True,
+    attention="masked",
     latent_step=16,  # the VAE shrinks by 8, and 2x2 latents make a token
     frame_step=4,
     defaults={

@@ -18,7 +18,7 @@ FAMILY = Family(
             note="720p",
         ),
     },
-    masks_text=True,
+    attention="masked",
     latent_step=16,  # the VAE shrinks by 16, and each latent is a token
     frame_step=4,
     defaults={

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("Lumina2Pipeline",),
     transformer="Lumina2Transformer2DModel",
     blocks=("Lumina2TransformerBlock",),
+    attention="fixed",
     flavours={"2.0": Flavour("Alpha-VLLM/Lumina-Image-2.0", note="with Gemma 2")},
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     defaults={

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("PixArtSigmaPipeline",),
     transformer="PixArtTransformer2DModel",
     blocks=("BasicTransformerBlock",),
+    attention="fixed",
     flavours={
         "1024": Flavour("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS"),
         "512": Flavour("PixArt-alpha/PixArt-Sigma-XL-2-512-MS", defaults={"resolution": 512}),

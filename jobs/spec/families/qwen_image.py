@@ -38,7 +38,7 @@ FAMILY = Family(
         ),
     },
     context_parallel=True,
-    masks_text=True,
+    attention="masked_batches",
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
     defaults={
         "timestep_sampling": "shift",

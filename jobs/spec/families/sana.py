@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("SanaPipeline",),
     transformer="SanaTransformer2DModel",
     blocks=("SanaTransformerBlock",),
+    attention="fixed",
     flavours={
         "1.5-1.6b": Flavour(
             "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("StableDiffusion3Pipeline",),
     transformer="SD3Transformer2DModel",
     blocks=("JointTransformerBlock",),
+    attention="fixed",
     flavours={
         "3.5-medium": Flavour(
             "stabilityai/stable-diffusion-3.5-medium",

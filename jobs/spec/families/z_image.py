@@ -17,7 +17,7 @@ FAMILY = Family(
             note="9 steps without guidance",
         ),
     },
-    masks_text=True,
+    attention="masked_samples",
     guided_above=0.0,  # its scale says how much is added to the prediction: 4 is 5 elsewhere
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     defaults={

@@ -8,6 +8,7 @@ from jobs.spec.families import FAMILIES
 from jobs.spec.rules.averages import AVERAGE_RULES
 from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
+from jobs.spec.rules.kernels import KERNEL_RULES, is_masked
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
 from jobs.spec.rules.lora_conflicts import LORA_RULES, trains_text
 from jobs.spec.rules.no_effect import no_recomputation
@@ -32,9 +33,6 @@ WHOLE_ONLY: Final = {
     "adafactor": "its row and column means need full tensors",
     "came": "its row and column means need full tensors",
 }
-
-
-GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
 
 
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
@@ -145,7 +143,7 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
             "bf16, or "
             "context_parallel_comm_strategy: alltoall",
         )
-    if spec.context_parallel_comm_strategy == "allgather" and family and family.masks_text:
+    if spec.context_parallel_comm_strategy == "allgather" and family and is_masked(family):
         return Conflict(
             "context_parallel_comm_strategy",
             f"allgather needs flash attention, which supports no masks, and {family.title} masks "
@@ -296,19 +294,6 @@ def _checkpointing_interval(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _attention(spec: JobSpec) -> Conflict | None:
-    backend = spec.attention_backend
-    if spec.device == "cpu" and backend in GPU_KERNELS:
-        return Conflict("attention_backend", f"{backend} needs a GPU; use auto or math", named=True)
-    if backend in ("flash", "flash3", "cudnn") and spec.mixed_precision == "no":
-        return Conflict(
-            "attention_backend",
-            f"{backend} does not support fp32; set mixed_precision: bf16",
-            named=True,
-        )
-    return None
-
-
 def _snr_gamma(spec: JobSpec) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if spec.snr_gamma is not None and family is not None and family.objective == "flow":
@@ -377,7 +362,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _activation_checkpointing,
     _checkpointing_policy,
     _checkpointing_interval,
-    _attention,
+    *KERNEL_RULES,
     *AVERAGE_RULES,
     _snr_gamma,
     _flow_shift,

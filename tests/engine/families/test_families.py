@@ -20,9 +20,11 @@ from engine.model.adapters import lora
 from engine.model.adapters.lora_file import begin_from
 from engine.model.adapters.training_adapter_file import read_training_adapter
 from engine.model.files import weights
+from engine.model.kernels import choose_attention
 from engine.model.precision import narrow_inputs
 from engine.sample.lockstep import Forwards
 from engine.toy.components.weights import one_thread
+from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.exports import export_alone
 from tests.support.engine.families import (
@@ -105,6 +107,26 @@ def test_a_batch_is_its_samples(case: Case) -> None:
         limit = 1e-5 * float(alone.abs().max())
         assert torch.allclose(together[part], alone, rtol=1e-4, atol=limit)
     assert not torch.allclose(together[:1], together[1:], atol=1e-2)
+
+
+@torch.no_grad()
+def test_its_attention_is_masked_as_its_facts_say(case: Case) -> None:
+    """By diffusers, which refuses flash attention with a mask."""
+    denoiser, kind = getattr(case.stock(), case.family.component), case.family.facts.attention
+    spec = JobSpec(attention_backend="flash")
+    if kind == "fixed":
+        with pytest.raises(UserError, match="does not support choosing a kernel"):
+            choose_attention(denoiser, spec)
+        return
+    choose_attention(denoiser, spec)
+    shape = case.family.encode_pictures(*vae_and_pixels(case)).shape[1:]
+    short, long = case.encoded("a star"), case.encoded(PROMPT * 8)
+    for texts, masked in (([short], kind == "masked"), ([short, long], kind != "unmasked")):
+        noisy, levels = torch.randn(len(texts), *shape), torch.full((len(texts),), 0.5)
+        condition = case.family.arrange(batch_of(*texts))
+        expected = pytest.raises(ValueError, match="mask") if masked else nullcontext()
+        with expected:
+            case.family.predict(denoiser, noisy, levels, condition, 2.0)
 
 
 @torch.no_grad()

@@ -105,6 +105,7 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
         strategy="fsdp2",
         train_batch_size=1,
         lora_rank=8,
+        lora_alpha=12.0,  # exports keep it
         max_train_steps=steps_of(case.name, kind),
         checkpointing_steps=STEPS // 2 if case.name in RESUMED and ALONE[case.name] == kind else 0,
         learning_rate=1e-2 if kind == "lora" else 1e-3,
@@ -161,7 +162,7 @@ def test_a_family_trains_and_its_export_makes_the_same_in_the_stock_pipeline(
     # Of a picture that is held out, always with the same noise.
     held_out = [event["loss"] for event in events if event["kind"] == "validation"]
     assert len(held_out) == steps // 2
-    assert held_out[-1] < 0.98 * held_out[0], held_out
+    assert held_out[-1] < 0.985 * held_out[0], held_out
 
     spec = case.spec(**{k: v for k, v in job(case, kind, runs).items() if k not in case.values()})
     (request,) = requests_of(spec)

@@ -320,6 +320,26 @@ def test_offload_moves_shards_and_state_to_the_host(estimator: Estimator, toy: P
     assert held - backward.parts.parameters - backward.parts.optimizer == moved
 
 
+def test_schedule_free_keeps_other_weights_while_samples_are_denoised_and_decoded(
+    estimator: Estimator, toy: Path
+) -> None:
+    spec = spec_of(toy, strategy="fsdp2", validation_prompts=["a red circle"], **FULL, **BF16)
+    changed = spec.model_copy(update={"optimizer": "adamw_schedule_free"})
+    plain, free = estimator.estimate(spec), estimator.estimate(changed)
+    before, after = plain.phase("sample"), free.phase("sample")
+    assert before is not None
+    assert after is not None
+    assert after.note == before.note == "decoding"
+    weights = plain.phase("load").parts.parameters  # type: ignore[union-attr]
+    assert after.peak - before.peak == pytest.approx(weights, rel=0.02)
+    offloaded = [
+        estimator.estimate(one.model_copy(update={"fsdp_cpu_offload": True})).host
+        for one in (spec, changed)
+    ]
+    more = offloaded[1]["offloaded_optimizer"] - offloaded[0]["offloaded_optimizer"]
+    assert more == pytest.approx(weights, rel=0.02)
+
+
 def test_gradients_are_offloaded_into_powers_of_two(estimator: Estimator, toy: Path) -> None:
     """Torch pins memory so; the weights' own memory is exact."""
     spec = spec_of(toy, strategy="fsdp2", fsdp_cpu_offload=True, **FULL, **BF16)

@@ -496,6 +496,7 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"attention_mechanism": "xformers"}, {"attention_backend": "efficient"}),
     ({"attention_mechanism": "native-math"}, {"attention_backend": "math"}),
     ({"attention_mechanism": "diffusers"}, {"attention_backend": "auto"}),
+    ({"attention_mechanism": "xformers", "model_family": "sdxl"}, Needless),
     ({"attention_mechanism": "sageattention"}, Lost),
     ({"attention_mechanism": "flash-attn-3"}, {"attention_backend": "flash3"}),
     ({"disable_tf32": "true"}, {"allow_tf32": False}),
@@ -952,6 +953,12 @@ SCRIPT_NAMES: Final = [
 def test_a_script_s_name_says_what_is_trained(script: str, family: str, kind: str) -> None:
     spec = import_script(["accelerate", "launch", script, "--seed=1"]).spec
     assert (spec.model_family, spec.model_type) == (family, kind)
+
+
+@pytest.mark.parametrize("flag", ["--rank=16", "--lora_alpha=8", "--lora_layers=attn.to_q"])
+def test_flags_of_a_lora_say_that_a_script_of_any_name_trains_one(flag: str) -> None:
+    spec = import_script(["accelerate", "launch", "my_flux.py", flag]).spec
+    assert (spec.model_family, spec.model_type) == ("flux", "lora")
 
 
 @pytest.mark.parametrize(

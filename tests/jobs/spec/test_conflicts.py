@@ -58,6 +58,9 @@ def read(**values: Any) -> JobSpec:
         {"timestep_sampling": "shift", "flow_shift": 3.0},
         {"mixed_precision": "fp16"},
         {"attention_backend": "flash"},
+        {"attention_backend": "cudnn", "model_family": "hunyuanvideo"},
+        {"attention_backend": "flash", "model_family": "qwen_image", "validation_prompts": ["a"]},
+        {"attention_backend": "flash3", "model_family": "z_image"},
     ],
 )
 def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
@@ -216,6 +219,22 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             {"num_processes": 2, "strategy": "ddp", "lora_placement": "sharded"},
             "lora_placement",
             "needs strategy: fsdp2 or hsdp",
+        ),
+        ({"model_family": "sdxl", "attention_backend": "math"}, "attention_backend", "no choice"),
+        (
+            {"model_family": "ltxvideo", "attention_backend": "flash"},
+            "attention_backend",
+            "LTX-Video always has one",
+        ),
+        (
+            {"model_family": "chroma", "attention_backend": "flash", "validation_prompts": ["a"]},
+            "attention_backend",
+            "samples of Chroma have one",
+        ),
+        (
+            {"model_family": "z_image", "attention_backend": "flash3", "train_batch_size": 2},
+            "attention_backend",
+            "train_batch_size: 1",
         ),
         ({"device": "cpu", "attention_backend": "efficient"}, "attention_backend", "needs a GPU"),
         (

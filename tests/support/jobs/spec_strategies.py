@@ -26,7 +26,7 @@ _PROMPT = st.fixed_dictionaries(
 )
 _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
-    "model_family": st.sampled_from(["flux", "sd3", "qwen_image"]),
+    "model_family": st.sampled_from(["flux", "chroma", "qwen_image"]),
     "model_flavour": st.none(),
     # Neither a path that exists nor one that is made absolute.
     # The form takes no path that ends with a blank.

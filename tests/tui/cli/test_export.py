@@ -247,7 +247,7 @@ def test_only_an_export_of_the_same_is_replaced(tmp_path: Path) -> None:
     check_place(target, wanted)
     for changes, words in (
         ({"step": 3}, "of job cats after step 3;"),
-        ({"ema": False}, "after step 4 without the moving average;"),
+        ({"ema": False}, "after step 4 without averaged weights;"),
         ({"job": "dogs"}, "of job dogs after step 4;"),
     ):
         (target / "export.json").write_text(json.dumps(wanted | changes))

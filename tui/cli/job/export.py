@@ -42,7 +42,7 @@ from tui.cli.common.progress_line import ProgressLine
     type=click.Choice(get_args(ExportFormat)),
     help="Key names of the LoRA's tensors; can be repeated.",
 )
-@click.option("--no-ema", is_flag=True, help="Export the raw weights, not their moving average.")
+@click.option("--no-ema", is_flag=True, help="Export the raw weights, not their average.")
 @JSON
 def export(
     job_id: int,

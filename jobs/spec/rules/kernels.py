@@ -75,7 +75,8 @@ def _kernel(spec: JobSpec) -> Conflict | None:
             f"{kernel} does not support fp32; set mixed_precision: bf16",
             named=True,
         )
-    family, samples = FAMILIES.get(spec.model_family), bool(spec.validation_prompts)
+    family = FAMILIES.get(spec.model_family)
+    samples = bool(spec.validation_prompts or spec.num_class_images)
     return kernel_conflict(family, kernel, spec.train_batch_size, samples=samples)
 
 

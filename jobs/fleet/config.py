@@ -53,7 +53,7 @@ class Box(BaseModel):
         command: How its login shell finds fsdp-tui.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     name: str = Field(pattern=r"^[\w][\w.@-]{0,62}$")
     ssh: Annotated[str, AfterValidator(_no_option)] = ""
@@ -74,7 +74,7 @@ class Fleet(BaseModel):
         interval: Seconds between two looks of a box at itself.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     machines: tuple[Box, ...] = Field((), max_length=_MOST)
     interval: float = Field(5.0, ge=1, le=3600)

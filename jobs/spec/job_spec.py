@@ -53,7 +53,11 @@ class JobSpec(
     """A valid job. Raises `pydantic.ValidationError`; `jobs.spec.file.load` puts it into words."""
 
     model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
+        extra="forbid",
+        validate_assignment=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        defer_build=False,
     )
 
     @model_validator(mode="before")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import DEVICES, LAUNCH, RUNNING
 from jobs.spec.rules.no_effect import (
@@ -19,7 +19,7 @@ from jobs.spec.rules.no_effect import (
     set_by_slurm,
     with_slurm,
 )
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
     Bool,
@@ -34,7 +34,7 @@ from jobs.spec.values.value_types import (
 )
 
 
-class DeviceKeys(BaseModel):
+class DeviceKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     device: Annotated[Device, choice(Device)] = field(

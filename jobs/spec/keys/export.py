@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import EXPORT
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_choice, as_list, as_none
 
 ExportFormat = Literal["diffusers", "kohya", "comfyui"]
@@ -32,7 +32,7 @@ def read_dtype(value: Any) -> Any:
     return _SPELLINGS.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
-class ExportKeys(BaseModel):
+class ExportKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     export_formats: Annotated[list[ExportFormat] | None, BeforeValidator(read_formats)] = field(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, get_args
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import FSDP
 from jobs.spec.rules.no_effect import always_on, not_sharded, one_rank, other_policy_than
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.value_types import (
     Bool,
     OptionalBool,
@@ -23,7 +23,7 @@ from jobs.spec.values.value_types import (
 )
 
 
-class FsdpKeys(BaseModel):
+class FsdpKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     fsdp_enable: OptionalBool = field(

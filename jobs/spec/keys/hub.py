@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
-
 from jobs.spec.keys.groups import HUB
 from jobs.spec.rules.no_effect import not_pushed
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.value_types import Bool, OptionalText
 
 
-class HubKeys(BaseModel):
+class HubKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     push_to_hub: Bool = field(

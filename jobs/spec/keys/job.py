@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import JOB
 from jobs.spec.rules.no_effect import dataset_list
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.value_types import ModelType, OptionalText, choice, read_family
 
 
-class JobKeys(BaseModel):
+class JobKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     name: str = field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import LORA
 from jobs.spec.rules.no_effect import (
@@ -20,7 +20,7 @@ from jobs.spec.rules.no_effect import (
     with_full_matrix,
     with_one_rate,
 )
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
     BaseMatmul,
@@ -36,7 +36,7 @@ from jobs.spec.values.value_types import (
 )
 
 
-class LoraKeys(BaseModel):
+class LoraKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     lora_rank: int = field(

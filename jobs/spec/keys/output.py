@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import OUTPUT
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import OptionalBool, OptionalText, SaveFailure, choice
 
 
-class OutputKeys(BaseModel):
+class OutputKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     checkpointing_steps: int = field(

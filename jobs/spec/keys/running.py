@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
-
 from jobs.spec.keys.groups import RUNNING
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.value_types import Bool
 
 
-class RunningKeys(BaseModel):
+class RunningKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     stop_grace_seconds: float = field(

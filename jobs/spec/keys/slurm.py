@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import SLURM
 from jobs.spec.rules.no_effect import not_slurm
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
     Bool,
@@ -23,7 +23,7 @@ from jobs.spec.values.value_types import (
 _WORD = r"^[^\s\x00]+$"
 
 
-class SlurmKeys(BaseModel):
+class SlurmKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     launcher: Annotated[Launcher, choice(Launcher)] = field(

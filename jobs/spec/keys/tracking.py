@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import TRACKING
 from jobs.spec.rules.no_effect import not_tracked
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_choice, as_list, as_none
 from jobs.spec.values.value_types import OptionalText
 
@@ -36,7 +36,7 @@ def read_trackers(value: Any) -> Any:
     return list(dict.fromkeys(names))
 
 
-class TrackingKeys(BaseModel):
+class TrackingKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     report_to: Annotated[list[Tracker], BeforeValidator(read_trackers)] = field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import EMA, NOISE, OPTIMIZER, SPEED, TRAINING
 from jobs.spec.rules.no_effect import (
@@ -27,7 +27,7 @@ from jobs.spec.rules.no_effect import (
     sharded_ema,
     with_context_parallel,
 )
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.resolutions import Resolutions
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
@@ -49,7 +49,7 @@ from jobs.spec.values.value_types import (
 )
 
 
-class TrainingKeys(BaseModel):
+class TrainingKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     resolution: Resolutions = field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import VALIDATION, VALIDATION_LOSS
 from jobs.spec.keys.prompts import LARGEST_SEED, Size, ValidationPrompt, read_prompts
@@ -16,12 +16,12 @@ from jobs.spec.rules.no_effect import (
     no_video_samples,
     nothing_sampled,
 )
-from jobs.spec.values.field import field
+from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import Bool
 
 
-class ValidationKeys(BaseModel):
+class ValidationKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     # -- samples ---------------------------------------------------------------------------

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
     from jobs.spec.job_spec import JobSpec
@@ -26,6 +25,16 @@ changes: other weights, or other exports, than those of a run that never stopped
 impossible: the checkpoint's tensors do not fit, or mean something else.
 ruled: it depends on other keys too; `jobs.resume.resume_conflicts` decides.
 """
+
+
+class Keys(BaseModel):
+    """A group of a job's keys.
+
+    Only a whole job is ever validated, so pydantic builds no validator for a group: 13 of them
+    would take every process a tenth of its imports.
+    """
+
+    model_config = ConfigDict(defer_build=True)
 
 
 @dataclass(frozen=True)

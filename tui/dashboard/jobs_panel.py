@@ -205,9 +205,7 @@ class JobsPanel(Lines, can_focus=True):
     def _caption(self, snapshot: Snapshot) -> None:
         running, queued = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
         ended = len(snapshot.jobs) - running - queued
-        title = f"jobs · {running} running · {queued} queued · {ended} ended"
-        if self.border_title != title:
-            self.border_title = title
+        self.show_titles(f"jobs · {running} running · {queued} queued · {ended} ended")
 
 
 def _heading(title: str, width: int) -> Row:

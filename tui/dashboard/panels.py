@@ -47,7 +47,6 @@ class DevicesPanel(Lines, can_focus=True):
         self.of_ranks = False  # whether the selected job's ranks have the place of the devices
         self._snapshot: Snapshot | None = None
         self._selected: int | None = None
-        self._captions = ("", "")
 
     def update_from(self, snapshot: Snapshot, selected: int | None = None) -> None:
         self._snapshot, self._selected = snapshot, selected
@@ -63,12 +62,13 @@ class DevicesPanel(Lines, can_focus=True):
             self.scroll_to(y=0, animate=False, force=True)
             self.refresh()
         if view is not None and of_ranks:
-            self._caption(rank_title(view, snapshot.t), "GiB · R: devices")
+            self.show_titles(escape(rank_title(view, snapshot.t)), "GiB · R: devices")
             self.show(rank_table(view, snapshot.gpus, snapshot.t, width))
             return
         rows = device_rows(snapshot, width, room - (head is not None), selected)
         mixed = any(span.text[:1] in (OURS, OTHERS) for row in rows for span in row)
-        self._caption(devices_title(snapshot), LEGEND if mixed and width >= 96 else "")
+        legend = LEGEND if mixed and width >= 96 else ""
+        self.show_titles(escape(devices_title(snapshot)), legend)
         self.show(rows if head is None else (head, *rows))
 
     def _room(self) -> int:
@@ -91,11 +91,6 @@ class DevicesPanel(Lines, can_focus=True):
     def watch_has_focus(self, focused: bool) -> None:
         super().watch_has_focus(focused)
         self.screen.set_class(focused, "-devices")  # a low screen gives it more lines meanwhile
-
-    def _caption(self, title: str, subtitle: str) -> None:
-        if (title, subtitle) != self._captions:
-            self._captions = title, subtitle
-            self.border_title, self.border_subtitle = escape(title), subtitle
 
 
 class ActivityPanel(Lines):
@@ -133,7 +128,6 @@ class CurvePanel(Lines):
         self._drawn_at = 0.0
         self._later: Timer | None = None
         self._due = 0.0  # when it is to be drawn again
-        self._captions = ("", "")
 
     def update_from(self, curve: Curve | None) -> None:
         self._curve = curve or Curve(-1)
@@ -184,9 +178,7 @@ class CurvePanel(Lines):
                 f"{number(last.images_per_second, 3)} img/s" if last.images_per_second else "",
             ]
             subtitle = " · ".join(part for part in extra if part)
-        if (title, subtitle) != self._captions:
-            self._captions = title, subtitle
-            self.border_title, self.border_subtitle = title, subtitle
+        self.show_titles(title, subtitle)
 
     def _title(self, loss: float, average: float | None) -> str:
         """The newest loss, their average, and where there is room that on what is held out."""

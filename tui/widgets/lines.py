@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -62,10 +62,13 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
     }
     """
 
+    _border_only = False  # here, since a widget that is made refreshes itself before it is
+
     def __init__(self, *, fixed: int = 0, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.rows: tuple[Row, ...] = ()
         self.fixed = fixed
+        self._titles = ("", "")
         self._palette: dict[tuple[str, bool], Style] = {}
 
     def show(self, rows: Sequence[Row]) -> None:
@@ -93,6 +96,34 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
                 regions.append(Region(columns.start, y, len(columns), 1))
         if regions:
             self.refresh(*regions)
+
+    def show_titles(self, title: str, subtitle: str = "") -> None:
+        """Write on the border; nothing else is repainted.
+
+        Args:
+            title: On the upper one, in Textual's markup.
+            subtitle: On the lower one.
+        """
+        if (title, subtitle) == self._titles:
+            return
+        self._titles = title, subtitle
+        self._border_only = True
+        self.border_title, self.border_subtitle = title, subtitle
+        self._border_only = False
+
+    def refresh(
+        self,
+        *regions: Region,
+        repaint: bool = True,
+        layout: bool = False,
+        recompose: bool = False,
+    ) -> Self:
+        """See `Widget.refresh`, which a border's title calls for the whole widget."""
+        if self._border_only:
+            left, top = self.content_offset
+            width, height = self.outer_size
+            regions = tuple(Region(-left, y - top, width, 1) for y in (0, height - 1))
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
     def row_at(self, y: int) -> int:
         """The row that is painted in line `y` of the widget."""

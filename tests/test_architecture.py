@@ -61,8 +61,8 @@ def imports_of(path: Path, names: set[str]) -> set[str]:
 
 
 def loaded_by(*names: str) -> set[str]:
-    """Top-level modules that are loaded after importing these in a fresh interpreter."""
-    script = f"import sys, {', '.join(names)}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    """Modules that are loaded after importing these in a fresh interpreter."""
+    script = f"import sys, {', '.join(names)}; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -83,6 +83,13 @@ def test_the_dashboard_and_the_command_line_load_no_torch() -> None:
 
 def test_the_command_line_does_not_wait_for_textual() -> None:
     assert "textual" not in loaded_by("tui.cli.commands", "jobs.service")
+
+
+def test_no_command_is_imported_before_it_is_run() -> None:
+    loaded = loaded_by("tui.cli.commands")
+    assert "tui.cli.commands" in loaded
+    folders = tuple(f"tui.cli.{name}." for name in ("fleet", "job", "machine", "prepare"))
+    assert not [name for name in loaded if name.startswith(folders)]
 
 
 def test_the_core_loads_neither_front_nor_engine() -> None:

@@ -12,8 +12,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import regex
-
 from jobs.errors import UserError
 from tui.log.finders import PatternFinder, compile_pattern
 
@@ -58,6 +56,8 @@ class _GuardedFinder(PatternFinder):
     """Finds what a `PatternFinder` does, or gives up."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
+        import regex  # a hundredth of the dashboard's start, for a search that few make
+
         super().__init__(pattern)
         self._guarded = regex.compile(pattern.pattern, pattern.flags)
         self._deadline = 0.0

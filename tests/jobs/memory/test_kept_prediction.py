@@ -33,7 +33,7 @@ from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
 from tests.support.tui.made_up_runs import add_job, append_events, write_rank
 from tests.support.waiting import eventually
-from tui.cli import commands
+from tui.cli.job.show import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,9 +167,9 @@ def test_show_has_it_for_people_and_scripts(store: Store, no_gpus: None) -> None
     )
     peaks = {name: [n * GIB for n in ranks] for name, ranks in PEAKS.items()}
     append_events(one, event("memory", measure="allocated", peaks=peaks, step=2))
-    said = CliRunner().invoke(commands.show, [str(one.id)])
+    said = CliRunner().invoke(show, [str(one.id)])
     assert "backward       200 GiB  measured   204 GiB  +2.0 %" in said.output
-    facts = json.loads(CliRunner().invoke(commands.show, [str(one.id), "--json"]).output)
+    facts = json.loads(CliRunner().invoke(show, [str(one.id), "--json"]).output)
     assert facts["prediction"]["phases"][1] == {
         "name": "backward",
         "predicted": 200 * GIB,
@@ -177,7 +177,7 @@ def test_show_has_it_for_people_and_scripts(store: Store, no_gpus: None) -> None
         "ratio": 1.02,
     }
     other = add_job(store, "other", state=State.COMPLETED)
-    facts = json.loads(CliRunner().invoke(commands.show, [str(other.id), "--json"]).output)
+    facts = json.loads(CliRunner().invoke(show, [str(other.id), "--json"]).output)
     assert facts["prediction"] is None
 
 

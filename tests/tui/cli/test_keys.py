@@ -114,7 +114,6 @@ def test_the_documents_say_the_exit_statuses() -> None:
 
 def test_help_names_every_command_under_a_heading() -> None:
     text = run("--help").output
-    assert "More:" not in text, "a command has no heading; see tui/cli/common/help.py"
     for name in cli.commands:
         assert re.search(rf"^  {name} ", text, re.M), name
         assert run(name, "--help").exit_code == 0

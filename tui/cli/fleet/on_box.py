@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import click
-from click.shell_completion import CompletionItem
 
 from jobs.errors import SpecError, UserError
 from jobs.fleet.config import read_fleet
@@ -24,7 +23,6 @@ from jobs.spec.file.flags import parse_flags
 from jobs.spec.values.yaml_lines import STDIN
 from jobs.untrusted.files import read_regular
 from tui.cli.common.echo import Stream, echo, in_colours
-from tui.cli.common.help import Sections
 from tui.cli.common.job_arguments import JobCommand
 from tui.fleet.visit import visit
 
@@ -42,50 +40,6 @@ _REFUSED: Final = {
     "completion": "it is for shells of this machine",
 }
 _LINE_END: Final = "\x1b[K"  # of progress lines; nothing else of a box steers the terminal
-
-
-def _boxes(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
-    with suppress(UserError):
-        names = [box.name for box in read_fleet().machines]
-        return [CompletionItem(name) for name in names if name.startswith(start)]
-    return []
-
-
-ON: Final = click.option(
-    "--on",
-    metavar="BOX",
-    shell_complete=_boxes,
-    help="Run it on a machine of machines.yaml, over ssh.",
-)
-
-
-class OnBoxes(Sections):
-    """A group whose commands run on another machine where `--on` names one."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """What stands behind `--on BOX` is for its fsdp-tui to read, of whatever version."""
-        if ctx.params.get("on") is None or ctx.resilient_parsing:
-            return super().resolve_command(ctx, args)
-        return args[0], _THERE, args
-
-
-def _run_there(words: tuple[str, ...]) -> int:
-    context = click.get_current_context().parent
-    assert context is not None
-    group = context.command
-    assert isinstance(group, click.Group)
-    return run_on(context.params["on"], list(words), group.get_command(context, words[0]))
-
-
-_THERE: Final = click.Command(
-    "on",
-    params=[click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)],
-    callback=_run_there,
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
 
 
 def open_on(name: str, flags: Sequence[str]) -> int:

@@ -1,9 +1,9 @@
-"""Commands about the queue, and requests to running jobs."""
+"""Commands about the queue, and requests to running jobs: stop, save, sample."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +14,14 @@ from tui.cli.common.job_arguments import ID
 
 if TYPE_CHECKING:
     from jobs.queue.job import Place
+
+
+@click.command()
+@ID
+@click.option("--now", is_flag=True, help="Send SIGKILL immediately, without a checkpoint.")
+def stop(job_id: int, now: bool) -> None:
+    """Stop a job after the current step, with a checkpoint. Again: SIGTERM, then SIGKILL."""
+    echo(service.stop(Store(), job_id, now=now))
 
 
 @click.command()
@@ -105,15 +113,3 @@ def prune(keep_last: int, yes: bool) -> None:
         click.confirm(f"delete {names}{more} with checkpoints and exports?", abort=True)
     removed = service.prune(store, keep_last)
     echo(f"removed {len(removed)} job{'s' * (len(removed) != 1)}")
-
-
-COMMANDS: tuple[Any, ...] = (
-    hold,
-    release,
-    move,
-    pause,
-    save_now,
-    sample_now,
-    remove,
-    prune,
-)

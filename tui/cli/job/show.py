@@ -1,0 +1,142 @@
+"""`fsdp-tui list`, `show` and `logs`: what jobs do, and did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from dataclasses import asdict
+
+import click
+
+from jobs import service
+from jobs.errors import UserError
+from jobs.hub.pushes import Push
+from jobs.launch.replay import FORMS, Form, replay, replay_facts
+from jobs.machine import devices
+from jobs.memory.kept_prediction import facts as predicted_facts
+from jobs.queue.states import State
+from jobs.queue.store import Store
+from jobs.queue.summaries import report_of
+from jobs.run.disk_space import directory_size
+from jobs.slurm.answer import slurm_facts
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import ID, JSON
+from tui.cli.job.follow import follow_log
+from tui.cli.job.watch import watch, watch_machine
+from tui.text.tables import describe, job_table
+
+
+@click.command(name="list")
+@click.option(
+    "-w",
+    "--watch",
+    "forever",
+    is_flag=True,
+    help="Keep running and print each change on its own line.",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.2),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Seconds between updates (with --watch).",
+)
+@click.option(
+    "--machine",
+    is_flag=True,
+    help="The machine and its GPUs too (with --watch --json), as the boxes screen reads it.",
+)
+@JSON
+def list_jobs(forever: bool, interval: float, machine: bool, as_json: bool) -> None:
+    """List all jobs, newest first.
+
+    --watch prints plain sentences and redraws nothing, for screen readers and logs. With --json,
+    the JSON objects of all jobs come first, one per line, then those that changed. With --machine
+    too, later lines have only what changed, and each update ends with a line that has its time.
+    """
+    if machine and not (forever and as_json):
+        raise click.UsageError("--machine needs --watch and --json")
+    store = Store()
+    if forever:
+        with contextlib.suppress(KeyboardInterrupt):  # as it is meant to end
+            if machine:
+                watch_machine(store, interval)
+            else:
+                watch(store, interval, as_json=as_json)
+        return
+    service.refresh(store)
+    present = devices.gpus()
+    rows = service.as_dicts(store, store.all(), present)
+    echo(json.dumps(rows) if as_json else job_table(rows))
+
+
+@click.command()
+@ID
+@click.option(
+    "--as",
+    "form",
+    type=click.Choice(FORMS),
+    help="Print the job to recreate it elsewhere: as a file, as flags, or as a shell "
+    "script with the accelerate launch command.",
+)
+@JSON
+def show(job_id: int, form: Form | None, as_json: bool) -> None:
+    """Show a job: state, progress, history, files.
+
+    \b
+    fsdp-tui show 3 --as yaml > again.yaml      the whole job, to edit and submit
+    eval fsdp-tui submit "$(fsdp-tui show 3 --as flags)"
+    fsdp-tui show 3 --as accelerate | bash      without the queue, in its own directory
+    """
+    store = Store()
+    service.refresh(store)
+    job = store.get(job_id)
+    if form is not None:
+        echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
+        return
+    facts = service.as_dict(store, job, devices.gpus()) | slurm_facts(store, job)
+    changes = store.history(job_id)
+    facts["history"] = [
+        {"t": c.t, "from": c.before and str(c.before), "to": str(c.after), "reason": c.reason}
+        for c in changes
+    ]
+    errors = job.run_dir.rank_errors() if job.state is State.FAILED else []
+    facts["traceback"] = errors[0].get("traceback") if errors else None
+    facts["disk_bytes"] = directory_size(job.run_dir.root)
+    facts["checkpoints"] = [step for step, _ in job.run_dir.complete_checkpoints()]
+    facts["hub"] = asdict(Push.read(job.run_dir))
+    report = report_of(store, job)
+    facts["strategy"], facts["strategy_reason"] = report.strategy, report.reason
+    facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)
+    facts["validation"] = [[step, _finite(loss)] for step, loss in report.validations]
+    facts["memory"] = {"measure": report.measure, "peaks": report.peaks}
+    facts["prediction"] = predicted_facts(job.run_dir, report.measure, report.peaks)
+    echo(json.dumps(facts) if as_json else describe(facts))
+
+
+@click.command()
+@ID
+@click.option("-f", "--follow", is_flag=True, help="Follow until the job ends.")
+@click.option("--rank", type=int, default=0, show_default=True, help="Which log to show.")
+@click.option("--launcher", is_flag=True, help="Show the log of accelerate launch.")
+@click.option("--supervisor", is_flag=True, help="Show the log of the supervisor.")
+def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool) -> None:
+    """Show the log of a rank."""
+    store = Store()
+    job = store.get(job_id)
+    if not 0 <= rank < job.ranks:
+        raise UserError(f"job {job_id} has ranks 0 to {job.ranks - 1}, not {rank}")
+    path = job.run_dir.rank_log(rank)
+    if launcher:
+        path = job.run_dir.launcher_log
+    elif supervisor:
+        path = job.run_dir.supervisor_log
+    if not follow and not path.exists():
+        raise UserError(f"job {job_id} has no {path.name} yet ({job.state}: {job.reason})")
+    follow_log(store, job_id, path, forever=follow)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

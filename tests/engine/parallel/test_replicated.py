@@ -165,6 +165,44 @@ def test_few_buckets_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert [one.grad.tolist() for one in plain if one.grad is not None] == [[1.0]] * 5
 
 
+def test_from_the_second_step_on_buckets_are_sent_while_backward_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+
+    class Work:
+        def wait(self) -> None:
+            pass
+
+    def all_reduce(flat: torch.Tensor, **_: Any) -> Work:
+        sent.append(flat.numel())
+        return Work()
+
+    monkeypatch.setattr(gradients, "BUCKET", 1)
+    monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(World, "from_main", lambda self, value: value)
+    plain = [parameter(*[2.0] * length) for length in (1, 2, 3)]
+    averager = gradients.Averager(plain, World(0, 2, CPU, "ddp", "t"))
+    averager.watch()
+
+    def backward() -> list[int]:
+        sent.clear()
+        torch.cat([one * one for one in plain]).sum().backward()
+        return list(sent)
+
+    for expected in ([], [3, 2, 1], [3, 2, 1]):
+        assert backward() == [], "a micro-batch that is not the last of its step"
+        averager.begin()
+        during = backward()
+        averager.finish()
+        assert sorted(during) == sorted(expected)
+        assert sorted(sent) == [1, 2, 3], "each once"
+        for one in plain:
+            assert one.grad is not None
+            assert one.grad.tolist() == [(4.0 + 4.0) / 2] * one.numel()
+            one.grad = None
+
+
 def test_the_norm_of_shards_in_host_memory_joins_that_of_what_the_device_holds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -144,6 +145,22 @@ def test_a_held_job_and_a_paused_queue_start_nothing(
     store.hold(held, False)
     dispatch(store)
     assert started == [next_one, held]
+
+
+def test_a_job_whose_model_is_not_here_yet_waits_and_fails_if_it_cannot_come(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = add()
+    forgotten: list[Path] = []
+    answer = ("waits for FLUX.1-dev", False)
+    monkeypatch.setattr(dispatching, "why_waiting", lambda run_dir: answer)
+    monkeypatch.setattr(dispatching, "forget", lambda run_dir: forgotten.append(run_dir.root))
+    dispatch(store)
+    assert (store.get(job).state, store.get(job).reason) == (State.QUEUED, answer[0])
+    answer = ("FLUX.1-dev was not found", True)
+    dispatch(store)
+    assert (store.get(job).state, store.get(job).reason) == (State.FAILED, answer[0])
+    assert (started, forgotten) == ([], [store.get(job).run_dir.root])
 
 
 def test_many_that_dispatch_at_once_start_a_job_once(
@@ -353,7 +370,11 @@ def test_a_blocked_supervisor_is_told_of_and_done_without(
     monkeypatch.setattr("jobs.queue.dispatch.processes.with_run_id", lambda run_id: ranks)
     dispatch(store)
     assert store.get(job.id).reason == "all ranks are up", "waiting for a moment is usual"
-    monkeypatch.setattr(dispatching, "_BLOCKED_FOR", 0.0)
+    _, since = dispatching._blocked[blocked]
+    clock = SimpleNamespace(monotonic=lambda: since + 9.9, time=time.time)
+    monkeypatch.setattr(dispatching, "time", clock)
+    assert not needs_attention(store)
+    clock.monotonic = lambda: since + 10.0
     assert needs_attention(store)
     dispatch(store)
     said = f"its supervisor (process {blocked.pid}) is blocked in the kernel, for example by a disk"

@@ -180,7 +180,7 @@ class Store:
 
     def redescribe(
         self, job_id: int, *, name: str, terms: Terms, reason: str, prepare: Callable[[], None]
-    ) -> Job:
+    ) -> None:
         """Give a job that waits in the queue another name and other terms; its place stays.
 
         `prepare` changes its files while nobody can start it; if it raises, nothing happened.
@@ -193,7 +193,6 @@ class Store:
             update(db, job_id, {"name": name, "reason": ""} | terms.columns())
             self._note(db, job_id, time.time(), job.state, job.state, reason)
             prepare()
-            return self._get(db, job_id)
 
     def change(
         self, job_id: int, after: State, reason: str, *, only_from: Iterable[State] | None = None

@@ -69,7 +69,11 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
         "jobs/supervise/test_supervisor_looks.py",
         "jobs/supervise/test_supervisor.py",
     ),
-    "jobs.queue.store": ("jobs/queue/test_store.py", "jobs/service/test_service.py"),
+    "jobs.queue.store": (
+        "jobs/queue/test_store.py",
+        "jobs/service/test_service.py",
+        "jobs/machine/test_network_homes.py",
+    ),
 }
 
 

@@ -119,6 +119,14 @@ def test_losses_are_weighted_as_by_diffusers(scheme: str) -> None:
     assert torch.equal(plain.level, problem.level)
 
 
+def test_hardly_any_noise_does_not_outweigh_all_else() -> None:
+    objective = flow(loss_weighting="sigma_sqrt")
+    levels = torch.tensor([0.0, 1e-3, 2e-3])
+    weight = objective.problem(torch.zeros(3, 1, 1, 1), Drawn(levels, torch.zeros(3, 1, 1, 1)))
+    assert weight.weight is not None
+    assert weight.weight.tolist() == pytest.approx([1e6, 1e6, 2.5e5])
+
+
 def test_the_weighted_curve_has_mean_one_and_is_highest_where_noise_is_high() -> None:
     sigma = torch.linspace(0, 1, 1001)
     objective = flow(loss_weighting="weighted")
@@ -128,7 +136,10 @@ def test_the_weighted_curve_has_mean_one_and_is_highest_where_noise_is_high() ->
     assert weight is not None
     assert weight.mean().item() == pytest.approx(1, abs=0.01)
     assert sigma[weight.argmax()].item() == pytest.approx(0.875, abs=0.002)
-    assert weight[[0, 30, 1000]].tolist() == pytest.approx([0.45, 0.5, 0.91])
+    # At the places that the curve goes through, and in the middle between two of them.
+    at = [0, 30, 50, 75, 100, 334, 397, 482, 551, 663, 764, 823, 875, 950, 980, 1000]
+    wanted = [0.45, 0.5, 0.59, 0.6525, 0.715, 0.75, 0.8, 0.9, 1.0, 1.2, 1.4, 1.5, 1.52, 1.38]
+    assert weight[at].tolist() == pytest.approx([*wanted, 1.18, 0.91], abs=1e-5)
 
 
 def test_a_job_trains_only_the_sigmas_between_its_bounds(tmp_path: Path) -> None:
@@ -287,6 +298,17 @@ def test_a_weight_belongs_to_a_sample() -> None:
     prediction = torch.tensor([[1.0, 1.0], [2.0, 2.0]]).view(2, 1, 1, 2)
     problem = problem_of(torch.zeros(2, 1, 1, 2), torch.tensor([0.5, 0.25]))
     assert loss_of(prediction, problem, JobSpec()).item() == pytest.approx((0.5 + 1.0) / 2)
+    both = loss_of(prediction, problem, JobSpec(), torch.tensor([3.0, 2.0]))
+    assert both.item() == pytest.approx((0.5 * 3 + 1.0 * 2) / 2)
+
+
+@pytest.mark.parametrize("more", [(), (1,)])  # an image's cells, a video's
+def test_a_mask_belongs_to_the_cells(more: tuple[int, ...]) -> None:
+    prediction = torch.tensor([[1.0, 3.0], [2.0, 2.0]]).view(2, 1, *more, 1, 2)
+    mask = torch.tensor([[1.0, 0.0], [0.5, 0.5]]).view(2, 1, *more, 1, 2)
+    problem = problem_of(torch.zeros_like(prediction))
+    loss = loss_of(prediction, problem, JobSpec(), mask)
+    assert loss.item() == pytest.approx(((1 + 0) / 2 + (2 + 2) / 2) / 2)
 
 
 def test_the_loss_is_computed_in_fp32() -> None:

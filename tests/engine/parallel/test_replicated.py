@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -187,19 +188,20 @@ def test_from_the_second_step_on_buckets_are_sent_while_backward_runs(
 
     def backward() -> list[int]:
         sent.clear()
-        torch.cat([one * one for one in plain]).sum().backward()
+        first, second, third = plain
+        (third.sum() * second.sum() * first.sum()).backward()
         return list(sent)
 
-    for expected in ([], [3, 2, 1], [3, 2, 1]):
+    for expected in ([], [1, 2, 3], [1, 2, 3]):  # not as they lie, but as backward fills them
         assert backward() == [], "a micro-batch that is not the last of its step"
         averager.begin()
         during = backward()
         averager.finish()
-        assert sorted(during) == sorted(expected)
+        assert during == expected
         assert sorted(sent) == [1, 2, 3], "each once"
-        for one in plain:
+        for one, wanted in zip(plain, (4.0 * 6.0, 2.0 * 6.0, 2.0 * 4.0), strict=True):
             assert one.grad is not None
-            assert one.grad.tolist() == [(4.0 + 4.0) / 2] * one.numel()
+            assert one.grad.tolist() == [2 * wanted / 2] * one.numel(), "two of them, two ranks"
             one.grad = None
 
 
@@ -228,6 +230,16 @@ def test_the_norm_is_over_all_and_what_is_too_long_is_scaled_to_the_limit() -> N
         assert [None if p.grad is None else p.grad.item() for p in some] == wanted
 
 
+@pytest.mark.parametrize("length", [1e-8, 1.0, 7.3])
+def test_what_is_clipped_is_what_torch_would_make_of_it(length: float) -> None:
+    ours, theirs = (parameter(1.0, 1.0, gradient=[length, 0.0]) for _ in range(2))
+    clip([ours], 1.0, ALONE)
+    torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert torch.equal(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 2), ("hsdp", 4)])
 def test_shards_and_whole_tensors_are_clipped_by_one_norm(
     tmp_path: Path, strategy: str, ranks: int
@@ -239,7 +251,11 @@ def test_shards_and_whole_tensors_are_clipped_by_one_norm(
         whole = parameter(0.0, gradient=[4.0 if rank == 0 else 4.1])
         norm = clip([layer.weight, whole], 1.0, world)
         whole_layer = layer.weight.grad.full_tensor()
+        broadcasts: list[None] = []
+        broadcast = dist.broadcast
+        dist.broadcast = lambda *words, **more: [broadcasts.append(None), broadcast(*words, **more)]
         shards_alone = clip([layer.weight], 0.0, world)
+        assert len(broadcasts) == (strategy == "hsdp"), "shards alone have one norm on all ranks"
         return norm, whole.grad, whole_layer, shards_alone
 
     length = (3 * (1 + 4 + 9 + 16) + 16) ** 0.5

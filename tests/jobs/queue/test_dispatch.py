@@ -18,7 +18,7 @@ from jobs.machine.devices import Gpu
 from jobs.machine.processes import ProcessId
 from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.queue import dispatch as dispatching
-from jobs.queue.dispatch import dispatch, needs_attention
+from jobs.queue.dispatch import dispatch, has_work, needs_attention, why_silent
 from jobs.queue.states import State
 from jobs.queue.store import Store, Terms
 from tests.support.tui.made_up_runs import add_job
@@ -131,7 +131,9 @@ def test_a_gpu_that_vanished_is_waited_for(
 def test_a_held_job_and_a_paused_queue_start_nothing(
     store: Store, add: Callable[..., int], started: list[int]
 ) -> None:
+    assert has_work(store) is False
     held, next_one = add(), add()
+    assert has_work(store) is True
     store.hold(held, True)
     store.pause(True)
     dispatch(store)
@@ -376,6 +378,9 @@ def test_a_blocked_supervisor_is_told_of_and_done_without(
     assert not needs_attention(store)
     clock.monotonic = lambda: since + 10.0
     assert needs_attention(store)
+    with monkeypatch.context() as changed:
+        changed.setattr(ProcessId, "suspended", lambda self: True)
+        assert why_silent(blocked) == "is suspended and does not respond"
     dispatch(store)
     said = f"its supervisor (process {blocked.pid}) is blocked in the kernel, for example by a disk"
     assert store.get(job.id).reason == f"{said} that does not respond; its ranks keep running"

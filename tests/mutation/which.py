@@ -53,7 +53,10 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
         "engine/train/test_optimizer_step.py",
         "engine/train/test_late_steps.py",
     ),
-    "engine.model.files.weight_reader": ("engine/model/files/test_weight_reader.py",),
+    "engine.model.files.weight_reader": (
+        "engine/model/files/test_weight_reader.py",
+        "engine/model/quantized/test_quantized.py",
+    ),
     "engine.model.files.weights": (
         "engine/model/files/test_weights.py",
         "engine/parallel/test_replicated.py",

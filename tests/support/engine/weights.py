@@ -27,7 +27,7 @@ FILE = "diffusion_pytorch_model.safetensors"
 class Tiny(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """One of each: odd rows, a shared weight, buffers of both kinds, a layer that needs fp32."""
 
-    _keep_in_fp32_modules = ["norm"]  # noqa: RUF012 - diffusers' own shape
+    _keep_in_fp32_modules = ["absent", "norm"]  # noqa: RUF012 - diffusers' own shape
 
     @register_to_config
     def __init__(self, rows: int = 7, width: int = 4) -> None:

@@ -96,3 +96,7 @@ def test_a_number_too_large_for_fp16_is_found_in_any_piece(
     infinite = stored(tmp_path, torch.full((2,), float("inf"), dtype=torch.float16))
     read_all([infinite], lambda done: None)  # as it is in the file
     assert infinite.target.isinf().all()
+    single = stored(tmp_path, torch.full((2,), float("inf")))
+    rounded = Reading(single.source, 0, torch.zeros(2, dtype=torch.bfloat16))
+    read_all([rounded], lambda done: None)  # bf16 has the same range
+    assert rounded.target.isinf().all()

@@ -312,7 +312,8 @@ def test_weights_that_need_scales_are_refused(tmp_path: Path, name: str) -> None
 def test_a_quantised_config_or_integer_weights_are_refused(tmp_path: Path) -> None:
     tensors = tiny_tensors()
     directory = write(tmp_path / "m", tensors | {"inner.weight": torch.ones(3, 4).to(torch.int8)})
-    with pytest.raises(UserError, match=r"inner.weight is stored as int8"):
+    said = r"inner.weight is stored as int8; training on a quantized base is not supported; use the"
+    with pytest.raises(UserError, match=said):
         load(directory, lora(tmp_path))
     for buffer, stored in (("count", torch.tensor(5.0)), ("mean", torch.ones(3).to(torch.int8))):
         write(directory, tensors | {buffer: stored})
@@ -325,6 +326,25 @@ def test_a_quantised_config_or_integer_weights_are_refused(tmp_path: Path) -> No
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"is quantized \(bitsandbytes\)"):
         load(directory, lora(tmp_path))
+
+
+def test_a_widened_layer_takes_what_its_file_has_and_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tiny_tensors()
+    published = tensors["inner.weight"][:, :2].clone()
+    directory = write(tmp_path / "m", tensors | {"inner.weight": published})
+    with pytest.raises(
+        UserError, match=r"inner.weight has shape \(3, 2\), the config says \(3, 4\)"
+    ):
+        load(directory, lora(tmp_path))
+    monkeypatch.setattr(weights, "widened_of", lambda spec: "inner")
+    model = load(directory, full(tmp_path))
+    assert torch.equal(model.inner.weight[:, :2], published)
+    assert not model.inner.weight[:, 2:].any()
+    write(directory, tensors | {"inner.weight": published, "inner.bias": torch.ones(2)})
+    with pytest.raises(UserError, match=r"inner.bias has shape \(2,\)"):
+        load(directory, full(tmp_path))
 
 
 def test_what_is_trained_and_computes_in_fp32_is_what_the_model_lists(tmp_path: Path) -> None:

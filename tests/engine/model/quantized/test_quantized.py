@@ -190,7 +190,8 @@ def packed_flux(toy: Path, **changes: Any) -> tuple[Any, JobSpec]:
     assert f" are quantized to {spec.base_precision}: " in quantize_layers(model, spec, family)
     lora.add_lora(model, spec, family.LORA_TARGETS)
     weights.materialise(model, CPU)
-    weights.stream(model, stored, names=lora.adapted_name(model).__getitem__)
+    read = weights.stream(model, stored, names=lora.adapted_name(model).__getitem__)
+    assert read == sum(place.elements * place.dtype.itemsize for place in stored.values())
     weights.check_precision(model, spec)
     return model, spec
 

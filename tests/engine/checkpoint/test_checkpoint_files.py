@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from engine import checkpoint
 from engine.checkpoint import sharded
+from engine.checkpoint.contents import Contents, tensors_of
 from engine.checkpoint.resume import resume
 from engine.checkpoint.together import OutOfStepError, SaveError, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest
@@ -68,6 +69,26 @@ def save(training: TrainState, spec: JobSpec, run_dir: RunDir, **data: Any) -> P
 
 
 # -- files ---------------------------------------------------------------------------------------
+
+
+def test_averages_can_be_left_out(tmp_path: Path) -> None:
+    training = trained(toy_spec(tmp_path, use_ema=True))
+    assert set(tensors_of(training, "sharded")) == {"model", "optimizer", "ema"}
+    assert set(tensors_of(training, "sharded", ema=False)) == {"model", "optimizer"}
+
+
+def test_a_tensor_made_of_others_takes_what_they_take() -> None:
+    class EightBit(torch.Tensor):
+        codes = torch.zeros(10, dtype=torch.uint8)
+        scale = torch.zeros(2)
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["codes", "scale"], None
+
+    one = torch.zeros(10).as_subclass(EightBit)
+    contents = Contents(0, "sharded", {"state": [one, torch.zeros(3)]}, {}, 1)
+    assert contents.own_bytes == (10 + 2 * 4) + 3 * 4
+    assert contents.total_bytes == (10 + 2 * 4) + 3 * 4
 
 
 @pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])

@@ -10,10 +10,15 @@ import pytest
 from engine.checkpoint.data_facts import data_facts, tell_difference
 from engine.data.index.batch_plan import BatchPlan
 from engine.data.index.data_index import DataIndex, Sample
+from engine.data.index.references import Reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+CAT, DOG = (
+    Reference(f"{digest}.png", "", 64, 64, digest * 32, True, (64, 64), (64, 64))
+    for digest in ("1a", "1b")
+)
 SAMPLES = [
     Sample("a.png", "/a.png", 0, ("one",), 64, 64, "0a" * 32, (64, 64)),
     Sample("b.png", "/b.png", 0, ("two",), 96, 64, "0b" * 32, (96, 64)),
@@ -45,13 +50,33 @@ def test_what_is_recorded_is_what_older_checkpoints_hold() -> None:
         lambda samples: [samples[1], samples[0], samples[2]],
         lambda samples: samples[:2],
         lambda samples: [*samples, samples[0]],
+        lambda samples: [replace(samples[0], mask="0e" * 32), *samples[1:]],
+        lambda samples: [replace(samples[0], references=(CAT,)), *samples[1:]],
     ],
-    ids=["first file", "last file", "bucket", "row", "order", "one less", "one more"],
+    ids=[
+        "first-file",
+        "last-file",
+        "bucket",
+        "row",
+        "order",
+        "one-less",
+        "one-more",
+        "mask",
+        "reference",
+    ],
 )
 def test_other_samples_have_another_digest(
     change: Callable[[list[Sample]], list[Sample]],
 ) -> None:
     assert facts_of(change(SAMPLES))["digest"] != facts_of(SAMPLES)["digest"]
+
+
+def test_each_conditioning_image_is_in_the_digest() -> None:
+    found = {
+        str(facts_of([replace(SAMPLES[0], references=images)])["digest"])
+        for images in ((CAT,), (DOG,), (CAT, DOG), (DOG, CAT))
+    }
+    assert len(found) == 4
 
 
 def test_where_samples_lie_and_how_many_make_a_step_is_not_in_the_digest() -> None:

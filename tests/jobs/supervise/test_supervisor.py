@@ -322,6 +322,7 @@ def test_a_job_starts_again_after_a_failure_as_often_as_it_asks(lab: Lab) -> Non
     lab.set(ranks="1:crash@1", failure_grace="0")
     job = lab.wait(lab.submit(max_train_steps=9, max_restarts=1), State.FAILED)
     assert "a bad day" in job.reason
+    assert "checkpoint" not in job.reason, "no healthy ranks lost their launcher"
     assert lab.path(job) == [
         "queued",
         "starting",

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from engine import checkpoint
-from engine.checkpoint import sharded
+from engine.checkpoint import full, sharded
 from engine.checkpoint.contents import Contents, tensors_of
 from engine.checkpoint.resume import resume
 from engine.checkpoint.together import OutOfStepError, SaveError, together, words_of
@@ -69,6 +69,19 @@ def save(training: TrainState, spec: JobSpec, run_dir: RunDir, **data: Any) -> P
 
 
 # -- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_a_rank_that_cannot_gather_a_tensor_leaves_at_once(
+    tmp_path: Path, main: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(full, "gather", fails)
+    with pytest.raises(OutOfStepError, match=r"b\.weight") as caught:
+        full._write_part({"b.weight": torch.zeros(2)}, tmp_path / "part", main=main)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_averages_can_be_left_out(tmp_path: Path) -> None:

@@ -464,6 +464,9 @@ def test_auto_comes_to_the_fastest_that_fits(server: Server) -> None:
     full = spec.model_copy(update={"model_type": "full"})
     assert Estimate(full, place, server, Calibration()).strategy == "fsdp2"
     assert Estimate(full, place, server, Calibration()).advised == "hsdp"
+    named = spec.model_copy(update={"strategy": "fsdp2"})
+    assert Estimate(named, place, server, Calibration()).strategy == "fsdp2"
+    assert Estimate(named, place, server, Calibration()).advised == "ddp"
 
 
 def test_auto_is_told_as_the_launch_will_decide(server: Server) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +11,9 @@ from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.strategy import Room, chosen_strategy, data_parallel_size, world_size
 from jobs.spec.rules.warnings import find_warnings
+
+if TYPE_CHECKING:
+    from syrupy.assertion import SnapshotAssertion
 
 
 def read(**values: Any) -> JobSpec:
@@ -404,13 +407,65 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "lr_warmup_steps",
             "is more than max_train_steps (10)",
         ),
+        (
+            {"num_processes": 2, "strategy": "hsdp", "dp_replicate_size": 2},
+            "dp_replicate_size",
+            "leaves nothing to shard",
+        ),
+        (
+            {"num_processes": 2, "context_parallel_size": 2, "model_family": "sdxl"},
+            "context_parallel_size",
+            "no context-parallel plan",
+        ),
+        (
+            {"num_processes": 2, "optimizer": "adafactor", "model_type": "full"},
+            "optimizer",
+            "cannot train sharded parameters",
+        ),
+        (
+            {
+                "num_processes": 2,
+                "model_family": "wan",
+                "model_type": "full",
+                "mixed_precision": "fp16",
+            },
+            "mixed_precision",
+            "some weights of Wan are not sharded",
+        ),
+        (
+            {
+                "num_processes": 2,
+                "model_family": "qwen_image",
+                "context_parallel_size": 2,
+                "context_parallel_comm_strategy": "allgather",
+            },
+            "context_parallel_comm_strategy",
+            "masks padded captions",
+        ),
+        (
+            {"optimizer": "adamw_8bit", "checkpointing_async": True},
+            "checkpointing_async",
+            "the 8-bit state",
+        ),
+        (
+            {
+                "num_processes": 2,
+                "checkpointing_async": True,
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+            },
+            "checkpointing_async",
+            "FULL_STATE_DICT cannot be written in the background",
+        ),
     ],
 )
-def test_what_cannot_run_is_one_conflict(values: dict[str, Any], key: str, said: str) -> None:
+def test_what_cannot_run_is_one_conflict(
+    values: dict[str, Any], key: str, said: str, snapshot: SnapshotAssertion
+) -> None:
     (conflict,) = find_conflicts(read(**values))
     assert conflict.key == key
     assert said in conflict.message
     assert "\n" not in conflict.message
+    assert conflict.message == snapshot  # `pytest --snapshot-update` writes what was reworded
 
 
 def test_several_conflicts_are_all_found() -> None:

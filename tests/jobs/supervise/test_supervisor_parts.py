@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
+from jobs.errors import UserError
 from jobs.queue.states import State
 from jobs.run.rundir import RankStatus
 from jobs.supervise import supervisor
@@ -322,6 +323,50 @@ def test_nobody_is_waited_for_longer_than_the_longest_grace(
 
 
 # -- the end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UserError("no such key"), "could not start: no such key"),
+        (ValueError("a mistake"), "its supervisor failed: ValueError: a mistake"),
+    ],
+)
+def test_a_supervisor_that_fails_leaves_no_process_of_the_run(
+    watch: Supervisor,
+    store: Store,
+    error: Exception,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> None:
+        raise error
+
+    ended: list[Any] = []
+    monkeypatch.setattr(watch, "_adopt", fails)
+    monkeypatch.setattr(supervisor.processes, "become_subreaper", lambda: None)
+    monkeypatch.setattr(supervisor.processes, "with_run_id", lambda run_id: [run_id])
+    monkeypatch.setattr(supervisor.processes, "end", lambda some, *, grace: ended.append(some))
+    store.change(watch.job.id, State.STARTING, "starting")
+    watch.run()
+    assert ended == [[watch.job.run_id]]
+    job = store.get(watch.job.id)
+    assert (job.state, job.reason) == (State.FAILED, reason)
+
+
+def test_logs_are_kept_short_and_a_disk_that_fills_is_told_once_a_while(
+    watch: Supervisor, world: World, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.change(watch.job.id, State.STARTING, "starting")
+    store.change(watch.job.id, State.RUNNING, "all ranks are up")
+    looked: list[float] = []
+    monkeypatch.setattr(supervisor, "cap_logs", lambda run_dir: looked.append(world.now) or [])
+    monkeypatch.setattr(supervisor, "space_warning", lambda run_dir: "the disk is nearly full")
+    for _ in range(3):
+        watch._tidy()
+        world.sleep(supervisor.HOUSEKEEPING_EVERY * 0.6)
+    assert looked == [1000.0, 1000.0 + 2 * supervisor.HOUSEKEEPING_EVERY * 0.6]
+    assert store.get(watch.job.id).reason == "warning: the disk is nearly full"
 
 
 def test_an_end_that_cannot_be_recorded_is_recorded_later(

@@ -20,7 +20,7 @@ from engine.checkpoint.write import aside_of, keep_newest
 from engine.ranks.telemetry import Telemetry
 from engine.run_job import start_training
 from jobs.errors import UserError
-from jobs.run.checkpoint_files import find_damage, read_checkpoint
+from jobs.run.checkpoint_files import STATE_FILE, find_damage, read_checkpoint
 from jobs.run.rundir import MANIFEST, RunDir
 from tests.support.engine.run_context import run_context
 from tests.support.engine.toy_jobs import ALONE, Line, toy_spec
@@ -69,6 +69,34 @@ def save(training: TrainState, spec: JobSpec, run_dir: RunDir, **data: Any) -> P
 
 
 # -- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", "no"), ("no", "fp16"), ("fp16", "fp16")])
+def test_the_loss_scale_goes_on_where_both_have_one(
+    tmp_path: Path, run_dir: RunDir, before: str, after: str
+) -> None:
+    spec = toy_spec(tmp_path, mixed_precision=before)
+    training = trained(spec)
+    if training.scaler is not None:
+        training.scaler.scale(torch.ones(()))
+        training.scaler.update(64.0)
+    save(training, spec, run_dir)
+    resumed = start_training(toy_spec(tmp_path, mixed_precision=after), Line(), ALONE)
+    checkpoint.load(resumed, run_dir.checkpoint(2), ALONE)
+    assert resumed.step == 2
+    assert (resumed.scaler is not None) == (after == "fp16")
+    if resumed.scaler is not None:
+        assert (resumed.scaler.get_scale() == 64.0) == (before == "fp16")
+
+
+@pytest.mark.parametrize("absent", [MANIFEST, STATE_FILE])
+def test_what_misses_a_part_is_no_checkpoint(tmp_path: Path, run_dir: RunDir, absent: str) -> None:
+    spec = toy_spec(tmp_path)
+    training = trained(spec)
+    save(training, spec, run_dir)
+    (run_dir.checkpoint(2) / absent).unlink()
+    with pytest.raises(UserError, match="is not a complete checkpoint"):
+        checkpoint.load(training, run_dir.checkpoint(2), ALONE)
 
 
 @pytest.mark.parametrize("main", [True, False])

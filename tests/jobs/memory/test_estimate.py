@@ -240,6 +240,10 @@ def test_what_is_waited_for_is_not_held(
     gpu = Gpu(0, "GPU-a", "H100", 80 * GIB, 3 * GIB, processes=(GpuProcess(7, **kind),))
     room = room_of(gpu, (), claims, shares=shares)
     assert (room.held, room.passing, room.free) == (held * GIB, passing * GIB, (80 - held) * GIB)
+    if not shares:
+        assert room == room_of(gpu, (), claims)
+    unknown = room_of(replace(gpu, memory_used=None), (), {})
+    assert unknown.free == 80 * GIB, "a driver that does not say how much is used"
 
 
 def test_any_gpus_means_the_roomiest_and_chosen_ones_mean_all_of_them() -> None:
@@ -297,6 +301,10 @@ def test_the_fastest_strategy_that_fits(
         ({"lora_placement": "sharded"}, 8, ("hsdp", "fsdp2")),
         ({"fsdp_cpu_offload": True}, 2, ("fsdp2",)),
         ({}, 3, ("ddp", "fsdp2")),
+        ({"dp_replicate_size": 3}, 6, ("ddp", "hsdp", "fsdp2")),
+        ({"dp_replicate_size": 4}, 6, ("ddp", "fsdp2")),
+        ({"context_parallel_size": 2}, 8, ("hsdp", "fsdp2")),
+        ({"context_parallel_size": 4}, 4, ("fsdp2",)),
     ],
 )
 def test_what_a_job_could_run_with(

@@ -47,6 +47,7 @@ def test_what_needs_as_much_as_there_is_fits(
 
 
 def test_more_held_than_there_is_leaves_nothing() -> None:
+    assert Room("GPU 0", 10) == Room("GPU 0", 10, held=0, passing=0)
     assert Room("GPU 0", 10, held=12).free == 0
     assert Room("GPU 0", 10, held=3, passing=5).free == 7, "what passes is waited for"
 

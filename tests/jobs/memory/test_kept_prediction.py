@@ -19,7 +19,7 @@ from jobs.launch.local import room_of
 from jobs.machine.gpu import Gpu
 from jobs.machine.procfs import started_at
 from jobs.memory import cache, client, kept_prediction, question
-from jobs.memory.auto import predicted_ddp
+from jobs.memory.auto import chosen_before, predicted_ddp
 from jobs.memory.calibration import Calibration, file, read_calibration, record
 from jobs.memory.predicted import Predicted
 from jobs.queue.states import State
@@ -28,7 +28,7 @@ from jobs.run.rundir import RunDir, event
 from jobs.service import dry_run
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.cascade import settle
-from jobs.spec.rules.strategy import Room, Whole, chosen_strategy, launched_strategy
+from jobs.spec.rules.strategy import AS_ASKED, Room, Whole, chosen_strategy, launched_strategy
 from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
 from tests.support.tui.made_up_runs import add_job, append_events, write_rank
@@ -262,6 +262,7 @@ def test_auto_asks_nobody_when_it_is_launched(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(client, "COMMAND", ("/does/not/exist",))
     assert predicted_ddp(spec, gpus) is None
     found = known(spec, "ddp", 2)
+    assert predicted_ddp(spec, []) is None
     whole = predicted_ddp(spec, gpus)
     assert whole == Whole(found.device[1], 20 * GIB, found.device[1] <= 20 * GIB)
 
@@ -326,6 +327,34 @@ def test_a_restart_goes_on_with_what_auto_came_to(
     assert launch(more, [*gpus, "GPU-2", "GPU-3"])[0] == "fsdp2", "it is decided anew"
     asked = more.model_copy(update={"strategy": "ddp"})
     assert launch(asked, [*gpus, "GPU-2", "GPU-3"]) == ("ddp", ("ddp", "set in job"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "changes", "kept"),
+    [
+        ({"FSDP_TUI_STRATEGY": "ddp"}, 2, {}, "ddp"),
+        ({"FSDP_TUI_STRATEGY": "fsdp2"}, 2, {}, "fsdp2"),
+        ({"FSDP_TUI_STRATEGY": "ddp: it fits"}, 2, {}, "ddp"),  # as older launches have it
+        ({"FSDP_TUI_STRATEGY": "hsdp"}, 2, {}, None),  # no choice of auto
+        ({"FSDP_TUI_STRATEGY": "ddp", "FSDP_TUI_STRATEGY_REASON": AS_ASKED}, 2, {}, None),
+        ({"FSDP_TUI_STRATEGY": "ddp"}, 4, {}, None),
+        ({"FSDP_TUI_STRATEGY": "ddp"}, 2, {"strategy": "fsdp2"}, None),
+        ({}, 2, {}, None),
+        (None, 2, {}, None),
+    ],
+)
+def test_what_auto_chose_is_read_from_the_last_launch(
+    tmp_path: Path,
+    environment: dict[str, str] | None,
+    gpus: int,
+    changes: dict[str, Any],
+    kept: str | None,
+) -> None:
+    record = {"environment": environment, "gpus": [f"GPU-{n}" for n in range(gpus)]}
+    RunDir(tmp_path).launch_file.write_text(json.dumps(record))
+    chosen = chosen_before(job(num_processes=2, **changes), RunDir(tmp_path))
+    assert (chosen and chosen[0]) == kept
+    assert chosen is None or chosen[1].endswith(", as on its first launch")
 
 
 # -- two real steps ------------------------------------------------------------------------

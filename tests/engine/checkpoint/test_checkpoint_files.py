@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from engine import checkpoint
 from engine.checkpoint import full, sharded
+from engine.checkpoint import resume as checkpoint_resume
 from engine.checkpoint.contents import Contents, tensors_of
 from engine.checkpoint.resume import resume
 from engine.checkpoint.together import OutOfStepError, SaveError, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest
 from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World
 from engine.run_job import start_training
 from jobs.errors import UserError
 from jobs.run.checkpoint_files import STATE_FILE, find_damage, read_checkpoint
@@ -227,6 +230,34 @@ def test_only_what_nobody_thought_of_leaves_a_traceback(
     assert together(lambda: 3, ALONE) == [3]
 
 
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (failed_on(1, OSError(errno.ENOSPC, "No space left on device")), True),
+        (failed_on(1, KeyError("a")), False),
+        (CheckpointException("save", {}), False),
+        (ValueError("odd"), False),
+    ],
+)
+def test_a_full_disk_is_told_from_other_failures(error: BaseException, full: bool) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SaveError) as caught:
+        together(fail, ALONE)
+    assert caught.value.full is full
+
+
+def test_of_several_ranks_the_one_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("odd")
+
+    monkeypatch.setattr(World, "gather", lambda self, own, group: [(None, None), own])
+    with pytest.raises(SaveError, match=r"^rank 1: ValueError: odd$"):
+        together(fail, replace(ALONE, rank=1, size=2))
+
+
 def test_a_rank_that_is_out_of_step_does_not_wait_for_the_others() -> None:
     def fail() -> None:
         raise OutOfStepError from TimeoutError("gone")
@@ -285,6 +316,40 @@ def test_other_data_and_another_rate_are_told(
     begin(toy_spec(tmp_path, learning_rate=0.5), run_dir, telemetry)
     _, rate = warnings(run_dir)
     assert rate.startswith("changed since step-2 was saved: learning_rate")
+
+
+def test_how_the_checkpoint_computed_with_its_base_is_handed_on(
+    tmp_path: Path, run_dir: RunDir, telemetry: Telemetry
+) -> None:
+    spec = toy_spec(tmp_path)
+    training = trained(spec)
+    run = run_context(spec, run_dir, ALONE, telemetry)
+    assert resume(run, start_training(spec, Line(), ALONE), DATA) is None
+    path = save(training, spec.model_copy(update={"base_matmul": "scaled"}), run_dir, **DATA)
+    assert resume(run, training, DATA) == "scaled"
+    state = json.loads((path / STATE_FILE).read_text())
+    for older in ({k: v for k, v in state["spec"].items() if k != "base_matmul"}, None):
+        (path / STATE_FILE).write_text(json.dumps(state | {"spec": older}))
+        assert checkpoint_resume._compare(path, spec, DATA)[1] == "dequantize"
+
+
+def test_what_is_read_of_checkpoints_is_counted_in_mib(
+    tmp_path: Path, run_dir: RunDir, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def choose(*words: Any) -> None:
+        for _ in range(3):
+            words[-1](1 << 20)
+
+    @contextmanager
+    def phase(name: str) -> Iterator[Any]:
+        yield counted.append
+
+    monkeypatch.setattr(checkpoint_resume, "choose_start", choose)
+    monkeypatch.setattr(telemetry, "phase", phase)
+    begin(toy_spec(tmp_path), run_dir, telemetry)
+    assert counted == [1, 2, 3]
 
 
 def test_a_checkpoint_that_says_nothing_of_its_data_is_believed(

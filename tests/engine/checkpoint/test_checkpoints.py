@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from engine import checkpoint
 from engine.checkpoint import full, sharded
 from engine.checkpoint import saver as saver_module
-from engine.checkpoint.contents import collect, expected_bytes
+from engine.checkpoint.contents import Contents, collect, expected_bytes
 from engine.checkpoint.together import OutOfStepError, SaveError, together
 from engine.exports.source import open_checkpoint
 from engine.families import load
@@ -403,13 +403,16 @@ def test_what_is_written_is_what_was_when_it_was_asked_for(
     assert digest_of(resumed) == wanted
 
 
-def test_training_waits_for_saves_that_do_not_fit_into_memory(
+@pytest.mark.parametrize("can_be_copied", [True, False])
+def test_training_waits_for_saves_that_cannot_be_copied_to_memory(
     toy: Path,
     run_dir: RunDir,
     saver_of: Callable[[JobSpec], checkpoint.Saver],
+    can_be_copied: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(saver_module, "_fits_in_memory", lambda part: False)
+    monkeypatch.setattr(saver_module, "_fits_in_memory", lambda part: not can_be_copied)
+    monkeypatch.setattr(Contents, "can_be_copied", can_be_copied)
     spec = toy_spec(toy)
     saver_of(spec).save(training_of(toy, spec))
     assert run_dir.latest_checkpoint() == (0, run_dir.checkpoint(0)), "complete at once"
@@ -771,6 +774,7 @@ def test_a_save_behind_training_that_fails_is_made_up_for_at_the_present_step(
     run_dir: RunDir,
     saver_of: Callable[[JobSpec], checkpoint.Saver],
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     spec = toy_spec(toy, checkpointing_async=True)
     training, saver = training_of(toy, spec), saver_of(spec)
@@ -778,6 +782,7 @@ def test_a_save_behind_training_that_fails_is_made_up_for_at_the_present_step(
     saver.save(training)
     advance(training, toy, 2)
     saver.finish()
+    assert "cannot save step-0: OddError: bad; retrying synchronously" in capfd.readouterr().out
     assert [c.step for c in list_checkpoints(run_dir)] == [2]
     resumed = training_of(toy, spec)
     checkpoint.load(resumed, run_dir.checkpoint(2), ALONE)

@@ -403,6 +403,21 @@ def test_what_is_written_is_what_was_when_it_was_asked_for(
     assert digest_of(resumed) == wanted
 
 
+def test_all_ranks_of_a_machine_may_copy_to_half_of_its_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(saver_module, "available_memory", lambda: 80)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [saver_module._fits_in_memory(part) for part in (9, 10, 11)] == [True, True, False]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert [saver_module._fits_in_memory(part) for part in (40, 41)] == [True, False]
+
+
+def test_progress_is_in_mebibytes_of_which_the_last_counts_whole() -> None:
+    numbers = [0, 1, 1 << 20, (1 << 20) + 1, 5 << 20]
+    assert list(map(saver_module._mebibytes, numbers)) == [0, 1, 1, 2, 5]
+
+
 @pytest.mark.parametrize("can_be_copied", [True, False])
 def test_training_waits_for_saves_that_cannot_be_copied_to_memory(
     toy: Path,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -109,6 +112,37 @@ class Person:
         return self.app.focused is not None and self.app.focused.id == name
 
 
+class Held:
+    """Suspends the ranks at the first step after one, so that their person need not hurry."""
+
+    def __init__(self, store: Store, after: int = 0) -> None:
+        self._store = store
+        self._after = after
+        self._thread = threading.Thread(target=self._suspend, daemon=True)
+        self._thread.start()
+
+    async def let_go(self, me: Person) -> None:
+        """Let them train on, once they are suspended."""
+        await me.until(lambda: not self._thread.is_alive(), "suspended ranks")
+        self._signal(signal.SIGCONT)
+
+    def _suspend(self) -> None:
+        for _ in attempts(self._have_begun, TRAINED):
+            time.sleep(0.01)
+        self._signal(signal.SIGSTOP)
+
+    def _have_begun(self) -> bool:
+        return any(
+            (last := EventLog(job.run_dir.events).read_all().last) and last.step > self._after
+            for job in self._store.all()
+        )
+
+    def _signal(self, number: int) -> None:
+        (job,) = self._store.all()
+        for status in job.run_dir.rank_statuses():
+            os.kill(status.pid, number)
+
+
 async def test_a_model_is_trained_by_keys_alone(
     store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
@@ -119,10 +153,11 @@ async def test_a_model_is_trained_by_keys_alone(
         me = Person(app, pilot)
         await me.sees("No jobs yet")
         await describe(me)
+        held = Held(store)
         await me.press("ctrl+r")
         await me.is_home()
         await watch(me, store)
-        await stop_and_resume(me, store)
+        await stop_and_resume(me, store, held)
         await look_through(me)
         await remove(me, store)
         await me.press("q")
@@ -196,14 +231,17 @@ async def watch(me: Person, store: Store) -> None:
     await me.until(trains, "the first step")
 
 
-async def stop_and_resume(me: Person, store: Store) -> None:
-    """Stopped with a checkpoint, it goes on after it, and completes while its curves are seen."""
-    await me.press("x", "x")
-    await me.sees("■ stopped")
+async def stop_and_resume(me: Person, store: Store, held: Held) -> None:
+    """Stopped with a checkpoint, it goes on after it while its curves are seen, and completes."""
     (job,) = store.all()
+    await me.press("x", "x")
+    await me.until((job.run_dir.control / "stop").exists, "the request")
+    await held.let_go(me)
+    await me.sees("■ stopped")
     (step,) = (step for step, _ in job.run_dir.complete_checkpoints())
     assert 0 < step < STEPS, "stopped on the way"
     await me.sees(f"{step}/{STEPS}")
+    held = Held(store, after=step)
     await me.press("s")
     await me.sees("● running")
     await me.press("v")
@@ -213,6 +251,7 @@ async def stop_and_resume(me: Person, store: Store) -> None:
     await me.sees("learning rate")
     await me.press("escape")
     await me.is_home()
+    await held.let_go(me)
     await me.sees("✓ completed", f"{STEPS}/{STEPS}")
     steps = [one.step for one in EventLog(job.run_dir.events).read_all().steps]
     assert steps == list(range(1, STEPS + 1)), "none is missing or twice"

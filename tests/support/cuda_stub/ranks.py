@@ -26,6 +26,8 @@ from tests.support.cuda_stub.counting import Counting
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
 _PATIENCE: Final = 600.0  # seconds for one group; a slow machine under load, not an expectation
 
 
@@ -59,12 +61,27 @@ def _import_all() -> None:
     import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401
     import transformers.models.clip.modeling_clip
     import transformers.models.t5.modeling_t5  # noqa: F401
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     import tests.support.cuda_stub.numbers  # noqa: F401
     from tests.support.forks.server import preload
 
     PIL.Image.init()
     preload()
+    register_optimizer_step_pre_hook(_zero_gradients_in_host_memory)
+
+
+def _zero_gradients_in_host_memory(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Of parameters offloaded to the host, which really computes with what the device left there.
+
+    A gradient is what lay in the stub's memory before; a white image there is not a number.
+    """
+    from engine.model.files.weights import local_part
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and (own := local_part(parameter.grad)).is_cpu:
+                own.zero_()
 
 
 def _forked(do: Callable[..., None], *words: Any) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -228,6 +229,78 @@ def test_only_what_nobody_thought_of_leaves_a_traceback(
         together(lambda: fail(ValueError("odd")), ALONE)
     assert "Traceback (most recent call last)" in capsys.readouterr().err
     assert together(lambda: 3, ALONE) == [3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torch_is_asked_for_a_collective_where_there_are_ranks(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[bool] = []
+    take = {"save": sharded.state_dict_saver, "load": sharded.state_dict_loader}
+    for name, module in take.items():
+        monkeypatch.setattr(module, name, lambda *_, no_dist, **__: alone.append(no_dist))
+    monkeypatch.setattr(sharded, "Reader", lambda directory: SimpleNamespace(read_metadata=int))
+    sharded.write_tensors(Contents(0, "sharded", {}, {}, ranks), tmp_path, None)
+    sharded.read_tensors({}, tmp_path, ranks)
+    assert alone == [ranks == 1] * 2
+
+
+WRITER = "PytorchStreamWriter failed: inline_container.cc"
+UNCUT = ValueError("must align with block boundary")
+
+
+@pytest.mark.parametrize(
+    ("failure", "free", "raised"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 1 << 40, OSError),
+        (RuntimeError(WRITER), (64 << 20) - 1, OSError),
+        (RuntimeError(WRITER), 64 << 20, OSError),
+        (ValueError(WRITER), 0, CheckpointException),
+        (RuntimeError("shapes differ"), 0, CheckpointException),
+    ],
+)
+def test_what_the_disk_did_to_a_writer_is_told_from_other_failures(
+    tmp_path: Path,
+    failure: Exception,
+    free: int,
+    raised: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def save(*_: Any, **__: Any) -> None:
+        raise failed_on(1, failure)
+
+    monkeypatch.setattr(sharded.state_dict_saver, "save", save)
+    monkeypatch.setattr(sharded.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(raised) as caught:
+        sharded.write_tensors(Contents(0, "sharded", {}, {}, 2), tmp_path, None)
+    if isinstance(caught.value, OSError):
+        full = free < 64 << 20
+        code = errno.ENOSPC if full else errno.EIO
+        assert caught.value.errno == getattr(failure, "errno", code)
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "said"),
+    [
+        (UserError("it would run posix.mkdir"), UserError, "it would run"),
+        (UNCUT, UserError, "cannot be split over this number of ranks"),
+        (KeyError("weight"), CheckpointException, "weight"),
+    ],
+)
+def test_why_shards_cannot_be_read_is_one_sentence_where_it_is_known(
+    tmp_path: Path,
+    failure: Exception,
+    raised: type[BaseException],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise failed_on(1, failure)
+
+    monkeypatch.setattr(sharded.state_dict_loader, "load", load)
+    monkeypatch.setattr(sharded, "Reader", lambda directory: SimpleNamespace(read_metadata=int))
+    with pytest.raises(raised, match=said):
+        sharded.read_tensors({}, tmp_path, 2)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class Server:
         self._outstanding = 0  # questions that were sent and not answered; answers come in order
         self._numbers = itertools.count(1)
         self._talking = threading.Lock()
+        self._starting = threading.Lock()  # what is being started is ended too
         self._closed = False
 
     @property
@@ -98,7 +99,8 @@ class Server:
     def close(self) -> None:
         """End the process, and start none any more."""
         self._closed = True
-        self._end()
+        with self._starting:
+            self._end()
 
     def _ask(
         self, request: dict[str, Any], cancelled: Callable[[], bool], deadline: float
@@ -149,24 +151,24 @@ class Server:
     # -- the process -----------------------------------------------------------------------
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._closed:
-            raise ToolError("prediction cancelled: the dashboard is closing")
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._end()
-        self._rest, self._outstanding = b"", 0
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
-        process = start_child(
-            self._command or COMMAND,
-            {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for whoever asks
-        )
+        with self._starting:
+            if self._closed:
+                raise ToolError("prediction cancelled: the dashboard is closing")
+            if self._process is not None and self._process.poll() is None:
+                return self._process
+            self._end()
+            self._rest, self._outstanding = b"", 0
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+            process = self._process = start_child(
+                self._command or COMMAND,
+                {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                start_new_session=True,  # Ctrl-C is for whoever asks
+            )
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
-        self._process = process
         forget_old()  # while it imports torch
         return process
 

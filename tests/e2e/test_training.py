@@ -27,6 +27,7 @@ from jobs.queue.states import State
 from jobs.run.eventlog import EventLog
 from jobs.run.run_report import read_report
 from jobs.run.rundir import RunDir
+from tests.support.jobs.held_ranks import HeldRanks, has_done_more_than
 from tests.support.jobs.real_jobs import PATIENCE, Bench, Run
 
 if TYPE_CHECKING:
@@ -247,15 +248,19 @@ def test_stop_saves_within_a_step_and_resume_equals_never_stopping(
     Elastic would end the ranks: its launcher has a handler of its own for SIGHUP.
     """
     job = bench.submit(name="halves", max_train_steps=12, train_batch_size=2)
-    bench.wait_for_step(job, 1)
+    files = bench.store.get(job).run_dir
+    trains = has_done_more_than(0)
+    held = HeldRanks(bench.store, lambda run_dir: run_dir == files and trains(run_dir), PATIENCE)
+    bench.until(held.are_suspended)
     supervisor = bench.store.get(job).supervisor
     assert supervisor is not None
     for process in (supervisor, *with_run_id(bench.store.get(job).run_id)):
         process.signal(signal.SIGHUP)
-    bench.wait_for_step(job, 3)
     service.stop(bench.store, job)  # as `fsdp-tui stop` does, which takes seconds to begin
+    bench.until((files.control / "stop").exists)
+    held.let_go()
     facts = bench.wait(job, "stopped", "completed")
-    assert facts["state"] == "stopped", "the job was too short to be stopped"
+    assert facts["state"] == "stopped"
     stopped_at = facts["checkpoints"][-1]
     assert facts["step"] == stopped_at
     asked = next(c.t for c in bench.store.history(job) if c.after is State.STOPPING)
@@ -279,10 +284,16 @@ def test_a_killed_rank_costs_steps_and_changes_nothing(bench: Bench, straight: R
         name="shot", max_restarts=1, max_train_steps=12, train_batch_size=2, checkpointing_steps=4
     )
     files = bench.store.get(job).run_dir
-    bench.until(lambda: files.latest_checkpoint() is not None)
+    held = HeldRanks(
+        bench.store,
+        lambda run_dir: run_dir == files and run_dir.latest_checkpoint() is not None,
+        PATIENCE,
+    )
+    bench.until(held.are_suspended)
     rank = next(status for status in files.rank_statuses() if status.rank == 1)
     assert rank.step < 12, "too late"
     os.kill(rank.pid, signal.SIGKILL)
+    held.let_go()
 
     facts = bench.wait(job, "completed", "stopped", "failed", "lost")
     assert facts["state"] == "completed", facts["reason"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +12,7 @@ from textual.widgets import Select
 
 from jobs.machine.processes import with_run_id
 from jobs.run.eventlog import EventLog
+from tests.support.jobs.held_ranks import HeldRanks, has_done_more_than
 from tests.support.tui.pilot import driven, shown_by
 from tests.support.waiting import attempts
 from tui.app.app import FsdpTui
@@ -112,37 +110,6 @@ class Person:
         return self.app.focused is not None and self.app.focused.id == name
 
 
-class Held:
-    """Suspends the ranks at the first step after one, so that their person need not hurry."""
-
-    def __init__(self, store: Store, after: int = 0) -> None:
-        self._store = store
-        self._after = after
-        self._thread = threading.Thread(target=self._suspend, daemon=True)
-        self._thread.start()
-
-    async def let_go(self, me: Person) -> None:
-        """Let them train on, once they are suspended."""
-        await me.until(lambda: not self._thread.is_alive(), "suspended ranks")
-        self._signal(signal.SIGCONT)
-
-    def _suspend(self) -> None:
-        for _ in attempts(self._have_begun, TRAINED):
-            time.sleep(0.01)
-        self._signal(signal.SIGSTOP)
-
-    def _have_begun(self) -> bool:
-        return any(
-            (last := EventLog(job.run_dir.events).read_all().last) and last.step > self._after
-            for job in self._store.all()
-        )
-
-    def _signal(self, number: int) -> None:
-        (job,) = self._store.all()
-        for status in job.run_dir.rank_statuses():
-            os.kill(status.pid, number)
-
-
 async def test_a_model_is_trained_by_keys_alone(
     store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
@@ -153,7 +120,7 @@ async def test_a_model_is_trained_by_keys_alone(
         me = Person(app, pilot)
         await me.sees("No jobs yet")
         await describe(me)
-        held = Held(store)
+        held = HeldRanks(store, has_done_more_than(0), TRAINED)
         await me.press("ctrl+r")
         await me.is_home()
         await watch(me, store)
@@ -231,17 +198,18 @@ async def watch(me: Person, store: Store) -> None:
     await me.until(trains, "the first step")
 
 
-async def stop_and_resume(me: Person, store: Store, held: Held) -> None:
+async def stop_and_resume(me: Person, store: Store, held: HeldRanks) -> None:
     """Stopped with a checkpoint, it goes on after it while its curves are seen, and completes."""
+    await me.until(held.are_suspended, "suspended ranks")
     (job,) = store.all()
     await me.press("x", "x")
     await me.until((job.run_dir.control / "stop").exists, "the request")
-    await held.let_go(me)
+    held.let_go()
     await me.sees("■ stopped")
     (step,) = (step for step, _ in job.run_dir.complete_checkpoints())
     assert 0 < step < STEPS, "stopped on the way"
     await me.sees(f"{step}/{STEPS}")
-    held = Held(store, after=step)
+    held = HeldRanks(store, has_done_more_than(step), TRAINED)
     await me.press("s")
     await me.sees("● running")
     await me.press("v")
@@ -251,7 +219,8 @@ async def stop_and_resume(me: Person, store: Store, held: Held) -> None:
     await me.sees("learning rate")
     await me.press("escape")
     await me.is_home()
-    await held.let_go(me)
+    await me.until(held.are_suspended, "suspended ranks")
+    held.let_go()
     await me.sees("✓ completed", f"{STEPS}/{STEPS}")
     steps = [one.step for one in EventLog(job.run_dir.events).read_all().steps]
     assert steps == list(range(1, STEPS + 1)), "none is missing or twice"
@@ -282,4 +251,4 @@ async def remove(me: Person, store: Store) -> None:
     await me.press("y")
     await me.sees("No jobs yet")
     assert store.all() == []
-    assert not job.run_dir.root.exists()
+    await me.until(lambda: not job.run_dir.root.exists(), "no run directory")

@@ -1,4 +1,4 @@
-"""The group of all commands: imports only the one that is run, or sends it to another machine."""
+"""The group of all commands. It imports only the one that is run; `--on` runs it elsewhere."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ class CommandGroup(click.Group):
     def __init__(self, *, sections: Mapping[str, Mapping[str, str]], **options: Any) -> None:
         """
         Args:
-            sections: Heading → name of a command → where it is, as `module:name`.
+            sections: Heading → command → `module:attribute`.
             options: See `click.Group`.
         """
         places = {name: place for names in sections.values() for name, place in names.items()}
         super().__init__(commands=_Commands(places), **options)
         self._sections = sections
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.commands:
+            return None
+        return self.commands[cmd_name]  # `get` would hide a KeyError of the command's own module
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in self._sections.items():
@@ -49,9 +54,10 @@ class CommandGroup(click.Group):
 
 
 class _Commands(MutableMapping[str, click.Command]):
-    """Commands by name; the module of one is imported when it is asked for.
+    """Commands by name. A command's module is imported on first access.
 
-    All of them take a fifth of the dashboard's start.
+    To import all of them would take a fifth of the dashboard's start. A mapping, because click
+    looks for similar names in it.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -64,6 +70,9 @@ class _Commands(MutableMapping[str, click.Command]):
             place = self._places[name] = getattr(import_module(module), attribute)
         assert isinstance(place, click.Command)
         return place
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
 
     def __setitem__(self, name: str, command: click.Command) -> None:
         self._places[name] = command

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 import click
 
-import tui.cli.completion  # noqa: F401  what a shell completes with, whichever command it is
+import tui.cli.completion  # noqa: F401  registers shell completion
 from jobs.errors import UserError
 from jobs.machine.engine_tools import ToolError
 from jobs.queue.store import Store
@@ -21,8 +21,8 @@ from tui.app.start import open_dashboard
 from tui.cli.command_group import ON, CommandGroup
 from tui.cli.common.echo import echo
 
-# What they are for → name → where it is. A module is imported only when its command is run.
-_COMMANDS: Final[dict[str, dict[str, str]]] = {
+# Heading → command → `module:attribute`. A module is imported when its command is needed.
+COMMANDS: Final[dict[str, dict[str, str]]] = {
     "Begin": {
         "demo": "tui.cli.demo:demo",
         "toy": "tui.cli.demo:toy",
@@ -126,7 +126,7 @@ def _with_way_out(error: click.ClickException) -> str:
 
 @click.group(
     cls=CommandGroup,
-    sections=_COMMANDS,
+    sections=COMMANDS,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"{_EXAMPLES}\n{_STATUSES}",
@@ -144,7 +144,7 @@ def cli(context: click.Context, read_only: bool, plain: bool, on: str | None) ->
     """
     if context.invoked_subcommand is None:
         if on is not None:
-            from tui.cli.fleet.on_box import open_on  # only there
+            from tui.cli.fleet.on_box import open_on  # only where --on is given
 
             return open_on(on, ["--read-only"] * read_only + ["--ascii"] * plain)
         open_dashboard(Store(), read_only=read_only, plain=plain)

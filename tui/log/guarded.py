@@ -56,7 +56,7 @@ class _GuardedFinder(PatternFinder):
     """Finds what a `PatternFinder` does, or gives up."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
-        import regex  # a hundredth of the dashboard's start, for a search that few make
+        import regex  # 1 % of the dashboard's start, and few searches need it
 
         super().__init__(pattern)
         self._guarded = regex.compile(pattern.pattern, pattern.flags)

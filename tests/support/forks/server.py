@@ -44,6 +44,7 @@ PRELOADED: Final = (
     "jobs.queue.dispatch",
     "jobs.supervise.supervisor",
     "tui.cli.commands",
+    "tui.cli.job.show",
     "tui.cli.job.submit",
 )
 FORKS: Final = "PYTHON_EXEC"  # what torch's launcher starts ranks with, and here all others too

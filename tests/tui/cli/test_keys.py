@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec, field_choices, field_group
 from tests.support.paths import ROOT
+from tui.cli.command_group import CommandGroup
 from tui.cli.commands import cli
 from tui.cli.completion import _SHELLS
 
@@ -117,6 +118,18 @@ def test_help_names_every_command_under_a_heading() -> None:
     for name in cli.commands:
         assert re.search(rf"^  {name} ", text, re.M), name
         assert run(name, "--help").exit_code == 0
+
+
+def test_a_command_whose_module_fails_is_not_called_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails_when_imported.py").write_text("{}['missing']")
+    monkeypatch.syspath_prepend(tmp_path)
+    group = CommandGroup(sections={"Begin": {"broken": "fails_when_imported:command"}})
+    assert "broken" in group.commands
+    with pytest.raises(KeyError, match="missing"):
+        group.main(["broken"], standalone_mode=False)
+    assert "Did you mean 'broken'?" in CliRunner().invoke(group, ["brokn"]).output
 
 
 def test_help_of_submit_teaches_how_to_write_flags() -> None:

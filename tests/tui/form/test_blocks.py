@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from contextlib import asynccontextmanager, suppress
@@ -463,13 +464,21 @@ async def test_a_real_model_is_looked_at_in_a_process_and_remembered(
         assert not looking_processes()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-async def test_escape_ends_the_process_that_looks(store: Store, model: Path) -> None:
+async def test_escape_ends_the_process_that_looks(
+    store: Store, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"  # it looks forever, whatever it is asked
+    python.write_text(
+        f"#!{sys.executable} -S\n"
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(6000)\n"
+    )
+    python.chmod(0o700)
+    monkeypatch.setattr("jobs.machine.engine_tools.sys.executable", str(python))
     async with looking_at(store, str(model)) as (_, pilot, answers):
         await until(pilot, looking_processes)
         (process,) = looking_processes()
-        process.suspend()  # it never ends by itself
         try:
             await pilot.press("escape")
             await until(pilot, lambda: answers == [None])

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import SpecError
+from jobs.machine.child import start_child
 from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.machine.gpu import Gpu, GpuProcess
 from jobs.machine.procfs import started_at
@@ -39,6 +40,7 @@ from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.strategy import chosen_strategy
 from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
+from tests.support.waiting import PATIENCE, eventually
 from tui.cli.prepare import estimate as estimate_command
 from tui.cli.prepare.estimate import DOES_NOT_FIT, estimate_job
 
@@ -111,6 +113,32 @@ def test_it_ends_with_whoever_started_it_however_that_ends() -> None:
             break
         ended.wait(0.05)
     assert started_at(pid) is None
+
+
+def test_a_process_that_is_just_being_started_is_ended_too(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a supervisor that ends in that moment leaves it behind for minutes."""
+    server, started, go_on = Server(COMMAND), threading.Event(), threading.Event()
+    children: list[subprocess.Popen[bytes]] = []
+
+    def slowly(*words: Any, **more: Any) -> subprocess.Popen[bytes]:
+        children.append(child := start_child(*words, **more))
+        started.set()
+        go_on.wait(PATIENCE)
+        return child
+
+    monkeypatch.setattr("jobs.memory.client.start_child", slowly)
+    threads = [threading.Thread(target=one) for one in (server._running, server.close)]
+    threads[0].start()
+    started.wait(PATIENCE)
+    threads[1].start()
+    eventually(lambda: server._closed)
+    go_on.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert children[0].poll() is not None
+    assert server.pid is None
 
 
 def test_a_dead_server_is_replaced_and_one_that_dies_twice_is_told(

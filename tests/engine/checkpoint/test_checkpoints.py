@@ -425,12 +425,16 @@ def test_training_waits_for_saves_that_cannot_be_copied_to_memory(
     saver_of: Callable[[JobSpec], checkpoint.Saver],
     can_be_copied: bool,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(saver_module, "_fits_in_memory", lambda part: not can_be_copied)
     monkeypatch.setattr(Contents, "can_be_copied", can_be_copied)
     spec = toy_spec(toy)
     saver_of(spec).save(training_of(toy, spec))
     assert run_dir.latest_checkpoint() == (0, run_dir.checkpoint(0)), "complete at once"
+    told = capfd.readouterr().out
+    assert "checkpoints are written while training waits" in told
+    assert "saved step-0 (" in told
 
 
 @pytest.mark.slow

@@ -159,6 +159,7 @@ def test_a_job_whose_model_is_not_here_yet_waits_and_fails_if_it_cannot_come(
     monkeypatch.setattr(dispatching, "forget", lambda run_dir: forgotten.append(run_dir.root))
     dispatch(store)
     assert (store.get(job).state, store.get(job).reason) == (State.QUEUED, answer[0])
+    assert forgotten == []
     answer = ("FLUX.1-dev was not found", True)
     dispatch(store)
     assert (store.get(job).state, store.get(job).reason) == (State.FAILED, answer[0])

@@ -46,6 +46,32 @@ def bring(store: Store, job: Job, *states: State) -> Job:
     return store.get(job.id)
 
 
+# -- opening -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_mount_without_shared_memory_is_left_where_that_helps(
+    home: Path, helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tests/jobs/machine/test_network_homes.py` has such a mount, where one can be made."""
+    first = Store(home).path
+    opened: list[Path] = []
+
+    def fails_once(self: Store) -> None:
+        opened.append(self.path)
+        if len(opened) == 1:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(Store, "_open", fails_once)
+    monkeypatch.setattr("jobs.queue.store.leave_wal_where_it_fails", lambda path, error: helps)
+    if helps:
+        Store(home)
+    else:
+        with pytest.raises(UserError, match="disk I/O error"):
+            Store(home)
+    assert opened == [first] * (2 if helps else 1)
+
+
 # -- adding and reading --------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -368,6 +369,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"snr_gamma": 5.0}, "snr_gamma", "FLUX.1 is a flow-matching model"),
         ({"lr_end": 1e-3, "learning_rate": 1e-3}, "lr_end", "not below learning_rate"),
         ({"sigma_min": 0.5, "sigma_max": 0.5}, "sigma_min", "not below sigma_max"),
+        ({"sigma_min": 0.6, "sigma_max": 0.5}, "sigma_min", "(0.6) is not below sigma_max (0.5)"),
         ({"flow_shift": 3.0}, "flow_shift", "needs timestep_sampling: shift"),
         (
             {"optimizer": "adamw_schedule_free", "use_ema": True},
@@ -457,6 +459,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "FULL_STATE_DICT cannot be written in the background",
         ),
     ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,  # as it is stored by
 )
 def test_what_cannot_run_is_one_conflict(
     values: dict[str, Any], key: str, said: str, snapshot: SnapshotAssertion

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from tests.support.tui.pilot import driven, until
+from tests.support.waiting import PATIENCE
 from tui.app.app import FsdpTui
 from tui.form.fields.field_row import FieldRow
 from tui.form.screen import NewJobScreen
@@ -37,6 +38,7 @@ async def running(
         settings: What the person has set for good.
     """
     app = FsdpTui(store, select=select, settings=Settings(**settings))
+    app.NOTIFICATION_TIMEOUT = PATIENCE  # type: ignore[misc]  # a busy test may look late
     async with driven(app, size) as pilot:
         await until(pilot, lambda: app.dashboard.snapshot.t > 0)
         yield app, pilot

@@ -59,7 +59,7 @@ class Server:
         self._outstanding = 0  # questions that were sent and not answered; answers come in order
         self._numbers = itertools.count(1)
         self._talking = threading.Lock()
-        self._starting = threading.Lock()  # what is being started is ended too
+        self._starting = threading.Lock()  # `close` ends what is being started, too
         self._closed = False
 
     @property

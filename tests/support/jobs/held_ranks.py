@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jobs.run.eventlog import EventLog
-from tests.support.waiting import attempts
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +44,7 @@ class HeldRanks:
         self._signal(signal.SIGCONT)
 
     def _suspend(self) -> None:
-        for _ in attempts(self._found, self._seconds):
-            time.sleep(0.01)
+        eventually(self._found, self._seconds)
         self._signal(signal.SIGSTOP)
 
     def _found(self) -> bool:

@@ -468,17 +468,13 @@ async def test_escape_ends_the_process_that_looks(
     store: Store, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"  # it looks forever, whatever it is asked
-    python.write_text(
-        f"#!{sys.executable} -S\n"
-        "import signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "time.sleep(6000)\n"
-    )
+    python.write_text(f"#!{sys.executable} -S\nimport time\ntime.sleep(6000)\n")
     python.chmod(0o700)
     monkeypatch.setattr("jobs.machine.engine_tools.sys.executable", str(python))
     async with looking_at(store, str(model)) as (_, pilot, answers):
         await until(pilot, looking_processes)
         (process,) = looking_processes()
+        process.suspend()  # nor does SIGTERM end it
         try:
             await pilot.press("escape")
             await until(pilot, lambda: answers == [None])

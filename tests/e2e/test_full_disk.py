@@ -15,7 +15,8 @@ import pytest
 from jobs.errors import UserError
 from jobs.machine.processes import with_run_id
 from jobs.run.checkpoint_files import find_damage
-from tests.support.jobs.real_jobs import Bench
+from tests.support.jobs.held_ranks import HeldRanks
+from tests.support.jobs.real_jobs import PATIENCE, Bench
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,13 +66,16 @@ def test_a_disk_that_is_full_while_saving(small_disk: Bench) -> None:
         lora_rank=4,
     )
     files = small_disk.store.get(job).run_dir
-    small_disk.until(lambda: files.latest_checkpoint() is not None)
-    step, first = files.complete_checkpoints()[0]
-    assert step == 4
+    held = HeldRanks(
+        small_disk.store, lambda run_dir: run_dir.latest_checkpoint() is not None, PATIENCE
+    )
+    small_disk.until(held.are_suspended)  # they would take of the space that is to be filled
+    _, first = files.complete_checkpoints()[0]
     needed = sum(path.stat().st_size for path in first.rglob("*") if path.is_file())
     room = shutil.disk_usage(files.root).free
     with open(small_disk.home / "state" / "filler", "wb") as filler:
         filler.write(b"\0" * max(0, room - needed // 2))
+    held.let_go()
 
     try:
         facts = small_disk.wait(job, "completed", "stopped", "failed", "lost")

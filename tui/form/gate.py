@@ -42,7 +42,7 @@ class Gate:
             self._waiting = dict(values)
             form.tell(_WAITS)
             return False
-        self._waiting = None
+        self._wait_no_longer()
         if form.looks.bad_paths and not self.fetched_for(values):
             if any(draft.names_hub(name, values) for name in form.looks.bad_paths):
                 form.tell(_ASKS)
@@ -57,9 +57,14 @@ class Gate:
         if (values := self._waiting) is None:
             return
         if values != self._form.values:  # typed on meanwhile
-            self._waiting = None
+            self._wait_no_longer()
         elif self._form.query_one(FitBars).knows(values) and not self._form.looks.under_way:
             self._form.call_later(self._form.action_submit)
+
+    def _wait_no_longer(self) -> None:
+        if self._waiting is not None:
+            self._waiting = None
+            self._form.tell_of_field()
 
     def fetched_for(self, values: Mapping[str, Any]) -> list[HubName]:
         """What the person agreed to fetch for a job of these values."""
@@ -68,10 +73,10 @@ class Gate:
     def ask_to_fetch(self, answer: Looks.Absent) -> None:
         """The hub has answered: ask whether to fetch."""
         form = self._form
+        form.tell_of_field()
         if answer.values != form.values:  # typed on meanwhile
             return
         if not answer.sizes:
-            form.tell("")
             form.complain(answer.problem)
             form.call_later(form.go_to, first_of(form.looks.bad_paths))
             return
@@ -87,7 +92,6 @@ class Gate:
         form.app.push_screen(screen, partial(self._agreed, answer))
 
     def _agreed(self, answer: Looks.Absent, yes: bool | None) -> None:
-        self._form.tell("")
         if yes:
             self._fetched = answer.values, list(answer.sizes)
             self._form.call_later(self._form.action_submit)

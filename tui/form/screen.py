@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.app import ComposeResult
-    from textual.events import DescendantFocus
 
     from jobs.queue.store import Store
     from jobs.spec.file.templates import Template
@@ -159,8 +158,13 @@ class NewJobScreen(Screen[int | None]):
         self.fill(draft.begin_with(template.values, self.fields.values))
         self.notify(f"loaded {template.title}", markup=False)
 
-    def on_descendant_focus(self, event: DescendantFocus) -> None:
-        row = next((node for node in event.widget.ancestors if isinstance(node, FieldRow)), None)
+    def on_descendant_focus(self) -> None:
+        self.tell_of_field()
+
+    def tell_of_field(self) -> None:
+        """Say below the fields what the one with the focus is."""
+        path = self.focused.ancestors if self.focused else ()
+        row = next((node for node in path if isinstance(node, FieldRow)), None)
         text = field_texts.help_text(row.field) if row else ""
         if row is not None and row.field == "strategy":
             text = f"{text} {self.checks.strategy_note(self.values)[1]}".rstrip()

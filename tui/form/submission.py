@@ -76,7 +76,7 @@ class Submission:
         if message.job is not None:
             self._form.dismiss(message.job)
             return
-        self._form.tell("")
+        self._form.tell_of_field()
         problem = message.problem
         if message.free_name:
             # The job can be changed no more: what was typed can still become another.

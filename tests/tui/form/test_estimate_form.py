@@ -140,6 +140,7 @@ async def test_what_does_not_fit_is_asked_once_and_can_be_queued(
         go_on.set()
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         assert "does not fit" in text(bars)
+        assert "Checking" not in str(told.content)  # type: ignore[attr-defined]
         detail = str(app.screen.query_one("#detail").content)  # type: ignore[attr-defined]
         assert "gradient_checkpointing: true" in detail
         assert "2 of 3 images have no caption" in detail
@@ -150,6 +151,30 @@ async def test_what_does_not_fit_is_asked_once_and_can_be_queued(
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         await pilot.press("y")
         await until(pilot, lambda: queued)
+
+
+async def test_who_types_on_waits_no_longer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[Any] = []
+    go_on = threading.Event()
+
+    def slow(*args: Any) -> form_fit.Look:
+        assert go_on.wait(PATIENCE)
+        return look(*args)
+
+    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job: queued.append(job))
+    monkeypatch.setattr(form_fit, "look", slow)
+    async with form(store, VALUES | {"gradient_checkpointing": True}) as (app, pilot, bars):
+        app.screen.query_one("#field-name").focus()
+        told = app.screen.query_one("#field-help")
+        await until(pilot, lambda: "name: " in str(told.content))  # type: ignore[attr-defined]
+        explained = str(told.content)  # type: ignore[attr-defined]
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: "Checking" in str(told.content))  # type: ignore[attr-defined]
+        await pilot.press("2")
+        go_on.set()
+        await until(pilot, lambda: str(told.content) == explained)  # type: ignore[attr-defined]
+        await until(pilot, lambda: "spare" in text(bars))
+        assert queued == []
 
 
 async def test_what_fits_is_queued_without_a_question(

@@ -15,6 +15,7 @@ from tests.support.tui.driven_app import all_said, running, shown
 from tests.support.tui.hostile import EVIL, steering
 from tests.support.tui.made_up_fleet import made_up_views
 from tests.support.tui.pilot import shown_by, until
+from tests.support.waiting import eventually_shown
 from tui.fleet.rows import about_rows, box_rows, totals
 from tui.fleet.screen import FleetScreen
 from tui.text.format import plain
@@ -76,7 +77,9 @@ async def test_boxes_are_shown_as_they_are(store: Store, boxes: FakeBoxes) -> No
         await until(pilot, lambda: screen.panel.views[2].status == "here")
         await pilot.press("escape")
         assert app.screen is app.dashboard
-    assert all(link._process is None for link in screen.watch_boxes.links)  # type: ignore[union-attr]
+    watch = screen.watch_boxes
+    assert watch is not None
+    await eventually_shown(lambda: all(link._process is None for link in watch.links))
 
 
 async def test_a_visit_gives_the_terminal_to_ssh(

@@ -56,15 +56,14 @@ class DashboardScreen(QueueControl):
     def compose(self) -> ComposeResult:
         set_size_classes(self)
         yield self.title_bar
-        with Vertical(id="body"):
-            yield self.devices
-            with Container(id="main"):
-                with Vertical(id="overview"):
-                    yield self.jobs
-                    yield self.activity
-                with Container(id="details"):
-                    yield self.log_view
-                    yield self.curve
+        yield self.devices
+        with Container(id="main"):
+            with Vertical(id="jobs-and-activity"):
+                yield self.jobs
+                yield self.activity
+            with Container(id="details"):
+                yield self.log_view
+                yield self.curve
         yield self.problem
         yield self.key_bar
 

@@ -170,8 +170,9 @@ class Terminal:
 def terminal(
     command: Sequence[str], env: Mapping[str, str], size: tuple[int, int] = (80, 24)
 ) -> Iterator[Terminal]:
-    """A program on a terminal, ended in the end."""
+    """A program on a terminal, ended in the end. It does not ask whether this one shows images."""
     shown = dict(env) | {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
+    shown["FSDP_TUI_PICTURES"] = "blocks"  # a late answer would be taken for keys
     one = Terminal(command, shown, size)
     try:
         yield one

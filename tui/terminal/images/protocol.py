@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 Protocol = Literal["kitty", "sixel", "blocks"]
 
 VARIABLE: Final = "FSDP_TUI_PICTURES"
-_WITHIN: Final = 1.0  # seconds; a slow link's answer must not arrive as if it were typed
+# Seconds. An answer that comes later would be taken for keys, whose "?" opens the help.
+_WITHIN: Final = 3.0
 _KITTY_QUERY: Final = b"\x1b_Gi=31,s=1,v=1,a=q,t=d,f=24;AAAA\x1b\\"
 _CELL_QUERY: Final = b"\x1b[16t"
 _ATTRIBUTES_QUERY: Final = b"\x1b[c"  # every terminal answers it, so that nobody waits forever

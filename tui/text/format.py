@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jobs import units
 from jobs.units import ranges
@@ -127,13 +127,13 @@ def bar(fraction: float | None, width: int, role: str = "bar") -> Row:
     )
 
 
+_HEIGHTS: Final = "▁▂▃▄▅▆▇██"  # by eighths, of which a hundred percent are the ninth
+
+
 def sparkline(shares: Sequence[float | None], width: int) -> str:
     """The newest percentages as `width` columns of eight heights; a gap where none is known."""
     newest = shares[len(shares) - width :] if len(shares) > width else shares
-    marks = (
-        " " if share is None else "▁▂▃▄▅▆▇█"[min(7, max(0, int(share * 8 / 100)))]
-        for share in newest
-    )
+    marks = [" " if share is None else _HEIGHTS[min(8, int(share * 8 / 100))] for share in newest]
     return "".join(marks).rjust(width)
 
 

@@ -85,15 +85,13 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         }
         self.repaint(changed)
 
-    def repaint(self, rows: Mapping[int, range | None]) -> None:
-        """Repaint visible rows: some cells of each, or all of them."""
-        width, height = self.size
-        regions = []
+    def repaint(self, rows: Mapping[int, range]) -> None:
+        """Repaint some cells of visible rows."""
+        regions, height = [], self.size.height
         for index, cells in rows.items():
             y = index if index < self.fixed else index - self.scroll_offset.y
             if (0 if index < self.fixed else self.fixed) <= y < height:
-                columns = cells or range(width)
-                regions.append(Region(columns.start, y, len(columns), 1))
+                regions.append(Region(cells.start, y, len(cells), 1))
         if regions:
             self.refresh(*regions)
 
@@ -165,26 +163,25 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         self._palette.clear()
 
 
-def changed_cells(old: Row, new: Row) -> range | None:
-    """From the first to the last cell whose span differs; None where that is unknown.
+def changed_cells(old: Row, new: Row) -> range:
+    """From the first to the last cell whose span differs.
 
     Textual draws a line up to the last cell that is to be painted, so rows have what changes most
     in front. A terminal is sent even less, see `terminal_cells`; a browser is not.
     """
-    same = 0
-    start = 0
+    same = start = 0
     for before, after in zip(old, new, strict=False):
         if before != after:
             break
         same += 1
-        start += len(after.text)
-    texts = "".join([span.text for span in old]), "".join([span.text for span in new])
-    if any(not text.isascii() and cell_len(text) != len(text) for text in texts):
-        return None
-    end = max(map(len, texts))
-    if len(texts[0]) == len(texts[1]):  # what follows stands where it stood
+        start += cell_len(after.text)
+    before_end, after_end = (
+        sum([cell_len(span.text) for span in row[same:]], start) for row in (old, new)
+    )
+    end = max(before_end, after_end)
+    if before_end == after_end:  # what follows stands where it stood
         for before, after in zip(reversed(old[same:]), reversed(new[same:]), strict=False):
             if before != after:
                 break
-            end -= len(after.text)
+            end -= cell_len(after.text)
     return range(start, max(end, start + 1))

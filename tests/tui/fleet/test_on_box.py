@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,25 @@ def test_a_signal_ends_ssh_too(boxes: FakeBoxes, number: int) -> None:
     pid = int((boxes.root / "echo.pid").read_text())
     eventually(lambda: not psutil.pid_exists(pid))
     assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_while_ssh_starts_ends_it_too(
+    boxes: FakeBoxes, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    boxes.script("echoes", "exec sleep 6000")
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def signalled(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*args, **options))
+        os.kill(os.getpid(), number)  # as if it came before anyone knows which process it is
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", signalled)
+    with pytest.raises(SystemExit) as ended:
+        run("--on", "echo", "list")
+    assert ended.value.code == 128 + number
+    assert started[0].poll() is not None
 
 
 def test_a_job_is_read_from_standard_input(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tui.cli.common.job_arguments import JobCommand
 from tui.fleet.visit import visit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from jobs.fleet.config import Box
 
@@ -152,29 +152,48 @@ def _others(command: click.Command, words: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Let signals that end this process end ssh too; who ignores one, as nohup does, still does."""
+def _signals_raise() -> Iterator[Callable[[], None]]:
+    """Let signals that end this process end ssh too; who ignores one, as nohup does, still does.
+
+    They raise once what is yielded has been called: before that, nobody knows which process to end.
+    """
+    came: list[int] = []
+    waits = True
 
     def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        came.append(number)
+        if not waits:
+            raise SystemExit(128 + number)
+
+    def raise_now() -> None:
+        nonlocal waits
+        waits = False
+        if came:
+            raise SystemExit(128 + came[0])
 
     ending = (signal.SIGTERM, signal.SIGHUP)
     numbers = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, end)
     try:
-        yield
+        yield raise_now
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _run(box: Box, command: Sequence[str], feed: int | None, job: bytes | None) -> int:
-    with _signals_raise():
-        return _run_ssh(box, command, feed, job)
+    with _signals_raise() as raise_signals:
+        return _run_ssh(box, command, feed, job, raise_signals)
 
 
-def _run_ssh(box: Box, command: Sequence[str], feed: int | None, job: bytes | None) -> int:
+def _run_ssh(
+    box: Box,
+    command: Sequence[str],
+    feed: int | None,
+    job: bytes | None,
+    raise_signals: Callable[[], None],
+) -> int:
     try:
         process = subprocess.Popen(
             command, stdin=feed, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -185,8 +204,9 @@ def _run_ssh(box: Box, command: Sequence[str], feed: int | None, job: bytes | No
     assert process.stderr is not None
     errors = _Copy(process.stderr, sys.stderr)
     beside = threading.Thread(target=errors.run_beside, daemon=True)
-    beside.start()
     try:
+        raise_signals()
+        beside.start()
         if job is not None and process.stdin is not None:
             with suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(job)

@@ -125,6 +125,7 @@ def start(name: HubName) -> None:
     Raises:
         UserError: The state directory cannot be written, or the process does not start.
     """
+    _end_of(name).unlink(missing_ok=True)
     if is_under_way(name):
         return
     ensure_state_home()
@@ -143,11 +144,21 @@ def start(name: HubName) -> None:
 
 
 def end(name: HubName) -> bool:
-    """End a fetch of this machine; what is complete stays. Whether there was one."""
+    """End a fetch of this machine; what is complete stays. Whether there was one.
+
+    One that is just starting has not said yet which process it is; it finds the wish itself.
+    """
+    if has_just_started(name):
+        _end_of(name).touch()
     fetch = look_at(name)
     if fetch is None or not fetch.alive:
         return False
     return ProcessId(fetch.pid, fetch.started).signal(signal.SIGTERM)
+
+
+def is_to_end(name: HubName) -> bool:
+    """Whether it was ended while it started; asked once it has said which process it is."""
+    return _end_of(name).exists()
 
 
 def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> Fetch:
@@ -231,6 +242,10 @@ def _home() -> Path:
 
 def _waiting_file(name: HubName) -> Path:
     return _home() / f"{name.slug}.waiting"
+
+
+def _end_of(name: HubName) -> Path:
+    return _home() / f"{name.slug}.end"
 
 
 def _file_of(name: HubName) -> Path:

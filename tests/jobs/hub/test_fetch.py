@@ -244,6 +244,20 @@ def test_a_job_fails_where_its_model_cannot_be_fetched(
     assert started == []
 
 
+def test_a_fetch_that_just_starts_ends_too(
+    hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not said yet which process it is, so nobody can send it a signal."""
+    hub.add(MODEL.repo, flux_like())
+    monkeypatch.setattr(fetches, "start_detached", lambda *words, **options: None)
+    fetches.start(MODEL)
+    assert not fetches.end(MODEL)
+    assert fetching._run(MODEL) == 1
+    assert hub.requests == []
+    fetches.start(MODEL)  # somebody wants it again
+    assert fetching._run(MODEL) == 0
+
+
 def test_a_fetch_ends_with_the_only_job_that_waits_for_it(
     hub: Hub, store: Store, job_values: dict[str, Any], started: list[int], no_gpus: None
 ) -> None:

@@ -69,7 +69,7 @@ def loaded_by(*names: str) -> set[str]:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
         cwd=ROOT,
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},

@@ -117,10 +117,11 @@ def test_a_trial_says_whether_the_tests_notice(tmp_path: Path) -> None:
         "dies": "def double(n):\n    return n * n\n",  # 2 · 2 is 2 + 2, 3 · 3 is not 3 + 3
         "hangs": "import time\n\n\ndef double(n):\n    while True:\n        time.sleep(1)\n",
     }
+    common = {"file": code.name, "tests": ["test_it.py"]}
+    seconds = {"survives": 20.0, "dies": 20.0, "hangs": 2.0}
     asked = "".join(
-        json.dumps({"file": code.name, "source": source, "tests": ["test_it.py"], "seconds": 2.0})
-        + "\n"
-        for source in sources.values()
+        json.dumps(common | {"source": source, "seconds": seconds[name]}) + "\n"
+        for name, source in sources.items()
     )
     done = subprocess.run(
         [sys.executable, "-P", str(TRIALS), "jobs"],

@@ -424,7 +424,7 @@ def test_a_rank_is_suspended(lab: Lab, matrix: list[Row]) -> None:
         "SIGSTOP rank 1",
         "mid-run",
         max_train_steps=ENDLESS,
-        hang_timeout=300,
+        hang_timeout=60,
     )
     bed.bring_to("mid-run")
     lab.kill(lab.rank(bed.job, 1), number=signal.SIGSTOP)

@@ -58,7 +58,8 @@ def test_it_says_and_ends_as_a_python_of_its_own_does(tmp_path: Path, how: str) 
 
 
 def test_what_it_is_given_is_what_it_has_and_what_is_seen_of_it(tmp_path: Path) -> None:
-    variables = {"FSDP_TUI_RUN_ID": "run-of-forks", "LONG": "x" * 5000}
+    mark = f"run-of-forks-{os.getpid()}"
+    variables = {"FSDP_TUI_RUN_ID": mark, "LONG": "x" * 5000}
     process = start(client.python(), tmp_path, "wait", **variables)
     found = facts(tmp_path)
     assert (found["leads"], found["cwd"], found["input"]) == (True, str(tmp_path), "given")
@@ -68,7 +69,7 @@ def test_what_it_is_given_is_what_it_has_and_what_is_seen_of_it(tmp_path: Path) 
     words = ["-u", "-m", "tests.support.forks.subject", str(tmp_path / "facts"), "wait", ""]
     assert os.path.samefile(found["line"][0], sys.executable)
     assert found["line"][1:] == words
-    assert {one.pid for one in with_run_id("run-of-forks")} == {process.pid, found["pid"]}
+    assert {one.pid for one in with_run_id(mark)} == {process.pid, found["pid"]}
     process.kill()
     process.communicate()
 

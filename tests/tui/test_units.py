@@ -337,13 +337,15 @@ def test_nodes_of_slurm_are_shown_as_their_ranks_say(
     store: Store, width: int, gpus: Sequence[Gpu]
 ) -> None:
     job = add_job(store, "demo", state=State.RUNNING, wanted=SLURM)
+    now = time.time()
     said = {"device": "cuda:0", "step": 7, "reserved": 33 * GIB, "gpu_memory": 80 * GIB}
+    said["heartbeat"] = now
     for rank, gpu in enumerate(("NVIDIA H100", "NVIDIA L40S")):
         there = {"host": f"n{rank + 1}", "gpu": gpu, "device_uuid": f"GPU-there-{rank}"}
         write_rank(job, rank, **said | there)
-    write_rank(job, 2, host="n3", step=7, rss=3 * GIB, heartbeat=time.time() - 60)
+    write_rank(job, 2, host="n3", step=7, rss=3 * GIB, heartbeat=now - 60)
     view = JobView(store.get(job.id), ranks=tuple(job.run_dir.rank_statuses()))
-    snapshot = Snapshot(t=time.time(), jobs=(view,), gpus=tuple(gpus), host=HOST)
+    snapshot = Snapshot(t=now, jobs=(view,), gpus=tuple(gpus), host=HOST)
     rows = text_of(device_rows(snapshot, width, 20))
     assert all(len(row) <= width for row in rows)
     *here, first, second, third = rows

@@ -36,6 +36,7 @@ from jobs.run.checkpoint_files import STATE_FILE, find_damage, list_checkpoints,
 from jobs.run.rundir import RunDir
 from tests.support.engine.toy_jobs import ALONE, build, inputs, toy_spec, trained_digest
 from tests.support.engine.toy_jobs import save_checkpoint as save
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -463,9 +464,10 @@ def test_a_save_is_completed_before_a_failed_rank_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write = checkpoint.write
+    go_on = threading.Event()
 
     def slow(*arguments: Any) -> int:
-        threading.Event().wait(0.3)
+        assert go_on.wait(PATIENCE)
         return write(*arguments)
 
     monkeypatch.setattr(saver_module, "write", slow)
@@ -473,6 +475,7 @@ def test_a_save_is_completed_before_a_failed_rank_ends(
     training, saver = training_of(toy, spec), saver_of(spec)
     saver.save(training)
     assert run_dir.latest_checkpoint() is None
+    threading.Timer(0.3, go_on.set).start()
     saver.rescue()
     assert run_dir.latest_checkpoint() == (0, run_dir.checkpoint(0))
 

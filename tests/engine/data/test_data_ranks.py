@@ -133,7 +133,7 @@ def test_ranks_fill_the_caches_once_together_and_nothing_is_left_to_do(
 
 @pytest.mark.slow
 def test_no_encoder_is_left_in_any_rank(folder: Folder) -> None:
-    for facts in folder.fill("first", 2):
+    for facts in folder.fill("first", 2, together=True):
         assert sorted(facts["loaded"]) == ["text", "vae"]
         assert facts["left"] == []
 
@@ -250,7 +250,7 @@ def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder)
     context = start_training(
         folder.root / "run",
         folder.toy,
-        {"each": 0.5},
+        {"each": 1.0},
         shard_text_encoders=True,
         cache_dir=str(folder.cache),
         max_train_steps=12,
@@ -331,7 +331,7 @@ def late(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[dict[s
 @pytest.mark.slow
 def test_a_rank_that_is_late_by_more_than_the_timeout_fails_nothing(late: dict[str, Late]) -> None:
     encode = late["whole"].end_of("encode")
-    assert encode["seconds"] > DELAY - 5 > 2 * TIMEOUT
+    assert encode["seconds"] > 2 * TIMEOUT
     mine, its = encode["ranks"]
     assert mine > 5 * its, "the other rank did not leave it all the work"
 
@@ -341,7 +341,7 @@ def test_nor_does_one_for_which_sharded_encoders_wait_in_a_collective(
     late: dict[str, Late],
 ) -> None:
     encode = late["sharded"].end_of("encode")
-    assert encode["seconds"] > DELAY - 5 > 2 * TIMEOUT
+    assert encode["seconds"] > 2 * TIMEOUT
     assert abs(encode["ranks"][0] - encode["ranks"][1]) <= 1, "they go in step"
     log = (late["sharded"].root / "events.jsonl").read_text()
     assert '"freed"' in log

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -299,10 +298,11 @@ def test_pictures_are_looked_at_once_and_again_when_they_change(
         return stock(content)
 
     monkeypatch.setattr(index_module, "look", counting)
+    monkeypatch.setattr("engine.data.read.memo._SETTLED", 1e9)
     build_index(job("d"))
     build_index(job("d"))
     assert len(looked) == 4, "files that are this fresh are not trusted"
-    monkeypatch.setattr(time, "time", lambda real=time.time: real() + 10)
+    monkeypatch.setattr("engine.data.read.memo._SETTLED", -1.0)
     first = build_index(job("d"))
     assert build_index(job("d")) == first
     assert len(looked) == 6, "once more, and then no more"

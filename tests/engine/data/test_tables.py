@@ -366,6 +366,7 @@ def test_rows_are_read_by_many_threads_at_once(parquet: Callable[..., Path]) -> 
 def test_a_stamp_changes_with_the_files_and_is_empty_while_they_are_fresh(
     table: Any, parquet: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("engine.data.read.memo._SETTLED", 1e9)
     roots = [tmp_path / name for name in ("saved", "splits", "hub")] + [parquet("a.parquet", "a")]
     assert [Table(str(root), None, None).stamp for root in roots] == [""] * 4
     settle(monkeypatch)
@@ -397,6 +398,7 @@ def test_a_row_that_names_a_file_depends_on_it(
     root = parquet("a.parquet", *"abcde", image=cells)
     near.write_bytes(png("blue"))
     far.write_bytes(png("green"))
+    monkeypatch.setattr("engine.data.read.memo._SETTLED", 1e9)
     fresh = Table(str(root), None, None)
     assert [fresh.stamp_of(row) for row in (0, 1, 2, 4)] == [""] * 4
     settle(monkeypatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ def pci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "0000:c1:00.0").mkdir()
     yield tmp_path
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), CPUS)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), CPUS)
 
 
 def beside(pci: Path, cpus: str) -> None:

@@ -242,7 +242,6 @@ def test_a_tracker_that_hangs_is_named_and_ends_with_the_run(
     released, ended = threading.Event(), threading.Event()
     Stub.trouble["log"] = lambda step: released.wait(PATIENCE) and None
     monkeypatch.setattr(follower, "STUCK", 0.0)
-    monkeypatch.setattr(follower, "FLUSH", 0.0)
     # In place of `os._exit`, which would end the test.
     monkeypatch.setattr(follower, "_leave", ended.set)
     run.say("start", step=0)
@@ -250,8 +249,9 @@ def test_a_tracker_that_hangs_is_named_and_ends_with_the_run(
     thread = threading.Thread(target=run.follow)
     thread.start()
     try:
+        eventually(lambda: run.warning().startswith("wandb has not responded for 0 s; training is"))
+        monkeypatch.setattr(follower, "FLUSH", 0.0)
         eventually(ended.is_set)
-        assert run.warning().startswith("wandb has not responded for 0 s; training is")
     finally:
         released.set()
         thread.join()

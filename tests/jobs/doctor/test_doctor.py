@@ -21,7 +21,7 @@ from jobs.doctor.examine import Check, examine
 from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
 from jobs.doctor.patient import Patient
 from jobs.errors import UserError
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 from tui.cli import commands
 from tui.cli.machine import doctor
 from tui.cli.machine.doctor import Style, lines, style
@@ -52,7 +52,7 @@ def test_a_check_that_hangs_or_breaks_is_a_failure_and_the_others_go_on() -> Non
         raise UserError("no such thing", "make one")
 
     checks = [
-        Check("one", "stuck", hangs, seconds=1.5, when_late="wake it"),
+        Check("one", "stuck", hangs, seconds=10, when_late="wake it"),
         Check("one", "broken", breaks),
         Check("two", "refused", refuses),
         Check("two", "well", lambda _: [ok("well", "is well")]),
@@ -67,7 +67,7 @@ def test_a_check_that_hangs_or_breaks_is_a_failure_and_the_others_go_on() -> Non
         ("two", "refused", "fail"),
         ("two", "well", "ok"),
     ]
-    assert (found[1].found, found[1].advice) == ("no answer within 1.5 s", "wake it")
+    assert (found[1].found, found[1].advice) == ("no answer within 10 s", "wake it")
     assert "ZeroDivisionError: by nought" in found[3].found
     assert (found[4].found, found[4].advice) == ("no such thing", "make one")
 
@@ -120,6 +120,7 @@ def test_nothing_secret_and_nothing_that_steers_a_terminal_gets_out() -> None:
 @pytest.fixture
 def doctor_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script that plays `python -m jobs.doctor`; it leaves its pid beside it."""
+    monkeypatch.setattr(ask, "_GONE_WITHIN", PATIENCE)
     script = tmp_path / "python"
     monkeypatch.setattr(ask.sys, "executable", str(script))
     return script
@@ -153,7 +154,7 @@ def test_a_process_that_dies_is_a_failure_with_its_last_words(doctor_script: Pat
 
 def test_a_process_that_says_nothing_is_given_up(doctor_script: Path) -> None:
     play(doctor_script, "exec sleep 600")
-    found = list(ask.find(silent=3))
+    found = list(ask.find(silent=15))
     assert found[1].verdict is Verdict.FAIL
     assert gone(doctor_script)
 

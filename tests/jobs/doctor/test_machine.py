@@ -47,6 +47,7 @@ from jobs.preflight import check_job
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.units import size
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -492,6 +493,7 @@ def test_tmux_is_asked(
     script.write_text(f"#!/bin/sh\n{answers}\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("jobs.doctor.checks.terminal._TMUX_WITHIN", PATIENCE)
     assert ask_tmux() == tmux
     script.unlink()
     assert ask_tmux() == Tmux()

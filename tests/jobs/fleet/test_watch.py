@@ -42,7 +42,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_box_that_dies_and_comes_back(boxes: FakeBoxes) -> None:
     boxes.says("big", HEAD, JOB, GPU, LOOK)
-    boxes.says("small", HEAD, LOOK)
+    boxes.says("small", HEAD | {"interval": 3600}, LOOK)  # it says no more
     with Watching(boxes.fleet("big", "small")) as fleet:
         view = fleet.until(lambda view: view.status == "here")
         assert view.snapshot is not None

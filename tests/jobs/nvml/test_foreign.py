@@ -130,6 +130,7 @@ def test_command_lines_are_read_rarely(
         return real(self)
 
     monkeypatch.setattr(psutil.Process, "cmdline", counted)
+    monkeypatch.setattr(devices, "_SLOW", 1e9)
     with holder(tmp_path) as other:
         nvml.write([gpu(i, processes=[{"pid": other.pid, "memory": 1}]) for i in range(8)])
         for _ in range(3):

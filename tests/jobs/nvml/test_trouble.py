@@ -160,6 +160,7 @@ def test_what_hardly_changes_is_asked_rarely(
         "nvmlDeviceGetMaxClockInfo",
         "nvmlDeviceGetMigMode",
     )
+    monkeypatch.setattr(devices, "_SLOW", 1e9)
     calls = count_calls(monkeypatch, *slow, "nvmlDeviceGetUtilizationRates", "nvmlInit")
     for _ in range(5):
         devices.gpus()
@@ -196,6 +197,7 @@ def test_another_gpu_in_the_same_place_is_not_taken_for_the_first(nvml: StubNvml
 def test_a_look_at_eight_gpus_asks_little(nvml: StubNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dashboard asks every second; `tests/bench/dashboard.py` measures that."""
     nvml.write([gpu(i, processes=[{"pid": os.getpid(), "memory": GIB}]) for i in range(8)])
+    monkeypatch.setattr(devices, "_SLOW", 1e9)
     devices.gpus()
     functions = [name for name in dir(pynvml) if re.match("nvml(Init|Device|System)", name)]
     calls = count_calls(monkeypatch, *functions)

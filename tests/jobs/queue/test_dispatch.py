@@ -22,7 +22,7 @@ from jobs.queue.dispatch import dispatch, has_work, needs_attention, why_silent
 from jobs.queue.states import State
 from jobs.queue.store import Store, Terms
 from tests.support.tui.made_up_runs import add_job
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,14 +173,14 @@ def test_many_that_dispatch_at_once_start_a_job_once(
     barrier = threading.Barrier(6)
 
     def look() -> None:
-        barrier.wait(10)
+        barrier.wait(PATIENCE)
         dispatch(Store(store.home))
 
     threads = [threading.Thread(target=look) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert started == [job]
 
 

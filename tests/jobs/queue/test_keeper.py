@@ -128,7 +128,9 @@ def test_it_leaves_when_the_state_directory_is_deleted(store: Store, job_spec: J
     assert not store.path.exists(), "it put nothing in its place"
 
 
-def test_it_is_started_once_and_detached(store: Store) -> None:
+def test_it_is_started_once_and_detached(store: Store, job_spec: JobSpec) -> None:
+    store.pause(True)
+    job = submit(store, job_spec)  # for which it stays
     runner.ensure_runner(store)
     log = store.home / "runner.log"
     eventually(lambda: "started" in log.read_text())
@@ -140,6 +142,7 @@ def test_it_is_started_once_and_detached(store: Store) -> None:
         runner.ensure_runner(store)
         runner.ensure_runner(store)
         assert log.read_text().count("started") == 1
+        store.change(job, State.STOPPED, "")
         eventually(lambda: not found.alive())
         assert "exiting" in log.read_text()
     finally:

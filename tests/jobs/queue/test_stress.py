@@ -49,7 +49,7 @@ def work(number: int, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
     from jobs.spec.file.load import load_spec
 
     dice = random.Random(number)
-    store = Store()
+    store = Store(patience=PATIENCE)
     spec = load_spec(None, values)
     started: list[int] = []
     submitted: list[int] = []
@@ -58,6 +58,7 @@ def work(number: int, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
     errors: list[str] = []
     slowest = 0.0
     setattr(devices, "gpus", list)  # noqa: B010
+    setattr(dispatch, "_SUPERVISOR_STARTS_WITHIN", 3600.0)  # noqa: B010
     setattr(dispatch, "_start_supervisor", lambda job: started.append(job.id))  # noqa: B010
     setattr(service, "ensure_runner", lambda store: None)  # noqa: B010
 

@@ -10,6 +10,7 @@ from jobs import service
 from jobs.slurm.keeper import Keeper
 from jobs.spec.file.load import load_spec
 from tests.support.jobs.fake_slurm import FakeSlurm
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm
     """A cluster without a job, and nobody who asks it but the test."""
     for name in ("jobs.service.ensure_keeper", "jobs.slurm.stop.ensure_keeper"):
         monkeypatch.setattr(name, lambda store: None)
+    monkeypatch.setattr("jobs.slurm.partitions.PATIENCE", PATIENCE)
     made = FakeSlurm.on_path(tmp_path / "slurm", monkeypatch)
     yield made
     made.clean_up()

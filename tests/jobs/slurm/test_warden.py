@@ -32,6 +32,7 @@ from jobs.slurm.warden import warden_of
 from jobs.spec.file.load import load_spec
 from jobs.supervise.attempt import Attempt
 from jobs.supervise.outcome import Outcome
+from tests.support.jobs.held_ranks import has_done_more_than
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ def test_the_time_limit_saves_and_requeues(
         lambda: (said := read_warden_report(warden_file(job.run_dir))) and said.allocation.restart
     )
     eventually(lambda: running(job))
+    trains = has_done_more_than(saved[0])
+    eventually(lambda: trains(job.run_dir))
     service.stop(store, job.id)
     again.wait()
     slurm.set("1", "COMPLETED")

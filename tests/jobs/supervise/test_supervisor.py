@@ -57,8 +57,10 @@ def lab(
 
 def test_a_job_completes(lab: Lab) -> None:
     go_on = lab.hold(3)
+    (lab.gates / "start").unlink()
     job = lab.submit(max_train_steps=6)
     assert job.state is State.STARTING
+    (lab.gates / "start").touch()
     lab.wait(job, State.RUNNING)
     go_on.touch()
     job = lab.wait(job, State.COMPLETED)
@@ -103,9 +105,11 @@ def test_a_save_is_shown(lab: Lab) -> None:
 
 def test_the_next_in_the_queue_starts_by_itself(lab: Lab) -> None:
     """Nobody looks meanwhile: the supervisor that leaves starts the next."""
+    go_on = lab.hold(3)
     first, second = lab.submit(), lab.submit()
     assert second.state is State.QUEUED
     assert second.reason == f"waiting for job {first.id} to free the CPU"
+    go_on.touch()
     second = lab.wait(second, State.COMPLETED)
     first = lab.get(first)
     assert first.state is State.COMPLETED
@@ -319,7 +323,7 @@ def test_a_run_directory_that_was_deleted_leaves_no_process(lab: Lab) -> None:
 
 
 def test_a_job_starts_again_after_a_failure_as_often_as_it_asks(lab: Lab) -> None:
-    lab.set(ranks="1:crash@1", failure_grace="0")
+    lab.set(ranks="1:crash@2", failure_grace="0", lockstep="1")  # both have said that they train
     job = lab.wait(lab.submit(max_train_steps=9, max_restarts=1), State.FAILED)
     assert "a bad day" in job.reason
     assert "checkpoint" not in job.reason, "no healthy ranks lost their launcher"
@@ -347,7 +351,7 @@ def test_a_job_that_starts_again_goes_on_after_its_newest_checkpoint(lab: Lab) -
 
 def test_a_job_that_stands_still_is_ended(lab: Lab) -> None:
     lab.set(ranks="hang@2")
-    job = lab.submit(max_train_steps=ENDLESS, hang_timeout=0.4)
+    job = lab.submit(max_train_steps=ENDLESS, hang_timeout=4)
     job = lab.wait(job, State.FAILED)
     assert job.reason.startswith("hang: ")
     assert job.reason.endswith("stacks are in logs/rank*.log")

@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from jobs.machine.procfs import is_suspended, started_at
 from jobs.run.eventlog import EventLog
 from tests.support.waiting import eventually
 
@@ -32,11 +33,16 @@ class HeldRanks:
         self._when = when
         self._seconds = seconds
         self._job: Job | None = None
+        self._problem: AssertionError | None = None
         self._thread = threading.Thread(target=self._suspend, daemon=True)
         self._thread.start()
 
     def are_suspended(self) -> bool:
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        if self._problem is not None:
+            raise self._problem
+        return True
 
     def let_go(self) -> None:
         """Let those that live continue."""
@@ -44,8 +50,18 @@ class HeldRanks:
         self._signal(signal.SIGCONT)
 
     def _suspend(self) -> None:
-        eventually(self._found, self._seconds)
-        self._signal(signal.SIGSTOP)
+        try:
+            eventually(self._found, self._seconds)
+            self._signal(signal.SIGSTOP)
+            eventually(self._is_done, self._seconds)
+        except AssertionError as problem:
+            self._problem = problem
+
+    def _is_done(self) -> bool:
+        """A signal takes its time; what a rank is just writing it writes to its end."""
+        assert self._job is not None
+        pids = [status.pid for status in self._job.run_dir.rank_statuses()]
+        return all(is_suspended(pid) or started_at(pid) is None for pid in pids)
 
     def _found(self) -> bool:
         self._job = next((job for job in self._store.all() if self._when(job.run_dir)), None)

@@ -32,7 +32,7 @@ def _view(number: int) -> BoxView:
         return BoxView(box)
     gpus = (8, 8, 2, 4)[number % 4] if number != 6 else 0
     snapshot = Snapshot(
-        Head(fleet=1, version="0.2.0", host=f"{name}.lab", cores=64, interval=5),
+        Head(fleet=1, version="0.2.0", host=f"{name}.lab", cores=64, interval=3600),
         tuple(_gpu(place, number) for place in range(gpus)),
         tuple(_jobs(number)) if number < 4 else (),
         paused=number == 3,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+_BOOTSTRAP: Final = threading.Thread._bootstrap.__code__  # type: ignore[attr-defined]
 _PACKAGES: Final = (str(ROOT / "tui"), str(ROOT / "jobs"))
 # Threads that run in these look, wait for a while, and look again.
 _RETURNING: Final = {
@@ -34,7 +35,7 @@ def busy(rested: set[int]) -> list[str]:
         if _waits(frame):
             if not _RETURNING.isdisjoint(files):
                 rested.add(ident)
-        elif ident not in rested and any(_is_ours(one) for one in _callers(frame)):
+        elif ident not in rested and (_begins(frame) or any(map(_is_ours, _callers(frame)))):
             found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
     return found
 
@@ -61,6 +62,13 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _begins(frame: FrameType) -> bool:
+    """Whether a thread has not come to what it is to do: that may be something of ours."""
+    codes = [one.f_code for one in _callers(frame)]
+    run = threading.Thread.run.__code__
+    return codes[-1] is _BOOTSTRAP and (run not in codes or codes[0] is run)
 
 
 def _is_ours(frame: FrameType) -> bool:

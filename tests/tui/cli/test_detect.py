@@ -7,7 +7,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import yaml
 
@@ -20,6 +19,8 @@ from jobs.paths import cache_home
 from jobs.queue.states import State
 from jobs.service import caches
 from jobs.spec.file.load import load_spec
+from tests.support.left_over import processes_of
+from tests.support.waiting import eventually
 from tui.cli import commands
 from tui.cli.prepare.detect import facts, text
 
@@ -160,12 +161,11 @@ def test_who_cancels_ends_the_process(home: Path, toy: Path) -> None:
     def cancelled() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 1
+        return asked > 1 and bool(processes_of(home))
 
     with pytest.raises(Cancelled):
         detect_blocks(pretrained_model=str(toy / "model"), cancelled=cancelled)
-    words = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    assert not any("engine.blocks" in line for line in words)
+    eventually(lambda: not processes_of(home))
     assert not (cache_home() / "blocks.json").exists()
 
 

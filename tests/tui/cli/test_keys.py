@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec, field_choices, field_group
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE
 from tui.cli.command_group import CommandGroup
 from tui.cli.commands import cli
 from tui.cli.completion import _SHELLS
@@ -221,7 +222,7 @@ def test_bash_itself_completes(tmp_path: Path) -> None:
         ["bash", "--norc", "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
         cwd=ROOT,
     )

@@ -230,7 +230,7 @@ async def test_a_browser_gets_the_dashboard(served: tuple[subprocess.Popen[str],
 
 async def ended(processes: list[psutil.Process]) -> None:
     """Wait until these are no more; meanwhile the browser's side goes on."""
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 20)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, PATIENCE)
     for one in alive:
         one.kill()
     assert not alive, "a dashboard outlives its browser or its server"
@@ -253,5 +253,6 @@ async def test_dashboards_end_with_the_server(
                 break
         dashboards = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(how)
-        assert await asyncio.to_thread(process.wait, 20) == (0 if how is signal.SIGINT else -how)
+        status = await asyncio.to_thread(process.wait, PATIENCE)
+        assert status == (0 if how is signal.SIGINT else -how)
         await ended(dashboards)

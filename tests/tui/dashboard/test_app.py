@@ -30,6 +30,7 @@ from tests.support.tui.made_up_runs import (
     write_steps,
 )
 from tests.support.tui.pilot import until
+from tests.support.waiting import PATIENCE
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
 from tui.form.screen import NewJobScreen
@@ -172,11 +173,11 @@ async def test_late_ranks_gpus_and_memory_are_shown_on_a_gpu_machine(
     uuids = [gpu.uuid for gpu in cards.gpus[:2]]
     job = add_job(store, state=State.RUNNING, gpus=uuids)
     write_rank(job, 0, device_uuid=uuids[0], allocated=2**30, reserved=2**31, peak=2**31)
-    write_rank(job, 1, device_uuid=uuids[1], heartbeat=time.time() - 60)
+    write_rank(job, 1, device_uuid=uuids[1], heartbeat=time.time() - 3700)
     async with running(store) as (app, _):
         text = shown(app.dashboard.query_one(DevicesPanel))
         assert "alloc 1.0  peak 2.0 GiB" in text
-        assert "! late 1:0" in text
+        assert "! late 1:0" in text  # an hour
         assert "#1 demo r1" in text
         assert text.count("free") == 2
         assert "0,1" in shown(jobs_of(app))
@@ -477,7 +478,10 @@ async def test_a_key_pressed_thrice_in_haste_stops_once_and_kills_nothing(store:
         await until(pilot, lambda: any("remove it from the queue" in text for text in said(app)))
         assert store.get(other.id).state is State.QUEUED, "the first press was for another job"
         await pilot.press("x", "x", "x")
-        await until(pilot, lambda: any("send it SIGTERM" in text for text in said(app)))
+        # Of the two that stop nothing, one may come before the one that does.
+        again = "press x again within"
+        await until(pilot, lambda: store.get(job.id).stop_level == 1)
+        await until(pilot, lambda: len([text for text in said(app) if again in text]) >= 3)
         assert app.screen is app.dashboard
         assert store.get(job.id).stop_level == 1
         assert "● running" in shown(jobs_of(app))  # only the store says that it stops
@@ -753,6 +757,6 @@ def test_the_dashboard_loads_neither_torch_nor_the_engine() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert result.stdout.strip() == "[]"

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from tui.app.app import FsdpTui
 
 
+# A machine that speaks once and is not silent while a test looks.
+SELDOM = HEAD | {"interval": 3600}
+
+
 @pytest.fixture
 def boxes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBoxes:
     made = FakeBoxes(tmp_path, monkeypatch)
@@ -37,9 +41,9 @@ def boxes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBo
     path.parent.mkdir(parents=True)
     machines = [{"name": name, "command": made.command} for name in ("big", "evil", "gone")]
     path.write_text(yaml.safe_dump({"machines": machines}), encoding="utf-8")
-    made.says("big", HEAD, JOB, GPU | {"job": 3}, GPU | {"gpu": 1, "utilisation": 0}, {"t": 1})
+    made.says("big", SELDOM, JOB, GPU | {"job": 3}, GPU | {"gpu": 1, "utilisation": 0}, {"t": 1})
     evil = {"name": EVIL, "reason": EVIL, "state": EVIL}
-    made.says("evil", HEAD | {"host": EVIL}, JOB | evil, GPU | {"name": EVIL}, {"t": 1})
+    made.says("evil", SELDOM | {"host": EVIL}, JOB | evil, GPU | {"name": EVIL}, {"t": 1})
     made.away("gone", f"ssh: no route {EVIL}")
     return made
 
@@ -71,7 +75,7 @@ async def test_boxes_are_shown_as_they_are(store: Store, boxes: FakeBoxes) -> No
         await pilot.press("j")
         assert steering(shown_by(app)) == []
         assert "GPU" not in shown(screen.about)
-        boxes.says("gone", HEAD, {"t": 1})
+        boxes.says("gone", SELDOM, {"t": 1})
         boxes.away("gone", None)
         await pilot.press("r")
         await until(pilot, lambda: screen.panel.views[2].status == "here")

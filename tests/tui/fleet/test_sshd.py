@@ -45,6 +45,7 @@ def sshd(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
     for name in ("one", "two", "three"):
         (root / name).mkdir(mode=0o700)
         variables = f"FSDP_TUI_HOME={root / name} PYTHONPATH={ROOT} FSDP_TUI_HOST=box-{name}"
+        variables += " FSDP_TUI_PICTURES=blocks"  # a late answer would be taken for keys
         command = f"cd {root} && exec env {variables} {sys.executable} -m tui"
         machines.append({"name": name, "command": command})
     path = config_file()

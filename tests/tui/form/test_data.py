@@ -63,6 +63,7 @@ async def look(app: FsdpTui, pilot: Pilot[None], key: str = "d") -> DataScreen:
             or (screen.buckets.rows and screen.pictures.border_title and drawn(screen))
         ),
     )
+    await rest(app)  # the pictures may be drawn once more, in another size
     return screen
 
 

@@ -58,7 +58,7 @@ async def reading(
         await until(pilot, lambda: isinstance(app.screen, LogScreen))
         screen = app.screen
         assert isinstance(screen, LogScreen)
-        await until(pilot, lambda: screen.reader.count)
+        await until(pilot, lambda: screen.reader.virtual_size.height)
         yield screen, screen.reader, pilot
 
 
@@ -91,7 +91,7 @@ async def typed(pilot: Pilot[None], key: str, text: str) -> None:
 
 async def test_it_follows_and_keys_hold_and_move_it(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
-        await until(pilot, lambda: reader.count == 300)
+        await until(pilot, lambda: reader.virtual_size.height == 300)
         assert reader.following
         assert "following" in status(screen, "place")
         assert shown(reader)[-1].endswith(LINES[-1])
@@ -150,7 +150,7 @@ async def test_the_beginning_of_a_long_log_comes_in_front_of_a_held_end(
             before = shown(reader)
         finally:
             held.set()
-        await until(pilot, lambda: reader.count == 60_000)
+        await until(pilot, lambda: reader.virtual_size.height == 60_000)
         assert line(reader) == "line 059996"
         assert reader.selected == (59_996, 59_997)
         assert shown(reader) == before

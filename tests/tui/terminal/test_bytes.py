@@ -134,6 +134,7 @@ def test_nothing_changes_and_nothing_is_sent(store: Store, nvml_stub: StubNvml) 
     job = add_job(store, "quiet")
     store.hold(job.id, held=True)
     with dashboard(store, nvml_stub.environment) as shown:
+        shown.wait_for(lambda _: shown.shows("q quit"))
         shown.wait_quiet(3.0)  # several looks; the clock may turn before, but not every second
         before = shown.received
         store.claim(job.id, [], "starting on CPU ranks")
@@ -195,9 +196,10 @@ def test_a_restless_screen_stays_within_the_budget_and_answers_keys(tmp_path: Pa
     with terminal(restless(tmp_path / "seen"), dict(os.environ), (120, 40)) as shown:
         shown.wait_for(lambda text: "keys:" in text)
         begun, before = time.monotonic(), shown.received
-        shown.wait_for(lambda _: shown.received - before >= 150_000)
+        shown.wait_for(lambda _: shown.received - before >= 300_000)
         got = shown.received - before
-        spare = byte_budget.SAVED + 20_000  # one picture goes over the line
+        # One picture goes over the line, and much may have been on its way.
+        spare = byte_budget.SAVED + 20_000 + 65_536
         assert time.monotonic() - begun >= (got - spare) / byte_budget.RATE
         shown.forget()
         shown.press("z")

@@ -135,7 +135,7 @@ def test_a_real_terminal_is_asked_once_and_left_as_it_was(
 ) -> None:
     import termios
 
-    monkeypatch.setattr(protocol, "_WITHIN", 5.0 if answer else 0.05)
+    monkeypatch.setattr(protocol, "_WITHIN", PATIENCE if answer else 0.05)
     monkeypatch.setattr(protocol, "_chosen", "blocks")
     monkeypatch.setattr(protocol, "_cell", None)
     for name in ("TMUX", "STY", "TEXTUAL_DRIVER", "TERM_PROGRAM", "FSDP_TUI_PICTURES"):
@@ -182,7 +182,7 @@ def test_importing_the_library_asks_nobody() -> None:
         stdout=slave,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     assert done.stderr == "TGPImage Image"

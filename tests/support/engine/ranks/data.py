@@ -212,10 +212,19 @@ def train(
     from engine.data.encode import texts
 
     stock = texts._encode
+    begun = root / "late"
 
     def late(*words: Any) -> dict[str, torch.Tensor]:
         texts._encode = stock
+        begun.touch()
         time.sleep(options["delay"])
+        return stock(*words)
+
+    def leaves_one(*words: Any) -> dict[str, torch.Tensor]:
+        """Of the texts, so that the one that is late has one to be late with."""
+        texts._encode = stock
+        while not begun.exists():
+            time.sleep(0.01)
         return stock(*words)
 
     def slow(*words: Any) -> dict[str, torch.Tensor]:
@@ -226,6 +235,8 @@ def train(
         texts._encode = slow
     elif rank == ranks - 1:
         texts._encode = late
+    elif not load_spec(None, values).shard_text_encoders:  # else they go in step
+        texts._encode = leaves_one
     telemetry = Telemetry(run_dir, rank)
     run_rank(run_dir, telemetry)
     telemetry.close()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 STEP = 2
-TIMEOUT, LONGER = 3, 6  # seconds
+TIMEOUT, LONGER = 8, 12  # seconds
 
 
 def on_rank(rank: int, ranks: int, cases: dict[str, dict[str, Any]], shared: Path) -> None:
@@ -107,8 +107,8 @@ class _Case:
         Writing.finish = slow  # type: ignore[method-assign]
         self._export("late", "t3")
         Writing.finish = stock  # type: ignore[method-assign]
-        dist.barrier()
         _set_pg_timeout(timedelta(minutes=5), group)
+        dist.barrier()
 
     def fail_on_a_full_disk(self) -> None:
         """Rank 0 cannot write; the others are told, and nobody is left in a collective."""

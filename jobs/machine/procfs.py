@@ -23,21 +23,14 @@ def is_waiting_for_kernel(pid: int) -> bool:
 
 def switches(pid: int) -> int | None:
     """Count how often a process left a CPU; an unchanged count means it did not run."""
-    fields = _status(pid)
-    try:
-        return int(fields["voluntary_ctxt_switches"]) + int(fields["nonvoluntary_ctxt_switches"])
-    except (KeyError, ValueError):
-        return None
+    counts = _status(pid, b"voluntary_ctxt_switches", b"nonvoluntary_ctxt_switches")
+    return sum(map(int, counts)) if counts else None
 
 
 def is_being_killed(pid: int) -> bool:
     """Whether SIGKILL was sent, and nothing but the end will follow whatever keeps it waiting."""
-    fields = _status(pid)
-    try:
-        pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
-    except (KeyError, ValueError):
-        return False
-    return bool(pending & 1 << signal.SIGKILL - 1)
+    pending = _status(pid, b"SigPnd", b"ShdPnd")
+    return any(int(one, 16) & 1 << signal.SIGKILL - 1 for one in pending)
 
 
 def started_at(pid: int) -> float | None:
@@ -52,12 +45,15 @@ def started_at(pid: int) -> float | None:
     return int(fields[19]) / _TICKS_PER_SECOND
 
 
-def _status(pid: int) -> dict[str, str]:
+def _status(pid: int, *names: bytes) -> list[bytes]:
+    """The values of these lines of its status; nothing when it is gone, or one is missing."""
     try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            return {name: value.strip() for name, _, value in (s.partition(":") for s in file)}
+        with open(f"/proc/{pid}/status", "rb") as file:
+            text = file.read()
     except OSError:
-        return {}
+        return []
+    values = [text.partition(b"\n" + name + b":")[2].partition(b"\n")[0].strip() for name in names]
+    return values if all(values) else []
 
 
 def _fields(pid: int) -> list[bytes]:

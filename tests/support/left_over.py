@@ -22,6 +22,15 @@ def processes_of(folder: Path) -> list[ProcessId]:
     return [process for process in found if process is not None]
 
 
+def runs_with(path: Path) -> bool:
+    """Whether this path is on some process' command line."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if os.fsencode(path) in file.read_bytes().split(b"\0"):
+                return True
+    return False
+
+
 def _is_of(folder: Path, process: Path) -> bool:
     wanted = f"{folder}{os.sep}"
     with suppress(OSError):  # it has ended, or is someone else's

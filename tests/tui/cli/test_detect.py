@@ -19,7 +19,7 @@ from jobs.paths import cache_home
 from jobs.queue.states import State
 from jobs.service import caches
 from jobs.spec.file.load import load_spec
-from tests.support.left_over import processes_of
+from tests.support.left_over import runs_with
 from tests.support.waiting import eventually
 from tui.cli import commands
 from tui.cli.prepare.detect import facts, text
@@ -161,11 +161,11 @@ def test_who_cancels_ends_the_process(home: Path, toy: Path) -> None:
     def cancelled() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 1 and bool(processes_of(home))
+        return asked > 1
 
     with pytest.raises(Cancelled):
         detect_blocks(pretrained_model=str(toy / "model"), cancelled=cancelled)
-    eventually(lambda: not processes_of(home))
+    eventually(lambda: not runs_with(toy / "model"))
     assert not (cache_home() / "blocks.json").exists()
 
 

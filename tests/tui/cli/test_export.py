@@ -30,7 +30,7 @@ from jobs.service import exports
 from jobs.spec.file.load import load_spec
 from tests.support.engine.exports import ALONE, trained_model
 from tests.support.engine.toy_jobs import toy_values
-from tests.support.left_over import processes_of
+from tests.support.left_over import runs_with
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 from tui.cli import commands
@@ -135,9 +135,7 @@ def test_a_damaged_checkpoint_is_not_exported(run: Run, job: Job, tmp_path: Path
     assert not (tmp_path / "here").exists()
 
 
-def test_who_loses_interest_ends_the_export_and_leaves_nothing(
-    job: Job, home: Path, tmp_path: Path
-) -> None:
+def test_who_loses_interest_ends_the_export_and_leaves_nothing(job: Job, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     with pytest.raises(Cancelled):
         exports.export_checkpoint(
@@ -147,7 +145,7 @@ def test_who_loses_interest_ends_the_export_and_leaves_nothing(
             cancelled=lambda: bool(told),
         )
     assert told[0][1] == 100
-    eventually(lambda: not processes_of(home))
+    eventually(lambda: not runs_with(tmp_path / "out" / "here"))
     assert not (tmp_path / "out" / "here").exists()
 
 

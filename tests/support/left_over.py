@@ -23,10 +23,11 @@ def processes_of(folder: Path) -> list[ProcessId]:
 
 
 def runs_with(path: Path) -> bool:
-    """Whether this path is on some process' command line."""
+    """Whether this path, or one below it, is on some process' command line."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if os.fsencode(path) in file.read_bytes().split(b"\0"):
+            words = file.read_bytes().split(b"\0")
+            if any(word.startswith(os.fsencode(path)) for word in words):
                 return True
     return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -155,7 +156,10 @@ def test_two_looks_at_once_leave_a_cache_of_both(home: Path, toy: Path) -> None:
     assert all(detect_blocks(pretrained_model=model).cached for model in models)
 
 
-def test_who_cancels_ends_the_process(home: Path, toy: Path) -> None:
+def test_who_cancels_ends_the_process(
+    home: Path, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where it finds its task
     asked = 0
 
     def cancelled() -> bool:
@@ -165,7 +169,7 @@ def test_who_cancels_ends_the_process(home: Path, toy: Path) -> None:
 
     with pytest.raises(Cancelled):
         detect_blocks(pretrained_model=str(toy / "model"), cancelled=cancelled)
-    eventually(lambda: not runs_with(toy / "model"))
+    eventually(lambda: not runs_with(tmp_path))
     assert not (cache_home() / "blocks.json").exists()
 
 

@@ -17,6 +17,8 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.binding import Binding
 from textual.color import Color
+from textual.filter import ANSIToTruecolor
+from textual.geometry import Region
 from textual.widgets import Static
 
 from jobs import service
@@ -35,6 +37,7 @@ from tui.app.start import needs_ascii
 from tui.app.themes import THEMES, other_theme
 from tui.app.ui_state import UiState
 from tui.dashboard.caches.screen import CachesScreen
+from tui.dashboard.panels import DevicesPanel
 from tui.form.blocks.screen import DetectScreen
 from tui.form.data.screen import DataScreen
 from tui.form.fields.choice import Choice
@@ -45,7 +48,9 @@ from tui.look.snapshot import JobView, Snapshot
 from tui.terminal.ascii_filter import AsciiFilter, replacements, to_ascii
 from tui.terminal.clipboard import copy
 from tui.text.block_text import Model
+from tui.text.format import Span
 from tui.widgets.bars import KeyBar, TitleBar
+from tui.widgets.lines import ROLES, Lines
 from tui.widgets.modals.confirm import ConfirmScreen
 from tui.widgets.modals.help import HelpScreen
 
@@ -666,6 +671,22 @@ def test_where_ascii_is_needed(environ: dict[str, str], ascii_only: bool) -> Non
     assert needs_ascii(environ) is ascii_only
 
 
+def terminal_colours(lines: Lines) -> list[Segment]:
+    """What a panel paints in the terminal's own colours, or dim: `Lines` filters neither."""
+    lines.rows = (*lines.rows, *((Span("text", role),) for role in ROLES))
+    width, height = lines.size
+    strips = [lines.render_line(y) for y in range(len(lines.rows))]
+    strips += lines.render_lines(Region(0, 0, width, height))
+    filters = [one for one in lines.app.get_line_filters() if isinstance(one, ANSIToTruecolor)]
+    return [
+        segment
+        for stock in filters  # none where the theme is the terminal's own
+        for strip in strips
+        for segment, other in zip(strip, stock.apply(list(strip), Color(0, 0, 0)), strict=True)
+        if segment.style != other.style
+    ]
+
+
 @pytest.mark.slow
 async def test_every_theme_draws_the_dashboard(store: Store) -> None:
     names = [theme.name for theme in THEMES]
@@ -674,6 +695,7 @@ async def test_every_theme_draws_the_dashboard(store: Store) -> None:
             app.theme = theme
             await rest(app)
             assert "fsdp-tui" in shown_by(app)
+            assert not terminal_colours(app.dashboard.query_one(DevicesPanel))
             await pilot.press("t")
             assert app.theme == other_theme(theme, dark=True)
             assert app.theme in names

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from rich.cells import cell_len
 from rich.segment import Segment
+from textual.filter import ANSIToTruecolor
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rich.style import Style
+    from textual.filter import LineFilter
 
     from tui.text.format import Row
 
@@ -143,6 +145,10 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         strip = Strip(segments, max(cells, width))
         return strip if cells <= width else strip.crop(0, width)
 
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Without the one for the terminal's own colours and dim text, of which it has neither."""
+        return [one for one in super().get_line_filters() if not isinstance(one, ANSIToTruecolor)]
+
     def notify_style_update(self) -> None:
         self._palette.clear()
         super().notify_style_update()
@@ -174,14 +180,18 @@ def changed_cells(old: Row, new: Row) -> range:
         if before != after:
             break
         same += 1
-        start += cell_len(after.text)
+        start += _cells(after.text)
     before_end, after_end = (
-        sum([cell_len(span.text) for span in row[same:]], start) for row in (old, new)
+        sum([_cells(span.text) for span in row[same:]], start) for row in (old, new)
     )
     end = max(before_end, after_end)
     if before_end == after_end:  # what follows stands where it stood
         for before, after in zip(reversed(old[same:]), reversed(new[same:]), strict=False):
             if before != after:
                 break
-            end -= cell_len(after.text)
+            end -= _cells(after.text)
     return range(start, max(end, start + 1))
+
+
+def _cells(text: str) -> int:
+    return len(text) if text.isascii() else cell_len(text)

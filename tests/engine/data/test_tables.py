@@ -7,7 +7,6 @@ import io
 import os
 import resource
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +106,7 @@ def others(root: Path, **entry: Any) -> dict[str, int]:
 
 def settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files written just now look old enough to be trusted."""
-    monkeypatch.setattr(time, "time", lambda real=time.time: real() + 10)
+    monkeypatch.setattr("engine.data.read.memo._SETTLED", -1.0)
 
 
 # -- splits ----------------------------------------------------------------------------------

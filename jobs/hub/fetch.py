@@ -16,7 +16,7 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from jobs.hub.fetches import Fetch, is_to_end, lock_of
+from jobs.hub.fetches import Fetch, forget_start, is_to_end, lock_of
 from jobs.hub.listing import check_room, list_files
 from jobs.hub.trouble import HubError, explain
 from jobs.machine import file_lock
@@ -198,6 +198,7 @@ def _run(name: HubName) -> int:
 
     tell(latest)
     if is_to_end(name):
+        forget_start(name)
         return 1
     try:
         folder = fetch(name, tell)

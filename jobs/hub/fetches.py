@@ -111,6 +111,12 @@ def forget_ended(name: HubName) -> None:
         os.utime(lock_of(name), (0, 0))
 
 
+def forget_start(name: HubName) -> None:
+    """Let the next one who wants it start it at once; for the process that fetches it."""
+    _file_of(name).unlink(missing_ok=True)
+    os.utime(lock_of(name), (0, 0))
+
+
 def has_just_started(name: HubName) -> bool:
     """Whether it was started so recently that another start would hardly end differently."""
     try:
@@ -125,11 +131,11 @@ def start(name: HubName) -> None:
     Raises:
         UserError: The state directory cannot be written, or the process does not start.
     """
+    ensure_state_home()
+    place = ensure_private_dir(_home())
     _end_of(name).unlink(missing_ok=True)
     if is_under_way(name):
         return
-    ensure_state_home()
-    place = ensure_private_dir(_home())
     _file_of(name).unlink(missing_ok=True)  # it says why the last one failed
     lock_of(name).touch()
     log = log_of(name)
@@ -148,8 +154,9 @@ def end(name: HubName) -> bool:
 
     One that is just starting has not said yet which process it is; it finds the wish itself.
     """
-    if has_just_started(name):
-        _end_of(name).touch()
+    if lock_of(name).exists():  # before it looks, or one that starts may be missed
+        with suppress(OSError):  # it may have filled the disk
+            _end_of(name).touch()
     fetch = look_at(name)
     if fetch is None or not fetch.alive:
         return False

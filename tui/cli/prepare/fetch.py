@@ -110,12 +110,13 @@ def _read(text: str, *, datasets: bool) -> HubName:
 
 
 def _fetch(name: HubName, *, background: bool) -> dict[str, object]:
-    fetches.start(name)
     if background:
+        fetches.start(name)
         return {"name": str(name), "kind": name.kind, "state": "fetching"}
     warned = ""
 
     with fetches.waiting_for(name), ProgressLine(f"fetching {name}") as line:
+        fetches.start(name)  # a job that is stopped meanwhile leaves it alone
 
         def tell(now: Fetch) -> None:
             nonlocal warned

@@ -64,6 +64,11 @@ class Gate:
     def _wait_no_longer(self) -> None:
         if self._waiting is not None:
             self._waiting = None
+            self._said_no_longer(_WAITS)
+
+    def _said_no_longer(self, text: str) -> None:
+        """Show the field's help again, unless something else stands there by now."""
+        if self._form.told == text:
             self._form.tell_of_field()
 
     def fetched_for(self, values: Mapping[str, Any]) -> list[HubName]:
@@ -73,7 +78,7 @@ class Gate:
     def ask_to_fetch(self, answer: Looks.Absent) -> None:
         """The hub has answered: ask whether to fetch."""
         form = self._form
-        form.tell_of_field()
+        self._said_no_longer(_ASKS)
         if answer.values != form.values:  # typed on meanwhile
             return
         if not answer.sizes:

@@ -281,6 +281,11 @@ class NewJobScreen(Screen[int | None]):
         """Say something below the fields."""
         show(self.query_one("#field-help", Static), text)
 
+    @property
+    def told(self) -> str:
+        """What is said below the fields."""
+        return str(self.query_one("#field-help", Static).content)
+
     def complain(self, problem: str, *, warning: bool = False) -> None:
         """Show what is wrong, or worth knowing, and belongs to no field in sight."""
         error = self.query_one("#form-error", Static)

@@ -19,6 +19,7 @@ from tests.support.waiting import PATIENCE
 from tui.app.app import FsdpTui
 from tui.form.beside import fit as form_fit
 from tui.form.beside.fit import FitBars, bar_lines, look
+from tui.form.lookups import Looks
 from tui.form.screen import NewJobScreen
 from tui.form.submission import Submission
 from tui.look.snapshot import Snapshot
@@ -175,6 +176,17 @@ async def test_who_types_on_waits_no_longer(store: Store, monkeypatch: pytest.Mo
         await until(pilot, lambda: str(told.content) == explained)  # type: ignore[attr-defined]
         await until(pilot, lambda: "spare" in text(bars))
         assert queued == []
+
+
+async def test_an_answer_that_comes_late_leaves_what_is_said_by_then(store: Store) -> None:
+    async with form(store, VALUES) as (app, pilot, _):
+        screen = app.screen
+        assert isinstance(screen, NewJobScreen)
+        late = Looks.Absent({"name": "other"}, {}, "")
+        screen.tell("something newer")
+        screen.submission.gate.ask_to_fetch(late)
+        await pilot.pause()
+        assert screen.told == "something newer"
 
 
 async def test_what_fits_is_queued_without_a_question(

@@ -56,14 +56,15 @@ class DashboardScreen(QueueControl):
     def compose(self) -> ComposeResult:
         set_size_classes(self)
         yield self.title_bar
-        yield self.devices
-        with Container(id="main"):
-            with Vertical(id="jobs-and-activity"):
-                yield self.jobs
-                yield self.activity
-            with Container(id="details"):
-                yield self.log_view
-                yield self.curve
+        with Vertical(id="body"):
+            yield self.devices
+            with Container(id="main"):
+                with Vertical(id="jobs-and-activity"):
+                    yield self.jobs
+                    yield self.activity
+                with Container(id="details"):
+                    yield self.log_view
+                    yield self.curve
         yield self.problem
         yield self.key_bar
 

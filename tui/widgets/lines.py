@@ -194,4 +194,4 @@ def changed_cells(old: Row, new: Row) -> range:
 
 
 def _cells(text: str) -> int:
-    return len(text) if text.isascii() else cell_len(text)
+    return len(text) if text.isascii() and text.isprintable() else cell_len(text)

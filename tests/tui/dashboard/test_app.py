@@ -471,6 +471,18 @@ async def test_a_stop_needs_two_presses_says_what_happens_and_grows_firmer(store
         await until(pilot, lambda: store.get(job.id).stop_level == 3)
 
 
+@pytest.mark.parametrize("size", [(80, 8), (80, 12), (200, 12)])
+async def test_the_keys_stay_in_sight_on_a_low_terminal(
+    store: Store, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("jobs.machine.devices.gpus", FakeGpus(8))
+    add_job(store, state=State.RUNNING)
+    async with running(store, size) as (app, pilot):
+        await pilot.press("tab")
+        bar = app.dashboard.query_one(KeyBar)
+        await until(pilot, lambda: bar.region.bottom == size[1] and bar.region.height == 1)
+
+
 async def test_a_key_pressed_thrice_in_haste_stops_once_and_kills_nothing(store: Store) -> None:
     job, other = add_job(store, state=State.RUNNING), add_job(store, "other")
     async with running(store) as (app, pilot):

@@ -30,7 +30,7 @@ def switches(pid: int) -> int | None:
 def is_being_killed(pid: int) -> bool:
     """Whether SIGKILL was sent, and nothing but the end will follow whatever keeps it waiting."""
     pending = _status(pid, b"SigPnd", b"ShdPnd")
-    return any(int(one, 16) & 1 << signal.SIGKILL - 1 for one in pending)
+    return any(int(mask, 16) & 1 << signal.SIGKILL - 1 for mask in pending)
 
 
 def started_at(pid: int) -> float | None:

@@ -68,7 +68,7 @@ class Gate:
 
     def _said_no_longer(self, text: str) -> None:
         """Show the field's help again, unless something else stands there by now."""
-        if self._form.told == text:
+        if self._form.said_below == text:
             self._form.tell_of_field()
 
     def fetched_for(self, values: Mapping[str, Any]) -> list[HubName]:

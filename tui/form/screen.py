@@ -282,7 +282,7 @@ class NewJobScreen(Screen[int | None]):
         show(self.query_one("#field-help", Static), text)
 
     @property
-    def told(self) -> str:
+    def said_below(self) -> str:
         """What is said below the fields."""
         return str(self.query_one("#field-help", Static).content)
 

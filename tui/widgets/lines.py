@@ -147,7 +147,8 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Without the one for the terminal's own colours and dim text, of which it has neither."""
-        return [one for one in super().get_line_filters() if not isinstance(one, ANSIToTruecolor)]
+        filters = super().get_line_filters()
+        return [each for each in filters if not isinstance(each, ANSIToTruecolor)]
 
     def notify_style_update(self) -> None:
         self._palette.clear()

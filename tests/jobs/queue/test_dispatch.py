@@ -398,8 +398,10 @@ def test_a_process_that_is_being_killed_is_as_good_as_dead(monkeypatch: pytest.M
     assert not me.is_dead()
     assert switches(me.pid) is not None
     assert switches(2**22) is None
-    status = {"SigPnd": "0" * 16, "ShdPnd": "0000000000000100"}
-    monkeypatch.setattr("jobs.machine.procfs._status", lambda pid: status)
+    status = {b"SigPnd": b"0" * 16, b"ShdPnd": b"0000000000000100"}
+    monkeypatch.setattr(
+        "jobs.machine.procfs._status", lambda pid, *names: [status[name] for name in names]
+    )
     assert me.is_dead()
-    status["ShdPnd"] = "0000000000004000"  # SIGTERM
+    status[b"ShdPnd"] = b"0000000000004000"  # SIGTERM
     assert not me.is_dead()

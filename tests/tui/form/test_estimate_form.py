@@ -186,7 +186,7 @@ async def test_an_answer_that_comes_late_leaves_what_is_said_by_then(store: Stor
         screen.tell("something newer")
         screen.submission.gate.ask_to_fetch(late)
         await pilot.pause()
-        assert screen.told == "something newer"
+        assert screen.said_below == "something newer"
 
 
 async def test_what_fits_is_queued_without_a_question(

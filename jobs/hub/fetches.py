@@ -112,7 +112,7 @@ def forget_ended(name: HubName) -> None:
 
 
 def forget_start(name: HubName) -> None:
-    """Let the next one who wants it start it at once; for the process that fetches it."""
+    """Allow an immediate restart. Called by the fetching process before it exits."""
     _file_of(name).unlink(missing_ok=True)
     os.utime(lock_of(name), (0, 0))
 
@@ -152,7 +152,7 @@ def start(name: HubName) -> None:
 def end(name: HubName) -> bool:
     """End a fetch of this machine; what is complete stays. Whether there was one.
 
-    One that is just starting has not said yet which process it is; it finds the wish itself.
+    A fetch that is still starting has not recorded its pid yet, so it checks `is_to_end` itself.
     """
     if lock_of(name).exists():  # before it looks, or one that starts may be missed
         with suppress(OSError):  # it may have filled the disk
@@ -164,7 +164,7 @@ def end(name: HubName) -> bool:
 
 
 def is_to_end(name: HubName) -> bool:
-    """Whether it was ended while it started; asked once it has said which process it is."""
+    """Whether `end` was called while the fetch was starting. Check after recording the pid."""
     return _end_of(name).exists()
 
 

@@ -70,7 +70,8 @@ def test_a_disk_that_is_full_while_saving(small_disk: Bench) -> None:
         small_disk.store, lambda run_dir: run_dir.latest_checkpoint() is not None, PATIENCE
     )
     small_disk.until(held.are_suspended)  # they would take of the space that is to be filled
-    _, first = files.complete_checkpoints()[0]
+    step, first = files.complete_checkpoints()[0]
+    assert step == 4
     needed = sum(path.stat().st_size for path in first.rglob("*") if path.is_file())
     room = shutil.disk_usage(files.root).free
     with open(small_disk.home / "state" / "filler", "wb") as filler:

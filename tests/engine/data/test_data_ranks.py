@@ -331,7 +331,7 @@ def late(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[dict[s
 @pytest.mark.slow
 def test_a_rank_that_is_late_by_more_than_the_timeout_fails_nothing(late: dict[str, Late]) -> None:
     encode = late["whole"].end_of("encode")
-    assert encode["seconds"] > 2 * TIMEOUT
+    assert encode["seconds"] > DELAY - 5 > 2 * TIMEOUT
     mine, its = encode["ranks"]
     assert mine > 5 * its, "the other rank did not leave it all the work"
 
@@ -341,7 +341,7 @@ def test_nor_does_one_for_which_sharded_encoders_wait_in_a_collective(
     late: dict[str, Late],
 ) -> None:
     encode = late["sharded"].end_of("encode")
-    assert encode["seconds"] > 2 * TIMEOUT
+    assert encode["seconds"] > DELAY - 5 > 2 * TIMEOUT
     assert abs(encode["ranks"][0] - encode["ranks"][1]) <= 1, "they go in step"
     log = (late["sharded"].root / "events.jsonl").read_text()
     assert '"freed"' in log

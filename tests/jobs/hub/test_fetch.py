@@ -247,7 +247,7 @@ def test_a_job_fails_where_its_model_cannot_be_fetched(
 def test_a_fetch_that_just_starts_ends_too(
     hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has not said yet which process it is, so nobody can send it a signal."""
+    """Its pid is not recorded yet, so no signal can be sent."""
     hub.add(MODEL.repo, flux_like())
     monkeypatch.setattr(fetches, "start_detached", lambda *words, **options: None)
     fetches.start(MODEL)

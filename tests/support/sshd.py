@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ class Sshd:
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(root / name)], check=True
             )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         facts = {"root": root, "port": self.port}
         (root / "sshd_config").write_text(_CONFIG.format(**facts), encoding="utf-8")
         (root / "ssh_config").write_text(_ALIASES.format(**facts), encoding="utf-8")

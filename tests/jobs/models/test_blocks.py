@@ -24,6 +24,7 @@ from jobs.preflight import check_job
 from jobs.preflight.wrapped_classes import check_names
 from jobs.spec.families import FAMILIES, Family, Flavour
 from jobs.spec.file.load import load_spec
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -388,7 +389,8 @@ def _remember(number: int, start: Any) -> None:
     remember(f"key-{number}", {"number": number, "much": "x" * 5000})
 
 
-def test_fifty_processes_at_once_lose_nothing(home: Path) -> None:
+def test_fifty_processes_at_once_lose_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection_cache, "_PATIENCE", PATIENCE)
     context = multiprocessing.get_context("fork")
     start = context.Barrier(PROCESSES)
     writers = [context.Process(target=_remember, args=(n, start)) for n in range(PROCESSES)]

@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.support.cuda_stub.counting import Counting
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,9 +109,7 @@ def _write_toys(toys: dict[str, str]) -> None:
 
 def _run(ranks: int, jobs: dict[str, dict[str, Any]]) -> None:
     """Fork the ranks, and end them all when one has failed."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     pids = set()
     for rank in range(ranks):
         pid = os.fork()

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 aiohttp = pytest.importorskip("aiohttp")
@@ -29,12 +30,6 @@ from tui.cli.machine import web_server  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.parametrize(

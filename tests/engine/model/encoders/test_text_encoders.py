@@ -27,7 +27,7 @@ from engine.ranks.file_barrier import FileBarrier
 from engine.ranks.world import World
 from jobs.errors import UserError
 from jobs.run.rundir import RunDir
-from tests.support.engine.ranks.text_encoder import SLEEP, WIDE, on_rank
+from tests.support.engine.ranks.text_encoder import DEFAULT_TIMEOUT, SLEEP, WIDE, on_rank
 from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def test_sharded_encoders_are_those_of_from_pretrained_and_leave_nothing(
     size = write_wide(toy, tmp_path / "wide")
     assert size > 145e6
     both = launch(2, toy, tmp_path)
-    for rank, found in enumerate(both):
+    for found in both:
         for case in tiny_encoders():
             handed_out = any("rank 0 loads all of it" in line for line in found[case]["lines"])
             assert handed_out == (case == "experts"), case
@@ -141,8 +141,8 @@ def test_sharded_encoders_are_those_of_from_pretrained_and_leave_nothing(
             assert grown > 0.8 * held
             assert memory["loaded"] - memory["after"] > 0.8 * grown
         assert "text_encoder_2.encoder.block.1" in found["kept"]
-        assert (found["late"]["waited"] > SLEEP - 2) == (rank == 0)
     # The default group, in which rank 0 waited too, had the timeout of which it was a matter.
+    assert both[0]["late"]["waited"] >= SLEEP > DEFAULT_TIMEOUT
     assert "imed out" in both[0]["late"]["default group"]
 
 

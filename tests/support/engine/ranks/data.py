@@ -27,6 +27,7 @@ from engine.run_job import run_rank
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
 from tests.support.engine.run_context import run_context
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,19 +213,22 @@ def train(
     from engine.data.encode import texts
 
     stock = texts._encode
-    begun = root / "late"
+    in_step = load_spec(None, values).shard_text_encoders
+    begun, waits = root / "late", root / "waits"
 
     def late(*words: Any) -> dict[str, torch.Tensor]:
         texts._encode = stock
         begun.touch()
+        if not in_step:
+            eventually(waits.exists)
         time.sleep(options["delay"])
         return stock(*words)
 
     def leaves_one(*words: Any) -> dict[str, torch.Tensor]:
         """Of the texts, so that the one that is late has one to be late with."""
         texts._encode = stock
-        while not begun.exists():
-            time.sleep(0.01)
+        waits.touch()
+        eventually(begun.exists)
         return stock(*words)
 
     def slow(*words: Any) -> dict[str, torch.Tensor]:
@@ -235,7 +239,7 @@ def train(
         texts._encode = slow
     elif rank == ranks - 1:
         texts._encode = late
-    elif not load_spec(None, values).shard_text_encoders:  # else they go in step
+    elif not in_step:
         texts._encode = leaves_one
     telemetry = Telemetry(run_dir, rank)
     run_rank(run_dir, telemetry)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Store
 
 Run = Callable[..., tuple[int, str, str]]
+ENDLESS = "tests.support.engine.endless_export"
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -135,8 +136,11 @@ def test_a_damaged_checkpoint_is_not_exported(run: Run, job: Job, tmp_path: Path
     assert not (tmp_path / "here").exists()
 
 
-def test_who_loses_interest_ends_the_export_and_leaves_nothing(job: Job, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+def test_who_loses_interest_ends_the_export_and_leaves_nothing(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, told = exports.ask, list[tuple[int, int]]()
+    monkeypatch.setattr(exports, "ask", lambda _, *words: ask(ENDLESS, *words))  # whoever is late
     with pytest.raises(Cancelled):
         exports.export_checkpoint(
             job,
@@ -151,9 +155,8 @@ def test_who_loses_interest_ends_the_export_and_leaves_nothing(job: Job, tmp_pat
 
 @pytest.mark.slow
 def test_an_export_that_is_ended_leaves_nothing_aside(saved: Path, tmp_path: Path) -> None:
-    module = "tests.support.engine.endless_export"
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(saved / "step-4"), str(tmp_path / "out")],
+        [sys.executable, "-m", ENDLESS, str(saved / "step-4"), str(tmp_path / "out")],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,

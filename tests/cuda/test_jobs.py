@@ -367,6 +367,17 @@ def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: R
     assert not wrong, f"{len(wrong)} of {len(original)} differ: {wrong[:5]}"
 
 
+@pytest.mark.parametrize("name", _names(["hsdp full"]))
+def test_what_a_group_split_off_gathers_is_all_of_it(name: str, rehearsal: Rehearsal) -> None:
+    """The stub gives a rank its own part in place of the other's: twice the first half."""
+    model = "transformer/diffusion_pytorch_model.safetensors"
+    exported = tensors(rehearsal[name].run_dir.export / model)
+    original = tensors(rehearsal.root / "toys" / "flux" / "model" / model)
+    assert exported.keys() == original.keys()
+    for weight, (_, data) in original.items():
+        assert exported[weight][1] == 2 * data[: len(data) // 2], weight
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", FULL_IN)
 def test_a_gpu_that_is_full_is_one_sentence(phase: str, rehearsal: Rehearsal) -> None:

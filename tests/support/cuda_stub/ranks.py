@@ -168,6 +168,8 @@ def _job(rank: int, root: Path, job: dict[str, Any]) -> bool:
     telemetry = Telemetry(run_dir, rank)
     try:
         spec = load_spec(None, job["values"])
+        # Of four ranks, so that groups that shard are as large as those that replicate.
+        os.environ["CUDA_STUB_SPLIT"] = str(spec.dp_replicate_size or 0)
         choose_backends(spec)
         with Counting(job["numbers"], job["full_in"]) as counting:
             run_job(spec, run_dir, start_world(spec), telemetry)

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from tests.support.ports import free_port  # noqa: E402
 
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "behind training": {"checkpointing_async": True},
@@ -41,10 +42,9 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="where the checkpoints go; default: /tmp")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-save-", dir=asked.dir) as scratch:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-        torch.multiprocessing.spawn(rank, (port, asked.layers, asked.repeats, scratch), RANKS)
+        torch.multiprocessing.spawn(
+            rank, (free_port(), asked.layers, asked.repeats, scratch), RANKS
+        )
         found = json.loads(Path(scratch, "found.json").read_text())
     print(f"{found['bytes'] / 2**30:.2f} GiB on {RANKS} ranks")
     print(f"{'way':17}{'first pause':>12}{'pause':>8}{'complete':>10}")

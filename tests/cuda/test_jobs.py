@@ -353,16 +353,22 @@ def tensors(path: Path) -> dict[str, tuple[str, bytes]]:
     }
 
 
+def exported_and_original(rehearsal: Rehearsal, name: str) -> list[dict[str, tuple[str, bytes]]]:
+    """The transformer that a job of the toy FLUX.1 exported, and the one that it read."""
+    model = "transformer/diffusion_pytorch_model.safetensors"
+    read = rehearsal.root / "toys" / "flux" / "model"
+    both = [tensors(folder / model) for folder in (rehearsal[name].run_dir.export, read)]
+    assert both[0].keys() == both[1].keys()
+    return both
+
+
 @pytest.mark.parametrize("name", _names(["fsdp2 full on one"]))
 def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: Rehearsal) -> None:
     """No kernel changes a weight: what is exported is what was read, if every copy went right.
 
     From the file in slices to two GPUs, into checkpoints, onto one GPU, and into an export.
     """
-    model = "transformer/diffusion_pytorch_model.safetensors"
-    exported = tensors(rehearsal[name].run_dir.export / model)
-    original = tensors(rehearsal.root / "toys" / "flux" / "model" / model)
-    assert exported.keys() == original.keys()
+    exported, original = exported_and_original(rehearsal, name)
     wrong = [name for name, tensor in original.items() if exported[name] != tensor]
     assert not wrong, f"{len(wrong)} of {len(original)} differ: {wrong[:5]}"
 
@@ -370,10 +376,7 @@ def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: R
 @pytest.mark.parametrize("name", _names(["hsdp full"]))
 def test_what_a_group_split_off_gathers_is_all_of_it(name: str, rehearsal: Rehearsal) -> None:
     """The stub gives a rank its own part in place of the other's: twice the first half."""
-    model = "transformer/diffusion_pytorch_model.safetensors"
-    exported = tensors(rehearsal[name].run_dir.export / model)
-    original = tensors(rehearsal.root / "toys" / "flux" / "model" / model)
-    assert exported.keys() == original.keys()
+    exported, original = exported_and_original(rehearsal, name)
     for weight, (_, data) in original.items():
         assert exported[weight][1] == 2 * data[: len(data) // 2], weight
 

@@ -9,6 +9,7 @@ from jobs.errors import StateError, UserError
 from jobs.hub.wanted import find_missing, noted
 from jobs.preflight import check_job
 from jobs.preflight.conditioning import missing_partners
+from jobs.preflight.versions import check_versions
 from jobs.queue.states import ACTIVE, State
 from jobs.resume.resume_conflicts import find_resume_conflicts
 from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
@@ -72,6 +73,7 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
     gpus = check_job.check(spec, absent)
     check_job.check_beginning(spec)
     notes += missing_partners(spec)
+    notes += _find_untested(spec)
     notes += _find_unknown_partition(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
@@ -115,6 +117,7 @@ def plan_resume(
     notes: list[str] = []
     spec = load_spec(job.run_dir.job_file, overrides, on_note=notes.append)
     gpus = check_job.check(spec)
+    notes += _find_untested(spec)
     spec = settle(spec)
     begin = _own(job, back_to)
     if begin is not None and KEY in (overrides or {}):
@@ -195,6 +198,11 @@ def check_not_handed_in(job: Job) -> None:
         raise StateError(
             f"job {job.id} is in Slurm's queue", "stop it first, then resume it with the changes"
         )
+
+
+def _find_untested(spec: JobSpec) -> list[str]:
+    """Warn of libraries in versions that were not tested; those of Slurm's nodes are unknown."""
+    return [] if spec.launcher == "slurm" else check_versions(spec)
 
 
 def _own(job: Job, back_to: int | None) -> Checkpoint | None:

@@ -350,10 +350,9 @@ def report(**changes: Any) -> dict[str, Any]:
             {
                 "size": [64, 64],
                 "samples": 24,
-                "batches": 12,
+                "draws": 24,
                 "cut_mean": 0.0,
                 "cut_most": 0.0,
-                "fill": 0,
             }
         ],
         "texts": 24,

@@ -403,7 +403,7 @@ def test_how_the_checkpoint_computed_with_its_base_is_handed_on(
     state = json.loads((path / STATE_FILE).read_text())
     for older in ({k: v for k, v in state["spec"].items() if k != "base_matmul"}, None):
         (path / STATE_FILE).write_text(json.dumps(state | {"spec": older}))
-        assert checkpoint_resume._compare(path, spec, DATA)[1] == "dequantize"
+        assert checkpoint_resume._compare(path, spec, DATA, True)[1] == "dequantize"
 
 
 def test_what_is_read_of_checkpoints_is_counted_in_mib(

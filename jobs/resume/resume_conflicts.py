@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from jobs.errors import UserError
 from jobs.models.same_model import looks_same, place_of
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, key_facts
@@ -22,6 +23,10 @@ from jobs.spec.values.datasets import datasets_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+# Which samples a step trains on (`engine.data.index.batch_plan`). Checkpoints without a number are
+# of version 1, which padded every bucket to a global batch.
+PLAN_VERSION: Final = 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,31 @@ def find_resume_conflicts(
     for rule in _RULES:
         rule(old, spec, done, conflicts)
     return conflicts
+
+
+def compare_plans(state: Mapping[str, Any], name: str, *, own: bool) -> list[str]:
+    """Say whether the checkpoint's run drew its samples by another plan than this version does.
+
+    Args:
+        state: What the checkpoint says of its training.
+        name: The checkpoint's.
+        own: Whether the same run continues, which it only does exactly.
+
+    Raises:
+        UserError: It cannot continue.
+    """
+    facts = state.get("data")
+    if not isinstance(facts, dict) or not facts or facts.get("plan", 1) == PLAN_VERSION:
+        return []
+    if own:
+        raise UserError(
+            f"cannot resume from {name}: it was saved by a version of fsdp-tui that gave steps "
+            "other samples, so the run would not continue as it began",
+            f"start a new job from it: --resume_from_checkpoint with the path of {name}",
+        )
+    return [
+        "the data plan: another version of fsdp-tui saved it, so steps train on different samples"
+    ]
 
 
 def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
@@ -172,12 +202,15 @@ def _alpha(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -
 
 
 def _batch(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """Which samples a step trains on depends on their number alone, not on who takes them."""
+    """Which samples a step trains on depends on batch sizes, not on the ranks that take them."""
     was, now = global_batch_size(old), global_batch_size(spec)
     if was != now:
         conflicts.changes.append(
             f"the global batch: {was} → {now}, so steps train on different samples"
         )
+    elif old.train_batch_size != spec.train_batch_size:
+        line = _line("train_batch_size", old.train_batch_size, spec.train_batch_size)
+        conflicts.changes.append(f"{line}, so steps train on different samples")
 
 
 def _schedule(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:

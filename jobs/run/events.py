@@ -84,7 +84,7 @@ class Start(Event):
     strategy: str = ""
     strategy_reason: str = ""
     samples: int | None = None
-    steps_per_epoch: int | None = None
+    steps_per_epoch: float | None = None
     trained_parameters: int | None = None
     base_matmul: str | None = None
 
@@ -139,7 +139,7 @@ class Data(Event):
     skipped: int
     texts: int
     buckets: list[Any]
-    steps_per_epoch: int
+    steps_per_epoch: float
     epochs: float
 
 

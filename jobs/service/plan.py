@@ -11,7 +11,7 @@ from jobs.preflight import check_job
 from jobs.preflight.conditioning import missing_partners
 from jobs.preflight.versions import check_versions
 from jobs.queue.states import ACTIVE, State
-from jobs.resume.resume_conflicts import find_resume_conflicts
+from jobs.resume.resume_conflicts import compare_plans, find_resume_conflicts
 from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
 from jobs.slurm.partitions import ask_partitions, unknown_partition
@@ -128,7 +128,7 @@ def plan_resume(
     if begin is None and spec.resume_from_checkpoint:
         begin = find_origin(store, spec.resume_from_checkpoint)
         spec = spec.model_copy(update={KEY: str(begin.path.resolve())})
-    changes = _compare(begin, spec) if begin is not None else []
+    changes = _compare(begin, spec, job) if begin is not None else []
     done = begin.step if begin is not None else 0
     if done > spec.max_train_steps or (
         done == spec.max_train_steps and job.state is State.COMPLETED
@@ -178,7 +178,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
             f"job {job_id} has trained",
             "use a larger number",
         )
-    changes = _compare(begin, spec)
+    changes = _compare(begin, spec, job)
     return Plan(
         spec, gpus, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
     )
@@ -244,16 +244,19 @@ def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
     ]
 
 
-def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:
-    """List what a resume from a checkpoint changes.
+def _compare(begin: Checkpoint, spec: JobSpec, job: Job | None = None) -> list[str]:
+    """List what a resume from a checkpoint changes; `job` is the one that resumes.
 
     Raises:
         UserError: It cannot be done.
     """
-    before = read_state(begin.path).get("spec")
+    state = read_state(begin.path)
+    own = job is not None and begin.path.parent.resolve() == job.run_dir.checkpoints.resolve()
+    plan = compare_plans(state, begin.path.name, own=own)
+    before = state.get("spec")
     if not isinstance(before, dict):
-        return []  # nothing to compare with
+        return plan  # nothing else to compare with
     conflicts = find_resume_conflicts(before, spec, done=begin.step)
     if conflicts.impossible:
         raise UserError(f"cannot resume from {begin.path.name}: {'; '.join(conflicts.impossible)}")
-    return conflicts.changes
+    return [*conflicts.changes, *plan]

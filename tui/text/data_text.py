@@ -44,10 +44,20 @@ def groups(report: Mapping[str, Any]) -> list[Group]:
     return [group for group in kinds if group.findings]
 
 
-def fills(report: Mapping[str, Any]) -> tuple[int, int]:
-    """Draws of an epoch that only fill last batches, and all its draws."""
-    fill = sum(bucket["fill"] for bucket in report["buckets"])
-    return fill, report["draws_per_epoch"] + fill
+def draws_text(count: float) -> str:
+    """Write how many draws an epoch has of something: `12`, or `12.5` in the mean."""
+    return f"{count:.10g}"
+
+
+def each(dataset: Mapping[str, Any]) -> str:
+    """Write how often an epoch draws each of a dataset's samples: `1x`, `2.5x`."""
+    return f"{dataset['draws'] / max(dataset['samples'], 1):.3g}x"
+
+
+def _epoch(report: Mapping[str, Any]) -> str:
+    """Write how long an epoch is: `12.5 steps of 8`."""
+    steps = report["steps_per_epoch"]
+    return f"{steps:.10g} step{'s' * (steps != 1)} of {report['global_batch']}"
 
 
 def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
@@ -58,9 +68,8 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
         steps: How many the job trains.
     """
     skipped, longest = len(report["skipped"]), report["longest"]
-    fill, draws = fills(report)
     captions = some(report["texts"], "unique caption")
-    epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']}"
+    most = report.get("most_drawn", 1.0)
     held = f"; {report['held_out']} more held out" if report.get("held_out") else ""
     rows = [
         (
@@ -77,7 +86,12 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
         ("views", f"{report['views']} of each image" if report["views"] > 1 else ""),
         (
             "epoch",
-            epoch + (f"; {fill} of its {draws} samples pad the last batches" if fill else ""),
+            _epoch(report)
+            + (
+                f"; the most drawn sample comes {most:.3g} times as often as the average"
+                if most > 1.005
+                else ""
+            ),
         ),
         ("job", f"{some(steps, 'step')}, {epochs(report)}"),
     ]
@@ -96,12 +110,9 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
         f"{report['masked']} masked" if report.get("masked") else "",
         f"{report['class_images']} class images to make" if report.get("class_images") else "",
     ]
-    fill, draws = fills(report)
-    epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']} per epoch"
-    epoch += f", {_percent(fill / draws)} padding" if fill else ""
     return (
         " · ".join(filter(None, samples)),
-        f"{epoch} · {epochs(report)} in {some(steps, 'step')}",
+        f"{_epoch(report)} per epoch · {epochs(report)} in {some(steps, 'step')}",
     )
 
 
@@ -158,10 +169,6 @@ def some(count: int, what: str) -> str:
 def plain_bar(row: Row) -> str:
     """The characters of a bar, without the rest of its line where it is empty."""
     return "".join(span.text for span in row if span.role != "faint")
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.{0 if share >= 0.01 else 1}f}%"
 
 
 def _by_bucket(report: Mapping[str, Any]) -> dict[str, int]:

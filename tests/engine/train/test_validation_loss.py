@@ -86,7 +86,7 @@ def test_what_is_held_out_is_never_trained_on(
     plan = make_plan(spec, trained)
     drawn = {
         trained.samples[draw.sample].name
-        for step in range(2 * plan.steps_per_epoch)
+        for step in range(plan.steps_of(3 * spec.train_batch_size))
         for draw in plan.draws(step)
     }
     assert drawn == {sample.name for sample in trained.samples}

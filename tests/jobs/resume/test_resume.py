@@ -201,7 +201,10 @@ def test_settings_without_effect_are_not_told(
     ("old", "new"),
     [
         ({"num_processes": 2}, {"gradient_accumulation_steps": 2}),
-        ({"num_processes": 4}, {"num_processes": 2, "train_batch_size": 2, "strategy": "ddp"}),
+        (
+            {"num_processes": 4},
+            {"num_processes": 2, "gradient_accumulation_steps": 2, "strategy": "ddp"},
+        ),
         ({"num_processes": 2}, {"num_processes": 4, "context_parallel_size": 2}),
         ({"gpus": [0, 1]}, {"num_processes": 2, "device": "cpu"}),
     ],
@@ -223,6 +226,12 @@ def test_another_global_batch_is_told(new: dict[str, Any]) -> None:
     ]
 
 
+def test_another_forward_batch_is_told() -> None:
+    """It decides which samples wait for others of their shape."""
+    found = conflicts({"num_processes": 4}, {"num_processes": 2, "train_batch_size": 2})
+    assert found.changes == ["train_batch_size: 1 → 2, so steps train on different samples"]
+
+
 @given(
     st.tuples(*[st.integers(1, 4)] * 3).map(lambda t: dict(zip(_BATCH, t, strict=True))),
     st.tuples(*[st.integers(1, 4)] * 3).map(lambda t: dict(zip(_BATCH, t, strict=True))),
@@ -231,6 +240,7 @@ def test_batches_are_told_exactly_when_they_differ(
     old: dict[str, int], new: dict[str, int]
 ) -> None:
     same = global_batch_size(JobSpec(**BASE | old)) == global_batch_size(JobSpec(**BASE | new))
+    same &= old["train_batch_size"] == new["train_batch_size"]
     assert (conflicts(old, new).changes == []) is same
 
 

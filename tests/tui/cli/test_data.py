@@ -142,8 +142,8 @@ def test_several_datasets_have_a_line_each(
     status, out, _ = run(job_file(dataset="", datasets=entries), "--all")
     assert status == 0
     rows = [line.split() for line in out.splitlines()]
-    assert ["7", "3", "7", str(tmp_path / "messy")] in rows
-    assert ["3", "0", "12", str(tmp_path / "more")] in rows
+    assert ["7", "3", "7", "1x", str(tmp_path / "messy")] in rows
+    assert ["3", "0", "12", "4x", str(tmp_path / "more")] in rows
     assert str(tmp_path / "messy" / "bare.png") in out, "its folder, as there are several"
 
 
@@ -350,10 +350,9 @@ def report(**changes: Any) -> dict[str, Any]:
             {
                 "size": [64, 64],
                 "samples": 24,
-                "batches": 12,
+                "draws": 24,
                 "cut_mean": 0.0,
                 "cut_most": 0.0,
-                "fill": 0,
             }
         ],
         "texts": 24,

@@ -22,8 +22,8 @@ from engine.diffusion.random_numbers import keyed_generator
 from engine.families.shared.references import judged
 from engine.model.precision import computing
 from engine.train.gradients import Averager, clip
+from engine.train.nonfinite import Judge
 from engine.train.optimizer import decides_on_device, step_unless
-from jobs.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 # The schedule advances with every step, also when the first ones are skipped.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
-_MOST_SKIPPED: Final = 20  # in a row; an fp16 loss scale starts at 2^16 and halves each time
 _MEASURED_FIRST: Final = 3  # steps; Adam's state is there from the second on
 _MEASURED_EVERY: Final = 100
 
@@ -53,7 +52,8 @@ class StepResult:
         step: Which one, counted from 1.
         loss: Mean over the global batch.
         norm: Global gradient norm before clipping.
-        skipped: Nothing was updated, since loss or gradient were not finite.
+        origin: Of a step that was skipped, since loss or gradient were not finite: which ranks and
+            samples that comes from, "" if it is not known; None of others.
         scale: The loss scale of fp16 after it; may be None where nothing was skipped.
         rate: The learning rate of this step.
         seconds: Wall time; on a GPU, since it was done with the step before.
@@ -63,11 +63,16 @@ class StepResult:
     step: int
     loss: float
     norm: float
-    skipped: bool
+    origin: str | None
     scale: float | None
     rate: float
     seconds: float
     data_seconds: float
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated."""
+        return self.origin is not None
 
 
 class _Moment:
@@ -100,6 +105,7 @@ class _Given(NamedTuple):
     Attributes:
         step: Counted from 0.
         numbers: Loss, norm and, of fp16, loss scale, in host memory once `done` is reached.
+        losses: This rank's micro-batches', on the device.
         begun: When its time starts.
         done: When it has been computed.
         rate: The learning rate.
@@ -108,6 +114,7 @@ class _Given(NamedTuple):
 
     step: int
     numbers: torch.Tensor
+    losses: list[torch.Tensor]
     begun: _Moment
     done: _Moment
     rate: float
@@ -151,6 +158,8 @@ class Stepper:
         self._trained = list(training.trained().values())
         self._averager = Averager(self._trained, world)
         self._averager.watch()
+        self._judge = Judge(spec, training, loader, world)
+        self._losses: list[torch.Tensor] = []  # of the step's micro-batches, on the device
         # Whether training continues after a step that is skipped.
         self._may_skip = spec.on_nonfinite == "skip" or training.scaler is not None
         requested = world.device.type == "cuda" if late is None else late
@@ -158,7 +167,6 @@ class Stepper:
         self._given: _Given | None = None
         self._tell: Callable[[StepResult], None] = lambda result: None
         self._done = 0
-        self._skipped = 0
 
     def run(self, tell: Callable[[StepResult], None]) -> None:
         """Do the next step.
@@ -194,7 +202,7 @@ class Stepper:
         numbers = numbers.to("cpu", non_blocking=True)  # pinned memory: nothing waits
         done = _Moment(self._world.device)
         self._hear(wait=True)  # the step before, so that the device is given no more than two
-        self._given = _Given(step, numbers, start, done, rate, waited)
+        self._given = _Given(step, numbers, self._losses, start, done, rate, waited)
 
     def settle(self, tell: Callable[[StepResult], None]) -> None:
         """Wait for the step that is still computed, if one is.
@@ -227,6 +235,7 @@ class Stepper:
         """
         model, scaler = self._training.model, self._training.scaler
         losses = torch.zeros((), device=self._world.device)
+        self._losses = []
         waited = 0.0
         batches, count = self._loader.step(step), self._spec.gradient_accumulation_steps
         for number in range(1, count + 1):
@@ -250,6 +259,7 @@ class Stepper:
                 whole = loss * self._world.context_size
                 (whole if scaler is None else scaler.scale(whole)).backward()
             losses += loss.detach()
+            self._losses.append(loss.detach())
         return losses, waited
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
@@ -275,11 +285,13 @@ class Stepper:
 
     # -- the update, judged by the host ------------------------------------------------------
 
-    def _update(self, numbers: torch.Tensor, step: int) -> tuple[float, float, bool, float | None]:
+    def _update(
+        self, numbers: torch.Tensor, step: int
+    ) -> tuple[float, float, str | None, float | None]:
         """Step the optimizer unless loss or norm are not finite.
 
         Returns:
-            Loss, norm, whether the step was skipped, and if so the loss scale.
+            Loss, norm and, of a step that was skipped, its origin and the loss scale.
 
         Raises:
             NotFiniteError: They are not, and must be. Nothing has changed.
@@ -288,7 +300,8 @@ class Stepper:
         training, scaler = self._training, self._training.scaler
         if training.ema is not None:
             training.ema.catch_up()
-        finite = self._judge(loss, norm, step)
+        origin = self._judge.reason_to_skip(step, loss, norm, self._losses)
+        finite = origin is None
         if scaler is None:
             if finite:
                 training.optimizer.step()
@@ -300,7 +313,7 @@ class Stepper:
         if finite and training.ema is not None:
             training.ema.update(training.step)
         scale = None if finite or scaler is None else scaler.get_scale()
-        return loss, norm, not finite, scale
+        return loss, norm, origin, scale
 
     # -- the update, before it is judged -----------------------------------------------------
 
@@ -355,11 +368,11 @@ class Stepper:
         if not (wait or (math.isfinite(loss) and math.isfinite(norm))):
             return
         self._given = None
-        finite = self._judge(loss, norm, given.step)
+        origin = self._judge.reason_to_skip(given.step, loss, norm, given.losses)
         seconds = given.done.seconds_since(given.begun)
         factor = scale[0] if scale else None
         result = StepResult(
-            given.step + 1, loss, norm, not finite, factor, given.rate, seconds, given.data_seconds
+            given.step + 1, loss, norm, origin, factor, given.rate, seconds, given.data_seconds
         )
         self._tell(result)
 
@@ -371,30 +384,6 @@ class Stepper:
         training.optimizer.zero_grad(set_to_none=True)
         training.scheduler.step()
         training.step += 1
-
-    def _judge(self, loss: float, norm: float, step: int) -> bool:
-        """Whether a step is finite; one that is not is skipped.
-
-        Raises:
-            NotFiniteError: It may not be skipped.
-        """
-        if math.isfinite(loss) and math.isfinite(norm):
-            self._skipped = 0
-            return True
-        self._skipped += 1
-        what = (
-            f"the loss or gradient is not finite at step {step + 1} "
-            f"(loss {loss}, gradient norm {norm})"
-        )
-        # An fp16 gradient that overflows is the loss scale's doing, not the model's.
-        overflow = self._training.scaler is not None and math.isfinite(loss)
-        if self._spec.on_nonfinite == "fail" and not overflow:
-            raise NotFiniteError(what, "lower learning_rate, or resume from an earlier checkpoint")
-        if self._skipped >= _MOST_SKIPPED:
-            raise NotFiniteError(
-                f"{what}, for {self._skipped} steps in a row", "lower learning_rate, or use bf16"
-            )
-        return False
 
     def _measured(self, name: str) -> AbstractContextManager[None]:
         return self._peaks.phase(name, measured=self.measures())

@@ -45,12 +45,14 @@ class Measured:
         levels: Level and mean over samples, from little noise to much. A level is a quantile in
             (0, 1) of what training draws; its sigma may depend on the size of an image.
         samples: How many are held out.
+        nonfinite: The names of those whose error is not finite.
         seconds: Wall time.
     """
 
     loss: float
     levels: list[tuple[float, float]]
     samples: int
+    nonfinite: list[str]
     seconds: float
 
 
@@ -114,7 +116,9 @@ class ValidationLoss:
                 return None
             if self.run.world.size > 1:
                 dist.all_reduce(errors)
-        return _summary(errors, time.perf_counter() - begun)
+        finite = errors.isfinite().all(dim=1).tolist()
+        bad = [sample.name for sample, good in zip(self.data.held, finite, strict=True) if not good]
+        return _summary(errors, bad, time.perf_counter() - begun)
 
     def _read(self, samples: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Latents `(B, C, h, w)` and encoded captions `(B, …)`, on the device."""
@@ -198,10 +202,10 @@ def problem_at(
     return replace(objective.problem(latents, Drawn(level, noise)), weight=None)
 
 
-def _summary(errors: torch.Tensor, seconds: float) -> Measured:
+def _summary(errors: torch.Tensor, nonfinite: list[str], seconds: float) -> Measured:
     """Of the errors `(samples, levels)`. Sums are exact, so that their order does not matter."""
     samples, count = errors.shape
     means = [math.fsum(errors[:, level].tolist()) / samples for level in range(count)]
     loss = math.fsum(errors.flatten().tolist()) / errors.numel()
     levels = [((level + 0.5) / count, mean) for level, mean in enumerate(means)]
-    return Measured(loss, levels, samples, seconds)
+    return Measured(loss, levels, samples, nonfinite, seconds)

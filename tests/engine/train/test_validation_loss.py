@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from engine.data.index.data_index import DataIndex, Sample, build_index
 from engine.data.index.held_out import hold_out
+from engine.data.prepare import Prepared
 from engine.data.report.data_report import make_plan, make_report, summary
 from engine.diffusion.denoising import Denoising
 from engine.diffusion.objective import Drawn
@@ -301,3 +302,19 @@ def test_the_averaged_weights_are_measured(train: Any) -> None:
     assert [event["step"] for event in plain] == [2, 4]
     pairs = zip(plain, averaged, strict=True)
     assert all(one["loss"] != other["loss"] for one, other in pairs)
+
+
+@pytest.mark.slow
+def test_a_sample_whose_validation_loss_is_not_finite_is_named(
+    train: Any, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"validation_fraction": 0.1, "validation_on_startup": True, "max_train_steps": 1}
+    bad = hold_out(build_index(toy_spec(toy)), toy_spec(toy, **settings))[1][1].name
+    held_latents = Prepared.held_latents
+
+    def spoilt(self: Prepared, number: int) -> torch.Tensor:
+        return held_latents(self, number) * (torch.nan if self.held[number].name == bad else 1.0)
+
+    monkeypatch.setattr(Prepared, "held_latents", spoilt)
+    warned = [event["message"] for event in of_kind(train("spoilt", **settings), "warning")]
+    assert warned == [f"the validation loss is not finite: that of {bad}"] * 2

@@ -11,8 +11,6 @@ from jobs.errors import NotFiniteError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import torch
-
     from engine.data.loader import Loader
     from engine.ranks.world import World
     from engine.train.train_state import TrainState
@@ -40,7 +38,7 @@ class Judge:
         self._skipped = 0
 
     def reason_to_skip(
-        self, step: int, loss: float, norm: float, losses: Sequence[torch.Tensor]
+        self, step: int, loss: float, norm: float, losses: Sequence[float]
     ) -> str | None:
         """Return None for a finite step; of another, which ranks and samples it comes from.
 
@@ -48,7 +46,7 @@ class Judge:
             step: Counted from 0.
             loss: Mean over the global batch.
             norm: Global gradient norm.
-            losses: This rank's micro-batches', scalars on the device; read if `loss` is not finite.
+            losses: Of this rank's micro-batches.
 
         Returns:
             "" where the loss is finite on all ranks, and the gradient is not.
@@ -81,7 +79,7 @@ class Judge:
             )
         return origin
 
-    def _origin(self, step: int, losses: Sequence[torch.Tensor]) -> str:
+    def _origin(self, step: int, losses: Sequence[float]) -> str:
         """Say which ranks' losses are not finite, on which samples, and whether these are.
 
         A collective. Every rank has read the same mean of the losses, and comes here.

@@ -104,8 +104,8 @@ class _Given(NamedTuple):
 
     Attributes:
         step: Counted from 0.
-        numbers: Loss, norm and, of fp16, loss scale, in host memory once `done` is reached.
-        losses: This rank's micro-batches', on the device.
+        numbers: As of `Stepper._reduce` and, of fp16, the loss scale, in host memory once `done` is
+            reached.
         begun: When its time starts.
         done: When it has been computed.
         rate: The learning rate.
@@ -114,7 +114,6 @@ class _Given(NamedTuple):
 
     step: int
     numbers: torch.Tensor
-    losses: list[torch.Tensor]
     begun: _Moment
     done: _Moment
     rate: float
@@ -159,7 +158,6 @@ class Stepper:
         self._averager = Averager(self._trained, world)
         self._averager.watch()
         self._judge = Judge(spec, training, loader, world)
-        self._losses: list[torch.Tensor] = []  # of the step's micro-batches, on the device
         # Whether training continues after a step that is skipped.
         self._may_skip = spec.on_nonfinite == "skip" or training.scaler is not None
         requested = world.device.type == "cuda" if late is None else late
@@ -187,9 +185,10 @@ class Stepper:
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
-        losses, waited = self.accumulate(step)
+        loss, losses, waited = self.accumulate(step)
         with self._measured("step"):
-            numbers = self._reduce(losses)
+            numbers = self._reduce(loss, losses)
+            del losses
             rate = float(self._training.scheduler.get_last_lr()[0])
             if self._late:
                 numbers = self._update_on_device(numbers)
@@ -202,7 +201,7 @@ class Stepper:
         numbers = numbers.to("cpu", non_blocking=True)  # pinned memory: nothing waits
         done = _Moment(self._world.device)
         self._hear(wait=True)  # the step before, so that the device is given no more than two
-        self._given = _Given(step, numbers, self._losses, start, done, rate, waited)
+        self._given = _Given(step, numbers, start, done, rate, waited)
 
     def settle(self, tell: Callable[[StepResult], None]) -> None:
         """Wait for the step that is still computed, if one is.
@@ -222,7 +221,7 @@ class Stepper:
         """Whether the memory of the next step is measured; the same on every rank."""
         return self._done < _MEASURED_FIRST or self._done % _MEASURED_EVERY == 0
 
-    def accumulate(self, step: int) -> tuple[torch.Tensor, float]:
+    def accumulate(self, step: int) -> tuple[torch.Tensor, list[torch.Tensor], float]:
         """Forward and backward of each micro-batch; gradients are left on the parameters.
 
         FSDP2 reduces and scatters the gradients of each micro-batch, and sums the shards in fp32:
@@ -231,11 +230,11 @@ class Stepper:
         is whole on a rank anyway is summed up there, and averaged once.
 
         Returns:
-            The mean loss, a scalar on the device, and the seconds of waiting for data.
+            The mean loss and that of each micro-batch, scalars on the device, and the seconds of
+            waiting for data.
         """
         model, scaler = self._training.model, self._training.scaler
-        losses = torch.zeros((), device=self._world.device)
-        self._losses = []
+        mean, losses = torch.zeros((), device=self._world.device), []
         waited = 0.0
         batches, count = self._loader.step(step), self._spec.gradient_accumulation_steps
         for number in range(1, count + 1):
@@ -258,9 +257,9 @@ class Stepper:
                 # `engine.parallel.context_parallel`.
                 whole = loss * self._world.context_size
                 (whole if scaler is None else scaler.scale(whole)).backward()
-            losses += loss.detach()
-            self._losses.append(loss.detach())
-        return losses, waited
+            losses.append(loss.detach())
+            mean += losses[-1]
+        return mean, losses, waited
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
         problem = self._objective.problem(batch.latents, batch.drawn)
@@ -274,14 +273,23 @@ class Stepper:
             )
         return loss_of(*judged(prediction, problem, batch.condition), self._spec, batch.weight)
 
-    def _reduce(self, losses: torch.Tensor) -> torch.Tensor:
-        """Average and clip gradients; loss and norm, `(2,)`, of all ranks, so that all do alike."""
+    def _reduce(self, loss: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Average and clip gradients.
+
+        Args:
+            loss: This rank's mean.
+            losses: Of its micro-batches.
+
+        Returns:
+            Loss and norm of all ranks, so that all do alike, and this rank's `losses`: `(2 + n,)`.
+            Where one of these is not finite, the loss of all ranks is not.
+        """
         training = self._training
         self._averager.finish()
         if training.scaler is not None:
             training.scaler.unscale_(training.optimizer)
         norm = clip(self._trained, self._spec.max_grad_norm, self._world)
-        return torch.stack([self._world.average(losses), norm.to(losses.device)])
+        return torch.stack([self._world.average(loss), norm.to(loss.device), *losses])
 
     # -- the update, judged by the host ------------------------------------------------------
 
@@ -296,11 +304,11 @@ class Stepper:
         Raises:
             NotFiniteError: They are not, and must be. Nothing has changed.
         """
-        loss, norm = numbers.tolist()
+        loss, norm, *losses = numbers.tolist()
         training, scaler = self._training, self._training.scaler
         if training.ema is not None:
             training.ema.catch_up()
-        origin = self._judge.reason_to_skip(step, loss, norm, self._losses)
+        origin = self._judge.reason_to_skip(step, loss, norm, losses)
         finite = origin is None
         if scaler is None:
             if finite:
@@ -332,7 +340,7 @@ class Stepper:
         """Step the optimizer unless loss or norm are not finite, without reading them.
 
         Returns:
-            Loss, norm and, with fp16, the loss scale.
+            The numbers and, with fp16, the loss scale.
         """
         training, scaler = self._training, self._training.scaler
         if training.ema is not None:
@@ -364,13 +372,13 @@ class Stepper:
         if given is None or not (wait or given.done.reached()):
             return
         given.done.wait()
-        loss, norm, *scale = given.numbers.tolist()
+        loss, norm, *losses = given.numbers.tolist()
+        factor = losses.pop() if self._training.scaler is not None else None
         if not (wait or (math.isfinite(loss) and math.isfinite(norm))):
             return
         self._given = None
-        origin = self._judge.reason_to_skip(given.step, loss, norm, given.losses)
+        origin = self._judge.reason_to_skip(given.step, loss, norm, losses)
         seconds = given.done.seconds_since(given.begun)
-        factor = scale[0] if scale else None
         result = StepResult(
             given.step + 1, loss, norm, origin, factor, given.rate, seconds, given.data_seconds
         )

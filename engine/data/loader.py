@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from engine.data.encode.tensor_cache import nonfinite
 from engine.data.encode.texts import TrainedTexts
 from engine.data.index.batch_plan import Draw, positions_of_rank
 from engine.diffusion.objective import Drawn
@@ -17,7 +18,7 @@ from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.data.encode.texts import Text
     from engine.data.index.views import Shown
@@ -52,9 +53,23 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What a micro-batch was made of, to say what was wrong with it.
+
+    Attributes:
+        names: Of its samples.
+        nonfinite: Which of its inputs have values that are not finite.
+    """
+
+    names: list[str]
+    nonfinite: list[str]
+
+
+@dataclass(frozen=True)
 class _Read:
     """A micro-batch in host memory; `condition` is None while its texts are still to be encoded."""
 
+    draws: list[Draw]
     positions: range
     latents: torch.Tensor
     drawn: Drawn
@@ -99,6 +114,27 @@ class Loader:
             batch = self._pinned.pop(place).result()
             self._pin_ahead(*following)
             yield self._to_device(batch)
+
+    @torch.no_grad()
+    def inputs(self, step: int, micros: Sequence[int]) -> list[Inputs]:
+        """Read micro-batches of a step, counted from 0, once more, and look at what they hold.
+
+        Args:
+            step: Any that was trained.
+            micros: Which of its micro-batches.
+        """
+        read = self._read(step) if micros else []
+        inputs = []
+        for batch in (read[micro] for micro in micros):
+            condition = batch.condition
+            if condition is None:
+                condition = self._encoded(batch.texts, batch.pictures) | batch.references
+            tensors = {"latents": batch.latents, "noise": batch.drawn.noise, **condition}
+            if batch.weight is not None:
+                tensors["loss weight"] = batch.weight
+            names = [self._data.name_of(draw) for draw in batch.draws]
+            inputs.append(Inputs(names, nonfinite(tensors)))
+        return inputs
 
     def close(self) -> None:
         for threads in (self._threads, self._pinning):
@@ -158,7 +194,8 @@ class Loader:
         if self._data.texts.ahead:
             condition = self._encoded(texts, pictures) | references
         weight = torch.stack(given) if given else None
-        return _Read(positions, latents, drawn, texts, pictures, references, condition, weight)
+        own = [draws[position] for position in positions]
+        return _Read(own, positions, latents, drawn, texts, pictures, references, condition, weight)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""

@@ -109,6 +109,10 @@ class Prepared:
         sample = self.index.samples[draw.sample]
         return shown(sample, view_of(sample, view_number(draw, self.spec), self.spec))
 
+    def name_of(self, draw: Draw) -> str:
+        """Return what a person calls the sample of a draw: mostly its file."""
+        return self.index.samples[draw.sample].name
+
     def caption_of(self, draw: Draw) -> Text:
         """The text of a draw."""
         return _caption(draw, self.captions, self.index.samples, self.spec)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from engine.model.adapters.training_adapter import without_training_adapter
 from engine.parallel.replica_check import check_replicas
 from engine.sample.sampler import Sampler
+from engine.train.nonfinite import listed
 from engine.train.validation_loss import ValidationLoss
 from jobs.run.events import Memory, Sample, Step, Validation
 
@@ -116,7 +117,8 @@ class Trainer:
         if result.skipped:
             scale = f"; loss scale now {result.scale:g}" if result.scale is not None else ""
             self.run.telemetry.warn(
-                f"step {step} was skipped: loss {result.loss}, gradient norm {result.norm}{scale}"
+                f"step {step} was skipped: loss {result.loss}, gradient norm {result.norm}"
+                f"{result.origin}{scale}"
             )
 
     def _after_step(self) -> None:
@@ -172,6 +174,10 @@ class Trainer:
             measured = loss.measure(self.training.model)
         if measured is None:
             return
+        if measured.nonfinite:
+            self.run.telemetry.warn(
+                f"the validation loss is not finite: that of {listed(measured.nonfinite)}"
+            )
         self.run.telemetry.emit(
             Validation(
                 step=self.training.step,

@@ -44,6 +44,13 @@ def find_warnings(spec: JobSpec) -> list[str]:
             f"lr_scheduler: {SCHEDULE_FREE} averages weights instead of lowering the rate; use "
             "constant_with_warmup or constant"
         )
+    family = FAMILIES.get(spec.model_family)
+    if spec.mixed_precision == "fp16" and family is not None and family.overflows_fp16:
+        warnings.append(
+            f"mixed_precision: fp16 is known to overflow in {family.title} "
+            f"({family.overflows_fp16}), which may then return NaN; use bf16, or no on GPUs "
+            "without bf16"
+        )
     if distilled := _distilled(spec):
         warnings.append(distilled)
     warnings += _without_effect(spec)

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.data.encode import tensor_cache
 from engine.data.encode.tensor_cache import CacheError, TensorCache, fingerprint
-from jobs.errors import UserError
+from jobs.errors import NotFiniteError, UserError
 from jobs.spec.rules.buckets import bucket_sizes, nearest_bucket
 from tests.support.bindfs import mounted
 
@@ -57,6 +58,26 @@ def test_a_cache_file_with_one_flipped_bit_is_noticed_and_removed(tmp_path: Path
     for content in (b"", whole[:-4], whole + b"\0", b"\xff" * 64):
         cache.path(key).write_bytes(content)
         assert cache.check(key) == "damaged"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_neither_cached_nor_taken_from_a_cache(
+    tmp_path: Path, dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TensorCache(tmp_path, "text")
+    good = {"embeds": torch.ones(300, dtype=dtype), "mask": torch.ones(3, dtype=torch.int64)}
+    bad = {**good, "pooled": good["embeds"].clone().index_fill_(0, torch.tensor(217), value)}
+    cache.write("a" * 40, good | {"nothing": torch.empty(0, dtype=dtype)})
+    assert cache.check("a" * 40) == "sound"
+    with pytest.raises(NotFiniteError, match=r"^pooled for the cache .*text have values that"):
+        cache.write("b" * 40, bad)
+    assert [path.stem for path in tmp_path.rglob("*.*")] == ["a" * 40]
+    with monkeypatch.context() as patch:  # as earlier versions did
+        patch.setattr(tensor_cache, "nonfinite", lambda tensors: [])
+        cache.write("b" * 40, bad)
+    assert cache.check("b" * 40) == "damaged"
+    assert cache.check("b" * 40) == "missing", "and is encoded again"
 
 
 def test_a_cache_file_that_broke_while_the_job_ran_says_what_to_do(tmp_path: Path) -> None:

@@ -506,6 +506,21 @@ def test_training_a_model_of_few_steps_is_warned_about(name: str) -> None:
             assert [text for text in full if "distilled" in text and "set training" not in text]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp16_is_warned_about_where_it_is_known_to_be_too_narrow(name: str) -> None:
+    overflowing = FAMILIES[name].overflows_fp16
+    for precision in ("fp16", "bf16", "no"):
+        warned = [
+            warning
+            for warning in find_warnings(read(model_family=name, mixed_precision=precision))
+            if warning.startswith("mixed_precision: ")
+        ]
+        assert len(warned) == (precision == "fp16" and bool(overflowing))
+        assert all(overflowing in text and "use bf16" in text for text in warned)
+    known = {"qwen_image", "sana", "lumina2", "z_image"}
+    assert bool(overflowing) is (name in known), "its source is in the family's file"
+
+
 def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:
     (warning,) = find_warnings(read(optimizer="prodigy"))
     assert "use 1.0" in warning

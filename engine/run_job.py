@@ -139,6 +139,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
             strategy=world.strategy,
             strategy_reason=world.reason,
             samples=len(data.index.samples),
+            global_batch=data.plan.global_batch,
+            accumulation=loader.forwards,
             steps_per_epoch=data.plan.steps_per_epoch,
             trained_parameters=sum(p.numel() for p in training.trained().values()),
             base_matmul=spec.base_matmul if may_scale(spec) else None,

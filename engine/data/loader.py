@@ -15,6 +15,7 @@ from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of
+from jobs.spec.rules.steps import accumulation_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,12 +71,16 @@ class Loader:
 
     Whole steps are read ahead into ordinary memory, and what is random about them drawn there;
     only the next micro-batch is in pinned memory, and only the one that is asked for on the device.
+
+    Attributes:
+        forwards: Micro-batches of each step.
     """
 
     def __init__(
         self, spec: JobSpec, data: Prepared, world: World, family: Family, objective: Objective
     ) -> None:
         self._spec = spec
+        self.forwards = accumulation_steps(spec)
         self._data = data
         self._world = world
         self._family = family
@@ -93,7 +98,7 @@ class Loader:
         Each is moved to the device when it is asked for.
         """
         self._read_ahead(step)
-        own = [(step, micro) for micro in range(self._spec.gradient_accumulation_steps)]
+        own = [(step, micro) for micro in range(self.forwards)]
         for place, following in pairwise([*own, (step + 1, 0)]):
             self._pin_ahead(*place)
             batch = self._pinned.pop(place).result()
@@ -136,7 +141,7 @@ class Loader:
             positions_of_rank(
                 self._world.data_rank, self._world.data_size, micro, self._spec.train_batch_size
             )
-            for micro in range(self._spec.gradient_accumulation_steps)
+            for micro in range(self.forwards)
         ]
         return [self._micro_batch(step, draws, positions) for positions in parts]
 

@@ -17,7 +17,7 @@ from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, key_facts
 from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.no_effect import counts
-from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.rules.steps import global_batch_size
 from jobs.spec.values.datasets import datasets_of
 
 if TYPE_CHECKING:
@@ -258,11 +258,6 @@ _RULES: Final = (
     _alpha,
     _data,
 )
-
-
-def global_batch_size(spec: JobSpec) -> int:
-    """Samples of one optimizer step, over all ranks."""
-    return data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
 
 
 # -- words ----------------------------------------------------------------------------------

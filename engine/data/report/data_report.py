@@ -19,7 +19,7 @@ from engine.data.read.masks import names_mask
 from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
 from jobs.spec.rules.buckets import Buckets, enlargement
-from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.rules.steps import global_batch_size
 from jobs.spec.values.datasets import datasets_of, find_layout
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
     datasets = datasets_of(spec)
     members = Counter(sample.dataset for sample in index.samples)
     shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
-    per_step = data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
-    return BatchPlan([sample.group for sample in index.samples], per_step, spec.seed, shares)
+    groups = [sample.group for sample in index.samples]
+    return BatchPlan(groups, global_batch_size(spec), spec.seed, shares)
 
 
 def sample_texts(sample: Sample, spec: JobSpec) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from jobs.spec.rules.kernels import KERNEL_RULES, is_masked
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
 from jobs.spec.rules.lora_conflicts import LORA_RULES, trains_text
 from jobs.spec.rules.no_effect import no_recomputation
+from jobs.spec.rules.steps import STEP_RULES
 from jobs.spec.rules.strategy import (
     SHARDING,
     chosen_strategy,
@@ -352,6 +353,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _strategy,
     _hsdp,
     _context_parallel,
+    *STEP_RULES,
     _reshard,
     _offload,
     *LORA_RULES,

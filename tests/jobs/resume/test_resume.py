@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.resume.resume_conflicts import ResumeConflicts, find_resume_conflicts, global_batch_size
+from jobs.resume.resume_conflicts import ResumeConflicts, find_resume_conflicts
 from jobs.spec.job_spec import JobSpec, field_choices, is_switch, key_facts, takes_many
 from jobs.spec.keys.prompts import ValidationPrompt
+from jobs.spec.rules.steps import global_batch_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -204,6 +205,8 @@ def test_settings_without_effect_are_not_told(
         ({"num_processes": 4}, {"num_processes": 2, "train_batch_size": 2, "strategy": "ddp"}),
         ({"num_processes": 2}, {"num_processes": 4, "context_parallel_size": 2}),
         ({"gpus": [0, 1]}, {"num_processes": 2, "device": "cpu"}),
+        ({"num_processes": 8, "global_batch_size": 8}, {"gpus": 2, "global_batch_size": 8}),
+        ({"num_processes": 2}, {"global_batch_size": 2}),
     ],
 )
 def test_who_takes_which_samples_of_a_step_does_not_matter(

@@ -44,10 +44,10 @@ FAILED: dict[str, Any] = {
     ("one", "text"),
     [
         (
-            events.Start(0, 9, 2, "fsdp2", "as asked", 12, 6, 80),
+            events.Start(0, 9, 2, "fsdp2", "as asked", 12, 4, 2, 6, 80),
             '"start", "step": 0, "total_steps": 9, "world_size": 2, "strategy": "fsdp2", '
-            '"strategy_reason": "as asked", "samples": 12, "steps_per_epoch": 6, '
-            '"trained_parameters": 80, "base_matmul": null',
+            '"strategy_reason": "as asked", "samples": 12, "global_batch": 4, "accumulation": 2, '
+            '"steps_per_epoch": 6, "trained_parameters": 80, "base_matmul": null',
         ),
         (
             events.PhaseEvent("load", "begin", total=3),

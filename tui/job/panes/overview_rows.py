@@ -56,6 +56,8 @@ def _how(look: Look, gpus: str, width: int) -> list[Row]:
     rows = [heading("setup"), *fact("ranks", f"{ranks} on {gpus}", width)]
     if report.strategy:
         rows += fact("strategy", f"{report.strategy}: {report.reason}", width)
+    if report.global_batch:
+        rows += fact("batch", _batch(report.global_batch, report.accumulation or 1), width)
     if units := report.sharding.get("units"):
         named = ", ".join(f"{count} {name}" for name, count in units.items())
         held = size(report.sharding.get("local_bytes"))
@@ -70,6 +72,12 @@ def _how(look: Look, gpus: str, width: int) -> list[Row]:
         spent = duration(until - job.started) + (f", attempt {attempts}" if attempts > 1 else "")
         rows += fact("took" if job.ended else "running", spent, width)
     return rows
+
+
+def _batch(samples: int, forwards: int) -> str:
+    """`8 samples per step, 4 forwards on each rank`."""
+    words = f"{samples} sample{'s' * (samples != 1)} per step"
+    return f"{words}, {forwards} forwards on each rank" if forwards > 1 else words
 
 
 def peaks_of(look: Look) -> tuple[dict[str, list[int]], str]:

@@ -15,10 +15,12 @@ from pydantic import ValidationError
 from jobs.models.same_model import looks_same, place_of
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, key_facts
+from jobs.spec.rules.buckets import bucket_step
 from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.no_effect import counts
 from jobs.spec.rules.steps import global_batch_size
 from jobs.spec.values.datasets import datasets_of
+from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -238,6 +240,12 @@ def _data(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) ->
         )
 
 
+def _buckets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+    """Told only where sizes lie another number of pixels apart; one may be written in two ways."""
+    if any(bucket_step(side, old) != bucket_step(side, spec) for side in all_resolutions(spec)):
+        conflicts.changes.append(_line("bucket_step", old.bucket_step, spec.bucket_step))
+
+
 def _matmul(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """A checkpoint says what was chosen; `auto` is of older versions, and keeps that."""
     was = "dequantize" if old.base_matmul == "auto" else old.base_matmul
@@ -257,6 +265,7 @@ _RULES: Final = (
     _average,
     _alpha,
     _data,
+    _buckets,
 )
 
 

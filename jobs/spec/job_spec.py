@@ -80,6 +80,8 @@ class JobSpec(
             data = data | {"lora_experts": True, "size_conditioning": "target"}
         if _is_earlier(data, "max_aspect_ratio"):
             data = data | {"max_aspect_ratio": 0}
+        if _is_earlier(data, "bucket_step"):
+            data = data | {"bucket_step": 0}
         given = {key: value for key, value in data.items() if value is not None}
         family = given.get("model_family", cls.model_fields["model_family"].default)
         for key, other in FOLLOWS.items():

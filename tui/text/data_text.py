@@ -70,6 +70,7 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
             + held
             + (f"; {skipped} skipped" if skipped else ""),
         ),
+        ("buckets", _buckets(report)),
         ("captions", captions + (f", up to {longest} tokens" if longest else "")),
         ("masks", some(report["masked"], "image") if report.get("masked") else ""),
         ("loss weights", _weights(report)),
@@ -109,6 +110,12 @@ def _of_images(report: Mapping[str, Any]) -> str:
     """How many images the samples show, where several resolutions make that fewer."""
     images = report.get("images", report["samples"])
     return f" of {some(images, 'image')}" if images != report["samples"] else ""
+
+
+def _buckets(report: Mapping[str, Any]) -> str:
+    """How many there are, and how many pixels their sides lie apart."""
+    steps = " and ".join(map(str, report.get("bucket_steps") or ()))
+    return f"{len(report['buckets'])}, sides {steps} pixels apart" if steps else ""
 
 
 def _weights(report: Mapping[str, Any]) -> str:

@@ -18,9 +18,10 @@ from engine.data.read.images import NOTES
 from engine.data.read.masks import names_mask
 from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
-from jobs.spec.rules.buckets import Buckets, enlargement
+from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
 from jobs.spec.rules.steps import global_batch_size
 from jobs.spec.values.datasets import datasets_of, find_layout
+from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -107,6 +108,7 @@ class DataReport:
         cautions: What is trained on, but perhaps not as intended.
         datasets: Each of them.
         buckets: Each of them, the fullest first.
+        bucket_steps: How many pixels their sides lie apart, at each resolution.
         texts: Different texts to encode, prompts not counted.
         masked: Images that are trained with a mask.
         weights: The smallest and the largest weight of a sample's loss; none if all are 1.
@@ -128,6 +130,7 @@ class DataReport:
     cautions: list[Finding]
     datasets: list[DatasetReport]
     buckets: list[BucketReport]
+    bucket_steps: list[int]
     texts: int
     masked: int
     weights: list[float]
@@ -188,6 +191,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         cautions=_cautions(spec, index, texts, tokens),
         datasets=_datasets(spec, index, plan),
         buckets=_buckets(index, plan),
+        bucket_steps=sorted({bucket_step(side, spec) for side in all_resolutions(spec)}),
         texts=len(distinct),
         masked=sum(bool(image.mask) for image in _images(index.samples)),
         weights=[min(weights), max(weights)] if any(weight != 1 for weight in weights) else [],

@@ -282,6 +282,20 @@ def size(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, ours, text, more)
 
 
+def bucket_step(draft: Draft, key: str, value: Any) -> None:
+    """How many pixels the sides of buckets lie apart; a model may take fewer steps than a tool."""
+    number, ours = as_number(value), "bucket_step"
+    least = family_of(draft).latent_step_of(draft.job.get("model_flavour"))
+    if number is None or number <= 0:
+        draft.unreadable(key, "not a number of pixels")
+    elif number < 16:
+        draft.take(key, ours, 0, f"the smallest step that the model takes, {least} pixels")
+    else:
+        fits = min(128, math.ceil(number / least) * least)
+        why = "" if fits == number else f"a multiple of the model's {least} pixels"
+        draft.take(key, ours, fits, why)
+
+
 def side_of(megapixels: float) -> int:
     """The side of a square image, a multiple of 64 as for published models."""
     return max(64, round(math.sqrt(megapixels) * 1e3 / 64) * 64)

@@ -46,6 +46,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "huber_schedule": "snr",
     "pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix",
     "resolution": 1024,
+    "aspect_bucket_alignment": 64,
 }
 _LORA_DEFAULTS: Final[dict[str, Any]] = {"lora_dropout": 0.1, "flux_lora_target": "all"}
 _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {

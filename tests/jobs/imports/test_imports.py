@@ -175,6 +175,7 @@ def test_simpletuner_flux_lora() -> None:
     assert [e.key for e in imported.report.of(Kind.UNKNOWN)] == ["potters_own_key"]
     assert "(not shown)" in [e.value for e in imported.report.entries]
     assert {e.key for e in imported.report.assumed} == {
+        "aspect_bucket_alignment",
         "ema_decay",
         "ema_validation",
         "lora_dropout",
@@ -626,6 +627,10 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ),
     ({"crepa_enabled": True}, Lost),
     ({"ramtorch": True}, Lost),
+    ({"aspect_bucket_alignment": "64"}, {"bucket_step": 64}),
+    ({"aspect_bucket_alignment": 8}, {"bucket_step": 0}),
+    ({"aspect_bucket_alignment": 16, "model_family": "sdxl"}, {"bucket_step": 32}),
+    ({"aspect_bucket_alignment": "wide"}, Kind.UNREADABLE),
     ({"something_new": 1}, Kind.UNKNOWN),
 ]
 
@@ -874,6 +879,15 @@ def test_a_key_of_ai_toolkit(
     if isinstance(value, dict):
         name = f"{name}.{next(iter(value))}"
     check(process(tmp_path, **theirs), name, expected)
+
+
+@pytest.mark.parametrize(("tolerance", "step"), [({}, 64), ({"bucket_tolerance": 32}, 32)])
+def test_buckets_lie_as_far_apart_as_in_ai_toolkit(
+    tolerance: dict[str, int], step: int, tmp_path: Path
+) -> None:
+    """It has 64 pixels at every resolution, where a job here has fewer at smaller ones."""
+    imported = process(tmp_path, datasets=[{"folder_path": "d", "resolution": 512} | tolerance])
+    assert imported.to_dict()["bucket_step"] == step
 
 
 SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jobs.resume.resume_conflicts import ResumeConflicts, find_resume_conflicts
 from jobs.spec.job_spec import JobSpec, field_choices, is_switch, key_facts, takes_many
 from jobs.spec.keys.prompts import ValidationPrompt
+from jobs.spec.rules.buckets import bucket_sizes, sizes_of
 from jobs.spec.rules.steps import global_batch_size
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
     """What they wrote down is whole but for that key."""
     new = JobSpec(**BASE | {"model_family": "hidream"})
     assert not new.lora_experts
-    later = ("lora_experts", "size_conditioning")
+    later = ("lora_experts", "size_conditioning", "bucket_step")
     written = {key: value for key, value in new.to_dict().items() if key not in later}
     before = JobSpec(**written)
     assert before.lora_experts
@@ -255,6 +256,33 @@ def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
     flux = JobSpec(**BASE).to_dict()
     del flux["lora_experts"]
     assert find_resume_conflicts(flux, JobSpec(**BASE), done=1).impossible == []
+
+
+def test_jobs_from_before_there_was_a_choice_keep_their_buckets() -> None:
+    new = JobSpec(**BASE)
+    written = {key: value for key, value in new.to_dict().items() if key != "bucket_step"}
+    before = JobSpec(**written)
+    assert (new.bucket_step, before.bucket_step) == (None, 0)
+    assert sizes_of(before) == bucket_sizes(1024, 16)
+    assert find_resume_conflicts(written, before, done=1).changes == []
+    # A new file that begins from its checkpoint has the usual ones, and is told.
+    assert find_resume_conflicts(written, new, done=1).changes == ["bucket_step: 0 → unset"]
+    assert JobSpec(dataset="d", learning_rate=1e-3).bucket_step is None, "a person's file"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ({}, {"bucket_step": 64}, []),
+        ({}, {"bucket_step": 32}, ["bucket_step: unset → 32"]),
+        ({"bucket_step": 16}, {"bucket_step": 0}, []),
+        ({"crop": "square"}, {"crop": "square", "bucket_step": 128}, []),
+    ],
+)
+def test_a_step_is_told_where_it_makes_other_buckets(
+    old: dict[str, Any], new: dict[str, Any], told: list[str]
+) -> None:
+    assert conflicts(old, new).changes == told
 
 
 # -- the schedule --------------------------------------------------------------------------

@@ -112,6 +112,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "unmasked_weight": st.just(0.0),
     "trigger_word": st.none() | st.text(min_size=1, max_size=8).filter(lambda t: as_none(t)),
     "crop": st.just("random"),
+    "bucket_step": st.sampled_from([None, 0]),
     "shuffle_captions": st.just(True),
     "num_frames": st.none(),
     "conditioning_resolution": st.none(),

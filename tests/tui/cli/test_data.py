@@ -99,6 +99,7 @@ def test_a_person_reads_what_is_there_and_what_is_not(
     assert (status, err) == (0, "")
     for words in (
         "samples      7; 3 skipped",
+        "buckets      2, sides 16 pixels apart",
         "epoch        ",
         "9 steps",
         "64x64",

@@ -24,6 +24,7 @@ def data_facts(index: DataIndex, plan: BatchPlan) -> dict[str, Any]:
     return {
         "samples": len(index.samples),
         "steps_per_epoch": plan.steps_per_epoch,
+        "draws_per_epoch": plan.draws_per_epoch,
         "digest": digest.hexdigest()[:16],
     }
 

@@ -15,7 +15,7 @@ from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of
-from jobs.spec.rules.steps import accumulation_steps
+from jobs.spec.rules.steps import accumulation_steps, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +110,7 @@ class Loader:
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _read_ahead(self, step: int) -> None:
-        last = min(step + self._spec.prefetch_steps, self._spec.max_train_steps - 1)
+        last = min(step + self._spec.prefetch_steps, steps_of(self._spec) - 1)
         steps = range(step, max(step, last) + 1)
         self._ahead = {n: read for n, read in self._ahead.items() if n in steps}
         for number in steps:

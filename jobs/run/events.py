@@ -147,6 +147,7 @@ class Data(Event):
     buckets: list[Any]
     steps_per_epoch: int
     epochs: float
+    total_steps: int | None = None
 
 
 @dataclass(frozen=True)

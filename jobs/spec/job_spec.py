@@ -35,7 +35,10 @@ from jobs.spec.values.spellings import as_none
 _WHOLE: Final = 100  # keys of a job that is written down whole, at the least
 _UNSET: Final = "deepspeed_config"  # a key that never has a value, in a job that is written whole
 
-FOLLOWS: Final = {"gradient_accumulation_steps": "global_batch_size"}
+FOLLOWS: Final = {
+    "gradient_accumulation_steps": "global_batch_size",
+    "max_train_steps": "num_train_epochs",
+}
 """Keys that have no value, instead of their default, where the other one decides."""
 
 

@@ -50,13 +50,8 @@ def fills(report: Mapping[str, Any]) -> tuple[int, int]:
     return fill, report["draws_per_epoch"] + fill
 
 
-def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
-    """The totals, each with a name.
-
-    Args:
-        report: The report.
-        steps: How many the job trains.
-    """
+def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The totals, each with a name."""
     skipped, longest = len(report["skipped"]), report["longest"]
     fill, draws = fills(report)
     captions = some(report["texts"], "unique caption")
@@ -80,12 +75,12 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
             "epoch",
             epoch + (f"; {fill} of its {draws} samples pad the last batches" if fill else ""),
         ),
-        ("job", f"{some(steps, 'step')}, {epochs(report)}"),
+        ("job", f"{some(report['total_steps'], 'step')}, {epochs(report)}"),
     ]
     return [(name, text) for name, text in rows if text]
 
 
-def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
+def headlines(report: Mapping[str, Any]) -> tuple[str, str]:
     """The totals in two lines that fit 80 columns: the samples, and an epoch of them."""
     skipped, longest = len(report["skipped"]), report["longest"]
     samples = [
@@ -102,7 +97,7 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
     epoch += f", {_percent(fill / draws)} padding" if fill else ""
     return (
         " · ".join(filter(None, samples)),
-        f"{epoch} · {epochs(report)} in {some(steps, 'step')}",
+        f"{epoch} · {epochs(report)} in {some(report['total_steps'], 'step')}",
     )
 
 

@@ -19,7 +19,7 @@ from engine.data.read.masks import names_mask
 from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
 from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
-from jobs.spec.rules.steps import global_batch_size
+from jobs.spec.rules.steps import global_batch_size, total_steps
 from jobs.spec.values.datasets import datasets_of, find_layout
 from jobs.spec.values.resolutions import all_resolutions
 
@@ -119,6 +119,7 @@ class DataReport:
         steps_per_epoch: Optimizer steps in which every sample comes as often as it should.
         draws_per_epoch: Samples of an epoch, not counting what fills last batches.
         epochs: How many the job trains.
+        total_steps: How many optimizer steps it trains.
     """
 
     samples: int
@@ -141,6 +142,7 @@ class DataReport:
     steps_per_epoch: int
     draws_per_epoch: int
     epochs: float
+    total_steps: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -176,6 +178,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
     """
     index, held = hold_out(index, spec)
     plan = make_plan(spec, index)
+    steps = total_steps(spec, plan.draws_per_epoch) or 0
     texts = [sample_texts(sample, spec) for sample in index.samples]
     distinct = list(dict.fromkeys(text for own in texts for text in own))
     counts = count_tokens(distinct, spec, model_root) if model_root is not None else None
@@ -201,7 +204,8 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         global_batch=plan.global_batch,
         steps_per_epoch=plan.steps_per_epoch,
         draws_per_epoch=plan.draws_per_epoch,
-        epochs=round(plan.epoch(spec.max_train_steps), 3),
+        epochs=round(plan.epoch(steps), 3),
+        total_steps=steps,
     )
 
 
@@ -332,20 +336,18 @@ def _mask_cautions(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sampl
 
 
 def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetReport]:
-    reports = []
-    for number, dataset in enumerate(datasets_of(spec)):
-        reports.append(
-            DatasetReport(
-                path=dataset.path,
-                layout=find_layout(expand(dataset.path)),
-                samples=plan.shares[number].samples,
-                skipped=sum(skip.dataset == number for skip in index.skipped),
-                draws=plan.shares[number].draws,
-                others=index.others[number],
-                regularization=dataset.regularization,
-            )
+    return [
+        DatasetReport(
+            path=dataset.path,
+            layout=find_layout(expand(dataset.path)),
+            samples=plan.shares[number].samples,
+            skipped=sum(skip.dataset == number for skip in index.skipped),
+            draws=plan.shares[number].draws,
+            others=index.others[number],
+            regularization=dataset.regularization,
         )
-    return reports
+        for number, dataset in enumerate(datasets_of(spec))
+    ]
 
 
 def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:

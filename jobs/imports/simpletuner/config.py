@@ -162,7 +162,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     "max_train_steps": rules.steps,
     "max_grad_norm": rules.clip,
-    "num_train_epochs": rules.epochs,
+    "num_train_epochs": training_keys.epochs,
     "learning_rate": optimizer.rate,
     "optimizer": training_keys.optimizer,
     "optimizer_config": optimizer.settings,

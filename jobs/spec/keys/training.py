@@ -16,6 +16,7 @@ from jobs.spec.rules.no_effect import (
     not_compiled,
     not_polynomial,
     with_context_parallel,
+    with_epochs,
     with_global_batch,
 )
 from jobs.spec.values.field import Keys, field
@@ -71,15 +72,28 @@ class TrainingKeys(Keys):
         label="accumulation",
         ge=1,
     )
-    max_train_steps: int = field(
+    max_train_steps: Annotated[int | None, BeforeValidator(as_none)] = field(
         1000,
         TRAINING,
-        "Number of optimizer steps.",
+        "Number of optimizer steps; follows from num_train_epochs where that is set.",
         resume="ruled",
+        no_effect=with_epochs,
         memory=False,
         label="steps",
         ge=1,
         le=1_000_000_000,
+    )
+    num_train_epochs: Annotated[float | None, BeforeValidator(as_none)] = field(
+        None,
+        TRAINING,
+        "Number of epochs, instead of max_train_steps; an epoch draws each sample as often as its "
+        "dataset says.",
+        resume="ruled",
+        memory=False,
+        label="epochs",
+        blank="see steps",
+        gt=0,
+        le=1_000_000,
     )
     learning_rate: float = field(
         1e-4, TRAINING, "Peak learning rate.", resume="changes", memory=False, gt=0, le=10

@@ -335,12 +335,6 @@ def _warmup(spec: JobSpec) -> Conflict | None:
             "lr_warmup_steps",
             "lr_scheduler: constant has no warm-up; use constant_with_warmup",
         )
-    if spec.lr_warmup_steps > spec.max_train_steps:
-        return Conflict(
-            "lr_warmup_steps",
-            f"lr_warmup_steps ({spec.lr_warmup_steps}) is more than max_train_steps "
-            f"({spec.max_train_steps})",
-        )
     return None
 
 

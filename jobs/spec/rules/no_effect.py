@@ -134,6 +134,10 @@ def with_global_batch(spec: JobSpec) -> str:
     return f"global_batch_size sets it to {accumulation_steps(spec)}"
 
 
+def with_epochs(spec: JobSpec) -> str:
+    return "num_train_epochs decides" if spec.num_train_epochs is not None else ""
+
+
 def not_lora(spec: JobSpec) -> str:
     return "" if spec.model_type == "lora" else "needs model_type: lora"
 

@@ -1,12 +1,15 @@
-"""What one optimizer step sees: how many samples, over how many forwards. Pure.
+"""What one optimizer step sees, over how many forwards, and how many steps there are. Pure.
 
-Everyone who needs these numbers asks here; of the keys alone, some follow from others.
+Everyone who needs these numbers asks here, since some keys follow from others.
 """
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
+from jobs.errors import SpecError
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.rules.strategy import data_parallel_size, world_size
 
@@ -39,6 +42,63 @@ def global_batch_size(spec: JobSpec) -> int:
 def _one_forward(spec: JobSpec, ranks: int | None = None) -> int:
     """Return the samples that all ranks together compute in one forward."""
     return data_parallel_size(spec, ranks) * spec.train_batch_size
+
+
+# -- how many steps there are --------------------------------------------------------------------
+
+
+def total_steps(spec: JobSpec, draws_per_epoch: int | None = None) -> int | None:
+    """Return the optimizer steps of a job; None while they depend on data that nobody has counted.
+
+    Args:
+        spec: The job.
+        draws_per_epoch: Samples that an epoch of its data draws, if that is known.
+    """
+    if spec.max_train_steps is not None:
+        return spec.max_train_steps
+    if spec.num_train_epochs is None or draws_per_epoch is None:
+        return None
+    # As it is written: 0.1 epochs are a tenth, and not a little more.
+    draws = Fraction(str(spec.num_train_epochs)) * draws_per_epoch
+    return max(1, math.ceil(draws / global_batch_size(spec)))
+
+
+def with_total_steps(spec: JobSpec, draws_per_epoch: int) -> JobSpec:
+    """Return the job with its length in steps, also where it is given in epochs.
+
+    Raises:
+        SpecError: They are fewer than its warm-up has.
+    """
+    spec = spec.model_copy(update={"max_train_steps": total_steps(spec, draws_per_epoch)})
+    if conflict := _warmup(spec):
+        raise SpecError(conflict.message)
+    return spec
+
+
+def steps_of(spec: JobSpec) -> int:
+    """Return the optimizer steps of a job on its ranks, which have settled them.
+
+    Raises:
+        ValueError: They are not settled; see `with_total_steps`.
+    """
+    if spec.max_train_steps is None:
+        raise ValueError("the job's length is given in epochs, and its data is not counted yet")
+    return spec.max_train_steps
+
+
+def length_in_words(spec: JobSpec) -> str:
+    """Return what decides a job's length: `max_train_steps: 200`, `num_train_epochs: 3`."""
+    if spec.num_train_epochs is not None:
+        return f"num_train_epochs: {spec.num_train_epochs:g}"
+    return f"max_train_steps: {spec.max_train_steps}"
+
+
+def periodic_saves(spec: JobSpec) -> int | None:
+    """Return how many checkpoints a job writes at intervals; None if its length is not known."""
+    if not spec.checkpointing_steps:
+        return 1  # the last one
+    steps = total_steps(spec)
+    return None if steps is None else math.ceil(steps / spec.checkpointing_steps)
 
 
 # -- combinations that cannot run ----------------------------------------------------------------
@@ -90,4 +150,24 @@ def _either(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
-STEP_RULES: Final = (_global_batch,)
+def _length(spec: JobSpec) -> Conflict | None:
+    if spec.max_train_steps is None or spec.num_train_epochs is None:
+        return None
+    return Conflict(
+        "max_train_steps",
+        f"max_train_steps {spec.max_train_steps} and num_train_epochs {spec.num_train_epochs:g} "
+        "are both set; keep one",
+    )
+
+
+def _warmup(spec: JobSpec) -> Conflict | None:
+    steps, warmup = total_steps(spec), spec.lr_warmup_steps
+    if steps is None or warmup <= steps:
+        return None
+    of = "max_train_steps"
+    if spec.num_train_epochs is not None:
+        of = f"the steps of num_train_epochs {spec.num_train_epochs:g}"
+    return Conflict("lr_warmup_steps", f"lr_warmup_steps ({warmup}) is more than {of} ({steps})")
+
+
+STEP_RULES: Final = (_global_batch, _length, _warmup)

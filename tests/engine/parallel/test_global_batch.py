@@ -1,14 +1,21 @@
-"""One job, as it is, on 1, 2 and 4 ranks: `global_batch_size` keeps what every step trains on."""
+"""One job, as it is, on 1, 2 and 4 ranks: `global_batch_size` keeps what every step trains on.
+
+Its length is in epochs, so that how many steps they are is no matter of the ranks either.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from jobs.resume.resume_conflicts import with_known_length
+from jobs.run.checkpoint_files import list_checkpoints, read_state
 from jobs.run.eventlog import EventLog
 from jobs.run.events import Start
 from jobs.run.rundir import RunDir
+from jobs.spec.job_spec import JobSpec
 from tests.support.engine.ranks.checkpoint import train
 from tests.support.engine.toy_jobs import start_ranks, toy_values
 
@@ -17,9 +24,10 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+SIZE: Final = 8
+EPOCHS: Final = 1.25  # of 24 images
 STEPS: Final = 4
 STOPPED: Final = 2
-SIZE: Final = 8
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,8 @@ def root(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = {
         "cache_dir": str(folder / "cache"),
         "global_batch_size": SIZE,
-        "max_train_steps": STEPS,
+        "max_train_steps": None,
+        "num_train_epochs": EPOCHS,
         "optimizer": "sgd",
         "learning_rate": 0.5,
         "max_grad_norm": 0.1,
@@ -65,4 +74,17 @@ def test_each_rank_accumulates_its_part(root: Path, name: str, forwards: int) ->
     log = EventLog(RunDir(root / name).events).read_all()
     start = Start.read(log.notes[Start.kind])
     assert (start.global_batch, start.accumulation) == (SIZE, forwards)
-    assert not [text for text in log.warnings if "global batch" in text]
+    assert start.total_steps == STEPS
+    assert not [text for text in log.warnings if "changed since" in text]
+
+
+@pytest.mark.parametrize("name", ["1", "moved"])
+def test_the_number_of_steps_is_written_down(root: Path, name: str) -> None:
+    run = RunDir(root / name)
+    assert json.loads(run.rank_file(0).read_text())["total_steps"] == STEPS
+    assert json.loads(run.data_report.read_text())["total_steps"] == STEPS
+    (saved,) = list_checkpoints(run)[-1:]
+    state = read_state(saved.path)
+    assert (saved.step, state["data"]["draws_per_epoch"]) == (STEPS, 24)
+    job = with_known_length(JobSpec(**state["spec"] | {"max_train_steps": None}), state)
+    assert job.max_train_steps == STEPS

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.resume.resume_conflicts import ResumeConflicts, find_resume_conflicts
+from jobs.resume.resume_conflicts import (
+    ResumeConflicts,
+    find_resume_conflicts,
+    with_known_length,
+)
 from jobs.spec.job_spec import JobSpec, field_choices, is_switch, key_facts, takes_many
 from jobs.spec.keys.prompts import ValidationPrompt
 from jobs.spec.rules.buckets import bucket_sizes, sizes_of
-from jobs.spec.rules.steps import global_batch_size
+from jobs.spec.rules.steps import global_batch_size, with_total_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -302,6 +306,53 @@ def test_more_steps_stretch_a_schedule_that_ends_with_them(kind: str) -> None:
         {"max_train_steps": 20, "lr_scheduler": kind}, {"max_train_steps": 10, "lr_scheduler": kind}
     )
     assert back.changes == [f"max_train_steps: 20 → 10, which shortens the {kind} schedule"]
+
+
+COSINE: Final = {"lr_scheduler": "cosine", "global_batch_size": 8}
+
+
+def saved(epochs: float, draws: int = 200, **job: Any) -> dict[str, Any]:
+    """The state of a checkpoint: its ranks had settled how many steps the epochs were."""
+    spec = with_total_steps(JobSpec(**BASE | COSINE | {"num_train_epochs": epochs} | job), draws)
+    return {"spec": spec.to_dict(), "data": {"draws_per_epoch": draws}}
+
+
+@pytest.mark.parametrize(
+    ("new", "told"),
+    [
+        ({"num_train_epochs": 4}, []),
+        ({"num_train_epochs": 4, "num_processes": 4}, []),
+        (
+            {"num_train_epochs": 6},
+            ["max_train_steps: 100 → 150, which stretches the cosine schedule"],
+        ),
+        ({"max_train_steps": 100}, []),
+        (
+            {"max_train_steps": 50},
+            ["max_train_steps: 100 → 50, which shortens the cosine schedule"],
+        ),
+        ({"num_train_epochs": 4, "dataset": "/b"}, ["dataset: /data/cats → /b"]),
+        (
+            {"num_train_epochs": 6, "resolution": 512},
+            [
+                "resolution: 1024 → 512",
+                "num_train_epochs: 4 → num_train_epochs: 6, which changes the cosine schedule",
+            ],
+        ),
+    ],
+)
+def test_epochs_are_compared_in_steps_where_the_data_is_the_same(
+    new: dict[str, Any], told: list[str]
+) -> None:
+    state = saved(4)
+    spec = with_known_length(JobSpec(**BASE | COSINE | new), state)
+    assert find_resume_conflicts(state["spec"], spec, done=1).changes == told
+
+
+def test_a_checkpoint_that_does_not_tell_leaves_the_length_open() -> None:
+    spec = JobSpec(**BASE, num_train_epochs=3)
+    for state in ({}, {"data": None}, {"data": {"draws_per_epoch": "9"}, "spec": {}}):
+        assert with_known_length(spec, state) == spec
 
 
 def test_another_schedule_is_told() -> None:

@@ -66,7 +66,8 @@ FAILED: dict[str, Any] = {
         (
             events.Data(3, 1, 0, 3, [[64, 64, 3]], 3, 1.5),
             '"data", "samples": 3, "held_out": 1, "skipped": 0, "texts": 3, '
-            '"buckets": [[64, 64, 3]], "steps_per_epoch": 3, "epochs": 1.5',
+            '"buckets": [[64, 64, 3]], "steps_per_epoch": 3, "epochs": 1.5, '
+            '"total_steps": null',
         ),
         (
             events.Freed("text encoders", "rss", 1, 9, 2, 7),

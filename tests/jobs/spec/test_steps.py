@@ -1,19 +1,28 @@
-"""What an optimizer step sees on any number of ranks, and what is refused with what would do."""
+"""What a step sees on any number of ranks, how many steps epochs are, and what is refused."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.errors import SpecError
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.no_effect import find_inapplicable
-from jobs.spec.rules.steps import accumulation_steps, global_batch_size
+from jobs.spec.rules.steps import (
+    accumulation_steps,
+    global_batch_size,
+    periodic_saves,
+    steps_of,
+    total_steps,
+    with_total_steps,
+)
 from jobs.spec.rules.strategy import data_parallel_size
 
 if TYPE_CHECKING:
@@ -133,6 +142,83 @@ def test_a_flag_replaces_what_the_file_says_in_another_way(tmp_path: Path) -> No
     assert (accumulation_steps(other), global_batch_size(other)) == (3, 6)
     unset = load_spec(file, {"global_batch_size": None})
     assert (accumulation_steps(unset), global_batch_size(unset)) == (1, 2)
+
+
+# -- epochs --------------------------------------------------------------------------------
+
+
+@given(st.decimals("0.01", 50, places=2).map(float), st.integers(1, 10**6), st.integers(1, 512))
+def test_epochs_are_the_fewest_steps_that_draw_as_many_samples(
+    epochs: float, draws: int, size: int
+) -> None:
+    steps = total_steps(read(num_train_epochs=epochs, global_batch_size=size), draws)
+    assert steps is not None
+    wanted = Fraction(str(epochs)) * draws
+    assert steps * size >= wanted
+    assert steps == 1 or (steps - 1) * size < wanted
+
+
+@pytest.mark.parametrize(
+    ("epochs", "draws", "size", "steps"),
+    [(1, 200, 8, 25), (3, 20, 8, 8), (0.1, 30, 3, 1), (0.1, 330, 11, 3), (0.7, 10, 7, 1)],
+)
+def test_epochs_are_as_many_steps_as_they_are_written(
+    epochs: float, draws: int, size: int, steps: int
+) -> None:
+    """A binary fraction is a little more than 0.1: that must not make one step more."""
+    assert total_steps(read(num_train_epochs=epochs, global_batch_size=size), draws) == steps
+
+
+def test_exactly_one_key_decides_the_length() -> None:
+    assert total_steps(read()) == 1000
+    assert total_steps(read(max_train_steps=7), 10**6) == 7
+    epochs = read(num_train_epochs=2)
+    assert epochs.max_train_steps is None
+    assert (total_steps(epochs), total_steps(epochs, 10)) == (None, 20)
+    both = read(num_train_epochs=2, max_train_steps=1000)
+    assert [c.message for c in find_conflicts(both)] == [
+        "max_train_steps 1000 and num_train_epochs 2 are both set; keep one"
+    ]
+    assert find_inapplicable(epochs)["max_train_steps"] == "num_train_epochs decides"
+
+
+def test_a_length_is_replaced_by_a_flag(tmp_path: Path) -> None:
+    """A trial of a few steps needs no other file, and neither does a job that resumes."""
+    file = tmp_path / "job.yaml"
+    for spec in (read(num_train_epochs=2.5), read(max_train_steps=70)):
+        file.write_text(dump_spec(spec))
+        assert load_spec(file) == spec
+        assert total_steps(load_spec(file, {"max_train_steps": "10"})) == 10
+        assert total_steps(load_spec(file, {"num_train_epochs": "0.5"}), 100) == 50
+    with pytest.raises(SpecError, match="are both set; keep one"):
+        load_spec(file, {"max_train_steps": 10, "num_train_epochs": 1})
+    few = read(num_train_epochs=2.5).to_dict(only_set=True)
+    assert (few["num_train_epochs"], "max_train_steps" in few) == (2.5, False)
+
+
+def test_ranks_settle_the_length_and_refuse_a_warm_up_that_is_longer() -> None:
+    spec = read(
+        num_train_epochs=3,
+        global_batch_size=8,
+        lr_scheduler="cosine",
+        lr_warmup_steps=75,
+    )
+    assert find_conflicts(spec) == []
+    with pytest.raises(ValueError, match="is given in epochs"):
+        steps_of(spec)
+    assert steps_of(with_total_steps(spec, 200)) == 75
+    assert with_total_steps(read(), 200) == read()
+    with pytest.raises(SpecError) as refused:
+        with_total_steps(spec, 192)
+    assert str(refused.value) == (
+        "lr_warmup_steps (75) is more than the steps of num_train_epochs 3 (72)"
+    )
+
+
+def test_as_many_checkpoints_are_counted_as_there_will_be() -> None:
+    assert periodic_saves(read(max_train_steps=100, checkpointing_steps=30)) == 4
+    assert periodic_saves(read(checkpointing_steps=0)) == 1
+    assert periodic_saves(read(num_train_epochs=2, checkpointing_steps=30)) is None
 
 
 def test_what_follows_is_said_where_it_cannot_be_filled_in() -> None:

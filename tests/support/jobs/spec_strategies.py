@@ -119,6 +119,8 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "lr_warmup_steps": st.just(0),
     "global_batch_size": st.integers(1, 100),  # times what one forward takes
     "gradient_accumulation_steps": st.integers(1, 100),
+    "max_train_steps": st.integers(1, 10**9),
+    "num_train_epochs": st.floats(0, 10**6, exclude_min=True),
     "keep_in_full_precision": st.none() | st.lists(_MODULE, max_size=2),
     "base_matmul": st.sampled_from(["auto", "dequantize"]),
     "swap_blocks": st.just(0),

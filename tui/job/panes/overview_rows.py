@@ -10,7 +10,7 @@ from jobs.queue.states import State
 from jobs.units import ranges
 from tui.job.panes.text_rows import fact, heading, moment
 from tui.text.format import Span, duration, size
-from tui.text.tables import memory_table, prediction_lines
+from tui.text.tables import batch_line, memory_table, prediction_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ def _how(look: Look, gpus: str, width: int) -> list[Row]:
     if report.strategy:
         rows += fact("strategy", f"{report.strategy}: {report.reason}", width)
     if report.global_batch:
-        rows += fact("batch", _batch(report.global_batch, report.accumulation or 1), width)
+        rows += fact("batch", batch_line(report.global_batch, report.accumulation), width)
     if units := report.sharding.get("units"):
         named = ", ".join(f"{count} {name}" for name, count in units.items())
         held = size(report.sharding.get("local_bytes"))
@@ -72,12 +72,6 @@ def _how(look: Look, gpus: str, width: int) -> list[Row]:
         spent = duration(until - job.started) + (f", attempt {attempts}" if attempts > 1 else "")
         rows += fact("took" if job.ended else "running", spent, width)
     return rows
-
-
-def _batch(samples: int, forwards: int) -> str:
-    """`8 samples per step, 4 forwards on each rank`."""
-    words = f"{samples} sample{'s' * (samples != 1)} per step"
-    return f"{words}, {forwards} forwards on each rank" if forwards > 1 else words
 
 
 def peaks_of(look: Look) -> tuple[dict[str, list[int]], str]:

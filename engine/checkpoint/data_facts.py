@@ -27,6 +27,7 @@ def data_facts(index: DataIndex, plan: BatchPlan) -> dict[str, Any]:
         "samples": len(index.samples),
         "steps_per_epoch": plan.steps_per_epoch,
         "plan": PLAN_VERSION,
+        "draws_per_epoch": plan.draws_per_epoch,
         "digest": digest.hexdigest()[:16],
     }
 

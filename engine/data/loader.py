@@ -16,6 +16,7 @@ from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of
+from jobs.spec.rules.steps import accumulation_steps, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,12 +86,16 @@ class Loader:
 
     Whole steps are read ahead into ordinary memory, and what is random about them drawn there;
     only the next micro-batch is in pinned memory, and only the one that is asked for on the device.
+
+    Attributes:
+        forwards: Micro-batches of each step.
     """
 
     def __init__(
         self, spec: JobSpec, data: Prepared, world: World, family: Family, objective: Objective
     ) -> None:
         self._spec = spec
+        self.forwards = accumulation_steps(spec)
         self._data = data
         self._world = world
         self._family = family
@@ -108,7 +113,7 @@ class Loader:
         Each is moved to the device when it is asked for.
         """
         self._read_ahead(step)
-        own = [(step, micro) for micro in range(self._spec.gradient_accumulation_steps)]
+        own = [(step, micro) for micro in range(self.forwards)]
         for place, following in pairwise([*own, (step + 1, 0)]):
             self._pin_ahead(*place)
             batch = self._pinned.pop(place).result()
@@ -141,7 +146,7 @@ class Loader:
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _read_ahead(self, step: int) -> None:
-        last = min(step + self._spec.prefetch_steps, self._spec.max_train_steps - 1)
+        last = min(step + self._spec.prefetch_steps, steps_of(self._spec) - 1)
         steps = range(step, max(step, last) + 1)
         self._ahead = {n: read for n, read in self._ahead.items() if n in steps}
         for number in steps:
@@ -172,7 +177,7 @@ class Loader:
             positions_of_rank(
                 self._world.data_rank, self._world.data_size, micro, self._spec.train_batch_size
             )
-            for micro in range(self._spec.gradient_accumulation_steps)
+            for micro in range(self.forwards)
         ]
         return [self._micro_batch(step, draws, positions) for positions in parts]
 

@@ -236,7 +236,7 @@ class Stepper:
         model, scaler = self._training.model, self._training.scaler
         mean, losses = torch.zeros((), device=self._world.device), []
         waited = 0.0
-        batches, count = self._loader.step(step), self._spec.gradient_accumulation_steps
+        batches, count = self._loader.step(step), self._loader.forwards
         for number in range(1, count + 1):
             asked = time.perf_counter()
             batch = next(batches)

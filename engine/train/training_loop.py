@@ -13,6 +13,7 @@ from engine.sample.sampler import Sampler
 from engine.train.nonfinite import listed
 from engine.train.validation_loss import ValidationLoss
 from jobs.run.events import Memory, Sample, Step, Validation
+from jobs.spec.rules.steps import steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +60,7 @@ class Trainer:
             self.sample()
         while True:
             self.saver.tell()
-            ending = self.training.step >= self.run.spec.max_train_steps
+            ending = self.training.step >= steps_of(self.run.spec)
             wishes = self.control.agree(save_failed=self.saver.failed(), now=ending)
             if any(astuple(wishes)):
                 self.settle()
@@ -113,7 +114,7 @@ class Trainer:
                 peak_bytes=self.peaks.memory().get("peak"),
             )
         )
-        self.run.telemetry.say(step_line(result, self.run.spec.max_train_steps))
+        self.run.telemetry.say(step_line(result, steps_of(self.run.spec)))
         if result.skipped:
             scale = f"; loss scale now {result.scale:g}" if result.scale is not None else ""
             self.run.telemetry.warn(
@@ -123,7 +124,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         spec, step = self.run.spec, self.training.step
-        if step >= spec.max_train_steps:
+        if step >= steps_of(spec):
             return  # the end saves and samples by itself
         if step % _COLLECT_EVERY == 0:
             gc.collect(1)

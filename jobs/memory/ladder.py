@@ -245,6 +245,8 @@ def _batch(spec: JobSpec) -> Changes | None:
     smaller = next((n for n in range(batch // 2, 0, -1) if batch % n == 0), None)
     if smaller is None:
         return None
+    if spec.gradient_accumulation_steps is None:  # follows by itself
+        return {"train_batch_size": smaller}
     times = batch // smaller
     return {
         "train_batch_size": smaller,

@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 _BAR: Final = 16  # columns
 
 
-def data_text(
-    report: Mapping[str, Any], steps: int, *, width: int = 80, every_file: bool = False
-) -> str:
+def data_text(report: Mapping[str, Any], *, width: int = 80, every_file: bool = False) -> str:
     """The whole report.
 
     Args:
         report: The report.
-        steps: How many the job trains.
         width: Columns that sentences are wrapped to; a name is never cut.
         every_file: Name every skipped file.
     """
-    parts = ["\n".join(f"{name:<12} {text}" for name, text in facts(report, steps))]
+    parts = ["\n".join(f"{name:<12} {text}" for name, text in facts(report))]
     if len(report["datasets"]) > 1:
         parts.append(_datasets(report["datasets"]))
     parts.append(_buckets(report["buckets"]))

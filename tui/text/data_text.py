@@ -60,13 +60,8 @@ def _epoch(report: Mapping[str, Any]) -> str:
     return f"{steps:.10g} step{'s' * (steps != 1)} of {report['global_batch']}"
 
 
-def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
-    """The totals, each with a name.
-
-    Args:
-        report: The report.
-        steps: How many the job trains.
-    """
+def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The totals, each with a name."""
     skipped, longest = len(report["skipped"]), report["longest"]
     captions = some(report["texts"], "unique caption")
     most = report.get("most_drawn", 1.0)
@@ -79,6 +74,7 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
             + held
             + (f"; {skipped} skipped" if skipped else ""),
         ),
+        ("buckets", _buckets(report)),
         ("captions", captions + (f", up to {longest} tokens" if longest else "")),
         ("masks", some(report["masked"], "image") if report.get("masked") else ""),
         ("loss weights", _weights(report)),
@@ -93,12 +89,12 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
                 else ""
             ),
         ),
-        ("job", f"{some(steps, 'step')}, {epochs(report)}"),
+        ("job", f"{some(report['total_steps'], 'step')}, {epochs(report)}"),
     ]
     return [(name, text) for name, text in rows if text]
 
 
-def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
+def headlines(report: Mapping[str, Any]) -> tuple[str, str]:
     """The totals in two lines that fit 80 columns: the samples, and an epoch of them."""
     skipped, longest = len(report["skipped"]), report["longest"]
     samples = [
@@ -112,7 +108,7 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
     ]
     return (
         " · ".join(filter(None, samples)),
-        f"{_epoch(report)} per epoch · {epochs(report)} in {some(steps, 'step')}",
+        f"{_epoch(report)} per epoch · {epochs(report)} in {some(report['total_steps'], 'step')}",
     )
 
 
@@ -120,6 +116,12 @@ def _of_images(report: Mapping[str, Any]) -> str:
     """How many images the samples show, where several resolutions make that fewer."""
     images = report.get("images", report["samples"])
     return f" of {some(images, 'image')}" if images != report["samples"] else ""
+
+
+def _buckets(report: Mapping[str, Any]) -> str:
+    """How many there are, and how many pixels their sides lie apart."""
+    steps = " and ".join(map(str, report.get("bucket_steps") or ()))
+    return f"{len(report['buckets'])}, sides {steps} pixels apart" if steps else ""
 
 
 def _weights(report: Mapping[str, Any]) -> str:

@@ -215,10 +215,6 @@ class BatchPlan:
         names = dict.fromkeys(self.buckets)
         return dict(zip(names, (rates @ self._members).tolist(), strict=True))
 
-    def steps_of(self, epochs: float) -> int:
-        """Return the optimizer steps that show at least this many epochs."""
-        return max(1, math.ceil(round(epochs * self.draws_per_epoch, 6) / self.global_batch))
-
     def epoch(self, step: int) -> float:
         """How many epochs are complete when `step` begins, with its fraction."""
         return step * self.global_batch / self.draws_per_epoch

@@ -19,9 +19,10 @@ from engine.data.read.images import NOTES
 from engine.data.read.masks import names_mask
 from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
-from jobs.spec.rules.buckets import Buckets, enlargement
-from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
+from jobs.spec.rules.steps import global_batch_size, total_steps
 from jobs.spec.values.datasets import datasets_of, find_layout
+from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -107,6 +108,7 @@ class DataReport:
         cautions: What is trained on, but perhaps not as intended.
         datasets: Each of them.
         buckets: Each of them, the fullest first.
+        bucket_steps: How many pixels their sides lie apart, at each resolution.
         texts: Different texts to encode, prompts not counted.
         masked: Images that are trained with a mask.
         weights: The smallest and the largest weight of a sample's loss; none if all are 1.
@@ -118,6 +120,7 @@ class DataReport:
         draws_per_epoch: Samples of an epoch.
         most_drawn: How often the most drawn sample comes while the average one comes once.
         epochs: How many the job trains.
+        total_steps: How many optimizer steps it trains.
     """
 
     samples: int
@@ -129,6 +132,7 @@ class DataReport:
     cautions: list[Finding]
     datasets: list[DatasetReport]
     buckets: list[BucketReport]
+    bucket_steps: list[int]
     texts: int
     masked: int
     weights: list[float]
@@ -140,6 +144,7 @@ class DataReport:
     draws_per_epoch: float
     most_drawn: float
     epochs: float
+    total_steps: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -150,10 +155,9 @@ def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
     datasets = datasets_of(spec)
     members = Counter(sample.dataset for sample in index.samples)
     shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
-    per_step = data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
     return BatchPlan(
         [sample.group for sample in index.samples],
-        per_step,
+        global_batch_size(spec),
         spec.seed,
         shares,
         micro_batch=spec.train_batch_size,
@@ -189,6 +193,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
     """
     index, held = hold_out(index, spec)
     plan = make_plan(spec, index)
+    steps = total_steps(spec, plan.draws_per_epoch) or 0
     texts = [sample_texts(sample, spec) for sample in index.samples]
     distinct = list(dict.fromkeys(text for own in texts for text in own))
     counts = count_tokens(distinct, spec, model_root) if model_root is not None else None
@@ -204,6 +209,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         cautions=[*_drawn_often(spec, plan), *_cautions(spec, index, texts, tokens)],
         datasets=_datasets(spec, index, plan),
         buckets=_buckets(index, plan),
+        bucket_steps=sorted({bucket_step(side, spec) for side in all_resolutions(spec)}),
         texts=len(distinct),
         masked=sum(bool(image.mask) for image in _images(index.samples)),
         weights=[min(weights), max(weights)] if any(weight != 1 for weight in weights) else [],
@@ -214,7 +220,8 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         steps_per_epoch=round(plan.steps_per_epoch, 3),
         draws_per_epoch=round(plan.draws_per_epoch, 3),
         most_drawn=round(max(_relative_draws(plan)), 3),
-        epochs=round(plan.epoch(spec.max_train_steps), 3),
+        epochs=round(plan.epoch(steps), 3),
+        total_steps=steps,
     )
 
 
@@ -388,20 +395,18 @@ def _mask_cautions(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sampl
 
 
 def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetReport]:
-    reports = []
-    for number, dataset in enumerate(datasets_of(spec)):
-        reports.append(
-            DatasetReport(
-                path=dataset.path,
-                layout=find_layout(expand(dataset.path)),
-                samples=plan.shares[number].samples,
-                skipped=sum(skip.dataset == number for skip in index.skipped),
-                draws=round(plan.shares[number].draws, 3),
-                others=index.others[number],
-                regularization=dataset.regularization,
-            )
+    return [
+        DatasetReport(
+            path=dataset.path,
+            layout=find_layout(expand(dataset.path)),
+            samples=plan.shares[number].samples,
+            skipped=sum(skip.dataset == number for skip in index.skipped),
+            draws=round(plan.shares[number].draws, 3),
+            others=index.others[number],
+            regularization=dataset.regularization,
         )
-    return reports
+        for number, dataset in enumerate(datasets_of(spec))
+    ]
 
 
 def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:

@@ -10,6 +10,7 @@ from engine.memory.predicting.predict import trained_of
 from engine.memory.predicting.sharding import Layout, cost_of, swapped_of
 from jobs.memory.host_memory import host_bytes
 from jobs.spec.rules.averages import SCHEDULE_FREE, has_average
+from jobs.spec.rules.steps import periodic_saves
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,9 +85,8 @@ def disk_of(spec: JobSpec, trace: Trace, run_root: Path | None = None) -> dict[s
     """Bytes on disk, whatever the number of ranks."""
     whole = Layout(0)
     checkpoint = _saved(spec, trace, whole)
-    every = spec.checkpointing_steps
-    saves = -(-spec.max_train_steps // every) if every else 1
-    kept = min(saves, spec.checkpoints_total_limit or saves)
+    saves, limit = periodic_saves(spec), spec.checkpoints_total_limit
+    kept = min(saves or limit or 1, limit or saves or 1)  # one at least, if the length is unknown
     numbers = trace.trained
     auto = 4 if spec.model_type == "lora" else trace.shape.file_bytes
     width = _EXPORTED.get(str(spec.export_dtype), auto)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -295,7 +296,7 @@ def test_it_keeps_its_captions_is_not_held_out_and_comes_every_other_time(tmp_pa
     plan = make_plan(spec, trained)
     drawn = Counter(
         trained.samples[draw.sample].dataset
-        for step in range(plan.steps_of(4))
+        for step in range(math.ceil(4 * plan.steps_per_epoch))
         for draw in plan.draws(step)
     )
     assert drawn[0] == drawn[1]

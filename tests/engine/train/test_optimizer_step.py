@@ -21,6 +21,7 @@ from engine.train.optimizer_step import Stepper, StepResult
 from engine.train.train_state import TrainState
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.steps import accumulation_steps
 from tests.support.engine.toy_jobs import Line
 
 if TYPE_CHECKING:
@@ -69,8 +70,12 @@ class Rig:
         self.stepper.run(self.told.append)
         return self.told[-1]
 
+    @property
+    def forwards(self) -> int:
+        return accumulation_steps(self.spec)
+
     def step(self, step: int) -> Iterator[MicroBatch]:
-        for _ in range(self.spec.gradient_accumulation_steps):
+        for _ in range(self.forwards):
             time.sleep(self.waits)
             drawn = Drawn(torch.zeros(1), torch.zeros(1, 1, 1, 1))
             yield MicroBatch(range(1), torch.ones(1, 1, 1, 1), drawn, {})

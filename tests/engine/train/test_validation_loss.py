@@ -6,6 +6,7 @@ On several ranks: `test_sampling_ranks.py`.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections import Counter
@@ -88,7 +89,7 @@ def test_what_is_held_out_is_never_trained_on(
     plan = make_plan(spec, trained)
     drawn = {
         trained.samples[draw.sample].name
-        for step in range(plan.steps_of(3 * spec.train_batch_size))
+        for step in range(math.ceil(3 * batch * plan.steps_per_epoch))
         for draw in plan.draws(step)
     }
     assert drawn == {sample.name for sample in trained.samples}

@@ -69,6 +69,11 @@ def job(**values: Any) -> JobSpec:
             {"train_batch_size": 9, "gradient_accumulation_steps": 2},
             {"train_batch_size": 3, "gradient_accumulation_steps": 6},
         ),
+        (
+            "smaller batch, more accumulation",
+            {"train_batch_size": 4, "global_batch_size": 8},
+            {"train_batch_size": 2},
+        ),
         ("smaller batch, more accumulation", {}, None),
         ("8-bit AdamW", {}, {"optimizer": "adamw_8bit"}),
         ("8-bit AdamW", {"device": "cpu"}, None),

@@ -99,6 +99,7 @@ def test_a_person_reads_what_is_there_and_what_is_not(
     assert (status, err) == (0, "")
     for words in (
         "samples      7; 3 skipped",
+        "buckets      2, sides 16 pixels apart",
         "epoch        ",
         "9 steps",
         "64x64",
@@ -362,12 +363,23 @@ def report(**changes: Any) -> dict[str, Any]:
         "steps_per_epoch": 12,
         "draws_per_epoch": 24,
         "epochs": 1.0,
+        "total_steps": 12,
     }
     return found | changes
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2.5, 9), (0.1, 1)])
+def test_the_steps_of_epochs_are_told_before_the_job_runs(
+    run: Run, job_file: Callable[..., Path], epochs: float, steps: int
+) -> None:
+    """Of the seven images that can be used, not of the ten that are there."""
+    path = job_file(num_train_epochs=epochs, max_train_steps=None, global_batch_size=2)
+    assert json.loads(run(path, "--json")[1])["total_steps"] == steps
+    assert f"job          {steps} step" in run(path)[1]
+
+
 def test_one_of_something_is_not_called_several() -> None:
-    text = data_text(report(samples=1, texts=1, steps_per_epoch=1), 1)
+    text = data_text(report(samples=1, texts=1, steps_per_epoch=1, total_steps=1))
     assert "1 unique caption\n" in text
     assert "1 step of 2\n" in text
     assert "1 step, 1 epoch\n" in text
@@ -376,7 +388,7 @@ def test_one_of_something_is_not_called_several() -> None:
 def test_a_name_is_never_cut(run: Run) -> None:
     name = "x" * 200 + ".png"
     found = [{"count": 1, "text": "truncated", "examples": [name]}]
-    assert name in data_text(report(reasons=found, skipped=[[0, name, "truncated"]]), 10)
+    assert name in data_text(report(reasons=found, skipped=[[0, name, "truncated"]]))
 
 
 def test_what_changed_since_is_told_in_numbers() -> None:

@@ -232,9 +232,9 @@ class BatchPlan:
             return steps[step - first]
 
     def _epochs_of_a_round(self) -> int:
-        """How many epochs are planned together: so many that they emit two steps.
+        """How many epochs are planned together: enough of them to emit two steps.
 
-        If a single one has not even two, so many that they end where a step ends: then the draws
+        If a single one has not even two, they end where a step ends: then the draws
         of each image can be spread evenly over the steps.
         """
         least = 2 * self._per_step + (self.micro_batch > 1) * len(self._cost)

@@ -37,6 +37,7 @@ def test_what_is_recorded_is_what_older_checkpoints_hold() -> None:
         "samples": 3,
         "steps_per_epoch": 3,
         "plan": 2,
+        "draws_per_epoch": 3,
         "digest": "84a46cf295c920c3",
     }
 

@@ -12,6 +12,7 @@ from jobs import service
 from jobs.errors import NotFoundError, SpecError, StateError, UserError
 from jobs.machine.devices import Gpu
 from jobs.queue.states import State
+from jobs.resume.resume_conflicts import PLAN_VERSION
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import event
 from jobs.spec.file.load import load_spec
@@ -164,7 +165,9 @@ def test_a_job_that_is_done_with_its_epochs_needs_more(store: Store, job_spec: J
     job = ended(store, JobSpec(**values), State.COMPLETED, step=None)
     assert (job.total_steps, service.progress(job).total_steps) == (0, None)
     spec = with_total_steps(load_spec(job.run_dir.job_file), 6)  # two ranks
-    save_checkpoint(job.run_dir, 6, spec.to_dict(), data={"draws_per_epoch": 6})
+    save_checkpoint(
+        job.run_dir, 6, spec.to_dict(), data={"draws_per_epoch": 6, "plan": PLAN_VERSION}
+    )
     with pytest.raises(StateError, match="has already trained 6 of 6 steps"):
         service.resume(store, job.id)
     with pytest.raises(StateError, match="has already trained 6 of 3 steps"):

@@ -161,7 +161,7 @@ ADAPTED: Final = "training adapter"
 
 # A rank's gradient of its own samples may overflow fp16 where the one of all does not; then the
 # first step is left out on two ranks only. With this seed none is.
-CALM: Final = {"calm": {"seed": 7}}
+CALM: Final = {"calm": {"seed": 5}}
 
 
 OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {

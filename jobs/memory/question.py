@@ -14,6 +14,7 @@ from jobs.memory.predicted import Predicted
 from jobs.models.blocks.model_config import find_target
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.steps import accumulation_steps, is_whole_batch
 from jobs.spec.rules.strategy import SHARDING, replicas_of, world_size
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
         changes |= {"lora_placement": "replicated", "context_parallel_size": 1}
     if not (sharding and on_gpus):
         changes["fsdp_cpu_offload"] = spec.fsdp_cpu_offload and sharding
+    there = spec.model_copy(update=changes)
+    if not is_whole_batch(there):  # memory asks only whether a rank accumulates
+        forwards = accumulation_steps(there)
+        changes |= {"global_batch_size": None, "gradient_accumulation_steps": forwards}
     number = spec.fsdp_reshard_after_forward
     if type(number) is int and number != 1 and ranks % number:
         changes["fsdp_reshard_after_forward"] = True

@@ -39,6 +39,11 @@ def global_batch_size(spec: JobSpec) -> int:
     return spec.global_batch_size or _one_forward(spec) * accumulation_steps(spec)
 
 
+def is_whole_batch(spec: JobSpec) -> bool:
+    """Whether the job's ranks reach its global batch exactly, after some number of forwards."""
+    return global_batch_size(spec) % _one_forward(spec) == 0
+
+
 def _one_forward(spec: JobSpec, ranks: int | None = None) -> int:
     """Return the samples that all ranks together compute in one forward."""
     return data_parallel_size(spec, ranks) * spec.train_batch_size
@@ -110,7 +115,7 @@ def _global_batch(spec: JobSpec) -> Conflict | None:
         return None  # or another rule says it
     at_once, forwards = _one_forward(spec), spec.gradient_accumulation_steps
     product = f"{_ranks(spec)} x train_batch_size {spec.train_batch_size}"
-    if size % at_once:
+    if not is_whole_batch(spec):
         return Conflict(
             key,
             f"{key} {size} is not a multiple of {at_once} ({product}); use {_fitting(spec, size)}",

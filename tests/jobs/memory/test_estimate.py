@@ -37,6 +37,8 @@ from jobs.memory.question import predict as ask
 from jobs.slurm.partitions import Partition
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import chosen_strategy
 from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
@@ -472,6 +474,22 @@ def test_any_job_climbs_to_an_end_with_the_same_global_batch(
     last = found[-1].spec
     assert last.train_batch_size * last.gradient_accumulation_steps == batch * accumulation
     assert len(found) < 20
+
+
+@pytest.mark.parametrize("ranks", range(1, 17))
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_global_batch_is_no_reason_to_predict_nothing(ranks: int, split: int) -> None:
+    """On ranks that do not divide it, which a job would be refused on, they accumulate alike."""
+    spec = job(global_batch_size=8, num_processes=2 * split, context_parallel_size=split)
+    there = arranged(spec, "fsdp2" if ranks > 1 else "single", ranks, on_gpus=True)
+    assert not [
+        c
+        for c in find_conflicts(there)
+        if c.key in ("global_batch_size", "gradient_accumulation_steps")
+    ]
+    groups = max(1, ranks // there.context_parallel_size)
+    assert accumulation_steps(there) == -(-8 // groups)
+    assert (there.global_batch_size == 8) is (8 % groups == 0)
 
 
 def test_a_job_is_arranged_for_a_strategy_without_what_only_another_has() -> None:

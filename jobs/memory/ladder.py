@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from jobs.spec.families import FAMILIES
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.kernels import is_masked
 from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
@@ -42,6 +43,7 @@ REGATHER: Final = 1.10  # an all-gather more in backward, most of it beside the 
 SHARD_ALL: Final = 1.20  # weights are gathered twice and gradients scattered, instead of one sum
 SHARD_WIDER: Final = 1.10  # the same over more ranks, and perhaps over slower links
 SHARD_ADAPTER: Final = 1.05  # small all-gathers
+SPLIT_TOKENS: Final = 1.20  # keys and values are exchanged, and weights gathered twice as often
 SWAP: Final = 1.30  # all blocks cross PCIe twice, 1 byte at 25 GB/s: 80 ps beside those 55 to 62
 HALF_PRECISION: Final = 0.50  # tensor cores: faster, less exact
 OFFLOAD: Final = 3.00  # weights, gradients and state cross PCIe, and the CPU does the step
@@ -53,7 +55,8 @@ _HELPS: Final = 0.995  # of what was needed: a change that saves less is not wor
 _RESOLUTIONS: Final = (1024, 768, 512, 384, 256)
 _INTERVALS: Final = (4, 2)  # every n-th block is recomputed; the cheapest first
 _SWAPPED: Final = (4, 8, 16, 24, 32, 48)  # blocks in host memory; models have 24 to 60
-_FRAMES: Final = (81, 49, 33, 17)  # of videos; 1 and a multiple of every family's step
+_FRAMES: Final = (81, 49, 33, 17)  # of videos; 1 and a multiple of every family's step. The first
+# is the most that a job trains on which names no number.
 
 
 @dataclass(frozen=True)
@@ -286,6 +289,25 @@ def _placement(spec: JobSpec) -> Changes | None:
     return {"lora_placement": "sharded"} if whole and spec.strategy in SHARDING else None
 
 
+def _context(spec: JobSpec) -> Changes | None:
+    """Split samples over the next larger group of ranks; the global batch stays as it is."""
+    family, ranks = FAMILIES.get(spec.model_family), world_size(spec)
+    now = spec.context_parallel_size
+    able = family is not None and family.context_parallel and spec.device != "cpu"
+    if family is None or not able or spec.strategy not in SHARDING:
+        return None
+    larger = (size for size in range(2 * now, ranks + 1, now) if ranks % size == 0)
+    if (size := next(larger, None)) is None:
+        return None
+    # Ring attention needs flash attention, which has no masks and no fp32.
+    ring = not is_masked(family) and spec.mixed_precision != "no"
+    return {
+        "context_parallel_size": size,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps * size // now,
+        **({} if ring else {"context_parallel_comm_strategy": "alltoall"}),
+    }
+
+
 def _precision(spec: JobSpec) -> Changes | None:
     return {"mixed_precision": "bf16"} if spec.mixed_precision == "no" else None
 
@@ -300,17 +322,20 @@ def _offload(spec: JobSpec) -> Changes | None:
 
 
 def _samples(spec: JobSpec) -> Changes | None:
-    """Samples no larger than what is trained on."""
-    largest = max((max(request.width, request.height) for request in requests_of(spec)), default=0)
-    trained = all_resolutions(spec)[-1]
-    return {"validation_resolution": trained} if largest > trained else None
+    """Samples no larger and no longer than what is trained on."""
+    requests = requests_of(spec)
+    largest = max((max(request.width, request.height) for request in requests), default=0)
+    longest = max((request.frames for request in requests), default=0)
+    trained, frames = all_resolutions(spec)[-1], spec.num_frames or _FRAMES[0]
+    changes: Changes = {"validation_resolution": trained} if largest > trained else {}
+    return changes | ({"validation_num_frames": frames} if longest > frames else {}) or None
 
 
 def _frames(spec: JobSpec) -> Changes | None:
     family = FAMILIES.get(spec.model_family)
     if family is None or not family.frame_step:
         return None
-    now = spec.num_frames or _FRAMES[0] + 1
+    now = spec.num_frames or _FRAMES[0]
     fewer = next((count for count in _FRAMES if count < now), None)
     return {"num_frames": fewer} if fewer else None
 
@@ -348,6 +373,7 @@ LADDER: Final = (
     Rung("free gathered weights after forward", REGATHER, _reshard),
     Rung("shard over all ranks", SHARD_ALL, _fsdp2),
     Rung("sharded LoRA", SHARD_ADAPTER, _placement),
+    Rung("samples split over ranks", SPLIT_TOKENS, _context, "same global batch"),
     Rung(
         "most blocks in host memory",
         SWAP,

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -23,10 +23,9 @@ from engine.memory.predicting.predict import predict
 from engine.memory.tracing.shape import shape_of
 from engine.memory.tracing.trace import trace_model
 from jobs.spec.file.load import load_spec
-from tests.support.engine.memory import reference
+from tests.support.engine.memory import reference, with_layers
 
 if TYPE_CHECKING:
-    from engine.memory.tracing.shape import Shape
     from jobs.spec.job_spec import JobSpec
 
 MODELS: Final = {
@@ -74,7 +73,7 @@ def report(
     shape = shape_of(spec, sharded=True)
     assert shape is not None
     if layers is not None:
-        shape = with_layers(shape, layers)
+        shape = replace(shape, config=with_layers(shape.config, layers))
     begun = time.perf_counter()
     trace = trace_model(shape)
     traced = time.perf_counter() - begun
@@ -99,15 +98,6 @@ def report(
             )
         gc.collect()
     return worst
-
-
-def with_layers(shape: Shape, layers: int) -> Shape:
-    """A model with the same blocks, and fewer of them."""
-    config: dict[str, Any] = dict(shape.config)
-    for name, value in config.items():
-        if name.endswith(("num_layers", "num_single_layers", "n_layers", "num_refiner_layers")):
-            config[name] = min(value, layers)
-    return replace(shape, config=config)
 
 
 def job(family: str, kind: str, checkpointing: bool, base_precision: str) -> JobSpec:

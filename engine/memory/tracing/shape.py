@@ -56,7 +56,6 @@ class Shape:
         key: All that decides it, as a text.
         spec: A job that has it.
         config: The denoiser's config.
-        file_bytes: Of a parameter in the model's files.
         sharded: Whether units gather their weights, in the compute precision.
         size: Width and height of an image in pixels.
         frames: Frames of a video.
@@ -66,7 +65,6 @@ class Shape:
     key: str
     spec: JobSpec
     config: dict[str, Any]
-    file_bytes: int
     sharded: bool
     size: tuple[int, int]
     frames: int
@@ -106,10 +104,9 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
             spec.conditioning_resolution,
         ],
         "config": config,
-        "file_bytes": target.dtype_bytes,
     }
     key = json.dumps(facts, sort_keys=True)
-    return Shape(key, spec, config, target.dtype_bytes, sharded, size, frames, training)
+    return Shape(key, spec, config, sharded, size, frames, training)
 
 
 def _keys(spec: JobSpec, *, training: bool) -> set[str]:

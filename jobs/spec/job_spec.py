@@ -74,6 +74,8 @@ class JobSpec(
             data = data | {"lora_experts": True, "size_conditioning": "target"}
         if _is_earlier(data, "max_aspect_ratio"):
             data = data | {"max_aspect_ratio": 0}
+        if _is_earlier(data, "modulation_precision"):
+            data = data | {"modulation_precision": "none"}
         given = {key: value for key, value in data.items() if value is not None}
         family = given.get("model_family", cls.model_fields["model_family"].default)
         if "model_flavour" not in data:

@@ -41,6 +41,7 @@ _OF_LORA: Final = (
     "base_precision",
     "base_matmul",
     "keep_in_full_precision",
+    "modulation_precision",
 )
 _OF_POLICIES: Final = {
     "SIZE_BASED_WRAP": ("fsdp_min_num_params",),

@@ -29,11 +29,12 @@ from jobs.memory.cards import CARDS, room_of_type
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place, place_of
 from jobs.memory.fit import Fit, Room, Verdict, room_of
-from jobs.memory.ladder import LADDER, climb, loosen
+from jobs.memory.ladder import climb, loosen
 from jobs.memory.network import across
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, arranged
 from jobs.memory.question import predict as ask
+from jobs.memory.rungs import LADDER
 from jobs.models.blocks.model_config import find_target
 from jobs.preflight.model_files import check_config
 from jobs.slurm.partitions import Partition

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.memory.fit import Fit, Room
-from jobs.memory.ladder import LADDER, LOOSER, Rung, Step
+from jobs.memory.ladder import Step
+from jobs.memory.rungs import LADDER, LOOSER, Rung
 from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ FULL = {"model_type": "full"}
 TWO = {"num_processes": 2, "strategy": "fsdp2"}
 DDP = {"num_processes": 2, "strategy": "ddp"}
 TEXT = {"model_family": "sdxl", "text_encoder_lora_rank": 4}
+OLD = {"base_precision": "nf4", "modulation_precision": "none"}
 VIDEO = {"model_family": "wan"}
 SPLIT = "samples split over ranks"
 
@@ -33,6 +35,16 @@ def job(**values: Any) -> JobSpec:
         ("8-bit base", {"base_precision": "fp8"}, None),
         ("8-bit base", {"base_precision": "nf4"}, None),
         ("8-bit base", FULL, None),
+        ("8-bit modulation", OLD, {"modulation_precision": "int8"}),
+        ("8-bit modulation", {"base_precision": "int8"}, {"modulation_precision": "int8"}),
+        ("8-bit modulation", {"base_precision": "nf4"}, None),
+        ("8-bit modulation", {}, None),
+        ("8-bit modulation", OLD | {"modulation_precision": "int8"}, None),
+        ("8-bit modulation", OLD | {"modulation_precision": "nf4"}, None),
+        ("4-bit modulation", OLD, {"modulation_precision": "nf4"}),
+        ("4-bit modulation", {"base_precision": "nf4"}, {"modulation_precision": "nf4"}),
+        ("4-bit modulation", {}, None),
+        ("4-bit modulation", FULL | {"base_precision": "nf4"}, None),
         ("4-bit base", {"base_precision": "int8"}, {"base_precision": "nf4"}),
         ("4-bit base", {"base_precision": "nf4"}, None),
         (

@@ -67,6 +67,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
     "size_conditioning": {"model_family": "sdxl"},
     "keep_in_full_precision": {"base_precision": "nf4"},
+    "modulation_precision": {"base_precision": "nf4"},
     "lokr_factor": {"lora_variant": "lokr"},
     "lokr_full_matrix": {"lora_variant": "lokr"},
     "mode_scale": {"timestep_sampling": "mode"},
@@ -252,6 +253,21 @@ def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
     flux = JobSpec(**BASE).to_dict()
     del flux["lora_experts"]
     assert find_resume_conflicts(flux, JobSpec(**BASE), done=1).impossible == []
+
+
+def test_jobs_from_before_modulation_was_packed_keep_their_base() -> None:
+    """A job that was written down, and the checkpoint's."""
+    new = JobSpec(**BASE | {"base_precision": "nf4"})
+    written = new.to_dict()
+    del written["modulation_precision"]
+    assert JobSpec(**written).modulation_precision == "none"
+    assert find_resume_conflicts(written, JobSpec(**written)) == conflicts()
+    (change,) = find_resume_conflicts(written, new).changes
+    assert change == "modulation_precision: none → int8"
+    eight = JobSpec(**BASE | {"base_precision": "int8"})
+    assert find_resume_conflicts(eight.to_dict() | {"modulation_precision": "none"}, eight) == (
+        conflicts()
+    )
 
 
 # -- the schedule --------------------------------------------------------------------------

@@ -53,10 +53,14 @@ def small_toy(root: Path, **sizes: int) -> Path:
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """A denoiser's config with the same blocks, and fewer of them."""
     counts = ("num_layers", "num_single_layers", "n_layers", "num_refiner_layers")
-    return {
+    fewer = {
         name: min(value, layers) if name.endswith(counts) and isinstance(value, int) else value
         for name, value in config.items()
     }
+    if "llama_layers" in fewer:  # HiDream's: one for each block
+        blocks = fewer["num_layers"] + fewer["num_single_layers"]
+        fewer["llama_layers"] = fewer["llama_layers"][:blocks]
+    return fewer
 
 
 def resizes(live: Live) -> Any:

@@ -66,9 +66,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
     if settings:
         _check_flavour(spec, family, root, index)
         _check_first_frame(spec, family, root, config)
-    _check_heads(spec, config)
-    if settings:
-        _check_sizes(spec, family, config)
+        check_config(spec, config)
     return root
 
 
@@ -247,6 +245,16 @@ def _shrinks_by(vae: Mapping[str, Any]) -> int | None:
     if isinstance(vae.get("dim_mult"), list):  # older files of Wan's, without its factor
         return int(2 ** (len(vae["dim_mult"]) - 1) * (vae.get("patch_size") or 1))
     return None
+
+
+def check_config(spec: JobSpec, config: Mapping[str, Any]) -> None:
+    """Check what a denoiser's config alone says about a job.
+
+    Raises:
+        SpecError: Its heads cannot be shared out, or it has no positions for a side so long.
+    """
+    _check_heads(spec, config)
+    _check_sizes(spec, get_family(spec.model_family, spec.model_flavour), config)
 
 
 def _check_heads(spec: JobSpec, config: Mapping[str, Any]) -> None:

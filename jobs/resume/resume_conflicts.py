@@ -18,7 +18,7 @@ from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, key_facts
 from jobs.spec.keys.groups import DATA
 from jobs.spec.rules.buckets import bucket_step
-from jobs.spec.rules.lora_conflicts import may_scale
+from jobs.spec.rules.lora_conflicts import may_scale, modulation_of
 from jobs.spec.rules.no_effect import counts
 from jobs.spec.rules.steps import global_batch_size, length_in_words, total_steps
 from jobs.spec.values.datasets import datasets_of
@@ -323,12 +323,20 @@ def _matmul(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) 
         conflicts.changes.append(_line("base_matmul", was, spec.base_matmul))
 
 
+def _modulation(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+    key = "modulation_precision"
+    was, now = modulation_of(old), modulation_of(spec)
+    if was != now and counts(key, old) and counts(key, spec):
+        conflicts.changes.append(_line(key, was, now))
+
+
 _RULES: Final = (
     _model,
     _flavour,
     _held_out,
     _class_images,
     _matmul,
+    _modulation,
     _targets,
     _batch,
     _schedule,

@@ -85,6 +85,8 @@ class JobSpec(
             data = data | {"max_aspect_ratio": 0}
         if _is_earlier(data, "bucket_step"):
             data = data | {"bucket_step": 0}
+        if _is_earlier(data, "modulation_precision"):
+            data = data | {"modulation_precision": "none"}
         given = {key: value for key, value in data.items() if value is not None}
         family = given.get("model_family", cls.model_fields["model_family"].default)
         for key, other in FOLLOWS.items():

@@ -173,6 +173,11 @@ def not_quantized(spec: JobSpec) -> str:
     return "" if spec.base_precision != "none" else "needs base_precision"
 
 
+def chosen_by_name(spec: JobSpec) -> str:
+    chosen = spec.keep_in_full_precision is not None
+    return "keep_in_full_precision decides" if chosen else ""
+
+
 def not_fp8(spec: JobSpec) -> str:
     return "" if may_scale(spec) else "needs base_precision: fp8_scaled or fp8"
 

@@ -73,6 +73,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
     "size_conditioning": {"model_family": "sdxl"},
     "keep_in_full_precision": {"base_precision": "nf4"},
+    "modulation_precision": {"base_precision": "nf4"},
     "lokr_factor": {"lora_variant": "lokr"},
     "lokr_full_matrix": {"lora_variant": "lokr"},
     "mode_scale": {"timestep_sampling": "mode"},
@@ -297,6 +298,21 @@ def test_a_step_is_told_where_it_makes_other_buckets(
     old: dict[str, Any], new: dict[str, Any], told: list[str]
 ) -> None:
     assert conflicts(old, new).changes == told
+
+
+def test_jobs_from_before_modulation_was_packed_keep_their_base() -> None:
+    """A job that was written down, and the checkpoint's."""
+    new = JobSpec(**BASE | {"base_precision": "nf4"})
+    written = new.to_dict()
+    del written["modulation_precision"]
+    assert JobSpec(**written).modulation_precision == "none"
+    assert find_resume_conflicts(written, JobSpec(**written)) == conflicts()
+    (change,) = find_resume_conflicts(written, new).changes
+    assert change == "modulation_precision: none → int8"
+    eight = JobSpec(**BASE | {"base_precision": "int8"})
+    assert find_resume_conflicts(eight.to_dict() | {"modulation_precision": "none"}, eight) == (
+        conflicts()
+    )
 
 
 # -- the schedule --------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from engine.start.command import run_command
+
 
 def main() -> int:
     """Run the job in the directory named on the command line.
@@ -79,4 +81,4 @@ def _write_to_log(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

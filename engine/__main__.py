@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from engine.start.command import run_command
+
 
 def main() -> int:
     """Run the job in the directory named on the command line.
@@ -82,9 +84,4 @@ def _write_to_log(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Nothing of the rank's is open anymore, and an orderly end takes a second. In it, Triton 3.8
-    # writes 25 lines about leaks into the rank's log (torch 2.15).
-    os._exit(status)
+    run_command(main)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.blocks.lean import import_lean
-from engine.start.command import OneLineParser
+from engine.start.command import OneLineParser, run_command
 from jobs.errors import UserError
 
 _STEPS = 3  # import, build, walk
@@ -83,4 +83,4 @@ def _again() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -14,7 +14,7 @@ from engine.data.index.data_index import build_index
 from engine.data.read.class_images import folder_of, numbers_in, with_class_images
 from engine.data.report.contact_sheet import save_strips, sheet
 from engine.data.report.data_report import make_report
-from engine.start.command import OneLineParser
+from engine.start.command import OneLineParser, run_command
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.spec.data_tool import NOT_NEEDED
@@ -77,4 +77,4 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

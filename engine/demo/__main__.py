@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.demo.pictures import PROMPTS, write_lessons
-from engine.start.command import OneLineParser
+from engine.start.command import OneLineParser, run_command
 from engine.toy import check_place, install
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
@@ -65,4 +65,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

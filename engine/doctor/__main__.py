@@ -7,11 +7,10 @@ is taken on any GPU.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import Any
 
-from engine.start.command import OneLineParser
+from engine.start.command import OneLineParser, run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,4 +80,4 @@ def _say(facts: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

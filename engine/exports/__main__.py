@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from engine.start.command import OneLineParser
+from engine.start.command import OneLineParser, run_command
 from jobs.errors import UserError
 from jobs.run.checkpoint_files import find_damage, read_checkpoint, read_state
 from jobs.spec.keys.export import ExportDtype, ExportFormat
@@ -162,4 +162,4 @@ def settle() -> None:
 
 if __name__ == "__main__":
     settle()
-    sys.exit(main())
+    run_command(main)

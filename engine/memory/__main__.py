@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.start.command import OneLineParser
+from engine.start.command import OneLineParser, run_command
 from engine.start.lean_imports import QUANTISERS, hide
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
@@ -139,4 +139,4 @@ def _table(predicted: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import sys
 
+from engine.start.command import run_command
 from engine.start.lean_imports import hide, uncollected
 
 
-def main() -> None:
-    """Do what `accelerate` does with this process's arguments."""
+def main() -> int:
+    """Do what `accelerate` does with this process's arguments.
+
+    Returns:
+        0; `accelerate` raises where a rank has failed.
+    """
     with uncollected():
         hide("transformers", "timm")
         from accelerate.commands import accelerate_cli
@@ -25,7 +30,8 @@ def main() -> None:
         loopback.register()
         sys.argv.insert(2, f"--rdzv_backend={loopback.BACKEND}")
     accelerate_cli.main()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from engine.start.command import OneLineParser
+from engine.start.command import OneLineParser, run_command
 from engine.toy import DTYPES, write_toy
 from jobs.errors import UserError
 from jobs.spec.families import FAMILIES
@@ -63,4 +63,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -1,7 +1,8 @@
 """`python tests/bench/cards.py`: the smallest number of GPUs that each family needs.
 
 Writes `jobs/models/published/cards.json`, from which `fsdp-tui families` and the documents take it.
-With names of families only these are computed, and printed beside what the file says.
+With names of families only these are computed, and printed beside what the file says; so are all of
+them with `--check`.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ def smallest(server: Server, family: str, flavour: str, kind: str) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY")
+    parser.add_argument("--check", action="store_true", help="all of them, and write nothing")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="others stay as they are")
     asked = parser.parse_args()
-    chosen = asked.families
+    chosen = list(FAMILIES) if asked.check else asked.families
     found: dict[str, Any] = {}
     server = Server(patience=1800)
     for name in chosen or FAMILIES:

@@ -1,6 +1,7 @@
 """`python tests/bench/detect.py`: what looking at a model costs, beside building it for real.
 
-Each way is a process of its own: seconds from its start to its end, and the most memory it held.
+Each way is a process of its own: seconds from its start to its end, and its highest resident
+memory. Most of that is torch itself, which is why importing torch alone is measured too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ FLUX_2 = files("jobs") / "models" / "published" / "black-forest-labs--FLUX.2-dev
 # FLUX.2 cut down: 1.2 B parameters, 5 GB in fp32.
 SMALL: dict[str, Any] = {"num_attention_heads": 16, "num_layers": 3, "num_single_layers": 14}
 
+# Ends as the engine's commands do.
+TORCH = """
+import json, os, torch
+print(json.dumps({"total_params": 0}), flush=True)
+os._exit(0)
+"""
 REAL = """
 import json, sys
 import diffusers
@@ -59,6 +66,7 @@ def main() -> None:
         large.write_text(json.dumps(config))
         small.write_text(json.dumps(config | SMALL))
         ways = {
+            "torch, imported": ("-c", TORCH),
             "FLUX.2-dev, looked at": ("-m", "engine.blocks", str(large)),
             "a small one, looked at": ("-m", "engine.blocks", str(small)),
             "a small one, built": ("-c", REAL, str(small)),

@@ -63,8 +63,8 @@ def main() -> None:
         seconds = time.monotonic() - begun
     print(
         f"checkpoint {size / MIB:,.0f} MiB by {RANKS} ranks, step {found['step']}: "
-        f"{seconds:.1f} s; highest memory {peak / MIB:,.0f} MiB, of which imports "
-        f"{bare / MIB:,.0f} MiB"
+        f"{seconds:.1f} s; highest memory {(peak - bare) / MIB:,.0f} MiB beyond the "
+        f"{bare / MIB:,.0f} MiB of its imports"
     )
 
 

@@ -91,11 +91,13 @@ def main() -> None:
             case = Case("flux", Path(scratch))
             redraw(case, asked.modulation)
             columns = [losses(case, Path(scratch), one, asked.steps) for one in asked.schemes]
-            tenth = max(1, asked.steps // 10)
+            tenth, worst = max(1, asked.steps // 10), 0.0
             for first in range(0, asked.steps, tenth):
-                means = (fmean(column[first : first + tenth]) for column in columns)
+                means = [fmean(column[first : first + tenth]) for column in columns]
                 label = f"{first + 1} to {min(first + tenth, asked.steps)}"
                 print(f"{label:14}" + "".join(f"{mean:12.5f}" for mean in means))
+                worst = max([worst, *(abs(mean / means[0] - 1) for mean in means)])
+            print(f"largest difference from bf16: {worst:.2%}")
 
 
 def row(case: Case, schemes: Sequence[str]) -> str:

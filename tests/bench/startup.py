@@ -1,9 +1,11 @@
 """`python tests/bench/startup.py`: where the time of starting and ending a job goes.
 
 A toy job runs as a person's does: through the command line, the supervisor and the real
-`accelerate launch`. Fifty times a second it is noted what each process of it has computed and
-holds; the run's events and logs say what it did meanwhile. Processor seconds tell more than the
-clock where the machine does other things too.
+`accelerate launch`. Fifty times a second it is noted what each process of it has computed, and
+every tenth time its unique memory (USS: what would be free if it ended); the run's events and logs
+say what it did meanwhile. Processor seconds tell more than the clock where the machine does other
+things too, and unique memory more than resident memory, most of which is torch's libraries: ranks
+and launcher have the same pages of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from typing import Any, Final
 import yaml
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.load import unique_memory  # noqa: E402
+
 EVERY: Final = 0.02  # seconds
+WEIGHED: Final = 10  # looks from one look at memory to the next, since it takes milliseconds
 TICK: Final = os.sysconf("SC_CLK_TCK")
 PATIENCE: Final = 600.0  # seconds
 STEPS: Final = 5
@@ -37,7 +44,7 @@ class Process:
     role: str
     times: list[float] = field(default_factory=list)
     computed: list[float] = field(default_factory=list)
-    resident: list[int] = field(default_factory=list)  # KiB
+    unique: list[int] = field(default_factory=list)  # bytes
 
     def between(self, start: float, end: float) -> float:
         """Processor seconds in this time."""
@@ -48,8 +55,8 @@ class Process:
         return self.computed[place - 1] if place else 0.0
 
     def holds(self, when: float) -> int:
-        """Resident MiB at this time."""
-        return self.resident[max(0, bisect.bisect_right(self.times, when) - 1)] >> 10
+        """Unique MiB at this time."""
+        return self.unique[max(0, bisect.bisect_right(self.times, when) - 1)] >> 20
 
 
 class Watch:
@@ -83,7 +90,8 @@ class Watch:
         process.role = role  # a child is first what its parent is
         process.times.append(time.time())
         process.computed.append((int(fields[11]) + int(fields[12])) / TICK)
-        process.resident.append(int(fields[21]) * (os.sysconf("SC_PAGE_SIZE") >> 10))
+        memory = unique_memory(pid) if len(process.unique) % WEIGHED == 0 else None
+        process.unique.append(memory or (process.unique or [0])[-1])
 
     def of(self, role: str) -> Process:
         """The process of this role that computed most."""

@@ -34,6 +34,8 @@ _OURS: Final = {
     "checkpoint_step_interval": "checkpointing_steps",
     "validation_step_interval": "validation_steps",
 }
+# Of a LoRA of peft: LyCORIS's adapters take theirs from a file of their own.
+_PEFT: Final = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 _KEYS: Final = (
     *("learning_rate", "train_batch_size", "gradient_accumulation_steps", "lr_scheduler"),
     *("lr_warmup_steps", "max_train_steps", "max_grad_norm", "lora_rank", "lora_alpha"),
@@ -158,6 +160,8 @@ def _values(config: dict[str, Any], tool: Tool) -> dict[str, tuple[str, Any]]:
         values["pretrained_model_name_or_path"] = (place, path)
     if family in tool.targets and family != "flux" and get("peft_lora_target_modules") is None:
         values["lora_target_modules"] = ("flux_lora_target", tool.targets[family])
+    if str(get("lora_type")).lower() == "lycoris":
+        values = {ours: value for ours, value in values.items() if ours not in _PEFT}
     return values
 
 

@@ -343,6 +343,25 @@ def test_a_process_says_what_a_whole_import_finds(toy: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_lean_process_imports_no_compiler_and_no_other_library_of_models(toy: Path) -> None:
+    """Each of them would take more memory and time than looking at the model does."""
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = ['engine.blocks', {str(toy / 'model/transformer/config.json')!r}]\n"
+        "try: runpy.run_module('engine.blocks', run_name='__main__')\n"
+        "except SystemExit: print(*(n for n in sys.modules if sys.modules[n]), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert {"torch", "diffusers.models.modeling_utils"} <= loaded
+    assert loaded.isdisjoint(
+        {"sympy", "torch._inductor", "torch._dynamo.eval_frame", "transformers", "peft", "torchao"}
+    )
+
+
+@pytest.mark.slow
 def test_what_a_lean_process_cannot_build_is_built_by_a_whole_one(tmp_path: Path) -> None:
     """This UNet stands beside a pipeline, which needs transformers."""
     done = look({"_class_name": "AudioLDM2UNet2DConditionModel"}, tmp_path)

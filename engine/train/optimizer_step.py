@@ -185,9 +185,9 @@ class Stepper:
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
-        loss, losses, waited = self.accumulate(step)
+        losses, waited = self.accumulate(step)
         with self._measured("step"):
-            numbers = self._reduce(loss, losses)
+            numbers = self._reduce(losses)
             del losses
             rate = float(self._training.scheduler.get_last_lr()[0])
             if self._late:
@@ -221,7 +221,7 @@ class Stepper:
         """Whether the memory of the next step is measured; the same on every rank."""
         return self._done < _MEASURED_FIRST or self._done % _MEASURED_EVERY == 0
 
-    def accumulate(self, step: int) -> tuple[torch.Tensor, list[torch.Tensor], float]:
+    def accumulate(self, step: int) -> tuple[torch.Tensor, float]:
         """Forward and backward of each micro-batch; gradients are left on the parameters.
 
         FSDP2 reduces and scatters the gradients of each micro-batch, and sums the shards in fp32:
@@ -230,13 +230,13 @@ class Stepper:
         is whole on a rank anyway is summed up there, and averaged once.
 
         Returns:
-            The mean loss and that of each micro-batch, scalars on the device, and the seconds of
+            Each micro-batch's part of the mean loss, `(n,)` on the device, and the seconds of
             waiting for data.
         """
         model, scaler = self._training.model, self._training.scaler
-        mean, losses = torch.zeros((), device=self._world.device), []
-        waited = 0.0
         batches, count = self._loader.step(step), self._loader.forwards
+        losses = torch.empty(count, device=self._world.device)
+        waited = 0.0
         for number in range(1, count + 1):
             asked = time.perf_counter()
             batch = next(batches)
@@ -257,9 +257,9 @@ class Stepper:
                 # `engine.parallel.context_parallel`.
                 whole = loss * self._world.context_size
                 (whole if scaler is None else scaler.scale(whole)).backward()
-            losses.append(loss.detach())
-            mean += losses[-1]
-        return mean, losses, waited
+            # Copied: even detached, a loss keeps what autograd built for it.
+            losses[number - 1].copy_(loss.detach())
+        return losses, waited
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
         problem = self._objective.problem(batch.latents, batch.drawn)
@@ -273,12 +273,11 @@ class Stepper:
             )
         return loss_of(*judged(prediction, problem, batch.condition), self._spec, batch.weight)
 
-    def _reduce(self, loss: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+    def _reduce(self, losses: torch.Tensor) -> torch.Tensor:
         """Average and clip gradients.
 
         Args:
-            loss: This rank's mean.
-            losses: Of its micro-batches.
+            losses: From `accumulate`.
 
         Returns:
             Loss and norm of all ranks, so that all do alike, and this rank's `losses`: `(2 + n,)`.
@@ -289,7 +288,8 @@ class Stepper:
         if training.scaler is not None:
             training.scaler.unscale_(training.optimizer)
         norm = clip(self._trained, self._spec.max_grad_norm, self._world)
-        return torch.stack([self._world.average(loss), norm.to(loss.device), *losses])
+        mean = self._world.average(losses.sum())
+        return torch.stack([mean, norm.to(mean.device), *losses])
 
     # -- the update, judged by the host ------------------------------------------------------
 

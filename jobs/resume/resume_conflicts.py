@@ -260,7 +260,7 @@ def with_known_length(spec: JobSpec, state: Mapping[str, Any]) -> JobSpec:
         state: Of the checkpoint, with its job and facts of its data.
     """
     draws = (state.get("data") or {}).get("draws_per_epoch")
-    if spec.max_train_steps is not None or not isinstance(draws, int):
+    if spec.max_train_steps is not None or not isinstance(draws, int | float):
         return spec
     old, _ = _read(state.get("spec") or {})
     if any(getattr(old, key) != getattr(spec, key) for key in _OF_EPOCHS):

@@ -30,6 +30,7 @@ def test_the_demo_learns_to_draw_hearts_and_keeps_what_it_could_draw(
     for name, value in {
         "max_train_steps": STEPS,
         "train_batch_size": 8,
+        "seed": 7,
         "lr_scheduler": "constant",
         "validation_steps": 0,
         "checkpointing_steps": 0,

@@ -39,6 +39,7 @@ ON_TWO: Final[dict[str, dict[str, Any]]] = {
         "lora_rank": 4,
         "lora_target_modules": [r".*(ff\.net\.0\.proj|proj_mlp)"],
         "base_precision": "nf4",
+        "modulation_precision": "none",
     },
     "lokr bf16 ddp, whole matrices": {
         "strategy": "ddp",

@@ -55,6 +55,9 @@ def main() -> int:
             telemetry.say("importing libraries")
             spec = load_spec(run_dir.job_file)
             hide(*unneeded(spec))
+            from engine.ranks.world import take_gpu
+
+            take_gpu(spec)
             from engine import families
             from engine.run_job import run_rank
 

@@ -57,6 +57,7 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import sizes_of
 from jobs.spec.rules.lora_conflicts import may_scale
+from jobs.spec.rules.steps import steps_of, with_total_steps
 from jobs.spec.rules.strategy import checkpoints_activations
 from jobs.spec.rules.warnings import find_warnings
 
@@ -114,6 +115,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         telemetry.say(f"stopped while preparing data ({stopped}); cached files are kept")
         end("stopped", run)
         return
+    spec = with_total_steps(spec, data.plan.draws_per_epoch)
+    run = replace(run, spec=spec)
     model = build_model(run)
     if isinstance(data.texts, TrainedTexts):
         attach(model, data.texts.encoders)
@@ -134,18 +137,20 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     telemetry.emit(
         Start(
             step=training.step,
-            total_steps=spec.max_train_steps,
+            total_steps=steps_of(spec),
             world_size=world.size,
             strategy=world.strategy,
             strategy_reason=world.reason,
             samples=len(data.index.samples),
+            global_batch=data.plan.global_batch,
+            accumulation=loader.forwards,
             steps_per_epoch=data.plan.steps_per_epoch,
             trained_parameters=sum(p.numel() for p in training.trained().values()),
             base_matmul=spec.base_matmul if may_scale(spec) else None,
         )
     )
     trainer = Trainer(run, control, objective, training, stepper, data, peaks, saver)
-    with telemetry.phase("train", spec.max_train_steps):
+    with telemetry.phase("train", steps_of(spec)):
         try:
             outcome = trainer.train()
         except BaseException:

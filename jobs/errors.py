@@ -83,7 +83,7 @@ class DiskFullError(UserError):
 
 
 class NotFiniteError(UserError):
-    """A loss or gradient is not finite."""
+    """Numbers are not finite: a loss or gradient, what an encoder returns, what is exported."""
 
 
 class NotFoundError(UserError):

@@ -33,14 +33,18 @@ def test_a_claim_that_has_changed_is_noticed() -> None:
     assert claim.missing() == ["README.md does not say: loading 2.3 GB takes 8 MiB"]
 
 
-def test_every_claim_was_measured_and_says_what_the_page_says() -> None:
+def test_every_claim_was_measured_and_says_what_the_page_says_or_is_named_there() -> None:
     rows, _ = read_page()
+    missing = [claim.name for claim in CLAIMS if claim.name not in rows]
+    assert not missing or f"yet: {'; '.join(missing)}." in PAGE.read_text(encoding="utf-8")
     for claim in CLAIMS:
+        if claim.name in missing:
+            continue
         _, _, _, measured, command, place = rows[claim.name]
         assert measured
         assert BENCHES[claim.bench].command in command
         assert rows[claim.name] == row_of(claim, measured, command.strip("`"), place)
-    assert len(rows) == len({claim.name for claim in CLAIMS}) == len(CLAIMS)
+    assert len(rows) + len(missing) == len({claim.name for claim in CLAIMS}) == len(CLAIMS)
 
 
 def test_every_figure_of_the_readmes_table_is_a_claim() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from jobs.resume.resume_conflicts import PLAN_VERSION
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,6 +26,8 @@ def data_facts(index: DataIndex, plan: BatchPlan) -> dict[str, Any]:
     return {
         "samples": len(index.samples),
         "steps_per_epoch": plan.steps_per_epoch,
+        "plan": PLAN_VERSION,
+        "draws_per_epoch": plan.draws_per_epoch,
         "digest": digest.hexdigest()[:16],
     }
 

@@ -8,7 +8,7 @@ from engine.checkpoint.choose import choose_start
 from engine.checkpoint.data_facts import tell_difference
 from engine.checkpoint.restore import load
 from jobs.errors import UserError
-from jobs.resume.resume_conflicts import find_resume_conflicts
+from jobs.resume.resume_conflicts import compare_plans, find_resume_conflicts
 from jobs.run.checkpoint_files import read_state
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def resume(run: RunContext, training: TrainState, data: Mapping[str, Any]) -> st
         if path is None:
             return None
         # It looks at the disk, so one rank does for all.
-        changes, matmul = world.from_main(_compare(path, spec, data) if world.main else ([], ""))
+        own = path.parent == run.run_dir.checkpoints
+        compared = _compare(path, spec, data, own) if world.main else ([], "")
+        changes, matmul = world.from_main(compared)
         load(training, path, world)
     telemetry.moved(training.step)
     telemetry.say(f"resumed after step {training.step} from {path}")
@@ -57,7 +59,9 @@ def resume(run: RunContext, training: TrainState, data: Mapping[str, Any]) -> st
     return matmul
 
 
-def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> tuple[list[str], str]:
+def _compare(
+    path: Path, spec: JobSpec, data: Mapping[str, Any], own: bool
+) -> tuple[list[str], str]:
     """In what the job and its data are not what they were; and how it computed with its base.
 
     Raises:
@@ -67,7 +71,8 @@ def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> tuple[list[s
     conflicts = find_resume_conflicts(state.get("spec") or {}, spec, done=int(state.get("step", 0)))
     if conflicts.impossible:
         raise UserError(f"cannot resume from {path.name}: {'; '.join(conflicts.impossible)}")
+    plan = compare_plans(state, path.name, own=own)
     other = tell_difference(state.get("data") or {}, data)
     # Versions that did not choose dequantized.
     matmul = str((state.get("spec") or {}).get("base_matmul", "dequantize"))
-    return [*conflicts.changes, *([other] if other else [])], matmul
+    return [*conflicts.changes, *plan, *([other] if other else [])], matmul

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from engine.data.encode.tensor_cache import nonfinite
 from engine.data.encode.texts import TrainedTexts
 from engine.data.index.batch_plan import Draw, positions_of_rank
 from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of
+from jobs.spec.rules.steps import accumulation_steps, steps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.data.encode.texts import Text
     from engine.data.index.views import Shown
@@ -52,9 +54,23 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What a micro-batch was made of, to say what was wrong with it.
+
+    Attributes:
+        names: Of its samples.
+        nonfinite: Which of its inputs have values that are not finite.
+    """
+
+    names: list[str]
+    nonfinite: list[str]
+
+
+@dataclass(frozen=True)
 class _Read:
     """A micro-batch in host memory; `condition` is None while its texts are still to be encoded."""
 
+    draws: list[Draw]
     positions: range
     latents: torch.Tensor
     drawn: Drawn
@@ -70,12 +86,16 @@ class Loader:
 
     Whole steps are read ahead into ordinary memory, and what is random about them drawn there;
     only the next micro-batch is in pinned memory, and only the one that is asked for on the device.
+
+    Attributes:
+        forwards: Micro-batches of each step.
     """
 
     def __init__(
         self, spec: JobSpec, data: Prepared, world: World, family: Family, objective: Objective
     ) -> None:
         self._spec = spec
+        self.forwards = accumulation_steps(spec)
         self._data = data
         self._world = world
         self._family = family
@@ -93,19 +113,40 @@ class Loader:
         Each is moved to the device when it is asked for.
         """
         self._read_ahead(step)
-        own = [(step, micro) for micro in range(self._spec.gradient_accumulation_steps)]
+        own = [(step, micro) for micro in range(self.forwards)]
         for place, following in pairwise([*own, (step + 1, 0)]):
             self._pin_ahead(*place)
             batch = self._pinned.pop(place).result()
             self._pin_ahead(*following)
             yield self._to_device(batch)
 
+    @torch.no_grad()
+    def inputs(self, step: int, micros: Sequence[int]) -> list[Inputs]:
+        """Read micro-batches of a step, counted from 0, once more, and look at what they hold.
+
+        Args:
+            step: Any that was trained.
+            micros: Which of its micro-batches.
+        """
+        read = self._read(step) if micros else []
+        inputs = []
+        for batch in (read[micro] for micro in micros):
+            condition = batch.condition
+            if condition is None:
+                condition = self._encoded(batch.texts, batch.pictures) | batch.references
+            tensors = {"latents": batch.latents, "noise": batch.drawn.noise, **condition}
+            if batch.weight is not None:
+                tensors["loss weight"] = batch.weight
+            names = [self._data.name_of(draw) for draw in batch.draws]
+            inputs.append(Inputs(names, nonfinite(tensors)))
+        return inputs
+
     def close(self) -> None:
         for threads in (self._threads, self._pinning):
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _read_ahead(self, step: int) -> None:
-        last = min(step + self._spec.prefetch_steps, self._spec.max_train_steps - 1)
+        last = min(step + self._spec.prefetch_steps, steps_of(self._spec) - 1)
         steps = range(step, max(step, last) + 1)
         self._ahead = {n: read for n, read in self._ahead.items() if n in steps}
         for number in steps:
@@ -136,7 +177,7 @@ class Loader:
             positions_of_rank(
                 self._world.data_rank, self._world.data_size, micro, self._spec.train_batch_size
             )
-            for micro in range(self._spec.gradient_accumulation_steps)
+            for micro in range(self.forwards)
         ]
         return [self._micro_batch(step, draws, positions) for positions in parts]
 
@@ -158,7 +199,8 @@ class Loader:
         if self._data.texts.ahead:
             condition = self._encoded(texts, pictures) | references
         weight = torch.stack(given) if given else None
-        return _Read(positions, latents, drawn, texts, pictures, references, condition, weight)
+        own = [draws[position] for position in positions]
+        return _Read(own, positions, latents, drawn, texts, pictures, references, condition, weight)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""

@@ -35,6 +35,7 @@ from jobs.run.rundir import write_atomic
 from jobs.spec.families import needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.steps import steps_of, with_total_steps
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -109,6 +110,10 @@ class Prepared:
         sample = self.index.samples[draw.sample]
         return shown(sample, view_of(sample, view_number(draw, self.spec), self.spec))
 
+    def name_of(self, draw: Draw) -> str:
+        """Return what a person calls the sample of a draw: mostly its file."""
+        return self.index.samples[draw.sample].name
+
     def caption_of(self, draw: Draw) -> Text:
         """The text of a draw."""
         return _caption(draw, self.captions, self.index.samples, self.spec)
@@ -171,6 +176,9 @@ def prepare(run: RunContext) -> Prepared:
     run = replace(run, spec=spec)
     index, held = hold_out(_index(run), spec)
     plan = make_plan(spec, index)
+    spec = with_total_steps(spec, plan.draws_per_epoch)
+    run = replace(run, spec=spec)
+    run.telemetry.total_steps = steps_of(spec)
     captions = [sample_texts(sample, spec) for sample in index.samples]
     views, texts = _drawn(spec, plan, captions, index.samples)
     views += [(len(index.samples) + number, 0) for number in range(len(held))]
@@ -225,12 +233,12 @@ def _drawn(
     """
     drops, views = spec.caption_dropout_probability > 0, count_views(spec)
     everything = len(captions) * max(views, *(len(own) for own in captions))
-    if spec.max_train_steps * plan.global_batch >= everything:
+    if steps_of(spec) * plan.global_batch >= everything:
         pairs = [(sample, view) for sample in range(len(captions)) for view in range(views)]
         shown = [(sample, looks_of(samples[sample], view, spec)) for sample, view in pairs]
         texts = [Text(words, looks=looks) for sample, looks in shown for words in captions[sample]]
         return pairs, [*texts, *(NO_TEXT._replace(looks=looks) for _, looks in shown if drops)]
-    steps = [draw for step in range(spec.max_train_steps) for draw in plan.draws(step)]
+    steps = [draw for step in range(steps_of(spec)) for draw in plan.draws(step)]
     pairs = sorted({(draw.sample, view_number(draw, spec)) for draw in steps})
     drawn = dict.fromkeys(_caption(draw, captions, samples, spec) for draw in steps)
     dropped = dict.fromkeys(_dropped(draw, samples, spec) for draw in steps if drops)
@@ -332,6 +340,7 @@ def _tell(
             buckets=[[*bucket.size, bucket.samples] for bucket in report.buckets],
             steps_per_epoch=report.steps_per_epoch,
             epochs=report.epochs,
+            total_steps=report.total_steps,
         )
     )
 

@@ -67,6 +67,10 @@ class Denoising:
             target = self.scheduler.get_velocity(latents, noise, timesteps)
         return Problem(noisy, timesteps, target, self._weight(timesteps))
 
+    def level_at(self, quantile: float, latents: torch.Tensor) -> int:
+        """Return the timestep at a quantile in (0, 1) of what `draw` draws: all equally often."""
+        return int(quantile * self.scheduler.config.num_train_timesteps)
+
     def _weight(self, timesteps: torch.Tensor) -> torch.Tensor | None:
         """Min-SNR weights `(B,)`: min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v."""
         if self.snr_gamma is None:

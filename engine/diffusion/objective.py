@@ -64,6 +64,10 @@ class Objective(Protocol):
         """The problem for clean latents `(B, C, h, w)`, on their device; waits for nothing."""
         ...
 
+    def level_at(self, quantile: float, latents: torch.Tensor) -> float:
+        """Return the level below which this share of what `draw` draws for such latents lies."""
+        ...
+
 
 def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objective:
     """The objective of the job's family."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from engine.diffusion.objective import Drawn, Problem
+from jobs.spec.noise_levels import sigma_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _MOST_DRAWS: Final = 1000  # of a sigma within its range
+_HALVINGS: Final = 60  # more than a float has bits
 _LEAST_SIGMA: Final = 1e-3  # below it, 1 / sigma² outweighs all else that is ever drawn
 
 # Sigma → weight: what ai-toolkit measured on Flex.1 and weighs most of its models with, rounded.
@@ -86,11 +88,51 @@ class Flow:
         height, width = latents.shape[-2:]
         return self.spec.flow_shift or self.shift_of(height, width, frames)
 
-    def sigma_at(self, quantile: float, shift: float) -> float:
-        """The sigma at a quantile in (0, 1) of a uniform one that is shifted, within `sigmas`."""
-        low, high = (sigma / (shift - (shift - 1) * sigma) for sigma in self.sigmas)
-        uniform = low + quantile * (high - low)
-        return shift * uniform / (1 + (shift - 1) * uniform)
+    def level_at(self, quantile: float, latents: torch.Tensor) -> float:
+        """Return the sigma below which this share of what `draw` draws for such latents lies.
+
+        Args:
+            quantile: In (0, 1).
+            latents: Clean latents; their shape counts.
+        """
+        low, high = self.sigmas
+        shift = self.shift_for(latents)
+        below, above = self._share_below(low, shift), 1 - self._share_below(high, shift)
+        within = 1 - below - above
+        # Draws that miss the range every time are clipped to its ends, which then have a share.
+        clipped = (1 - within) ** _MOST_DRAWS
+        at_low = clipped * below / (below + above) if clipped else 0.0
+        if quantile < at_low:
+            return low
+        if quantile >= 1 - (clipped - at_low):
+            return high
+        share = below + (quantile - at_low) / (1 - clipped) * within
+        return min(max(self._sigma_at(share, shift), low), high)
+
+    def _sigma_at(self, share: float, shift: float) -> float:
+        """The same without a range."""
+        spec = self.spec
+        return sigma_at(
+            share,
+            spec.timestep_sampling,
+            shift=shift,
+            mean=spec.logit_mean,
+            deviation=spec.logit_std,
+            scale=spec.mode_scale,
+        )
+
+    def _share_below(self, sigma: float, shift: float) -> float:
+        """Return the share of draws below a sigma, without a range; `_sigma_at` inverted."""
+        if not 0 < sigma < 1:
+            return 0.0 if sigma <= 0 else 1.0
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if self._sigma_at(middle, shift) < sigma:
+                low = middle
+            else:
+                high = middle
+        return high
 
     def _draw_sigma(self, shift: float, generator: torch.Generator) -> torch.Tensor:
         low, high = self.sigmas

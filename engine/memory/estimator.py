@@ -24,6 +24,7 @@ from engine.model.encoders.encoder_files import encoder_bytes
 from engine.model.precision import compute_dtype
 from engine.model.quantized.packing import packing_of
 from jobs.errors import UserError
+from jobs.models.blocks.model_config import find_target
 from jobs.models.find_model import find_model
 from jobs.spec.keys.prompts import class_prompts
 from jobs.spec.rules.cascade import settle
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _KEPT: Final = 24  # traces; a few hundred KB each
-_NO_MODEL: Final = (
-    "the model is not on this machine: text encoders and VAE are not counted; its files are "
-    "assumed to be bf16"
+_NO_MODEL: Final = "the model is not on this machine: text encoders and VAE are not counted"
+_WIDENED: Final = (
+    "mixed_precision: no keeps frozen weights in fp32, which takes more memory than the files' own "
+    "precision"
 )
 # Kernels of forward and backward of FLUX.1's blocks in bf16, and what they keep: 448 → 210 and
 # 8 % less for a LoRA, 407 → 105 and 28 % less for all weights (Inductor for CPUs, torch 2.13).
@@ -80,6 +82,9 @@ class Estimator:
         assert trace is not None, "every job has steps"
         sample = self._sample(spec, sharded=sharded)
         root = _root(spec.pretrained_model_name_or_path)
+        file_bytes = find_target(
+            spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path
+        ).dtype_bytes
         layout = layout_of(spec, ranks, strategy)
         beside = self._beside(spec, trace.shape, root, ranks) if root is not None else []
         prediction = predict(
@@ -91,8 +96,10 @@ class Estimator:
             beside=beside,
             resident=_resident(spec, root, ranks),
             overheads=self._overheads,
-            disk=disk_of(spec, trace),
-            notes=_notes(spec, root, sampled=sample is not None, compiles=trace.compiles),
+            disk=disk_of(spec, trace, file_bytes),
+            notes=_notes(
+                spec, root, file_bytes, sampled=sample is not None, compiles=trace.compiles
+            ),
         )
         prediction = self._with_decoding(prediction, spec, root)
         autoencoder = autoencoder_bytes(root) if root is not None else 0
@@ -171,8 +178,13 @@ def _resident(spec: JobSpec, root: Path | None, ranks: int) -> int:
     return size + (text_lora_bytes(spec, root) if trains_text(spec) else 0)
 
 
-def _notes(spec: JobSpec, root: Path | None, *, sampled: bool, compiles: bool) -> list[str]:
+def _notes(
+    spec: JobSpec, root: Path | None, file_bytes: int, *, sampled: bool, compiles: bool
+) -> list[str]:
     notes = [] if root is not None else [_NO_MODEL]
+    lora = spec.model_type == "lora"
+    if lora and spec.mixed_precision == "no" and root is not None and file_bytes < 4:
+        notes.append(_WIDENED)
     if spec.validation_prompts and not sampled:
         notes.append("sampling this model cannot be traced and is not counted")
     if spec.torch_compile:

@@ -25,25 +25,18 @@ def compute_dtype(spec: JobSpec) -> torch.dtype:
     return _COMPUTE[spec.mixed_precision]
 
 
-def storage_dtype(spec: JobSpec, in_file: torch.dtype, *, keep_fp32: bool) -> torch.dtype:
-    """The precision in which a base parameter is kept.
+def storage_dtype(spec: JobSpec, *, keep_fp32: bool) -> torch.dtype:
+    """Return the precision in which a base parameter is kept, whatever its file has.
 
-    Full training keeps fp32 masters. A frozen base is kept in the compute precision, or in the
-    file's where that is narrower; it is never cast up, with two exceptions: fp8, in which nothing
-    computes here, and what the model itself lists as in need of fp32 (`from_pretrained` casts
-    that up too).
+    Full training keeps fp32 masters. A frozen base is kept in the compute precision, since nothing
+    computes with operands of two. What the model itself lists as in need of fp32 is kept in that
+    (as `from_pretrained` does).
 
     Args:
         spec: The job.
-        in_file: The file's precision.
         keep_fp32: The model lists this module as one that needs fp32.
     """
-    if spec.model_type == "full" or keep_fp32:
-        return torch.float32
-    dtype = compute_dtype(spec)
-    if in_file.itemsize == 1 or in_file.itemsize >= dtype.itemsize:
-        return dtype
-    return in_file
+    return torch.float32 if spec.model_type == "full" or keep_fp32 else compute_dtype(spec)
 
 
 def computes_alone(spec: JobSpec, *, sharded: bool) -> bool:

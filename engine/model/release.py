@@ -100,7 +100,6 @@ def give_back(device: torch.device) -> None:
     """Give free memory back to the driver or to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        return
     # glibc keeps what was freed between live blocks. Other C libraries have no such call, and
     # there the memory is reused, if not given back.
     with suppress(OSError, AttributeError):

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from jobs.spec.rules.strategy import SHARDING, replicas_of
 
@@ -79,5 +78,5 @@ def _flat(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
-    """Give the group of a 1-D mesh the job's timeout: a new group has torch's default (2.13)."""
-    _set_pg_timeout(timeout, mesh.get_group())
+    """Give the group of a 1-D mesh the job's timeout: a new group has torch's default (2.15)."""
+    mesh.get_group().set_timeout(timeout)

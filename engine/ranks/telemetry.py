@@ -38,6 +38,7 @@ class Telemetry:
         self.rank = rank
         self.phase_name = "start"
         self.step = 0
+        self.total_steps: int | None = None  # until the data is counted
         self.done: int | None = None  # of the phase's shared work
         self.device = "cpu"
         self.device_uuid: str | None = None
@@ -129,6 +130,7 @@ class Telemetry:
             gpu_memory=self.gpu_memory,
             phase=self.phase_name,
             step=self.step,
+            total_steps=self.total_steps,
             heartbeat=time.time(),
             progressed=self._progressed,
             rss=self._process.memory_info().rss,

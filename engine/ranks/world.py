@@ -136,6 +136,17 @@ class World:
         return properties.name, properties.total_memory
 
 
+def take_gpu(spec: JobSpec) -> None:
+    """Make this rank's GPU the current one, before libraries are imported that ask for it.
+
+    Torchao 0.18 asks the current GPU for its properties while it is imported (torch 2.14), which
+    would open a context on the first GPU in every rank.
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not _computes_on_cpu(spec) and local < torch.cuda.device_count():
+        torch.cuda.set_device(local)
+
+
 def start_world(spec: JobSpec) -> World:
     """Join the process group and take this rank's device.
 
@@ -186,8 +197,7 @@ def _check_gpus(spec: JobSpec) -> None:
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-    if spec.device == "cpu" or on_cpu or not (given or spec.device == "cuda"):
+    if _computes_on_cpu(spec) or not (given or spec.device == "cuda"):
         return
     if (seen := torch.cuda.device_count()) < needed:
         raise UserError(
@@ -195,6 +205,12 @@ def _check_gpus(spec: JobSpec) -> None:
             f"{f' ({given})' if given else ''}",
             "`fsdp-tui doctor` checks the driver and torch",
         )
+
+
+def _computes_on_cpu(spec: JobSpec) -> bool:
+    """Whether the job or the launcher says so."""
+    launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    return spec.device == "cpu" or launched
 
 
 def _strategy(spec: JobSpec) -> tuple[str, str]:

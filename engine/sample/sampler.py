@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from accelerate import cpu_offload_with_hook
 
+from engine.data.encode.tensor_cache import nonfinite
 from engine.data.index.captions import prompt_text
 from engine.families.shared.collate import collate
 from engine.model.precision import autocast, compute_dtype
@@ -23,6 +24,7 @@ from engine.parallel.sharding import reshard
 from engine.sample.lockstep import Forwards, rounds_of
 from engine.sample.sample_files import sample_name, write_sample
 from engine.sample.second_denoiser import second_denoisers
+from jobs.errors import NotFiniteError
 from jobs.spec.keys.prompts import SampleRequest, requests_of
 from jobs.spec.rules.averages import has_average
 
@@ -68,8 +70,8 @@ class Sampler:
     def sample(self, transformer: Any, target: Path, step: int) -> list[str]:
         """Write an image and a sidecar for each prompt, as soon as it is made; a collective.
 
-        A wish to stop is honoured between images. An image that cannot be written is no reason
-        to end the training: that is warned of.
+        A wish to stop is honoured between images. An image that cannot be written, or is black, is
+        no reason to end the training: that is warned of.
 
         Args:
             transformer: The model being trained, sharded or not.
@@ -78,6 +80,9 @@ class Sampler:
 
         Returns:
             The names of the images, in the order of their prompts.
+
+        Raises:
+            NotFiniteError: A class image is black, since its latents are not finite.
         """
         run, world = self.run, self.run.world
         requests = requests_of(run.spec)
@@ -103,6 +108,7 @@ class Sampler:
                 # The VAE gets the room of whatever weights are still gathered.
                 studio.reshard()
                 if number is not None and world.rank % world.context_size == 0:
+                    self._check(latents, number)
                     frames = studio.develop(requests[number], latents)
                     written[number] = self._write(frames, requests[number], target, number, step)
                     failed = failed or not written[number]
@@ -154,6 +160,26 @@ class Sampler:
             if self.run.world.shards:
                 forwards.fill_up(planned[numbers[0]])
         return latents
+
+    def _check(self, latents: torch.Tensor, number: int) -> None:
+        """Refuse a class image, and warn of a sample, whose latents are not finite.
+
+        Raises:
+            NotFiniteError: A class image: others would train on it as if it were an image.
+        """
+        if not nonfinite({"latents": latents}):
+            return
+        if not self.numbers:
+            self.run.telemetry.warn(
+                f"sample {self._name(number)} is black: its latents are not finite"
+            )
+            return
+        hint = "download the model again, its files may be damaged"
+        if self.run.spec.mixed_precision == "fp16":
+            hint = "set mixed_precision: bf16 (or no), fp16 is too narrow for some models"
+        raise NotFiniteError(
+            f"class image {self._name(number)} is black: its latents are not finite", hint
+        )
 
     def _write(
         self, frames: list[Image], request: SampleRequest, target: Path, number: int, step: int

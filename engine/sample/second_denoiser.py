@@ -55,9 +55,8 @@ def frozen_denoiser(run: RunContext, name: str) -> Iterator[Any]:
 def _load(run: RunContext, name: str) -> torch.nn.Module:
     spec, family, world = run.spec, run.family, run.world
     directory = run.model_root / name
-    frozen = spec
-    if spec.mixed_precision != "no":  # kept in the compute precision, and not in fp32
-        frozen = spec.model_copy(update={"model_type": "lora"})
+    # Kept in the compute precision, as the base of a LoRA is.
+    frozen = spec.model_copy(update={"model_type": "lora"})
     model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
     quantize_layers(model, spec, family, stored)
     set_scaled(model, scaled=may_scale(spec) and spec.base_matmul == "scaled")

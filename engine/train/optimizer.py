@@ -24,6 +24,7 @@ from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
 from jobs.spec.rules.lora_conflicts import ONE_RATE
+from jobs.spec.rules.steps import steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -294,7 +295,7 @@ def _factor(spec: JobSpec, step: int) -> float:
         return (step + 1) / warmup
     if spec.lr_scheduler in ("constant", "constant_with_warmup"):
         return 1.0
-    done = min(1.0, (step - warmup) / max(1, spec.max_train_steps - warmup))
+    done = min(1.0, (step - warmup) / max(1, steps_of(spec) - warmup))
     end = spec.lr_end / spec.learning_rate
     return end + (1 - end) * _curve(spec, done)
 

@@ -22,8 +22,8 @@ from engine.diffusion.random_numbers import keyed_generator
 from engine.families.shared.references import judged
 from engine.model.precision import computing
 from engine.train.gradients import Averager, clip
+from engine.train.nonfinite import Judge
 from engine.train.optimizer import decides_on_device, step_unless
-from jobs.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 # The schedule advances with every step, also when the first ones are skipped.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
-_MOST_SKIPPED: Final = 20  # in a row; an fp16 loss scale starts at 2^16 and halves each time
 _MEASURED_FIRST: Final = 3  # steps; Adam's state is there from the second on
 _MEASURED_EVERY: Final = 100
 
@@ -53,7 +52,8 @@ class StepResult:
         step: Which one, counted from 1.
         loss: Mean over the global batch.
         norm: Global gradient norm before clipping.
-        skipped: Nothing was updated, since loss or gradient were not finite.
+        origin: Of a step that was skipped, since loss or gradient were not finite: which ranks and
+            samples that comes from, "" if it is not known; None of others.
         scale: The loss scale of fp16 after it; may be None where nothing was skipped.
         rate: The learning rate of this step.
         seconds: Wall time; on a GPU, since it was done with the step before.
@@ -63,11 +63,16 @@ class StepResult:
     step: int
     loss: float
     norm: float
-    skipped: bool
+    origin: str | None
     scale: float | None
     rate: float
     seconds: float
     data_seconds: float
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated."""
+        return self.origin is not None
 
 
 class _Moment:
@@ -99,7 +104,8 @@ class _Given(NamedTuple):
 
     Attributes:
         step: Counted from 0.
-        numbers: Loss, norm and, of fp16, loss scale, in host memory once `done` is reached.
+        numbers: As of `Stepper._reduce` and, of fp16, the loss scale, in host memory once `done` is
+            reached.
         begun: When its time starts.
         done: When it has been computed.
         rate: The learning rate.
@@ -151,6 +157,7 @@ class Stepper:
         self._trained = list(training.trained().values())
         self._averager = Averager(self._trained, world)
         self._averager.watch()
+        self._judge = Judge(spec, training, loader, world)
         # Whether training continues after a step that is skipped.
         self._may_skip = spec.on_nonfinite == "skip" or training.scaler is not None
         requested = world.device.type == "cuda" if late is None else late
@@ -158,7 +165,6 @@ class Stepper:
         self._given: _Given | None = None
         self._tell: Callable[[StepResult], None] = lambda result: None
         self._done = 0
-        self._skipped = 0
 
     def run(self, tell: Callable[[StepResult], None]) -> None:
         """Do the next step.
@@ -179,9 +185,10 @@ class Stepper:
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
-        losses, waited = self.accumulate(step)
+        loss, losses, waited = self.accumulate(step)
         with self._measured("step"):
-            numbers = self._reduce(losses)
+            numbers = self._reduce(loss, losses)
+            del losses
             rate = float(self._training.scheduler.get_last_lr()[0])
             if self._late:
                 numbers = self._update_on_device(numbers)
@@ -214,7 +221,7 @@ class Stepper:
         """Whether the memory of the next step is measured; the same on every rank."""
         return self._done < _MEASURED_FIRST or self._done % _MEASURED_EVERY == 0
 
-    def accumulate(self, step: int) -> tuple[torch.Tensor, float]:
+    def accumulate(self, step: int) -> tuple[torch.Tensor, list[torch.Tensor], float]:
         """Forward and backward of each micro-batch; gradients are left on the parameters.
 
         FSDP2 reduces and scatters the gradients of each micro-batch, and sums the shards in fp32:
@@ -223,12 +230,13 @@ class Stepper:
         is whole on a rank anyway is summed up there, and averaged once.
 
         Returns:
-            The mean loss, a scalar on the device, and the seconds of waiting for data.
+            The mean loss and that of each micro-batch, scalars on the device, and the seconds of
+            waiting for data.
         """
         model, scaler = self._training.model, self._training.scaler
-        losses = torch.zeros((), device=self._world.device)
+        mean, losses = torch.zeros((), device=self._world.device), []
         waited = 0.0
-        batches, count = self._loader.step(step), self._spec.gradient_accumulation_steps
+        batches, count = self._loader.step(step), self._loader.forwards
         for number in range(1, count + 1):
             asked = time.perf_counter()
             batch = next(batches)
@@ -249,8 +257,9 @@ class Stepper:
                 # `engine.parallel.context_parallel`.
                 whole = loss * self._world.context_size
                 (whole if scaler is None else scaler.scale(whole)).backward()
-            losses += loss.detach()
-        return losses, waited
+            losses.append(loss.detach())
+            mean += losses[-1]
+        return mean, losses, waited
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
         problem = self._objective.problem(batch.latents, batch.drawn)
@@ -264,31 +273,43 @@ class Stepper:
             )
         return loss_of(*judged(prediction, problem, batch.condition), self._spec, batch.weight)
 
-    def _reduce(self, losses: torch.Tensor) -> torch.Tensor:
-        """Average and clip gradients; loss and norm, `(2,)`, of all ranks, so that all do alike."""
+    def _reduce(self, loss: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Average and clip gradients.
+
+        Args:
+            loss: This rank's mean.
+            losses: Of its micro-batches.
+
+        Returns:
+            Loss and norm of all ranks, so that all do alike, and this rank's `losses`: `(2 + n,)`.
+            Where one of these is not finite, the loss of all ranks is not.
+        """
         training = self._training
         self._averager.finish()
         if training.scaler is not None:
             training.scaler.unscale_(training.optimizer)
         norm = clip(self._trained, self._spec.max_grad_norm, self._world)
-        return torch.stack([self._world.average(losses), norm.to(losses.device)])
+        return torch.stack([self._world.average(loss), norm.to(loss.device), *losses])
 
     # -- the update, judged by the host ------------------------------------------------------
 
-    def _update(self, numbers: torch.Tensor, step: int) -> tuple[float, float, bool, float | None]:
+    def _update(
+        self, numbers: torch.Tensor, step: int
+    ) -> tuple[float, float, str | None, float | None]:
         """Step the optimizer unless loss or norm are not finite.
 
         Returns:
-            Loss, norm, whether the step was skipped, and if so the loss scale.
+            Loss, norm and, of a step that was skipped, its origin and the loss scale.
 
         Raises:
             NotFiniteError: They are not, and must be. Nothing has changed.
         """
-        loss, norm = numbers.tolist()
+        loss, norm, *losses = numbers.tolist()
         training, scaler = self._training, self._training.scaler
         if training.ema is not None:
             training.ema.catch_up()
-        finite = self._judge(loss, norm, step)
+        origin = self._judge.reason_to_skip(step, loss, norm, losses)
+        finite = origin is None
         if scaler is None:
             if finite:
                 training.optimizer.step()
@@ -300,7 +321,7 @@ class Stepper:
         if finite and training.ema is not None:
             training.ema.update(training.step)
         scale = None if finite or scaler is None else scaler.get_scale()
-        return loss, norm, not finite, scale
+        return loss, norm, origin, scale
 
     # -- the update, before it is judged -----------------------------------------------------
 
@@ -319,7 +340,7 @@ class Stepper:
         """Step the optimizer unless loss or norm are not finite, without reading them.
 
         Returns:
-            Loss, norm and, with fp16, the loss scale.
+            The numbers and, with fp16, the loss scale.
         """
         training, scaler = self._training, self._training.scaler
         if training.ema is not None:
@@ -351,15 +372,15 @@ class Stepper:
         if given is None or not (wait or given.done.reached()):
             return
         given.done.wait()
-        loss, norm, *scale = given.numbers.tolist()
+        loss, norm, *losses = given.numbers.tolist()
+        factor = losses.pop() if self._training.scaler is not None else None
         if not (wait or (math.isfinite(loss) and math.isfinite(norm))):
             return
         self._given = None
-        finite = self._judge(loss, norm, given.step)
+        origin = self._judge.reason_to_skip(given.step, loss, norm, losses)
         seconds = given.done.seconds_since(given.begun)
-        factor = scale[0] if scale else None
         result = StepResult(
-            given.step + 1, loss, norm, not finite, factor, given.rate, seconds, given.data_seconds
+            given.step + 1, loss, norm, origin, factor, given.rate, seconds, given.data_seconds
         )
         self._tell(result)
 
@@ -371,30 +392,6 @@ class Stepper:
         training.optimizer.zero_grad(set_to_none=True)
         training.scheduler.step()
         training.step += 1
-
-    def _judge(self, loss: float, norm: float, step: int) -> bool:
-        """Whether a step is finite; one that is not is skipped.
-
-        Raises:
-            NotFiniteError: It may not be skipped.
-        """
-        if math.isfinite(loss) and math.isfinite(norm):
-            self._skipped = 0
-            return True
-        self._skipped += 1
-        what = (
-            f"the loss or gradient is not finite at step {step + 1} "
-            f"(loss {loss}, gradient norm {norm})"
-        )
-        # An fp16 gradient that overflows is the loss scale's doing, not the model's.
-        overflow = self._training.scaler is not None and math.isfinite(loss)
-        if self._spec.on_nonfinite == "fail" and not overflow:
-            raise NotFiniteError(what, "lower learning_rate, or resume from an earlier checkpoint")
-        if self._skipped >= _MOST_SKIPPED:
-            raise NotFiniteError(
-                f"{what}, for {self._skipped} steps in a row", "lower learning_rate, or use bf16"
-            )
-        return False
 
     def _measured(self, name: str) -> AbstractContextManager[None]:
         return self._peaks.phase(name, measured=self.measures())

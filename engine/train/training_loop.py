@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Final
 from engine.model.adapters.training_adapter import without_training_adapter
 from engine.parallel.replica_check import check_replicas
 from engine.sample.sampler import Sampler
+from engine.train.nonfinite import listed
 from engine.train.validation_loss import ValidationLoss
 from jobs.run.events import Memory, Sample, Step, Validation
+from jobs.spec.rules.steps import steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +60,7 @@ class Trainer:
             self.sample()
         while True:
             self.saver.tell()
-            ending = self.training.step >= self.run.spec.max_train_steps
+            ending = self.training.step >= steps_of(self.run.spec)
             wishes = self.control.agree(save_failed=self.saver.failed(), now=ending)
             if any(astuple(wishes)):
                 self.settle()
@@ -112,16 +114,17 @@ class Trainer:
                 peak_bytes=self.peaks.memory().get("peak"),
             )
         )
-        self.run.telemetry.say(step_line(result, self.run.spec.max_train_steps))
+        self.run.telemetry.say(step_line(result, steps_of(self.run.spec)))
         if result.skipped:
             scale = f"; loss scale now {result.scale:g}" if result.scale is not None else ""
             self.run.telemetry.warn(
-                f"step {step} was skipped: loss {result.loss}, gradient norm {result.norm}{scale}"
+                f"step {step} was skipped: loss {result.loss}, gradient norm {result.norm}"
+                f"{result.origin}{scale}"
             )
 
     def _after_step(self) -> None:
         spec, step = self.run.spec, self.training.step
-        if step >= spec.max_train_steps:
+        if step >= steps_of(spec):
             return  # the end saves and samples by itself
         if step % _COLLECT_EVERY == 0:
             gc.collect(1)
@@ -172,6 +175,10 @@ class Trainer:
             measured = loss.measure(self.training.model)
         if measured is None:
             return
+        if measured.nonfinite:
+            self.run.telemetry.warn(
+                f"the validation loss is not finite: that of {listed(measured.nonfinite)}"
+            )
         self.run.telemetry.emit(
             Validation(
                 step=self.training.step,

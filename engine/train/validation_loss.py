@@ -1,25 +1,24 @@
 """The loss on samples that are held out: always the same noise at the same levels.
 
-Unlike the training loss, two values of it differ only in the model. It is the plain squared error
-whatever the job trains with, so that jobs can be compared. Ranks share the work; each error is
-computed by one of them, in a batch that does not depend on their number, so that any number of
-ranks finds the same.
+Unlike the training loss, two values of it differ only in the model. The levels are quantiles of
+those that training draws, so that each stands for an equal share of it. It is the plain squared
+error whatever loss the job trains with, so that jobs that draw alike can be compared. Ranks share
+the work; each error is computed by one of them, in a batch that does not depend on their number, so
+that any number of ranks finds the same.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from engine.diffusion.denoising import Denoising
-from engine.diffusion.objective import Objective, Problem
+from engine.diffusion.objective import Drawn, Objective, Problem
 from engine.diffusion.random_numbers import keyed_generator
-from engine.diffusion.rectified_flow import Flow
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of, judged
 from engine.model.precision import computing
@@ -44,14 +43,16 @@ class Measured:
     Attributes:
         loss: Mean over samples and levels.
         levels: Level and mean over samples, from little noise to much. A level is a quantile in
-            (0, 1) of noise; its sigma or timestep depends on the size of an image.
+            (0, 1) of what training draws; its sigma may depend on the size of an image.
         samples: How many are held out.
+        nonfinite: The names of those whose error is not finite.
         seconds: Wall time.
     """
 
     loss: float
     levels: list[tuple[float, float]]
     samples: int
+    nonfinite: list[str]
     seconds: float
 
 
@@ -115,7 +116,9 @@ class ValidationLoss:
                 return None
             if self.run.world.size > 1:
                 dist.all_reduce(errors)
-        return _summary(errors, time.perf_counter() - begun)
+        finite = errors.isfinite().all(dim=1).tolist()
+        bad = [sample.name for sample, good in zip(self.data.held, finite, strict=True) if not good]
+        return _summary(errors, bad, time.perf_counter() - begun)
 
     def _read(self, samples: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Latents `(B, C, h, w)` and encoded captions `(B, …)`, on the device."""
@@ -185,34 +188,24 @@ def quantile_of(level: int, spec: JobSpec) -> float:
 def problem_at(
     objective: Objective, latents: torch.Tensor, noise: torch.Tensor, quantile: float
 ) -> Problem:
-    """The training problem with this noise at a fixed level.
+    """Return the training problem with this noise at a fixed level, without weights.
 
     Args:
         objective: Of the job.
         latents: Clean latents `(B, C, h, w)`, or `(B, C, frames, h, w)`.
         noise: Of the same shape.
-        quantile: In (0, 1). Flow matching shifts it to sigma as training does; others take the
-            timestep there.
+        quantile: In (0, 1), of the levels that the job's training draws for such latents.
     """
-    count = len(latents)
-    if isinstance(objective, Flow):
-        sigma = objective.sigma_at(quantile, objective.shift_for(latents))
-        level = torch.full((count,), sigma, device=latents.device)
-        return Problem((1 - sigma) * latents + sigma * noise, level, noise - latents)
-    assert isinstance(objective, Denoising)
-    scheduler = objective.scheduler
-    step = int(quantile * scheduler.config.num_train_timesteps)
-    timesteps = torch.full((count,), step, device=latents.device)
-    target = noise
-    if objective.prediction == "v_prediction":
-        target = scheduler.get_velocity(latents, noise, timesteps)
-    return Problem(scheduler.add_noise(latents, noise, timesteps), timesteps, target)
+    level = torch.full(
+        (len(latents),), objective.level_at(quantile, latents), device=latents.device
+    )
+    return replace(objective.problem(latents, Drawn(level, noise)), weight=None)
 
 
-def _summary(errors: torch.Tensor, seconds: float) -> Measured:
+def _summary(errors: torch.Tensor, nonfinite: list[str], seconds: float) -> Measured:
     """Of the errors `(samples, levels)`. Sums are exact, so that their order does not matter."""
     samples, count = errors.shape
     means = [math.fsum(errors[:, level].tolist()) / samples for level in range(count)]
     loss = math.fsum(errors.flatten().tolist()) / errors.numel()
     levels = [((level + 0.5) / count, mean) for level, mean in enumerate(means)]
-    return Measured(loss, levels, samples, seconds)
+    return Measured(loss, levels, samples, nonfinite, seconds)

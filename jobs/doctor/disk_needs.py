@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
@@ -11,6 +10,7 @@ from jobs.models.adapter_size import count_adapter
 from jobs.models.find_model import count_parameters, find_model, read_shapes
 from jobs.spec.families import component_of
 from jobs.spec.rules.averages import has_average
+from jobs.spec.rules.steps import periodic_saves
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
@@ -36,8 +36,6 @@ def checkpoint_bytes(spec: JobSpec) -> int | None:
 
 def checkpoints_kept(spec: JobSpec) -> int:
     """Count the checkpoints there will be at once: one more than the limit while one is written."""
-    count = 1
-    if spec.checkpointing_steps:
-        count = math.ceil(spec.max_train_steps / spec.checkpointing_steps)
     limit = spec.checkpoints_total_limit
+    count = periodic_saves(spec) or (1 if limit is None else limit + 1)
     return count if limit is None else min(count, limit + 1)

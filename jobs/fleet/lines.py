@@ -144,6 +144,7 @@ class Teller:
 def _briefly(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a fleet shows of a job, rounded to the digits shown: more would be sent at each look."""
     shown = {key: row[key] for key in BoxJob.model_fields if key in row}
+    shown["total_steps"] = shown.get("total_steps") or 0  # not counted yet
     for key in ("loss", "seconds_per_step"):
         if shown.get(key) is not None:
             shown[key] = float(f"{shown[key]:.4g}")

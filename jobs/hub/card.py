@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from jobs.spec.families import component_of, get_family
+from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.values.datasets import TRIGGER
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def _data(spec: JobSpec, facts: CardFacts) -> str:
 def _settings(spec: JobSpec, facts: CardFacts) -> dict[str, Any]:
     """What differs from the defaults, and what everyone asks about."""
     changed, values = spec.to_dict(only_set=True), spec.to_dict()
+    values["gradient_accumulation_steps"] = accumulation_steps(spec, facts.ranks)
     shown = {"steps": facts.step, "ranks": facts.ranks} | ({"ema": True} if facts.ema else {})
     for key in (*_ALWAYS, *changed):
         value = values.get(key)

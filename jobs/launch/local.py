@@ -20,6 +20,7 @@ from jobs.models.find_model import count_parameters, find_model
 from jobs.run.diagnosis import flight_records
 from jobs.spec.families import component_of
 from jobs.spec.rules.extra_args import words_of
+from jobs.spec.rules.no_effect import counts
 from jobs.spec.rules.strategy import (
     REASON_VARIABLE,
     SHARDING,
@@ -39,6 +40,14 @@ _LOOPBACK: Final = "127.0.0.1"
 _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "fsdp-tui")
 # Its options, by their present name and the former one; torch takes both until 3.0.
 ALLOCATOR_VARIABLES: Final = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+# Of glibc, for ranks that keep weights in host memory. Blocks of 1 MiB and more are mapped one by
+# one, so they go back to the system when they are freed. By default glibc soon keeps those up to
+# 32 MiB in a heap with holes, which takes a third more on a real model. In huge pages (glibc 2.35,
+# where the kernel has them) mapping takes less time than the heap (`tests/bench/memory.py --real`).
+HOST_ALLOCATOR: Final = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     command += [*more, "-m", "engine", str(run_dir.root)]
 
     environment = {
-        **rank_variables(run_dir, run_id, strategy, reason, on_gpus=bool(gpus)),
+        **rank_variables(spec, run_dir, run_id, strategy, reason, on_gpus=bool(gpus)),
         # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
         **loopback_variables(os.environ),
@@ -106,11 +115,12 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
 
 
 def rank_variables(
-    run_dir: RunDir, run_id: str, strategy: str, reason: str, *, on_gpus: bool
+    spec: JobSpec, run_dir: RunDir, run_id: str, strategy: str, reason: str, *, on_gpus: bool
 ) -> dict[str, str]:
     """What every rank finds in its environment, whoever launches it.
 
     Args:
+        spec: The job.
         run_dir: Where the ranks write.
         run_id: Marks every process of the run.
         strategy: What runs.
@@ -139,6 +149,10 @@ def rank_variables(
             environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    offloads = spec.fsdp_cpu_offload and strategy in SHARDING
+    swaps = spec.swap_blocks > 0 and counts("swap_blocks", spec)
+    if not on_gpus or offloads or swaps:
+        environment |= {k: v for k, v in HOST_ALLOCATOR.items() if k not in os.environ}
     return environment
 
 

@@ -7,7 +7,8 @@ The engine predicts (`python -m engine.memory`), since that needs torch; nothing
     cache.py            predictions kept on disk
     question.py         `predict`: from the cache, else from the server; `recall`: from the cache
     fit.py              a prediction against a GPU: fits, tight, does not fit
-    ladder.py           what can be changed when it does not fit, the cheapest first
+    rungs.py            what can be changed when it does not fit, and what that costs
+    ladder.py           which changes a job needs, the cheapest first
     candidates.py       the fastest strategy that fits, and the smallest number of GPUs
     cards.py            GPUs that people have, by their memory
     host_memory.py      whether host memory can hold what a job keeps there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -60,27 +61,33 @@ def fastest(options: Sequence[Candidate]) -> Candidate | None:
     return None
 
 
-def fewest(fits: Callable[[int], bool], most: int = MOST_RANKS) -> int | None:
+def group_of(spec: JobSpec) -> int:
+    """The number of which a job's ranks are a multiple: machines, and those that share a sample."""
+    return math.lcm(spec.context_parallel_size, spec.num_machines)
+
+
+def fewest(fits: Callable[[int], bool], group: int = 1, most: int = MOST_RANKS) -> int | None:
     """The smallest number of ranks that fits, since more ranks never need more each.
 
     Powers of two first, then between the last two: some dozen questions for any answer.
 
     Args:
         fits: Whether a job fits on this number.
-        most: Beyond this nobody looks.
+        group: Only multiples of this are asked about.
+        most: No larger number is asked about.
 
     Returns:
         The number, or None.
     """
-    too_few, enough = 0, 1
-    while not fits(enough):
+    too_few, enough = 0, 1  # in groups
+    while enough * group <= most and not fits(enough * group):
         too_few, enough = enough, enough * 2
-        if enough > most:
-            return None
+    if enough * group > most:
+        return None
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if fits(middle):
+        if fits(middle * group):
             enough = middle
         else:
             too_few = middle
-    return enough
+    return enough * group

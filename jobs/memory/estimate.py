@@ -13,7 +13,7 @@ import psutil
 from jobs.machine import devices
 from jobs.machine.gpu import find
 from jobs.memory.calibration import Calibration, read_calibration
-from jobs.memory.candidates import Candidate, candidates, fastest, fewest
+from jobs.memory.candidates import Candidate, candidates, fastest, fewest, group_of
 from jobs.memory.cards import CARDS, USUAL, room_of_type
 from jobs.memory.fit import Fit, Room, Verdict, fit_of, room_of, worst
 from jobs.memory.host_memory import host_bytes
@@ -235,7 +235,7 @@ class Estimate:
                 return False
             return self.fit(result, Room(room.name, room.total)).verdict is Verdict.FITS
 
-        return fewest(fits)
+        return fewest(fits, group_of(spec or self.spec))
 
 
 def _fits(fit: Fit) -> bool:

@@ -12,12 +12,15 @@ from jobs.machine.engine_tools import ToolError
 from jobs.memory import cache
 from jobs.memory.predicted import Predicted
 from jobs.models.blocks.model_config import find_target
+from jobs.preflight.model_files import check_config
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.steps import accumulation_steps, is_whole_batch
 from jobs.spec.rules.strategy import SHARDING, replicas_of, world_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from jobs.memory.client import Server
     from jobs.spec.job_spec import JobSpec
@@ -40,20 +43,27 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
         SpecError: A job cannot be so.
     """
     sharding = strategy in SHARDING
+    replicas = max(2, replicas_of(spec, strategy)) if strategy == "hsdp" else 1
     changes: dict[str, Any] = {
         "strategy": strategy,
         "num_processes": ranks,
         "gpus": None,
         "fsdp_enable": None,
         "device": "cuda" if on_gpus else "cpu",
-        "dp_replicate_size": max(2, replicas_of(spec, strategy)) if strategy == "hsdp" else None,
+        "dp_replicate_size": replicas if strategy == "hsdp" else None,
     }
     if not sharding:
         changes |= {"lora_placement": "replicated", "context_parallel_size": 1}
+        if spec.fsdp_activation_checkpointing:  # the same without FSDP
+            changes |= {"fsdp_activation_checkpointing": False, "gradient_checkpointing": True}
     if not (sharding and on_gpus):
         changes["fsdp_cpu_offload"] = spec.fsdp_cpu_offload and sharding
-    number = spec.fsdp_reshard_after_forward
-    if type(number) is int and number != 1 and ranks % number:
+    there = spec.model_copy(update=changes)
+    if not is_whole_batch(there):  # memory asks only whether a rank accumulates
+        forwards = accumulation_steps(there)
+        changes |= {"global_batch_size": None, "gradient_accumulation_steps": forwards}
+    number, shards = spec.fsdp_reshard_after_forward, ranks // replicas
+    if type(number) is int and number != 1 and not (number < shards and shards % number == 0):
         changes["fsdp_reshard_after_forward"] = True
     try:
         # As it is queued, so that what the form asks for is found again when the job starts.
@@ -68,11 +78,19 @@ def key_of(spec: JobSpec) -> str:
     Raises:
         UserError: Its model is unknown, or not there.
     """
+    return cache.key_of(spec.to_dict(), _config_of(spec))
+
+
+def _config_of(spec: JobSpec) -> dict[str, Any]:
+    """Return the config of a job's denoiser.
+
+    Raises:
+        UserError: The model is unknown, or not there.
+    """
     # A snapshot of the cache and the hub id have the same config, and the same prediction.
-    target = find_target(
+    return find_target(
         spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path or None
-    )
-    return cache.key_of(spec.to_dict(), target.config)
+    ).config
 
 
 def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predicted | None:
@@ -114,10 +132,13 @@ def predict(
         job = arranged(spec, strategy, ranks, on_gpus=on_gpus)
     except SpecError as error:
         return Refused(strategy, ranks, error.message, error.hint)
-    key = key_of(job)
+    complete, config = _complete(job), _config_of(job)
+    if (refused := _why_refused(complete, config)) is not None:
+        return Refused(strategy, ranks, *refused)
+    key = cache.key_of(job.to_dict(), config)
     if not refresh and (cached := cache.recall(key)) is not None:
         return cached
-    request = {"job": _complete(job), "ranks": [ranks], "strategies": [strategy]}
+    request = {"job": complete.to_dict(), "ranks": [ranks], "strategies": [strategy]}
     answer = server.ask(request, cancelled)
     try:
         for values in answer["predictions"]:
@@ -130,13 +151,24 @@ def predict(
         raise ToolError(f"unexpected answer from python -m engine.memory: {error!r}") from None
 
 
-def _complete(spec: JobSpec) -> dict[str, Any]:
-    """The values of a job, with something where a file could be that no prediction reads."""
-    values = spec.to_dict()
-    if not (values["dataset"] or values["datasets"]):
+def _complete(spec: JobSpec) -> JobSpec:
+    """A job with something where a file could be that no prediction reads."""
+    values: dict[str, Any] = {}
+    if not (spec.dataset or spec.datasets):
         values["dataset"] = "."
-    if not values["pretrained_model_name_or_path"]:
+    if not spec.pretrained_model_name_or_path:
         family = FAMILIES[spec.model_family]
         flavour = spec.model_flavour or next(iter(family.flavours))
         values["pretrained_model_name_or_path"] = family.flavours[flavour].hub_id
-    return values
+    return spec.model_copy(update=values)
+
+
+def _why_refused(spec: JobSpec, config: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """Say why `submit` refuses a complete job, and what to do; None if it does not."""
+    if conflicts := find_conflicts(spec):
+        return "; ".join(conflict.message for conflict in conflicts), None
+    try:
+        check_config(spec, config)
+    except SpecError as error:
+        return error.message, error.hint
+    return None

@@ -13,7 +13,7 @@ from jobs.models.weight_variants import variant_of
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.rules.buckets import widest_bucket
+from jobs.spec.rules.buckets import bucket_step, widest_bucket
 from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
     if settings:
         _check_flavour(spec, family, root, index)
         _check_first_frame(spec, family, root, config)
-    _check_heads(spec, config)
-    if settings:
-        _check_sizes(spec, family, config)
+        check_config(spec, config)
     return root
 
 
@@ -249,6 +247,16 @@ def _shrinks_by(vae: Mapping[str, Any]) -> int | None:
     return None
 
 
+def check_config(spec: JobSpec, config: Mapping[str, Any]) -> None:
+    """Check what a denoiser's config alone says about a job.
+
+    Raises:
+        SpecError: Its heads cannot be shared out, or it has no positions for a side so long.
+    """
+    _check_heads(spec, config)
+    _check_sizes(spec, get_family(spec.model_family, spec.model_flavour), config)
+
+
 def _check_heads(spec: JobSpec, config: Mapping[str, Any]) -> None:
     """Ulysses gives each rank some of the attention heads."""
     if spec.context_parallel_size == 1 or spec.context_parallel_comm_strategy != "alltoall":
@@ -269,11 +277,11 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
         return
     ends = f"which has positions up to {limit} pixels a side"
     step = family.latent_step_of(spec.model_flavour)
-    resolution, widest = all_resolutions(spec)[-1], widest_bucket(spec)
-    longest = longest_bucket_side(resolution, step, widest)
+    resolution = all_resolutions(spec)[-1]
+    longest = longest_bucket_side(resolution, spec)
     if longest > limit:
         sides = range(resolution // step * step, 0, -step)
-        able = next((s for s in sides if longest_bucket_side(s, step, widest) <= limit), None)
+        able = next((s for s in sides if longest_bucket_side(s, spec) <= limit), None)
         raise SpecError(
             f"resolution: {resolution} has buckets of {longest} pixels a side, too large for "
             f"this {family.title}, {ends}",
@@ -288,8 +296,9 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
             )
 
 
-def longest_bucket_side(resolution: int, step: int, widest: float = 2.0) -> int:
+def longest_bucket_side(resolution: int, spec: JobSpec) -> int:
     """The longest side of a resolution's buckets, as `jobs.spec.rules.buckets` makes them."""
+    step, widest = bucket_step(resolution, spec), widest_bucket(spec)
     area = max(resolution, step) ** 2
     long = int(math.sqrt(area * widest)) // step * step
     while long > widest * max(step, int(area / long) // step * step):

@@ -12,6 +12,7 @@ from jobs.errors import StateError
 from jobs.machine.processes import ProcessId
 from jobs.queue.states import State
 from jobs.run.rundir import RunDir
+from jobs.spec.rules.steps import total_steps
 from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ _APART: Final = 1e-3  # seconds between two jobs that were queued at the same ti
 class Job:
     """A row of the database. Times in Unix seconds; `gpus` are UUIDs, empty on CPU ranks.
 
-    `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. The queue is ordered
+    `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. `total_steps` is 0 for
+    a length in epochs: its ranks say how many steps that are (`Progress`). The queue is ordered
     by descending `priority`, then by `queued`; `held` jobs are skipped. A job for
     Slurm wants `SLURM`.
     """
@@ -86,7 +88,7 @@ class Terms:
         return cls(
             world_size(spec),
             wanted,
-            spec.max_train_steps,
+            total_steps(spec) or 0,
             spec.priority,
             spec.share_gpus,
             spec.auto_resume,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog, read_end
 from jobs.run.run_report import ReportLog, RunReport
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,12 +30,16 @@ _WORTH_KEEPING: Final = 1 << 20  # bytes of events that nobody needs to read aga
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is, from its run directory. `eta` in seconds."""
+    """How far a job is, from its run directory. `eta` in seconds.
+
+    `total_steps` is what its ranks say, where the database does not know; None if they have not.
+    """
 
     step: int = 0
     loss: float | None = None
     seconds_per_step: float | None = None
     eta: float | None = None
+    total_steps: int | None = None
 
 
 def progress(job: Job, log: EventLog | None = None) -> Progress:
@@ -45,13 +50,20 @@ def progress(job: Job, log: EventLog | None = None) -> Progress:
         log: Its event log, if the caller follows it anyway; it is not polled here.
     """
     log = log if log is not None else read_end(job.run_dir.events)
-    last = log.last
+    last, counted = log.last, None if job.total_steps else _counted_steps(job)
     if last is None:
-        return Progress()
-    pace = log.seconds_per_step()
-    left = max(0, job.total_steps - last.step)
-    eta = pace * left if pace is not None and job.state.active else None
-    return Progress(last.step, last.loss, pace, eta)
+        return Progress(total_steps=counted)
+    pace, total = log.seconds_per_step(), job.total_steps or counted
+    eta = None
+    if pace is not None and total is not None and job.state.active:
+        eta = pace * max(0, total - last.step)
+    return Progress(last.step, last.loss, pace, eta, counted)
+
+
+def _counted_steps(job: Job) -> int | None:
+    """Read from rank 0 how many steps the epochs of a job are."""
+    total = (read_json(job.run_dir.rank_file(0)) or {}).get("total_steps")
+    return total if isinstance(total, int) and total > 0 else None
 
 
 def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> dict[int, Progress]:
@@ -85,8 +97,8 @@ def kept_progress(store: Store) -> dict[int, tuple[float | None, Progress]]:
     with store.connect() as db:
         for job, ended, text in db.execute("SELECT job, ended, progress FROM summaries"):
             with suppress(ValueError, TypeError):
-                step, loss, pace, eta = json.loads(text)
-                by_job[job] = ended, Progress(step, loss, pace, eta)
+                step, loss, pace, eta, *counted = json.loads(text)
+                by_job[job] = ended, Progress(step, loss, pace, eta, *counted[:1])
     return by_job
 
 

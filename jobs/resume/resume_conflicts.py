@@ -12,16 +12,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from jobs.errors import UserError
 from jobs.models.same_model import looks_same, place_of
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, key_facts
-from jobs.spec.rules.lora_conflicts import may_scale
+from jobs.spec.keys.groups import DATA
+from jobs.spec.rules.buckets import bucket_step
+from jobs.spec.rules.lora_conflicts import may_scale, modulation_of
 from jobs.spec.rules.no_effect import counts
-from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.rules.steps import global_batch_size, length_in_words, total_steps
 from jobs.spec.values.datasets import datasets_of
+from jobs.spec.values.field import facts_of
+from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+# Which samples a step trains on (`engine.data.index.batch_plan`). Checkpoints without a number are
+# of version 1, which padded every bucket to a global batch.
+PLAN_VERSION: Final = 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,31 @@ def find_resume_conflicts(
     for rule in _RULES:
         rule(old, spec, done, conflicts)
     return conflicts
+
+
+def compare_plans(state: Mapping[str, Any], name: str, *, own: bool) -> list[str]:
+    """Say whether the checkpoint's run drew its samples by another plan than this version does.
+
+    Args:
+        state: What the checkpoint says of its training.
+        name: The checkpoint's.
+        own: Whether the same run continues, which it only does exactly.
+
+    Raises:
+        UserError: It cannot continue.
+    """
+    facts = state.get("data")
+    if not isinstance(facts, dict) or not facts or facts.get("plan", 1) == PLAN_VERSION:
+        return []
+    if own:
+        raise UserError(
+            f"cannot resume from {name}: it was saved by a version of fsdp-tui that gave steps "
+            "other samples, so the run would not continue as it began",
+            f"start a new job from it: --resume_from_checkpoint with the path of {name}",
+        )
+    return [
+        "the data plan: another version of fsdp-tui saved it, so steps train on different samples"
+    ]
 
 
 def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
@@ -172,12 +206,15 @@ def _alpha(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -
 
 
 def _batch(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """Which samples a step trains on depends on their number alone, not on who takes them."""
+    """Which samples a step trains on depends on batch sizes, not on the ranks that take them."""
     was, now = global_batch_size(old), global_batch_size(spec)
     if was != now:
         conflicts.changes.append(
             f"the global batch: {was} → {now}, so steps train on different samples"
         )
+    elif old.train_batch_size != spec.train_batch_size:
+        line = _line("train_batch_size", old.train_batch_size, spec.train_batch_size)
+        conflicts.changes.append(f"{line}, so steps train on different samples")
 
 
 def _schedule(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
@@ -189,10 +226,8 @@ def _schedule(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts
         for key in _OF_SCHEDULES
         if getattr(old, key) != getattr(spec, key) and (counts(key, old) or counts(key, spec))
     ]
-    if old.max_train_steps != spec.max_train_steps and _decays(spec) and _decays(old):
-        bent = "stretches" if spec.max_train_steps > old.max_train_steps else "shortens"
-        line = _line("max_train_steps", old.max_train_steps, spec.max_train_steps)
-        named.append(f"{line}, which {bent} the {spec.lr_scheduler} schedule")
+    if _decays(spec) and _decays(old) and (bent := _stretched(old, spec)):
+        named.append(f"{bent} the {spec.lr_scheduler} schedule")
     conflicts.changes.extend(named)
 
 
@@ -203,8 +238,45 @@ def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
     """What decides the schedule from a step on."""
     if _decays(spec):
         bends = [getattr(spec, key) for key in _OF_SCHEDULES if counts(key, spec)]
-        return (*bends, spec.max_train_steps)
+        return (*bends, total_steps(spec) or length_in_words(spec))
     return ("constant", spec.lr_warmup_steps if done < spec.lr_warmup_steps else 0)
+
+
+def _stretched(old: JobSpec, spec: JobSpec) -> str:
+    """What another length does to a schedule, in steps or as the jobs say it; "" for the same."""
+    was, now = total_steps(old), total_steps(spec)
+    if was is None or now is None:
+        before, after = length_in_words(old), length_in_words(spec)
+        return f"{before} → {after}, which changes" if before != after else ""
+    line = f"{_line('max_train_steps', was, now)}, which"
+    return "" if was == now else f"{line} {'stretches' if now > was else 'shortens'}"
+
+
+def with_known_length(spec: JobSpec, state: Mapping[str, Any]) -> JobSpec:
+    """The job with its length in steps, as far as a checkpoint's state tells what an epoch draws.
+
+    Args:
+        spec: The job as it will run.
+        state: Of the checkpoint, with its job and facts of its data.
+    """
+    draws = (state.get("data") or {}).get("draws_per_epoch")
+    if spec.max_train_steps is not None or not isinstance(draws, int):
+        return spec
+    old, _ = _read(state.get("spec") or {})
+    if any(getattr(old, key) != getattr(spec, key) for key in _OF_EPOCHS):
+        return spec
+    return spec.model_copy(update={"max_train_steps": total_steps(spec, draws)})
+
+
+_OF_EPOCHS: Final = (
+    *(
+        key
+        for key, facts in facts_of(JobSpec).items()
+        if facts.group.name == DATA.name and facts.resume != "same"
+    ),
+    *("model_family", "model_flavour", "dataset", "resolution", "validation_fraction"),
+)
+"""Keys that may change how many samples an epoch draws."""
 
 
 def _decays(spec: JobSpec) -> bool:
@@ -238,11 +310,24 @@ def _data(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) ->
         )
 
 
+def _buckets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+    """Told only where sizes lie another number of pixels apart; one may be written in two ways."""
+    if any(bucket_step(side, old) != bucket_step(side, spec) for side in all_resolutions(spec)):
+        conflicts.changes.append(_line("bucket_step", old.bucket_step, spec.bucket_step))
+
+
 def _matmul(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """A checkpoint says what was chosen; `auto` is of older versions, and keeps that."""
     was = "dequantize" if old.base_matmul == "auto" else old.base_matmul
     if may_scale(old) and may_scale(spec) and spec.base_matmul not in ("auto", was):
         conflicts.changes.append(_line("base_matmul", was, spec.base_matmul))
+
+
+def _modulation(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+    key = "modulation_precision"
+    was, now = modulation_of(old), modulation_of(spec)
+    if was != now and counts(key, old) and counts(key, spec):
+        conflicts.changes.append(_line(key, was, now))
 
 
 _RULES: Final = (
@@ -251,18 +336,15 @@ _RULES: Final = (
     _held_out,
     _class_images,
     _matmul,
+    _modulation,
     _targets,
     _batch,
     _schedule,
     _average,
     _alpha,
     _data,
+    _buckets,
 )
-
-
-def global_batch_size(spec: JobSpec) -> int:
-    """Samples of one optimizer step, over all ranks."""
-    return data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
 
 
 # -- words ----------------------------------------------------------------------------------

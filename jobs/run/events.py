@@ -73,7 +73,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Start(Event):
-    """Training begins, after step `step`. `base_matmul` is that of a base in fp8."""
+    """Training begins, after step `step`.
+
+    `accumulation` counts the forwards of a rank that make `global_batch` samples. `base_matmul` is
+    that of a base in fp8.
+    """
 
     kind = "start"
     strict = frozenset({"step"})  # what was trained after it is trained again
@@ -84,7 +88,9 @@ class Start(Event):
     strategy: str = ""
     strategy_reason: str = ""
     samples: int | None = None
-    steps_per_epoch: int | None = None
+    global_batch: int | None = None
+    accumulation: int | None = None
+    steps_per_epoch: float | None = None
     trained_parameters: int | None = None
     base_matmul: str | None = None
 
@@ -139,8 +145,9 @@ class Data(Event):
     skipped: int
     texts: int
     buckets: list[Any]
-    steps_per_epoch: int
+    steps_per_epoch: float
     epochs: float
+    total_steps: int | None = None
 
 
 @dataclass(frozen=True)

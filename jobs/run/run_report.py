@@ -22,6 +22,8 @@ class RunReport:
     Attributes:
         strategy: What ran, such as fsdp2.
         reason: Why.
+        global_batch: Samples per optimizer step.
+        accumulation: Forwards of a rank in one.
         sharding: The engine's sharding summary: numbers of parameters and bytes.
         measure: What `peaks` counts: `allocated` on GPUs, `rss` on CPU ranks.
         peaks: Phase → the most bytes each rank has taken in it.
@@ -31,6 +33,8 @@ class RunReport:
 
     strategy: str = ""
     reason: str = ""
+    global_batch: int | None = None
+    accumulation: int | None = None
     sharding: dict[str, Any] = field(default_factory=dict)
     measure: str = ""
     peaks: dict[str, list[int]] = field(default_factory=dict)
@@ -44,6 +48,8 @@ class RunReport:
         return cls(
             strategy=start.strategy,
             reason=start.strategy_reason,
+            global_batch=start.global_batch,
+            accumulation=start.accumulation,
             sharding={k: v for k, v in log.notes.get(Sharding.kind, {}).items() if k not in _FRAME},
             measure=memory.measure,
             peaks=_whole(memory.peaks),

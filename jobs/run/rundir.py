@@ -110,7 +110,7 @@ class RankStatus:
     The torch sizes are None on CPU ranks, where `rss` is what there is. `done` counts what this
     rank itself has done of a phase whose work ranks share. `peaks` has the most
     memory of each phase so far, allocated on a GPU, resident on CPU ranks. `gpu` is the GPU's name,
-    `gpu_memory` all that it has.
+    `gpu_memory` all that it has. `total_steps` is known once the data is.
     """
 
     rank: int
@@ -131,6 +131,7 @@ class RankStatus:
     peaks: dict[str, int] | None = None
     gpu: str | None = None
     gpu_memory: int | None = None
+    total_steps: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -129,7 +129,7 @@ class _First:
     def _values(self, name: str, **changes: Any) -> dict[str, Any]:
         """One rank, with the global batch of all ranks."""
         stage = self._stage
-        accumulated = {"train_batch_size": 1, "gradient_accumulation_steps": stage.ranks}
+        accumulated = {"train_batch_size": 1, "global_batch_size": stage.ranks}
         return stage.values(name, 1, **accumulated, **changes)
 
     def train(self) -> Iterator[Finding]:

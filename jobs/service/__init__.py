@@ -345,7 +345,7 @@ def _as_dict(job: Job, now: Progress, present: list[Gpu]) -> dict[str, Any]:
         "state": str(job.state),
         "reason": job.reason,
         "step": now.step,
-        "total_steps": job.total_steps,
+        "total_steps": job.total_steps or now.total_steps,
         # JSON has no infinity, and scripts choke on one
         "loss": now.loss if now.loss is not None and math.isfinite(now.loss) else None,
         "seconds_per_step": now.seconds_per_step,

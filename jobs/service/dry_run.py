@@ -33,6 +33,7 @@ _LONGEST_NAME: Final = 64  # characters
 _ENDLESS: Final = 1_000_000  # steps: it must not end by itself, which would save
 _WITHOUT: Final[Mapping[str, Any]] = {
     "max_train_steps": _ENDLESS,
+    "num_train_epochs": None,
     "checkpointing_steps": 0,
     "validation_prompts": [],
     "validation_fraction": 0.0,

@@ -9,14 +9,16 @@ from jobs.errors import StateError, UserError
 from jobs.hub.wanted import find_missing, noted
 from jobs.preflight import check_job
 from jobs.preflight.conditioning import missing_partners
+from jobs.preflight.versions import check_versions
 from jobs.queue.states import ACTIVE, State
-from jobs.resume.resume_conflicts import find_resume_conflicts
+from jobs.resume.resume_conflicts import compare_plans, find_resume_conflicts, with_known_length
 from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
 from jobs.slurm.partitions import ask_partitions, unknown_partition
 from jobs.slurm.records import read_handed_in
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.steps import length_in_words, total_steps
 from jobs.spec.values.datasets import with_folder_repeats
 
 if TYPE_CHECKING:
@@ -72,17 +74,18 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
     gpus = check_job.check(spec, absent)
     check_job.check_beginning(spec)
     notes += missing_partners(spec)
+    notes += _find_untested(spec)
     notes += _find_unknown_partition(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
         return Plan(spec, gpus, warnings=notes, absent=absent)
     origin = find_origin(store, spec.resume_from_checkpoint)
     spec = spec.model_copy(update={KEY: str(origin.path.resolve())})
-    changes = _compare(origin, spec)
-    if origin.step >= spec.max_train_steps:
+    changes, steps = _compare(origin, spec)
+    if steps is not None and origin.step >= steps:
         raise UserError(
-            f"max_train_steps: {spec.max_train_steps} must be greater than the {origin.step} "
-            f"steps that {origin.path} has already trained",
+            f"{_length(spec, steps)} must be greater than the {origin.step} steps that "
+            f"{origin.path} has already trained",
             "use a larger number",
         )
     warnings = [*notes, *_find_haste(store, origin)]
@@ -115,6 +118,7 @@ def plan_resume(
     notes: list[str] = []
     spec = load_spec(job.run_dir.job_file, overrides, on_note=notes.append)
     gpus = check_job.check(spec)
+    notes += _find_untested(spec)
     spec = settle(spec)
     begin = _own(job, back_to)
     if begin is not None and KEY in (overrides or {}):
@@ -125,14 +129,13 @@ def plan_resume(
     if begin is None and spec.resume_from_checkpoint:
         begin = find_origin(store, spec.resume_from_checkpoint)
         spec = spec.model_copy(update={KEY: str(begin.path.resolve())})
-    changes = _compare(begin, spec) if begin is not None else []
+    changes, steps = _compare(begin, spec, job) if begin is not None else ([], None)
     done = begin.step if begin is not None else 0
-    if done > spec.max_train_steps or (
-        done == spec.max_train_steps and job.state is State.COMPLETED
-    ):
+    if steps is not None and (done > steps or (done == steps and job.state is State.COMPLETED)):
+        key = "max_train_steps" if spec.num_train_epochs is None else "num_train_epochs"
         raise StateError(
-            f"job {job_id} has already trained {done} of {spec.max_train_steps} steps",
-            f"resume {job_id} --max_train_steps=N with a larger N continues",
+            f"job {job_id} has already trained {done} of {steps} steps",
+            f"resume {job_id} --{key}=N with a larger N continues",
         )
     rewound = []
     if back_to is not None:
@@ -169,13 +172,13 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
         return replace(plan_submit(store, spec, absent), job=job, rewritten=True)
     gpus = check_job.check(spec)
     spec = settle(spec)
-    if begin.step > spec.max_train_steps:
+    changes, steps = _compare(begin, spec, job)
+    if steps is not None and begin.step > steps:
         raise UserError(
-            f"max_train_steps: {spec.max_train_steps} is less than the {begin.step} steps that "
-            f"job {job_id} has trained",
+            f"{_length(spec, steps)} is less than the {begin.step} steps that job {job_id} has "
+            "trained",
             "use a larger number",
         )
-    changes = _compare(begin, spec)
     return Plan(
         spec, gpus, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
     )
@@ -195,6 +198,11 @@ def check_not_handed_in(job: Job) -> None:
         raise StateError(
             f"job {job.id} is in Slurm's queue", "stop it first, then resume it with the changes"
         )
+
+
+def _find_untested(spec: JobSpec) -> list[str]:
+    """Warn of libraries in versions that were not tested; those of Slurm's nodes are unknown."""
+    return [] if spec.launcher == "slurm" else check_versions(spec)
 
 
 def _own(job: Job, back_to: int | None) -> Checkpoint | None:
@@ -236,16 +244,35 @@ def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
     ]
 
 
-def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:
-    """List what a resume from a checkpoint changes.
+def _compare(
+    begin: Checkpoint, spec: JobSpec, job: Job | None = None
+) -> tuple[list[str], int | None]:
+    """List what a resume from a checkpoint changes, and find how many steps the job has.
+
+    Args:
+        begin: The checkpoint.
+        spec: The job as it will run.
+        job: The job that resumes; None for a new one.
+
+    Returns:
+        The changes, a line each; and the steps, None if they depend on data nobody has counted.
 
     Raises:
         UserError: It cannot be done.
     """
-    before = read_state(begin.path).get("spec")
-    if not isinstance(before, dict):
-        return []  # nothing to compare with
-    conflicts = find_resume_conflicts(before, spec, done=begin.step)
+    state = read_state(begin.path)
+    own = job is not None and begin.path.parent.resolve() == job.run_dir.checkpoints.resolve()
+    plan = compare_plans(state, begin.path.name, own=own)
+    if not isinstance(state.get("spec"), dict):
+        return plan, total_steps(spec)  # nothing else to compare with
+    spec = with_known_length(spec, state)
+    conflicts = find_resume_conflicts(state["spec"], spec, done=begin.step)
     if conflicts.impossible:
         raise UserError(f"cannot resume from {begin.path.name}: {'; '.join(conflicts.impossible)}")
-    return conflicts.changes
+    return [*conflicts.changes, *plan], total_steps(spec)
+
+
+def _length(spec: JobSpec, steps: int) -> str:
+    """`max_train_steps: 200`, or `num_train_epochs: 3 (200 steps)`."""
+    given = length_in_words(spec)
+    return given if spec.num_train_epochs is None else f"{given} ({steps} steps)"

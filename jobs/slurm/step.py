@@ -55,7 +55,9 @@ def start_step(
     run_dir.forget_attempt()
     strategy, reason = _strategy(spec, before)
     address = spec.main_process_ip or socket.gethostname()
-    environment = local.rank_variables(run_dir, run_id, strategy, reason, on_gpus=on_gpus(spec))
+    environment = local.rank_variables(
+        spec, run_dir, run_id, strategy, reason, on_gpus=on_gpus(spec)
+    )
     environment |= {
         FENCE_VARIABLE: str(allocation),
         "FSDP_TUI_LOCAL_RANKS": str(per_machine(spec)),

@@ -22,6 +22,7 @@ from jobs.spec.keys.fsdp import FsdpKeys
 from jobs.spec.keys.hub import HubKeys
 from jobs.spec.keys.job import JobKeys
 from jobs.spec.keys.lora import LoraKeys
+from jobs.spec.keys.noise import NoiseKeys
 from jobs.spec.keys.output import OutputKeys
 from jobs.spec.keys.running import RunningKeys
 from jobs.spec.keys.slurm import SlurmKeys
@@ -29,9 +30,16 @@ from jobs.spec.keys.tracking import TrackingKeys
 from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys
 from jobs.spec.values.field import KeyFacts, facts_of
+from jobs.spec.values.spellings import as_none
 
 _WHOLE: Final = 100  # keys of a job that is written down whole, at the least
 _UNSET: Final = "deepspeed_config"  # a key that never has a value, in a job that is written whole
+
+FOLLOWS: Final = {
+    "gradient_accumulation_steps": "global_batch_size",
+    "max_train_steps": "num_train_epochs",
+}
+"""Keys that have no value, instead of their default, where the other one decides."""
 
 
 # Pydantic takes the fields of the last base first.
@@ -47,6 +55,7 @@ class JobSpec(
     FsdpKeys,
     DeviceKeys,
     LoraKeys,
+    NoiseKeys,
     TrainingKeys,
     JobKeys,
 ):
@@ -74,8 +83,16 @@ class JobSpec(
             data = data | {"lora_experts": True, "size_conditioning": "target"}
         if _is_earlier(data, "max_aspect_ratio"):
             data = data | {"max_aspect_ratio": 0}
+        if _is_earlier(data, "bucket_step"):
+            data = data | {"bucket_step": 0}
+        if _is_earlier(data, "modulation_precision"):
+            data = data | {"modulation_precision": "none"}
         given = {key: value for key, value in data.items() if value is not None}
         family = given.get("model_family", cls.model_fields["model_family"].default)
+        for key, other in FOLLOWS.items():
+            if as_none(given.get(key)) is None:
+                given.pop(key, None)
+                given |= {key: None} if as_none(given.get(other)) is not None else {}
         if "model_flavour" not in data:
             named = flavour_of(family, given.get("pretrained_model_name_or_path", ""))
             given |= {"model_flavour": named} if named else {}
@@ -86,7 +103,7 @@ class JobSpec(
         values = self.model_dump(mode="json")
         if not only_set:
             return values
-        fields = {"model_family", "model_flavour"}
+        fields = {"model_family", "model_flavour", *FOLLOWS.values()}
         usual = type(self)(**self.model_dump(include=fields)).model_dump(mode="json")
         usual |= {name: type(self).model_fields[name].default for name in fields}
         if self.model_flavour is None:  # where the model's name says one, none has to be written

@@ -11,32 +11,39 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _HIGH: Final = 0.9  # sigmas above this decide what an image shows
 
 
-def quantiles(
-    how: str, *, shift: float = 1.0, mean: float = 0.0, deviation: float = 1.0, scale: float = 1.29
-) -> list[float]:
-    """Sigmas at evenly spaced quantiles of what `engine.diffusion.rectified_flow` draws.
+def sigma_at(
+    share: float,
+    how: str,
+    *,
+    shift: float = 1.0,
+    mean: float = 0.0,
+    deviation: float = 1.0,
+    scale: float = 1.29,
+) -> float:
+    """Return the sigma below which a share of `engine.diffusion.rectified_flow`'s draws lies.
 
     Args:
+        share: A quantile, from 0 to 1.
         how: The job's `timestep_sampling`.
         shift: Of shift and uniform_shift.
         mean: `logit_mean`.
         deviation: `logit_std`.
         scale: `mode_scale`.
     """
-    sigmas = []
-    for number in range(_QUANTILES):
-        share = (number + 0.5) / _QUANTILES
-        sigma = share
-        if how in ("logit_normal", "shift"):
-            normal = NormalDist().inv_cdf(share)
-            sigma = 1 / (1 + math.exp(-mean - deviation * normal))
-        if how in ("shift", "uniform_shift"):
-            sigma = shift * sigma / (1 + (shift - 1) * sigma)
-        if how == "mode":
-            bend = math.cos(math.pi / 2 * share) ** 2 - 1 + share
-            sigma = 1 - share - scale * bend
-        sigmas.append(sigma)
-    return sigmas
+    if not 0 < share < 1:
+        return 0.0 if share <= 0 else 1.0
+    if how == "mode":  # training draws it from the other end, where 1 is no noise
+        bend = math.cos(math.pi / 2 * (1 - share)) ** 2 - share
+        return share - scale * bend
+    sigma = share
+    if how in ("logit_normal", "shift"):
+        logit = mean + deviation * NormalDist().inv_cdf(share)
+        # Never the exponential of a large number, which a float cannot hold.
+        rest = math.exp(-abs(logit))
+        sigma = (1 if logit > 0 else rest) / (1 + rest)
+    if how in ("shift", "uniform_shift"):
+        sigma = shift * sigma / (1 + (shift - 1) * sigma)
+    return sigma
 
 
 def plot(sigmas: list[float], columns: int) -> str:
@@ -67,7 +74,8 @@ def preview(columns: int) -> list[str]:
     bars = max(10, min(40, columns - width - 9))
     lines = [f"{'sigma':{width}}  {'0 (data)':{bars - 9}}1 (noise)  > {_HIGH:g}"]
     for title, how, shift in ways:
-        sigmas = quantiles(how, shift=shift)
+        shares = ((number + 0.5) / _QUANTILES for number in range(_QUANTILES))
+        sigmas = [sigma_at(share, how, shift=shift) for share in shares]
         share = sum(sigma > _HIGH for sigma in sigmas) / len(sigmas)
         lines.append(f"{title:{width}}  {plot(sigmas, bars)}  {share:.0%}")
     return lines

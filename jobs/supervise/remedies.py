@@ -33,6 +33,13 @@ _GPU_MEMORY: Final = {
         "training itself fits",
     ),
 }
+# By the phase in which something was not finite: nothing was trained yet.
+_NOT_FINITE: Final = {
+    "encode": ("set mixed_precision: bf16 if it is fp16", "else download the model again", _KEPT),
+    "latents": ("download the model again, or leave the file out", _KEPT),
+    "sample": ("set mixed_precision: bf16 if it is fp16", "else download the model again"),
+}
+_BY_PHASE: Final = {Cause.GPU_MEMORY: _GPU_MEMORY, Cause.NOT_FINITE: _NOT_FINITE}
 _ADVICE: Final = {
     Cause.GPU_MEMORY: (
         "turn on gradient_checkpointing",
@@ -81,5 +88,5 @@ def advice(state: State, failure: Failure | None) -> tuple[str, ...]:
     if state is not State.FAILED:
         return ()
     cause = failure.cause if failure is not None else Cause.OTHER
-    of_phase = _GPU_MEMORY.get(failure.phase) if failure and cause is Cause.GPU_MEMORY else None
+    of_phase = _BY_PHASE.get(cause, {}).get(failure.phase) if failure is not None else None
     return of_phase or _ADVICE[cause]

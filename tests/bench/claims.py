@@ -114,7 +114,8 @@ def here() -> str:
     libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     torch = find_spec("torch")  # importing it takes seconds
     assert torch is not None
-    facts = Path(str(torch.origin)).with_name("version.py").read_text()
+    assert torch.origin is not None
+    facts = Path(torch.origin).with_name("version.py").read_text()
     cuda = re.search(r"^cuda.* = '(\S+)'", facts, re.M)
     built = f"torch {version('torch')} for {f'CUDA {cuda[1]}' if cuda else 'CPUs'}"
     gpus = list(Path("/proc/driver/nvidia/gpus").glob("*"))
@@ -151,7 +152,7 @@ def read_page() -> tuple[dict[str, Row], dict[str, int]]:
 
 
 def write_page(rows: dict[str, Row], places: dict[str, int]) -> None:
-    """Write the rows of claims that still are, as said now; number their machines from 1."""
+    """Write rows as said now, the claims without one, and the machines, numbered from 1."""
     kept = []
     for claim in (claim for claim in CLAIMS if claim.name in rows):
         _, _, _, measured, command, place = rows[claim.name]
@@ -160,7 +161,10 @@ def write_page(rows: dict[str, Row], places: dict[str, int]) -> None:
     numbers = {str(places[words]): str(at) for at, words in enumerate(used, 1)}
     lines = [f"| {' | '.join((*row[:-1], numbers[row[-1]]))} |" for row in kept]
     machines = [f"{at}. {words}" for at, words in enumerate(used, 1)]
-    text = HEAD.format(clock=CLOCK) + "\n".join(lines) + "\n\n## Measured on\n\n"
+    text = HEAD.format(clock=CLOCK) + "\n".join(lines) + "\n\n"
+    if missing := [claim.name for claim in CLAIMS if claim.name not in rows]:
+        text += f"Not measured in this environment yet: {'; '.join(missing)}.\n\n"
+    text += "## Measured on\n\n"
     PAGE.write_text(text + "\n".join(machines) + "\n", encoding="utf-8")
 
 

@@ -57,6 +57,7 @@ BENCHES: Final = {
     "detect": Bench("python tests/bench/detect.py"),
     "data": Bench("pytest -m slow tests/e2e/test_data.py"),
     "export": Bench("python tests/bench/export.py"),
+    "buckets": Bench("python tests/bench/buckets.py"),
     "fleet": Bench("python tests/bench/small.py fleet"),
     "ai-toolkit": Bench(f"{IMPORTS} ai-toolkit CHECKOUTS/ai-toolkit"),
     "simpletuner": Bench(f"{IMPORTS} simpletuner CHECKOUTS/SimpleTuner"),
@@ -119,6 +120,13 @@ CLAIMS: Final = (
         "6 MB",
         {README: BASE},
         number(r"^(\S+) bytes", scale=MANY),
+    ),
+    Claim(
+        "buckets",
+        "buckets at 1024 px, 64 apart",
+        "13",
+        {"docs/data.md": "| **64** | {} | 2.6%"},
+        number(r"^ +64 +(\d+) "),
     ),
     Claim(
         "toy",

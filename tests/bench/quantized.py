@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -40,28 +41,56 @@ from tests.support.engine.families import PROMPT, Case, batch_of, quiet
 from tests.support.engine.toy_jobs import toy_values
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jobs.spec.job_spec import JobSpec
 
-SCHEMES: Final = ("none", "int8", "fp8_scaled", "fp8", "nf4", "fp8_scaled, scaled")
+
+def scheme(packing: str, modulation: str = "none", matmul: str = "dequantize") -> dict[str, str]:
+    return {
+        "base_precision": packing,
+        "modulation_precision": modulation,
+        "base_matmul": matmul,
+    }
+
+
+# What is packed and, after "+", modulation, where it is packed too.
+SCHEMES: Final = {
+    **{name: scheme(name) for name in ("none", "int8", "fp8_scaled", "fp8", "nf4")},
+    "fp8_scaled, scaled": scheme("fp8_scaled", matmul="scaled"),
+    "int8 + int8": scheme("int8", "int8"),
+    "nf4 + int8": scheme("nf4", "int8"),
+    "nf4 + nf4": scheme("nf4", "nf4"),
+}
 CPU: Final = torch.device("cpu")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument(
+        "--modulation",
+        type=float,
+        default=1.0,
+        help="factor on the weights of modulation, which are weak in toys; 5 makes its shifts and "
+        "scales depend on the level as much as on its biases",
+    )
     parser.add_argument("--steps", type=int, default=0, help="of the run; 0: none")
     asked = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="bench-quantized-") as scratch:
-        print(f"{'family':14}" + "".join(f"{scheme:>22}" for scheme in SCHEMES))
-        print(f"{'':14}" + f"{'forward':>12}{'gradients':>10}" * len(SCHEMES), flush=True)
+        print(f"{'family':14}" + "".join(f"{name:>22}" for name in asked.schemes))
+        print(f"{'':14}" + f"{'forward':>12}{'gradients':>10}" * len(asked.schemes), flush=True)
         for family in asked.families:
-            print(f"{family:14}" + row(Case(family, Path(scratch))), flush=True)
+            case = Case(family, Path(scratch))
+            redraw(case, asked.modulation)
+            print(f"{family:14}" + row(case, asked.schemes), flush=True)
         if asked.steps:
-            print(f"\n{'loss of steps':14}" + "".join(f"{scheme:>12}" for scheme in SCHEMES))
+            print(f"\n{'loss of steps':14}" + "".join(f"{name:>12}" for name in asked.schemes))
             case = Case("flux", Path(scratch))
-            redraw(case)
-            columns = [losses(case, Path(scratch), one, asked.steps) for one in SCHEMES]
+            redraw(case, asked.modulation)
+            columns = [losses(case, Path(scratch), one, asked.steps) for one in asked.schemes]
             tenth, worst = max(1, asked.steps // 10), 0.0
             for first in range(0, asked.steps, tenth):
                 means = [fmean(column[first : first + tenth]) for column in columns]
@@ -71,25 +100,23 @@ def main() -> None:
             print(f"largest difference from bf16: {worst:.2%}")
 
 
-def row(case: Case) -> str:
-    redraw(case)
+def row(case: Case, schemes: Sequence[str]) -> str:
     exact = run(case, case.spec(lora_rank=4))
     cells = []
-    for scheme in SCHEMES:
-        found = run(case, case.spec(lora_rank=4, mixed_precision="bf16", **keys_of(scheme)))
+    for name in schemes:
+        found = run(case, case.spec(lora_rank=4, mixed_precision="bf16", **SCHEMES[name]))
         errors = (error(mine, true) for mine, true in zip(found, exact, strict=True))
         cells.append("{:12.2%}{:10.2%}".format(*errors))
     return "".join(cells)
 
 
-def keys_of(scheme: str) -> dict[str, str]:
-    """The job's keys of a scheme."""
-    packing, _, matmul = scheme.partition(", ")
-    return {"base_precision": packing, "base_matmul": matmul or "dequantize"}
+def redraw(case: Case, modulation: float = 1.0) -> None:
+    """Draw the weights of the toy's linear layers again, as trained ones are spread.
 
-
-def redraw(case: Case) -> None:
-    """Draw the weights of the toy's linear layers again, as trained ones are spread."""
+    Args:
+        case: The toy; what it was is lost.
+        modulation: A factor on weights that modulate.
+    """
     (file,) = (case.paths.model / case.family.component).glob("*.safetensors")
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(5)
@@ -101,6 +128,7 @@ def redraw(case: Case) -> None:
             drawn = normal / chi.sqrt()
             drawn *= (torch.randn(len(tensor), 1, generator=generator) * 0.5).exp()
             drawn[:, ::64] *= 5
+            size *= modulation if re.search(case.family.MODULATION, name) else 1
             tensors[name] = (drawn / drawn.std() * size).contiguous()
     save_file(tensors, file, {"format": "pt"})
 
@@ -151,7 +179,7 @@ def losses(case: Case, scratch: Path, scheme: str, steps: int) -> list[float]:
     values = toy_values(scratch) | toy
     values |= {
         "mixed_precision": "bf16",
-        **keys_of(scheme),
+        **SCHEMES[scheme],
         "max_train_steps": steps,
         "train_batch_size": 4,
         "learning_rate": 1e-3,

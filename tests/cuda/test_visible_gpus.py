@@ -6,6 +6,10 @@ import json
 import subprocess
 from typing import TYPE_CHECKING, Final
 
+import pytest
+
+from tests.support.nvml_stub.stub import gpu
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -61,3 +65,34 @@ def test_cuda_and_nvml_agree_which_gpus_are_visible(
         cuda, nvml = json.loads((tmp_path / f"{place}.json").read_text())
         assert cuda == [on_bus[index] for index in indices], value
         assert sorted(nvml) == sorted(cuda), value
+
+
+TAKEN = """\
+import os, sys
+os.environ |= {"LOCAL_RANK": sys.argv[1], "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+from engine.ranks.world import take_gpu
+from jobs.spec.job_spec import JobSpec
+take_gpu(JobSpec(optimizer="adamw_8bit"))
+import torch
+from contextlib import suppress
+with suppress(ImportError):
+    import torchao.prototype.mx_formats.kernels
+print(torch.cuda.current_device())
+"""
+
+
+@pytest.mark.parametrize(("rank", "device"), [("0", "0"), ("1", "1"), ("7", "0")])
+def test_a_rank_takes_its_own_gpu_before_libraries_ask_for_one(
+    stub_cuda: StubCuda, nvml_stub: StubNvml, rank: str, device: str
+) -> None:
+    """What there is no GPU for, `start_world` reports."""
+    nvml_stub.write([gpu(0), gpu(1)])
+    done = subprocess.run(
+        [stub_cuda.python, "-c", TAKEN, rank],
+        env=stub_cuda.environment(nvml_stub.environment),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == device

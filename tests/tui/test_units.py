@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs import service
 from jobs.machine.devices import Gpu, Host
 from jobs.queue.job import SLURM
 from jobs.queue.states import State
 from jobs.run.eventlog import Phase
 from jobs.service import Progress
-from tests.support.tui.made_up_runs import GIB, FakeGpus, add_job, write_rank
+from tests.support.tui.made_up_runs import GIB, FakeGpus, add_job, write_rank, write_steps
+from tui.cli.job.watch import sentence
 from tui.dashboard.activity_rows import activity_rows
 from tui.dashboard.device_rows import device_rows
 from tui.form.keys import last_line
@@ -27,6 +29,7 @@ from tui.look.collector import where_of
 from tui.look.snapshot import JobView, Snapshot, in_order
 from tui.plots import line_chart
 from tui.text import format as fmt
+from tui.text.tables import job_table
 from tui.widgets.job_rows import columns, header_row, job_row
 from tui.widgets.modals.stop_job import WITHIN, TwoPresses
 
@@ -192,6 +195,25 @@ def test_a_job_row_fits_and_aligns(store: Store, width: int) -> None:
     assert all(len(line) <= width for line in [*lines, header])
     at = header.index("state")
     assert [line[at] for line in lines] == ["●", "◌", "✓"]
+
+
+@pytest.mark.parametrize(("said", "shown"), [(None, "1/?"), (75, "1/75")])
+def test_steps_that_are_not_counted_yet_are_a_question_mark(
+    store: Store, said: int | None, shown: str
+) -> None:
+    job = add_job(store, "epochs", state=State.RUNNING, total_steps=0)
+    write_steps(job, 1)
+    write_rank(job, 0)
+    if said:
+        job.run_dir.rank_file(0).write_text(f'{{"total_steps": {said}}}')
+    view = JobView(job, service.progress(job), "CPU")
+    for width in (74, 116):
+        row = job_row(view, columns(Snapshot(t=0, jobs=(view,)), width))
+        assert shown in fmt.plain(row)
+    (facts,) = service.as_dicts(store, [job], [])
+    assert facts["total_steps"] == said
+    assert shown in job_table([facts])
+    assert f"step 1{' of 75' if said else ''}, loss" in sentence(facts)
 
 
 def test_a_narrow_table_leaves_columns_out_rather_than_cutting_numbers(store: Store) -> None:

@@ -71,7 +71,7 @@ def doing_for(view: JobView, now: float | None) -> str | None:
 def _progress(view: JobView, width: int, now: float | None) -> Row:
     doing = doing_for(view, now)
     if doing is None:
-        done, total = view.progress.step, view.job.total_steps or None
+        done, total = view.progress.step, view.total_steps
         words, tails = "training", _pace(view)
     elif view.phase is not None and not view.phase.finished and view.doing != FIRST_STEP:
         done, total = view.phase.done, view.phase.total or None  # 0: nothing to do

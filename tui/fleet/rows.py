@@ -21,6 +21,7 @@ from tui.text.format import (
     ranges,
     right,
     sparkline,
+    steps_text,
 )
 from tui.widgets.job_rows import GLYPHS
 
@@ -178,7 +179,7 @@ def _gpu_row(gpu: BoxGpu, width: int) -> Row:
 def _job_rows(jobs: Sequence[BoxJob], width: int) -> list[Row]:
     ids = max(2, *(len(str(job.id)) for job in jobs))
     names = min(max(4, *(len(job.name) for job in jobs)), max(8, width - 64))
-    steps = max(4, *(len(f"{job.step}/{job.total_steps}") for job in jobs))
+    steps = max(4, *(len(steps_text(job.step, job.total_steps)) for job in jobs))
     head = (
         f"{right('id', ids)} {left('name', names)} {left('state', 11)} {right('step', steps)}"
         f" {right('loss', 8)} {right('s/step', 6)} {right('eta', 8)} gpus"
@@ -202,7 +203,7 @@ def _job_row(job: BoxJob, width: int, ids: int, names: int, steps: int) -> Row:
     if job.state == State.QUEUED and not job.step:
         return (*row, Span(cut(job.reason or "waits", max(0, width - used)), "warn"))
     numbers = (
-        f"{right(f'{job.step}/{job.total_steps}', steps)} {right(number(job.loss), 8)}"
+        f"{right(steps_text(job.step, job.total_steps), steps)} {right(number(job.loss), 8)}"
         f" {right(pace(job.seconds_per_step), 6)} {right(duration(job.eta), 8)} "
     )
     row += [Span(numbers), Span(on, "accent" if active else "dim")]

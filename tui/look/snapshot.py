@@ -41,6 +41,11 @@ class JobView:
     strategy_reason: str = ""
 
     @property
+    def total_steps(self) -> int | None:
+        """How many steps it trains; None until its ranks have counted its epochs."""
+        return self.job.total_steps or self.progress.total_steps
+
+    @property
     def doing(self) -> str | None:
         """What rank 0 is doing other than steps, for people; None while it trains."""
         if self.phase is not None and not self.phase.finished:

@@ -78,7 +78,8 @@ def resume_question(plan: Plan) -> tuple[str, str]:
     assert plan.job is not None
     place = f"after step {plan.begin.step}" if plan.begin is not None else "from step 0"
     question = f"Resume job {plan.job.id} “{plan.job.name}” {place}?"
-    lines = [f"Trains to step {plan.spec.max_train_steps}."]
+    epochs, steps = plan.spec.num_train_epochs, plan.spec.max_train_steps
+    lines = [f"Trains to step {steps}." if epochs is None else f"Trains {epochs:g} epochs."]
     if plan.rewound:
         lines += ["", "Newer checkpoints are set aside, not deleted:"]
         lines += [f"  {checkpoint.path.name}" for checkpoint in plan.rewound]

@@ -5,7 +5,15 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
-from tui.text.data_text import bucket_name, dataset_name, facts, groups, plain_bar
+from tui.text.data_text import (
+    bucket_name,
+    dataset_name,
+    draws_text,
+    each,
+    facts,
+    groups,
+    plain_bar,
+)
 from tui.text.format import bar, percent
 from tui.text.tables import table
 
@@ -17,18 +25,15 @@ if TYPE_CHECKING:
 _BAR: Final = 16  # columns
 
 
-def data_text(
-    report: Mapping[str, Any], steps: int, *, width: int = 80, every_file: bool = False
-) -> str:
+def data_text(report: Mapping[str, Any], *, width: int = 80, every_file: bool = False) -> str:
     """The whole report.
 
     Args:
         report: The report.
-        steps: How many the job trains.
         width: Columns that sentences are wrapped to; a name is never cut.
         every_file: Name every skipped file.
     """
-    parts = ["\n".join(f"{name:<12} {text}" for name, text in facts(report, steps))]
+    parts = ["\n".join(f"{name:<12} {text}" for name, text in facts(report))]
     if len(report["datasets"]) > 1:
         parts.append(_datasets(report["datasets"]))
     parts.append(_buckets(report["buckets"]))
@@ -45,35 +50,35 @@ def data_text(
 
 
 def _datasets(datasets: Sequence[Mapping[str, Any]]) -> str:
-    head = ("SAMPLES", "SKIPPED", "PER EPOCH", "DATASET")
+    head = ("SAMPLES", "SKIPPED", "PER EPOCH", "EACH", "DATASET")
     rows = [
         (
             str(dataset["samples"]),
             str(dataset["skipped"]),
-            str(dataset["draws"]),
+            draws_text(dataset["draws"]),
+            each(dataset),
             dataset_name(dataset),
         )
         for dataset in datasets
     ]
-    return _aligned(head, rows, numbers=(0, 1, 2))
+    return _aligned(head, rows, numbers=(0, 1, 2, 3))
 
 
 def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:
-    head = ("BUCKET", "SAMPLES", "", "STEPS", "CROPPED", "MAX CROP", "FILL")
+    head = ("BUCKET", "SAMPLES", "", "PER EPOCH", "CROPPED", "MAX CROP")
     most = max(bucket["samples"] for bucket in buckets)
     rows = [
         (
             bucket_name(bucket),
             str(bucket["samples"]),
             plain_bar(bar(bucket["samples"] / most, _BAR)) or "╸",
-            str(bucket["batches"]),
+            draws_text(bucket["draws"]),
             percent(bucket["cut_mean"] * 100),
             percent(bucket["cut_most"] * 100),
-            str(bucket["fill"] or ""),
         )
         for bucket in buckets
     ]
-    return _aligned(head, rows, numbers=(1, 3, 4, 5, 6))
+    return _aligned(head, rows, numbers=(1, 3, 4, 5))
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:

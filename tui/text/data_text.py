@@ -44,23 +44,27 @@ def groups(report: Mapping[str, Any]) -> list[Group]:
     return [group for group in kinds if group.findings]
 
 
-def fills(report: Mapping[str, Any]) -> tuple[int, int]:
-    """Draws of an epoch that only fill last batches, and all its draws."""
-    fill = sum(bucket["fill"] for bucket in report["buckets"])
-    return fill, report["draws_per_epoch"] + fill
+def draws_text(count: float) -> str:
+    """Write how many draws an epoch has of something: `12`, or `12.5` in the mean."""
+    return f"{count:.10g}"
 
 
-def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
-    """The totals, each with a name.
+def each(dataset: Mapping[str, Any]) -> str:
+    """Write how often an epoch draws each of a dataset's samples: `1x`, `2.5x`."""
+    return f"{dataset['draws'] / max(dataset['samples'], 1):.3g}x"
 
-    Args:
-        report: The report.
-        steps: How many the job trains.
-    """
+
+def _epoch(report: Mapping[str, Any]) -> str:
+    """Write how long an epoch is: `12.5 steps of 8`."""
+    steps = report["steps_per_epoch"]
+    return f"{steps:.10g} step{'s' * (steps != 1)} of {report['global_batch']}"
+
+
+def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The totals, each with a name."""
     skipped, longest = len(report["skipped"]), report["longest"]
-    fill, draws = fills(report)
     captions = some(report["texts"], "unique caption")
-    epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']}"
+    most = report.get("most_drawn", 1.0)
     held = f"; {report['held_out']} more held out" if report.get("held_out") else ""
     rows = [
         (
@@ -70,6 +74,7 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
             + held
             + (f"; {skipped} skipped" if skipped else ""),
         ),
+        ("buckets", _buckets(report)),
         ("captions", captions + (f", up to {longest} tokens" if longest else "")),
         ("masks", some(report["masked"], "image") if report.get("masked") else ""),
         ("loss weights", _weights(report)),
@@ -77,14 +82,19 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
         ("views", f"{report['views']} of each image" if report["views"] > 1 else ""),
         (
             "epoch",
-            epoch + (f"; {fill} of its {draws} samples pad the last batches" if fill else ""),
+            _epoch(report)
+            + (
+                f"; the most drawn sample comes {most:.3g} times as often as the average"
+                if most > 1.005
+                else ""
+            ),
         ),
-        ("job", f"{some(steps, 'step')}, {epochs(report)}"),
+        ("job", f"{some(report['total_steps'], 'step')}, {epochs(report)}"),
     ]
     return [(name, text) for name, text in rows if text]
 
 
-def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
+def headlines(report: Mapping[str, Any]) -> tuple[str, str]:
     """The totals in two lines that fit 80 columns: the samples, and an epoch of them."""
     skipped, longest = len(report["skipped"]), report["longest"]
     samples = [
@@ -96,12 +106,9 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
         f"{report['masked']} masked" if report.get("masked") else "",
         f"{report['class_images']} class images to make" if report.get("class_images") else "",
     ]
-    fill, draws = fills(report)
-    epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']} per epoch"
-    epoch += f", {_percent(fill / draws)} padding" if fill else ""
     return (
         " · ".join(filter(None, samples)),
-        f"{epoch} · {epochs(report)} in {some(steps, 'step')}",
+        f"{_epoch(report)} per epoch · {epochs(report)} in {some(report['total_steps'], 'step')}",
     )
 
 
@@ -109,6 +116,12 @@ def _of_images(report: Mapping[str, Any]) -> str:
     """How many images the samples show, where several resolutions make that fewer."""
     images = report.get("images", report["samples"])
     return f" of {some(images, 'image')}" if images != report["samples"] else ""
+
+
+def _buckets(report: Mapping[str, Any]) -> str:
+    """How many there are, and how many pixels their sides lie apart."""
+    steps = " and ".join(map(str, report.get("bucket_steps") or ()))
+    return f"{len(report['buckets'])}, sides {steps} pixels apart" if steps else ""
 
 
 def _weights(report: Mapping[str, Any]) -> str:
@@ -158,10 +171,6 @@ def some(count: int, what: str) -> str:
 def plain_bar(row: Row) -> str:
     """The characters of a bar, without the rest of its line where it is empty."""
     return "".join(span.text for span in row if span.role != "faint")
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.{0 if share >= 0.01 else 1}f}%"
 
 
 def _by_bucket(report: Mapping[str, Any]) -> dict[str, int]:

@@ -109,6 +109,11 @@ def left(text: str, width: int) -> str:
     return cut(text, width).ljust(width)
 
 
+def steps_text(step: int, total: int | None) -> str:
+    """`40/200`; `40/?` while the job's epochs are not counted in steps yet."""
+    return f"{step}/{total or '?'}"
+
+
 def right(text: str, width: int) -> str:
     return cut(text, width).rjust(width)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jobs.machine.devices import foreign_users
-from tui.text.format import MISSING, duration, number, pace, ranges, size, state_text
+from tui.text.format import MISSING, duration, number, pace, ranges, size, state_text, steps_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
             str(job["id"]),
             job["name"],
             job["state"],
-            f"{job['step']}/{job['total_steps']}",
+            steps_text(job["step"], job["total_steps"]),
             number(job["loss"]),
             pace(job["seconds_per_step"]),
             duration(job["eta"]),
@@ -54,7 +54,7 @@ def describe(job: Mapping[str, Any]) -> str:
     lines = [
         f"job {job['id']}  {job['name']}",
         f"state        {state_text(job['state'], job['reason'])}",
-        f"step         {job['step']} of {job['total_steps']}",
+        f"step         {job['step']} of {job['total_steps'] or 'as many as its epochs have'}",
         f"loss         {number(job['loss'])}",
         f"pace         {pace(job['seconds_per_step'])} s/step, {duration(job['eta'])} left",
         f"on           {_where(job)}",
@@ -67,6 +67,8 @@ def describe(job: Mapping[str, Any]) -> str:
         lines.append(f"hub          the last push failed: {job['hub']['problem']}")
     if job["strategy"]:
         lines.insert(6, f"strategy     {job['strategy']}: {job['strategy_reason']}")
+    if job.get("global_batch"):
+        lines.insert(6, f"batch        {batch_line(job['global_batch'], job['accumulation'])}")
     if job.get("slurm"):
         lines.insert(6, f"slurm        {slurm_line(job['slurm'])}")
     if job["validation"]:
@@ -84,6 +86,12 @@ def describe(job: Mapping[str, Any]) -> str:
         for change in job["history"]
     ]
     return "\n".join(lines)
+
+
+def batch_line(samples: int, forwards: int | None) -> str:
+    """What a step sees: `8 samples per step, 4 forwards on each rank`."""
+    words = f"{samples} sample{'s' * (samples != 1)} per step"
+    return f"{words}, {forwards} forwards on each rank" if (forwards or 1) > 1 else words
 
 
 def slurm_line(facts: Mapping[str, Any]) -> str:

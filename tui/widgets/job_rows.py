@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jobs.queue.states import State
-from tui.text.format import Row, Span, bar, cut, duration, left, number, pace, right
+from tui.text.format import (
+    Row,
+    Span,
+    bar,
+    cut,
+    duration,
+    left,
+    number,
+    pace,
+    right,
+    steps_text,
+)
 
 if TYPE_CHECKING:
     from tui.look.snapshot import JobView, Snapshot
@@ -86,7 +97,7 @@ def job_row(view: JobView, shape: Columns, place: str = "") -> Row:
     """
     job, now = view.job, view.progress
     glyph, role = GLYPHS[job.state]
-    share = now.step / job.total_steps if job.total_steps else 0.0
+    share = now.step / view.total_steps if view.total_steps else 0.0
     live = job.state.active
     spans = [
         Span(right(str(job.id), shape.id) + " ", "dim"),
@@ -121,7 +132,7 @@ def _doing_width(shape: Columns) -> int:
 
 
 def step_text(view: JobView) -> str:
-    return f"{view.progress.step}/{view.job.total_steps}"
+    return steps_text(view.progress.step, view.total_steps)
 
 
 def _used(shape: Columns) -> int:

@@ -15,13 +15,13 @@ from PIL import Image
 from torch.nn import functional
 
 from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
-from engine.data.encode.tensor_cache import TensorCache, fingerprint
+from engine.data.encode.tensor_cache import TensorCache, fingerprint, nonfinite
 from engine.data.index.data_index import read_content, read_reference
 from engine.data.index.references import fit_reference, reference_view
 from engine.data.index.views import FITTING, View, fit, view_of
 from engine.data.read.images import DECODER, decode
 from engine.model.release import Watch, give_back
-from jobs.errors import UserError
+from jobs.errors import NotFiniteError, UserError
 from jobs.spec.families import needs_first_frame
 
 if TYPE_CHECKING:
@@ -80,25 +80,27 @@ def prepare_latents(
 
     Raises:
         UserError: An image changed after it was indexed.
+        NotFiniteError: The VAE gives values that are not finite. Nothing of that image is cached.
     """
     spec, family = run.spec, run.family
     keys = LatentKeys(spec, cache, run.model_root, index)
-    drawn: dict[str, Callable[[], torch.Tensor]] = {}
+    drawn: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
     for sample, view in views:
         item = index.samples[sample]
         seen = view_of(item, view, spec)
-        drawn[keys(sample, view)] = partial(to_pixels, item, seen, spec)
+        drawn[keys(sample, view)] = item.name, partial(to_pixels, item, seen, spec)
         for number in range(len(item.references)):
-            key = keys.reference(sample, view, number)
-            drawn[key] = partial(reference_pixels, item, number, seen, spec)
+            read = partial(reference_pixels, item, number, seen, spec)
+            drawn[keys.reference(sample, view, number)] = _reference_name(item), read
         if item.from_first and needs_first_frame(spec):
-            drawn[keys.beginning(sample, view)] = partial(beginning_pixels, item, seen, spec)
+            read = partial(beginning_pixels, item, seen, spec)
+            drawn[keys.beginning(sample, view)] = f"the first frame of {item.name}", read
     missing = find_missing(cache, list(drawn), run)
 
     def load(key: str) -> torch.Tensor | None:
         if cache.check(key) == "sound":  # another job was faster
             return None
-        return drawn[key]()
+        return drawn[key][1]()
 
     with together("latents", len(missing), run) as shared:
         vae: Any = None
@@ -108,7 +110,7 @@ def prepare_latents(
             if pixels is not None:
                 if vae is None:
                     vae = family.load_vae(run.model_root, torch.float32).to(run.world.device).eval()
-                latents = _encode(family, vae, pixels.to(run.world.device))
+                latents = _encode(family, vae, pixels.to(run.world.device), drawn[key][0])
                 cache.write(key, {"latents": latents})
             shared.add()
         if vae is not None:
@@ -157,7 +159,7 @@ def reference_picture(sample: Sample, number: int, spec: JobSpec) -> Image.Image
         UserError: The file changed after it was indexed.
     """
     reference = sample.references[number]
-    name = f"the conditioning image of {sample.name}"
+    name = _reference_name(sample)
     with _readable(name):
         content = read_reference(reference, sample, spec)
     _check(name, hashlib.sha256(content).hexdigest(), reference.digest)
@@ -218,9 +220,19 @@ def _check(name: str, digest: str, seen: str) -> None:
         raise UserError(f"{name} changed while the job was preparing its data", "resume the job")
 
 
+def _reference_name(sample: Sample) -> str:
+    return f"the conditioning image of {sample.name}"
+
+
 @torch.no_grad()
-def _encode(family: Family, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    return family.encode_pictures(vae, pixels)[0].float().cpu().contiguous()
+def _encode(family: Family, vae: Any, pixels: torch.Tensor, name: str) -> torch.Tensor:
+    latents = family.encode_pictures(vae, pixels)[0].float().cpu().contiguous()
+    if nonfinite({"latents": latents}):
+        raise NotFiniteError(
+            f"the VAE ({type(vae).__name__}) returned values that are not finite for {name}",
+            "download the model again, or leave this file out if it is the only one",
+        )
+    return latents
 
 
 def _read_ahead(keys: Iterator[str], load: Any) -> Iterator[tuple[str, torch.Tensor | None]]:

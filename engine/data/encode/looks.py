@@ -37,9 +37,8 @@ def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]
     shown = view_of(sample, view, spec)
     if sample.from_first:
         facts = shown.facts() | {"frame": 0}
-        return (
-            ImageInput(_key(sample.digest, facts), partial(first_picture, sample, shown, spec)),
-        )
+        read = partial(first_picture, sample, shown, spec)
+        return (ImageInput(_key(sample.digest, facts), read, f"the first frame of {sample.name}"),)
     return tuple(
         _of_reference(sample, number, shown, spec) for number in range(len(sample.references))
     )
@@ -55,7 +54,7 @@ def looks_of_prompt(
         pictures: From their paths (`engine.data.prepare.read_pictures`).
         spec: The job.
     """
-    return tuple(_of_prompt(pictures[path], spec) for path in paths if sees_images(spec))
+    return tuple(_of_prompt(path, pictures[path], spec) for path in paths if sees_images(spec))
 
 
 def _of_reference(sample: Sample, number: int, shown: View, spec: JobSpec) -> ImageInput:
@@ -65,15 +64,16 @@ def _of_reference(sample: Sample, number: int, shown: View, spec: JobSpec) -> Im
     def read() -> Image:
         return as_seen(reference_picture(sample, number, spec), view, reference.seen)
 
-    return ImageInput(_key(reference.digest, view.facts() | {"seen": list(reference.seen)}), read)
+    key = _key(reference.digest, view.facts() | {"seen": list(reference.seen)})
+    return ImageInput(key, read, f"the conditioning image of {sample.name}")
 
 
-def _of_prompt(picture: Image, spec: JobSpec) -> ImageInput:
+def _of_prompt(path: str, picture: Image, spec: JobSpec) -> ImageInput:
     takes = references_of(spec)
     if takes is not None and takes.seen is not None:
         picture = fit_whole(picture, takes.seen, None)
     digest = hashlib.sha256(picture.tobytes()).hexdigest()
-    return ImageInput(_key(digest, {"size": list(picture.size)}), lambda: picture)
+    return ImageInput(_key(digest, {"size": list(picture.size)}), lambda: picture, path)
 
 
 def _key(content: str, facts: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import torch
 from transformers.utils import is_torchvision_available
 
 from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
-from engine.data.encode.tensor_cache import TensorCache, fingerprint
+from engine.data.encode.tensor_cache import TensorCache, fingerprint, nonfinite
 from engine.families.shared.clip_family import ClipFamily
 from engine.model.adapters.text_lora import adapted_encoders, names_of
 from engine.model.encoders.text_encoders import (
@@ -21,11 +21,14 @@ from engine.model.encoders.text_encoders import (
     load_resident,
     text_pipeline,
 )
+from engine.model.encoders.watched import watched
 from engine.model.precision import compute_dtype
 from engine.model.quantized.packing import packing_of
+from jobs.errors import NotFiniteError
 from jobs.run.events import Freed
 from jobs.spec.families import sees_images
 from jobs.spec.rules.lora_conflicts import trains_text
+from jobs.untrusted.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
+_QUOTED: Final = 60  # characters of a text
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,12 @@ class ImageInput:
     Attributes:
         key: What decides its pixels, for keys of caches.
         read: Reads it, as the pipeline shows it to its encoder.
+        name: What a person calls it.
     """
 
     key: str
     read: Callable[[], Image] = field(compare=False, repr=False)
+    name: str = field(compare=False, repr=False)
 
 
 class Text(NamedTuple):
@@ -246,6 +252,7 @@ def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Te
 
     Raises:
         StoppedError: A rank wants to stop; raised on all of them.
+        NotFiniteError: An encoder gives values that are not finite. Nothing of that text is cached.
     """
     cache = TensorCache(directory, "text")
     spec, family = run.spec, run.family
@@ -321,15 +328,33 @@ def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
 @torch.no_grad()
 def _encode(family: Family, pipeline: Any, text: Text, spec: JobSpec) -> dict[str, torch.Tensor]:
     # One at a time: in a batch, rounding would depend on the neighbours, and so on the ranks.
-    if text.looks:
-        encoded = family.encode_with_images(
-            pipeline, text.words, spec.max_sequence_length, [look.read() for look in text.looks]
-        )
-    else:
-        encoded = family.encode(
-            pipeline, text.words, spec.max_sequence_length, negative=text.negative
-        )
-    return {name: tensor.cpu() for name, tensor in encoded.items()}
+    with watched(pipeline) as broken:
+        if text.looks:
+            encoded = family.encode_with_images(
+                pipeline, text.words, spec.max_sequence_length, [look.read() for look in text.looks]
+            )
+        else:
+            encoded = family.encode(
+                pipeline, text.words, spec.max_sequence_length, negative=text.negative
+            )
+        encoded = {name: tensor.cpu() for name, tensor in encoded.items()}
+        if nonfinite(encoded):
+            hint = "download the model again, its files may be damaged"
+            if spec.mixed_precision == "fp16":
+                hint = "set mixed_precision: bf16 (or no), fp16 is too narrow for some encoders"
+            raise NotFiniteError(
+                f"{broken()} returned values that are not finite for {_named(text)}", hint
+            )
+    return encoded
+
+
+def _named(text: Text) -> str:
+    """Return what a person calls a text: its beginning, and the images that are encoded with it."""
+    name, words = "the empty caption", one_line(text.words)
+    if words:
+        words = words if len(words) <= _QUOTED else f"{words[:_QUOTED].rstrip()} …"
+        name = f"the {'negative prompt' if text.negative else 'text'} “{words}”"
+    return " with ".join([name, *(look.name for look in text.looks)])
 
 
 def _tell_freed(telemetry: Telemetry, memory: Released) -> None:

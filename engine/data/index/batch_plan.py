@@ -1,28 +1,39 @@
 """The global batch plan: which samples every optimizer step trains on. Pure and seeded.
 
-It depends on the data, the seed and the *global* batch size only, so that any number of ranks
-trains on the same samples in the same order, and a resumed run continues where it stopped.
+It depends on the data, the seed, the global batch size and the size of a micro-batch only, so that
+any number of ranks trains on the same samples in the same order, and a resumed run continues where
+it stopped.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from threading import Lock
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from numpy.typing import NDArray
 
     from jobs.spec.values.datasets import Dataset
 
-_LONGEST_EPOCH: Final = 20_000_000  # draws; planning these takes about a minute and 3 GB
-_KEPT_EPOCHS: Final = 2  # the one that ends and the one that begins
+    IntArray = NDArray[np.int64]
+
+_LONGEST_EPOCH: Final = 20_000_000  # draws
+_LONGEST_ROUND: Final = 200_000  # draws that are planned together where epochs are short
+_WINDOW: Final = 64  # steps among which micro-batches of similar cost are brought together
+_KEPT: Final = 3  # rounds and windows: the one that ends, the one that begins, one to spare
 
 
 class Draw(NamedTuple):
@@ -43,15 +54,20 @@ class Share:
 
     Attributes:
         samples: How many it has; the datasets' samples are numbered one after the other.
-        draws: How often one of them is drawn, at least once each.
+        draws: How often one of them is drawn, at least once each; with a fraction, some epochs
+            draw once more than others.
     """
 
     samples: int
-    draws: int
+    draws: float
 
     def __post_init__(self) -> None:
         if self.draws < self.samples:
             raise ValueError(f"{self.draws} draws do not show {self.samples} samples")
+
+    def drawn_before(self, epoch: int) -> int:
+        """How often one of them is drawn before an epoch."""
+        return math.floor(epoch * self.draws + 1e-6)
 
 
 def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share]:
@@ -73,7 +89,7 @@ def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
         return _checked(_balanced(datasets, samples), "repeats")
     parts = [weight / math.fsum(filter(None, weights)) for weight in weights if weight is not None]
     length = max(n / part for n, part in zip(samples, parts, strict=True) if n)
-    draws = [max(n, round(length * part)) for n, part in zip(samples, parts, strict=True)]
+    draws = [max(n, length * part) for n, part in zip(samples, parts, strict=True)]
     return _checked([Share(n, d) for n, d in zip(samples, draws, strict=True)], "weight")
 
 
@@ -105,7 +121,7 @@ def _checked(shares: list[Share], key: str) -> list[Share]:
     draws = sum(share.draws for share in shares)
     if draws > _LONGEST_EPOCH:
         raise UserError(
-            f"datasets: with these values of {key}, an epoch has {draws:,} samples, more than "
+            f"datasets: with these values of {key}, an epoch has {draws:,.0f} samples, more than "
             f"{_LONGEST_EPOCH:,}",
             "choose closer values",
         )
@@ -115,16 +131,31 @@ def _checked(shares: list[Share], key: str) -> list[Share]:
 class BatchPlan:
     """The plan.
 
-    Within an epoch a sample comes as often as its dataset's share says. A bucket that does not
-    fill its last batch fills it up from the beginning of its order, so no sample is skipped and
-    every batch has the same size.
+    What must share a shape is a micro-batch: the samples that one rank computes in one forward
+    (with context parallelism, one group of ranks). Ranks and accumulation steps may compute
+    different shapes, since gradients meet parameter by parameter. So draws arrive in a shuffled
+    stream, each bucket collects them, and a bucket that has enough for a micro-batch emits it.
+    What does not fill one waits for the bucket's next draws, in the next epoch if need be: nothing
+    is ever padded or copied, and samples are drawn in the proportions of the shares, whatever the
+    global batch is.
+
+    Micro-batches become steps in windows of about `_WINDOW` steps. Within a window those of similar
+    cost share a step, so that no rank waits long for another, and an image comes twice in a step
+    only if it has to. Where an epoch is shorter than two steps, the window is as many epochs as
+    take whole steps.
+
+    Any step is found from its number: the micro-batches that earlier epochs emitted can be counted
+    without making them.
 
     Args:
-        buckets: Per sample, the bucket it belongs to; a step's samples are all of one bucket, so
-            that all ranks compute the same shapes.
+        buckets: Per sample, what the samples of a micro-batch must have in common.
         global_batch: Samples per optimizer step.
         seed: Of the order.
         shares: Of the datasets; without them, every sample comes once an epoch.
+        micro_batch: Samples per rank and forward; divides `global_batch`.
+        images: Per sample, what it shows; samples of several resolutions may show the same.
+            Without it, each shows something else.
+        cost: A bucket's cost, in anything proportional to time, such as tokens.
     """
 
     def __init__(
@@ -133,129 +164,319 @@ class BatchPlan:
         global_batch: int,
         seed: int,
         shares: Sequence[Share] | None = None,
+        *,
+        micro_batch: int = 1,
+        images: Sequence[Hashable] | None = None,
+        cost: Callable[[Any], float] = lambda bucket: 1.0,
     ) -> None:
+        if global_batch % micro_batch:
+            raise ValueError(f"{micro_batch} samples a forward do not divide {global_batch}")
         self.buckets = tuple(buckets)
         self.global_batch = global_batch
+        self.micro_batch = micro_batch
         self.seed = seed
         self.shares = tuple(shares or [Share(len(self.buckets), len(self.buckets))])
         if sum(share.samples for share in self.shares) != len(self.buckets):
             raise ValueError("the shares do not add up to the samples")
-        self._epochs: dict[int, list[tuple[Draw, ...]]] = {}
-        self._lock = Lock()  # threads read ahead, at the turn of an epoch in two of them
+        names = dict.fromkeys(self.buckets)
+        numbers = {bucket: number for number, bucket in enumerate(names)}
+        self._bucket = np.array([numbers[bucket] for bucket in self.buckets])
+        self._cost = np.array([cost(bucket) for bucket in names])
+        shown = {image: number for number, image in enumerate(dict.fromkeys(images or ()))}
+        self._image = np.array([shown[image] for image in images or ()] or range(len(self.buckets)))
+        self._first = np.cumsum([0, *(share.samples for share in self.shares)])
+        self._members = np.stack(
+            [
+                np.bincount(self._bucket[begin:end], minlength=len(names))
+                for begin, end in pairwise(self._first)
+            ]
+        )
+        self._per_step = global_batch // micro_batch
+        self._in_order = self.draws_per_epoch < 2 * global_batch
+        self._round_epochs = self._epochs_of_a_round()
+        self._rounds: dict[int, IntArray] = {}
+        self._windows: dict[int, tuple[int, list[tuple[Draw, ...]]]] = {}
+        self._lock = Lock()  # threads read ahead, at the turn of a window in two of them
 
     @property
-    def draws_per_epoch(self) -> int:
-        """Samples an epoch shows, not counting what fills last batches."""
-        return sum(share.draws for share in self.shares)
+    def draws_per_epoch(self) -> float:
+        """Samples of an epoch."""
+        return math.fsum(share.draws for share in self.shares)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps of an epoch; rarely a whole number."""
+        return self.draws_per_epoch / self.global_batch
 
     @cached_property
-    def bucket_draws(self) -> dict[Hashable, int]:
-        """Bucket → how many draws of an epoch are from it, not counting what fills last batches."""
-        draws: Counter[Hashable] = Counter()
-        for group in self._groups:
-            draws[group.bucket] += group.draws
-        return dict(draws)
-
-    @cached_property
-    def batches(self) -> dict[Hashable, int]:
-        """Bucket → how many steps of an epoch are of it."""
-        draws = self.bucket_draws
-        return {bucket: -(-count // self.global_batch) for bucket, count in draws.items()}
-
-    @cached_property
-    def steps_per_epoch(self) -> int:
-        """Steps until every sample has been seen as often as it should."""
-        return sum(self.batches.values())
-
-    def draws(self, step: int) -> tuple[Draw, ...]:
-        """The samples of a step, counted from 0."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        return self._epoch(epoch)[position]
+    def bucket_draws(self) -> dict[Hashable, float]:
+        """Bucket → how many draws of an epoch are from it, in the mean of many epochs."""
+        rates = np.array([share.draws / max(share.samples, 1) for share in self.shares])
+        names = dict.fromkeys(self.buckets)
+        return dict(zip(names, (rates @ self._members).tolist(), strict=True))
 
     def epoch(self, step: int) -> float:
         """How many epochs are complete when `step` begins, with its fraction."""
-        return step / self.steps_per_epoch
+        return step * self.global_batch / self.draws_per_epoch
 
-    @cached_property
-    def _groups(self) -> list[_Group]:
-        """The samples of each dataset in each bucket, with their part of the dataset's draws."""
-        groups = []
-        first = 0
-        for share in self.shares:
-            members: dict[Hashable, list[int]] = {}
-            for sample in range(first, first + share.samples):
-                members.setdefault(self.buckets[sample], []).append(sample)
-            first += share.samples
-            exact = {b: share.draws * len(m) / share.samples for b, m in members.items()}
-            draws = {bucket: int(part) for bucket, part in exact.items()}
-            left = share.draws - sum(draws.values())
-            # The largest remainders get what is left, so that an epoch has always the same length.
-            by_remainder = sorted(exact, key=lambda b: draws[b] - exact[b])
-            for bucket in by_remainder[:left]:
-                draws[bucket] += 1
-            groups += [_Group(bucket, tuple(m), draws[bucket]) for bucket, m in members.items()]
-        return groups
-
-    def _epoch(self, epoch: int) -> list[tuple[Draw, ...]]:
+    def draws(self, step: int) -> tuple[Draw, ...]:
+        """Return the samples of a step, counted from 0; each micro-batch is a run of them."""
         with self._lock:
-            if epoch not in self._epochs:
-                while len(self._epochs) >= _KEPT_EPOCHS:
-                    del self._epochs[min(self._epochs)]
-                self._epochs[epoch] = self._make_epoch(epoch)
-            return self._epochs[epoch]
+            for first, steps in self._windows.values():
+                if first <= step < first + len(steps):
+                    return steps[step - first]
+            first, steps = self._window(step)
+            while len(self._windows) >= _KEPT:
+                del self._windows[min(self._windows)]
+            self._windows[first] = first, steps
+            return steps[step - first]
 
-    def _make_epoch(self, epoch: int) -> list[tuple[Draw, ...]]:
-        draw = random.Random(f"{self.seed}:{epoch}")
-        orders: dict[Hashable, list[tuple[float, Draw]]] = {}
-        for group in self._groups:
-            orders.setdefault(group.bucket, []).extend(group.epoch(epoch, draw))
-        batches = {bucket: self._batches(placed) for bucket, placed in orders.items()}
-        # Buckets come in a random order, and the batches of each in theirs.
-        order = [bucket for bucket, own in batches.items() for _ in own]
-        draw.shuffle(order)
-        left = {bucket: iter(own) for bucket, own in batches.items()}
-        return [next(left[bucket]) for bucket in order]
+    def _epochs_of_a_round(self) -> int:
+        """How many epochs are planned together: enough of them to emit two steps.
 
-    def _batches(self, placed: list[tuple[float, Draw]]) -> list[tuple[Draw, ...]]:
-        """A bucket's draws, in the order of their places."""
-        order = [draw for _, draw in sorted(placed)]
-        batches: list[tuple[Draw, ...]] = []
-        for start in range(0, len(order), self.global_batch):
-            batch = order[start : start + self.global_batch]
-            for number in range(self.global_batch - len(batch)):
-                again, place = divmod(number, len(order))
-                draw = order[place]
-                batch.append(Draw(draw.sample, draw.turn + 1 + again))
-            batches.append(tuple(batch))
-        return batches
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Samples of one dataset in one bucket."""
-
-    bucket: Hashable
-    members: tuple[int, ...]
-    draws: int
-
-    def epoch(self, epoch: int, draw: random.Random) -> list[tuple[float, Draw]]:
-        """Its draws of an epoch, each with its place among those of its bucket, from 0 to 1.
-
-        Each pass over the samples has its own stretch, so that repeats of one lie far apart and
-        datasets mix evenly.
+        If a single one has not even two, they end where a step ends: then the draws
+        of each image can be spread evenly over the steps.
         """
-        passes, extra = divmod(self.draws, len(self.members))
-        stretches = passes + bool(extra)
-        draws = []
-        for number in range(stretches):
-            chosen = self.members
-            if number == passes:  # not all come once more: in every epoch the next ones
-                start = epoch * extra % len(self.members)
-                chosen = (self.members[start:] + self.members[:start])[:extra]
-            for sample in chosen:
-                place = (number + draw.random()) / stretches
-                draws.append((place, Draw(sample, epoch * stretches + number)))
-        return draws
+        least = 2 * self._per_step + (self.micro_batch > 1) * len(self._cost)
+        enough = math.ceil(least * self.micro_batch / self.draws_per_epoch)
+        if not self._in_order:
+            return enough
+        whole = self.global_batch // math.gcd(round(self.draws_per_epoch), self.global_batch)
+        whole = math.lcm(whole, self.micro_batch)
+        affordable = max(1, _LONGEST_ROUND // round(self.draws_per_epoch))
+        return max(enough if whole > affordable else whole * math.ceil(enough / whole), 1)
+
+    def _rng(self, *key: object) -> np.random.RandomState:
+        """A generator of its own for each key; numpy never changes what this kind draws."""
+        words = hashlib.sha256(":".join(map(str, (self.seed, *key))).encode()).digest()
+        return np.random.RandomState(np.frombuffer(words, "<u4"))
+
+    def _order(self, dataset: int, turn: int) -> IntArray:
+        """A dataset's samples, in the order in which they come for the `turn`-th time."""
+        order = self._rng("order", dataset, turn).permutation(self.shares[dataset].samples)
+        return order + self._first[dataset]
+
+    def _fresh(self, epoch: int) -> IntArray:
+        """An epoch's draws in the order of the stream, `(n, 2)`: sample and turn.
+
+        Each dataset comes in one shuffled pass after the other, in as many equal stretches of the
+        epoch as it has draws, so that datasets mix evenly.
+        """
+        draws, times = [], []
+        for dataset, share in enumerate(self.shares):
+            place = share.drawn_before(epoch)
+            count = left = share.drawn_before(epoch + 1) - place
+            while left:
+                turn, begin = divmod(place, share.samples)
+                samples = self._order(dataset, turn)[begin : begin + left]
+                draws.append(np.stack([samples, np.full(len(samples), turn)], axis=1))
+                place, left = place + len(samples), left - len(samples)
+            within = self._rng("time", dataset, epoch).random_sample(count)
+            times.append((np.arange(count) + within) / max(count, 1))
+        return np.concatenate(draws)[np.argsort(np.concatenate(times), kind="stable")]
+
+    def _drawn_before(self, epoch: int) -> IntArray:
+        """How many draws each bucket has had before an epoch."""
+        counts = np.zeros(len(self._cost), np.int64)
+        for dataset, share in enumerate(self.shares):
+            if not share.draws:
+                continue
+            turn, begin = divmod(share.drawn_before(epoch), share.samples)
+            counts += turn * self._members[dataset]
+            if begin:
+                own = self._bucket[self._order(dataset, turn)[:begin]]
+                counts += np.bincount(own, minlength=len(counts))
+        return counts
+
+    def _waiting(self, epoch: int) -> IntArray:
+        """The draws that wait for others of their bucket when an epoch begins, `(n, 2)`."""
+        missing = self._drawn_before(epoch) % self.micro_batch
+        parts: list[IntArray] = []
+        while missing.any():
+            epoch -= 1
+            draws = self._fresh(epoch)
+            bucket = self._bucket[draws[:, 0]]
+            taken = _place_in_group(bucket[::-1])[::-1] < missing[bucket]
+            parts.insert(0, draws[taken])
+            missing = missing - np.bincount(bucket[taken], minlength=len(missing))
+        return np.concatenate([np.empty((0, 2), np.int64), *parts])
+
+    def _emitted_before(self, number: int) -> int:
+        """How many micro-batches are emitted before a round."""
+        drawn = self._drawn_before(number * self._round_epochs)
+        return int((drawn // self.micro_batch).sum())
+
+    def _emitted(self, number: int) -> IntArray:
+        """The micro-batches of a round, in the order in which they fill, `(n, micro_batch, 2)`."""
+        if number not in self._rounds:
+            first = number * self._round_epochs
+            epochs = range(first, first + self._round_epochs)
+            draws = np.concatenate([self._waiting(first), *(self._fresh(e) for e in epochs)])
+            bucket = self._bucket[draws[:, 0]]
+            place = _place_in_group(bucket)
+            whole = np.bincount(bucket) // self.micro_batch * self.micro_batch
+            full = np.flatnonzero(place < whole[bucket])
+            by_bucket = full[np.argsort(bucket[full], kind="stable")].reshape(-1, self.micro_batch)
+            while len(self._rounds) >= _KEPT:
+                del self._rounds[min(self._rounds)]
+            self._rounds[number] = draws[by_bucket[np.argsort(by_bucket[:, -1])]]
+        return self._rounds[number]
+
+    def _kept_back(self, number: int) -> tuple[IntArray, IntArray]:
+        """The micro-batches that a round leaves to the next one's first step, and the others.
+
+        They are too few for a step. All have about the same cost.
+        """
+        emitted = self._emitted(number)
+        count = self._emitted_before(number + 1) % self._per_step
+        kept = np.arange(len(emitted) - count, len(emitted))
+        if not self._in_order and count:
+            kept = self._alike(number, emitted, count)
+        others = np.ones(len(emitted), bool)
+        others[kept] = False
+        return emitted[kept], emitted[others]
+
+    def _alike(self, number: int, emitted: IntArray, count: int) -> IntArray:
+        """Choose late micro-batches of about the same cost, and of other images if possible."""
+        first = len(emitted) - max(len(emitted) // self._round_epochs, min(2 * count, len(emitted)))
+        costs = self._cost[self._bucket[emitted[first:, 0, 0]]]
+        by_cost = first + np.argsort(costs, kind="stable")
+        start = len(by_cost) - count  # the last ones, where all cost the same
+        if costs.min() < costs.max():
+            start = self._rng("kept back", number).randint(len(by_cost))
+        images: set[int] = set()
+        chosen: list[int] = []
+        doubles: list[int] = []
+        for place in np.roll(by_cost, -start).tolist():
+            own = set(self._image[emitted[place, :, 0]].tolist())
+            (doubles if images & own else chosen).append(place)
+            images |= own
+            if len(chosen) == count:
+                break
+        return np.sort(np.array((chosen + doubles)[:count]))
+
+    def _window(self, step: int) -> tuple[int, list[tuple[Draw, ...]]]:
+        """The window of a step: its first step, and what its steps train on."""
+        number = int(self.epoch(step) / self._round_epochs)
+        while (begin := self._emitted_before(number) // self._per_step) > step:
+            number -= 1
+        while (end := self._emitted_before(number + 1) // self._per_step) <= step:
+            number, begin = number + 1, end
+        parts = max(self._round_epochs, round((end - begin) / _WINDOW))
+        windows = 1 if self._in_order else min(parts, end - begin)
+        place = (step - begin) * windows // (end - begin)
+        first, last = (-(-(end - begin) * part // windows) for part in (place, place + 1))
+        late = self._kept_back(number - 1)[0] if number else self._emitted(0)[:0]
+        units = self._kept_back(number)[1]
+        cuts = [max(0, bound * self._per_step - len(late)) for bound in (first, last)]
+        return begin + first, self._steps(
+            late if first == 0 else late[:0], units[cuts[0] : cuts[1]]
+        )
+
+    def _steps(self, late: IntArray, units: IntArray) -> list[tuple[Draw, ...]]:
+        """Share micro-batches out to steps.
+
+        Args:
+            late: Those that must be in the first step, `(n, micro_batch, 2)`.
+            units: The others, likewise.
+        """
+        every = np.concatenate([late, units])
+        costs = self._cost[self._bucket[every[:, 0, 0]]].tolist()
+        shown = self._image[every[:, :, 0]].tolist()
+        sharing = _Sharing(len(every) // self._per_step, self._per_step, shown)
+        numbers = list(range(len(late), len(every)))
+        for number in range(len(late)):
+            sharing.put(number, 0)
+        if not self._in_order:
+            numbers.sort(key=costs.__getitem__)
+            if len(late):
+                like = sum(costs[: len(late)]) / len(late)
+                nearest = sorted(numbers, key=lambda number: abs(costs[number] - like))
+                placed = {number for number in nearest if sharing.try_put(number, 0)}
+                numbers = [number for number in numbers if number not in placed]
+        sharing.fill(numbers)
+        # Steps in the order in which their micro-batches filled. In a step, those of similar cost
+        # are neighbors, which ranks compute at the same time.
+        begin = bool(len(late))
+        steps = sharing.steps[:begin] + sorted(sharing.steps[begin:], key=sum)
+        steps = [sorted(step, key=costs.__getitem__) for step in steps]
+        rows = every.tolist()
+        return [tuple(Draw(*draw) for unit in step for draw in rows[unit]) for step in steps]
+
+
+def _place_in_group(groups: IntArray) -> IntArray:
+    """Return which of its group's elements each is, counted from 0."""
+    order = np.argsort(groups, kind="stable")
+    counts = np.bincount(groups)
+    starts = np.cumsum(counts) - counts
+    places = np.empty_like(order)
+    places[order] = np.arange(len(groups)) - starts[groups[order]]
+    return places
+
+
+class _Sharing:
+    """Micro-batches shared out to steps, so that each image's are in as many steps as possible.
+
+    Args:
+        steps: How many there are.
+        size: Micro-batches of a step.
+        shown: Per micro-batch, the images of its samples.
+    """
+
+    def __init__(self, steps: int, size: int, shown: Sequence[Sequence[int]]) -> None:
+        self.steps: list[list[int]] = [[] for _ in range(steps)]
+        self._size = size
+        self._shown = [Counter(images) for images in shown]
+        self._there: list[Counter[int]] = [Counter() for _ in range(steps)]
+        total = Counter(image for images in shown for image in images)
+        self._most = {image: -(-count // steps) for image, count in total.items()}
+        for images in self._shown:
+            for image, count in images.items():
+                self._most[image] = max(self._most[image], count)
+
+    def put(self, number: int, step: int) -> None:
+        """Put a micro-batch into a step, whatever is there."""
+        self.steps[step].append(number)
+        self._there[step].update(self._shown[number])
+
+    def try_put(self, number: int, step: int) -> bool:
+        """Put it there if there is room and no image comes too often; return whether it was."""
+        if len(self.steps[step]) == self._size or not self._fits(number, step):
+            return False
+        self.put(number, step)
+        return True
+
+    def fill(self, numbers: Iterable[int]) -> None:
+        """Put each where it fits first."""
+        first, stuck = 0, []
+        for number in numbers:
+            while first < len(self.steps) and len(self.steps[first]) == self._size:
+                first += 1
+            if not any(self.try_put(number, step) for step in range(first, len(self.steps))):
+                stuck.append(number)
+        for number in stuck:
+            open_ = next(s for s, own in enumerate(self.steps) if len(own) < self._size)
+            self.put(self._exchanged(number, open_), open_)
+
+    def _fits(self, number: int, step: int, without: int | None = None) -> bool:
+        there, less = self._there[step], self._shown[without] if without is not None else {}
+        return all(
+            there[image] - less.get(image, 0) + count <= self._most[image]
+            for image, count in self._shown[number].items()
+        )
+
+    def _exchanged(self, number: int, step: int) -> int:
+        """Put one in place of another that fits into `step`; return that one, or itself."""
+        near = sorted(range(len(self.steps)), key=lambda other: abs(other - step))
+        for other in near[1:]:
+            own = self.steps[other]
+            for place, held in enumerate(own):
+                if self._fits(held, step) and self._fits(number, other, held):
+                    own[place] = number
+                    self._there[other].subtract(self._shown[held])
+                    self._there[other].update(self._shown[number])
+                    return held
+        return number
 
 
 def positions_of_rank(rank: int, ranks: int, micro_batch: int, micro_batch_size: int) -> range:

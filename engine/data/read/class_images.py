@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 from engine.data.encode.tensor_cache import fingerprint
 from engine.data.read.folders import Source
 from jobs.paths import cache_home
+from jobs.spec.rules.lora_conflicts import modulation_of
+from jobs.spec.rules.no_effect import counts
 from jobs.spec.values.datasets import Dataset, datasets_of
 from jobs.spec.values.resolutions import all_resolutions
 
@@ -41,11 +43,20 @@ def folder_of(spec: JobSpec, model_root: Path) -> Path:
         "steps": spec.validation_num_inference_steps,
         "guidance": [spec.validation_guidance, spec.validation_true_cfg_scale],
         "negative": spec.validation_negative_prompt,
-        "precision": [spec.mixed_precision, spec.base_precision, spec.text_encoder_precision],
+        "precision": [
+            *(spec.mixed_precision, spec.base_precision, spec.text_encoder_precision),
+            *_modulation(spec),
+        ],
         "tokens": spec.max_sequence_length,
     }
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     return cache_root(spec) / _FOLDER / name
+
+
+def _modulation(spec: JobSpec) -> list[str]:
+    """How modulation is packed; nothing where it is not, as in folders of earlier versions."""
+    own = modulation_of(spec)
+    return [own] if own != "none" and counts("modulation_precision", spec) else []
 
 
 def numbers_in(folder: Path) -> set[int]:

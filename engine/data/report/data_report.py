@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -18,9 +19,10 @@ from engine.data.read.images import NOTES
 from engine.data.read.masks import names_mask
 from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
-from jobs.spec.rules.buckets import Buckets, enlargement
-from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
+from jobs.spec.rules.steps import global_batch_size, total_steps
 from jobs.spec.values.datasets import datasets_of, find_layout
+from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _EXAMPLES: Final = 8
+_OFTEN: Final = 1.5  # times as often as the average sample: worth a warning
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,16 @@ class BucketReport:
     Attributes:
         size: `[width, height]`, for videos `[width, height, frames]`.
         samples: How many belong to it.
-        batches: Steps of an epoch that are of it.
+        draws: Samples of an epoch that are of it, in the mean of many epochs.
         cut_mean: Mean share of a sample's area that is cut off.
         cut_most: The largest.
-        fill: Draws of an epoch that only fill its last batch.
     """
 
     size: list[int]
     samples: int
-    batches: int
+    draws: float
     cut_mean: float
     cut_most: float
-    fill: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class DatasetReport:
     layout: str
     samples: int
     skipped: int
-    draws: int
+    draws: float
     others: dict[str, int]
     regularization: bool
 
@@ -107,6 +108,7 @@ class DataReport:
         cautions: What is trained on, but perhaps not as intended.
         datasets: Each of them.
         buckets: Each of them, the fullest first.
+        bucket_steps: How many pixels their sides lie apart, at each resolution.
         texts: Different texts to encode, prompts not counted.
         masked: Images that are trained with a mask.
         weights: The smallest and the largest weight of a sample's loss; none if all are 1.
@@ -114,9 +116,11 @@ class DataReport:
         views: Different views of each image (crops, flips).
         longest: The most tokens of a caption; None when they were not counted.
         global_batch: Samples per optimizer step.
-        steps_per_epoch: Optimizer steps in which every sample comes as often as it should.
-        draws_per_epoch: Samples of an epoch, not counting what fills last batches.
+        steps_per_epoch: Optimizer steps of an epoch; rarely a whole number.
+        draws_per_epoch: Samples of an epoch.
+        most_drawn: How often the most drawn sample comes while the average one comes once.
         epochs: How many the job trains.
+        total_steps: How many optimizer steps it trains.
     """
 
     samples: int
@@ -128,6 +132,7 @@ class DataReport:
     cautions: list[Finding]
     datasets: list[DatasetReport]
     buckets: list[BucketReport]
+    bucket_steps: list[int]
     texts: int
     masked: int
     weights: list[float]
@@ -135,9 +140,11 @@ class DataReport:
     views: int
     longest: int | None
     global_batch: int
-    steps_per_epoch: int
-    draws_per_epoch: int
+    steps_per_epoch: float
+    draws_per_epoch: float
+    most_drawn: float
     epochs: float
+    total_steps: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -148,8 +155,21 @@ def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
     datasets = datasets_of(spec)
     members = Counter(sample.dataset for sample in index.samples)
     shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
-    per_step = data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
-    return BatchPlan([sample.group for sample in index.samples], per_step, spec.seed, shares)
+    return BatchPlan(
+        [sample.group for sample in index.samples],
+        global_batch_size(spec),
+        spec.seed,
+        shares,
+        micro_batch=spec.train_batch_size,
+        images=[(sample.dataset, sample.name) for sample in index.samples],
+        cost=_pixels,
+    )
+
+
+def _pixels(group: Any) -> int:
+    """Return how many pixels a sample of a group has, with its conditioning images."""
+    bucket, references = (group, ()) if isinstance(group[0], int) else group[:2]
+    return math.prod(bucket) + sum(math.prod(size) for size in references)
 
 
 def sample_texts(sample: Sample, spec: JobSpec) -> tuple[str, ...]:
@@ -173,6 +193,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
     """
     index, held = hold_out(index, spec)
     plan = make_plan(spec, index)
+    steps = total_steps(spec, plan.draws_per_epoch) or 0
     texts = [sample_texts(sample, spec) for sample in index.samples]
     distinct = list(dict.fromkeys(text for own in texts for text in own))
     counts = count_tokens(distinct, spec, model_root) if model_root is not None else None
@@ -185,9 +206,10 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         skipped=[[skip.dataset, skip.name, skip.why] for skip in index.skipped],
         reasons=reasons_of(index),
         handled=_handled(index),
-        cautions=_cautions(spec, index, texts, tokens),
+        cautions=[*_drawn_often(spec, plan), *_cautions(spec, index, texts, tokens)],
         datasets=_datasets(spec, index, plan),
         buckets=_buckets(index, plan),
+        bucket_steps=sorted({bucket_step(side, spec) for side in all_resolutions(spec)}),
         texts=len(distinct),
         masked=sum(bool(image.mask) for image in _images(index.samples)),
         weights=[min(weights), max(weights)] if any(weight != 1 for weight in weights) else [],
@@ -195,9 +217,11 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         views=count_views(spec),
         longest=max(tokens.values()) if tokens else None,
         global_batch=plan.global_batch,
-        steps_per_epoch=plan.steps_per_epoch,
-        draws_per_epoch=plan.draws_per_epoch,
-        epochs=round(plan.epoch(spec.max_train_steps), 3),
+        steps_per_epoch=round(plan.steps_per_epoch, 3),
+        draws_per_epoch=round(plan.draws_per_epoch, 3),
+        most_drawn=round(max(_relative_draws(plan)), 3),
+        epochs=round(plan.epoch(steps), 3),
+        total_steps=steps,
     )
 
 
@@ -208,7 +232,7 @@ def summary(report: DataReport) -> list[str]:
     lines = [
         f"{_plural(report.samples, 'sample')}{shown}{held} in "
         f"{_plural(len(report.buckets), 'bucket')}, {_plural(report.texts, 'caption')}; "
-        f"{_plural(report.steps_per_epoch, 'step')} of {report.global_batch} per epoch, "
+        f"{report.steps_per_epoch:g} steps of {report.global_batch} per epoch, "
         f"{report.epochs:g} epochs"
     ]
     if report.masked:
@@ -216,14 +240,18 @@ def summary(report: DataReport) -> list[str]:
     if report.weights:
         least, most = report.weights
         lines.append(f"weights of the loss from {least:g} to {most:g}")
-    for dataset in report.datasets:
-        if dataset.regularization:
+    if len(report.datasets) > 1:
+        for dataset in report.datasets:
+            kind = "regularization" if dataset.regularization else "dataset"
             count = _plural(dataset.samples, "sample")
-            lines.append(f"regularization: {count} of {dataset.path}")
+            share = dataset.draws / report.draws_per_epoch
+            lines.append(
+                f"{kind} {dataset.path}: {count}, {dataset.draws:g} draws per epoch ({share:.1%})"
+            )
     for bucket in report.buckets:
         size = "x".join(map(str, bucket.size))
         lines.append(
-            f"bucket {size}: {bucket.samples} samples, {bucket.batches} steps per epoch, "
+            f"bucket {size}: {bucket.samples} samples, {bucket.draws:g} draws per epoch, "
             f"{bucket.cut_mean:.0%} cropped on average, {bucket.cut_most:.0%} max"
         )
     for kind, findings in (("skipped", report.reasons), ("read", report.handled)):
@@ -283,6 +311,7 @@ def _cautions(
         (cut, "cropped by more than a quarter"),
         (enlarged, "enlarged"),
         (copies, "with the same content as another"),
+        *_crowded(spec, index),
         *_mask_cautions(spec, samples),
     ]
     findings = [
@@ -293,6 +322,44 @@ def _cautions(
         for kind, count in sorted(dataset.items()):
             findings.append(Finding(count, f"{kind} in {folder}, which are not samples"))
     return findings
+
+
+def _relative_draws(plan: BatchPlan) -> list[float]:
+    """Return how often a sample of each dataset comes while the average one comes once."""
+    mean = plan.draws_per_epoch / len(plan.buckets)
+    return [share.draws / max(share.samples, 1) / mean for share in plan.shares]
+
+
+def _drawn_often(spec: JobSpec, plan: BatchPlan) -> list[Finding]:
+    """The datasets whose samples come far more often than others, and not because of `repeats`."""
+    findings = []
+    for dataset, share, often in zip(
+        datasets_of(spec), plan.shares, _relative_draws(plan), strict=True
+    ):
+        if often > _OFTEN and share.draws != share.samples * dataset.repeats:
+            cause = "regularization" if dataset.weight is None else f"weight {dataset.weight:g}"
+            text = (
+                f"of {Path(dataset.path).name} come {often:.1f} times as often as the average "
+                f"sample ({cause}); add images to it"
+            )
+            text += "" if dataset.weight is None else " or lower its weight"
+            findings.append(Finding(share.samples, text, []))
+    return findings
+
+
+def _crowded(spec: JobSpec, index: DataIndex) -> list[tuple[list[Sample], str]]:
+    """The samples of shapes too rare to fill a micro-batch with different ones."""
+    counts = Counter(sample.group for sample in index.samples)
+    rare = [s for s in index.samples if counts[s.group] < spec.train_batch_size]
+    sizes = ", ".join(dict.fromkeys("x".join(map(str, s.bucket)) for s in rare[:3]))
+    return [
+        (
+            rare,
+            f"of a shape ({sizes}) with fewer samples than train_batch_size, so they wait for "
+            "a batch and come in it more than once; a larger bucket_step joins shapes, and "
+            "train_batch_size: 1 needs no two alike",
+        )
+    ]
 
 
 def _images(samples: Iterable[Sample]) -> list[Sample]:
@@ -328,20 +395,18 @@ def _mask_cautions(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sampl
 
 
 def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetReport]:
-    reports = []
-    for number, dataset in enumerate(datasets_of(spec)):
-        reports.append(
-            DatasetReport(
-                path=dataset.path,
-                layout=find_layout(expand(dataset.path)),
-                samples=plan.shares[number].samples,
-                skipped=sum(skip.dataset == number for skip in index.skipped),
-                draws=plan.shares[number].draws,
-                others=index.others[number],
-                regularization=dataset.regularization,
-            )
+    return [
+        DatasetReport(
+            path=dataset.path,
+            layout=find_layout(expand(dataset.path)),
+            samples=plan.shares[number].samples,
+            skipped=sum(skip.dataset == number for skip in index.skipped),
+            draws=round(plan.shares[number].draws, 3),
+            others=index.others[number],
+            regularization=dataset.regularization,
         )
-    return reports
+        for number, dataset in enumerate(datasets_of(spec))
+    ]
 
 
 def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
@@ -350,15 +415,13 @@ def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
     for bucket, samples in index.by_bucket().items():
         cuts = [cut_share(s.width, s.height, _size(s)) for s in samples]
         groups = {sample.group for sample in samples}
-        batches = sum(plan.batches[group] for group in groups)
         reports.append(
             BucketReport(
                 size=list(bucket),
                 samples=len(samples),
-                batches=batches,
+                draws=round(sum(draws[group] for group in groups), 1),
                 cut_mean=round(sum(cuts) / len(cuts), 4),
                 cut_most=round(max(cuts), 4),
-                fill=batches * plan.global_batch - sum(draws[group] for group in groups),
             )
         )
     return reports

@@ -57,9 +57,9 @@ class Family(ABC):
     """Regular expression of the modules to which the stock pipeline adds an adapter of zeros where
     a LoRA has none."""
 
-    FULL_PRECISION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
-    """Regular expression of the names of layers in blocks that `base_precision` leaves as they are:
-    modulation and norms, which scale everything that comes after them."""
+    MODULATION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
+    """Regular expression of the names of layers in blocks that compute shifts and scales of all
+    that comes after them; `modulation_precision` is theirs in a packed base."""
 
     KOHYA: LoraStyle | None = None
     """How kohya's scripts name its LoRAs, where one of them trains it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Final
 
 from engine.memory.predicting.optimizers import state_bytes
@@ -10,10 +9,9 @@ from engine.memory.predicting.predict import trained_of
 from engine.memory.predicting.sharding import Layout, cost_of, swapped_of
 from jobs.memory.host_memory import host_bytes
 from jobs.spec.rules.averages import SCHEDULE_FREE, has_average
+from jobs.spec.rules.steps import periodic_saves
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine.memory.tracing.trace import Trace
     from jobs.spec.job_spec import JobSpec
 
@@ -80,27 +78,29 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def disk_of(spec: JobSpec, trace: Trace, run_root: Path | None = None) -> dict[str, int]:
-    """Bytes on disk, whatever the number of ranks."""
+def disk_of(spec: JobSpec, trace: Trace, file_bytes: int) -> dict[str, int]:
+    """Return bytes on disk, whatever the number of ranks.
+
+    Args:
+        spec: The job.
+        trace: Of its step.
+        file_bytes: Of a parameter in the model's files, in which a full export is written.
+    """
     whole = Layout(0)
     checkpoint = _saved(spec, trace, whole)
-    every = spec.checkpointing_steps
-    saves = -(-spec.max_train_steps // every) if every else 1
-    kept = min(saves, spec.checkpoints_total_limit or saves)
+    saves, limit = periodic_saves(spec), spec.checkpoints_total_limit
+    kept = min(saves or limit or 1, limit or saves or 1)  # one at least, if the length is unknown
     numbers = trace.trained
-    auto = 4 if spec.model_type == "lora" else trace.shape.file_bytes
+    auto = 4 if spec.model_type == "lora" else file_bytes
     width = _EXPORTED.get(str(spec.export_dtype), auto)
     formats = 1 if spec.model_type == "full" else max(1, len(spec.export_formats or [1, 1]))
-    sizes = {
+    return {
         "checkpoint": checkpoint,
         "checkpoints": kept * checkpoint,
         # One more is complete before the oldest is deleted.
         "at_most": (kept + 1) * checkpoint,
         "export": numbers * width * formats,
     }
-    if run_root is not None:
-        sizes["free"] = shutil.disk_usage(run_root).free
-    return sizes
 
 
 def _saved(spec: JobSpec, trace: Trace, layout: Layout) -> int:

@@ -16,6 +16,7 @@ from engine.train.gradients import BUCKET, UNDER_WAY
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
+from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import SHARDING, chosen_strategy, world_size
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def predict(
     if spec.optimizer == SCHEDULE_FREE and not layout.offload:
         averages = sum(parameter.size for parameter in trained)
     walk = _walk(trace, layout, base, spec)
-    walk.step(spec.gradient_accumulation_steps)
+    walk.step(accumulation_steps(spec, ranks))
     workspace = _workspace(spec, trace, layout, trained, ranks, on_cuda=on_cuda)
     phases = {
         name: Phase(name, replace(parts, gathered=parts.gathered + moving))
@@ -141,7 +142,7 @@ def predict(
         trained=trace.trained,
         strategy=strategy,
         ranks=ranks,
-        settings=_settings(spec),
+        settings=_settings(spec, ranks),
         phases=_in_order(phases),
         reserved=overheads.reserved(peak) if on_cuda else (peak, peak),
         overheads=overheads.beside(_communicators(spec, strategy, ranks)) if on_cuda else {},
@@ -297,6 +298,7 @@ def _in_order(phases: Mapping[str, Phase]) -> tuple[Phase, ...]:
     return tuple(phases[name] for name in PHASES if name in phases)
 
 
-def _settings(spec: JobSpec) -> dict[str, Any]:
+def _settings(spec: JobSpec, ranks: int) -> dict[str, Any]:
     values = spec.model_dump(mode="json", include=set(_SETTINGS))
+    values["gradient_accumulation_steps"] = accumulation_steps(spec, ranks)
     return {name: values[name] for name in _SETTINGS}

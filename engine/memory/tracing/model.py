@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from engine.memory.tracing.shape import Shape
     from engine.model.files.weights import StoredTensor
 
-_IN_FILE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-
 
 @dataclass(frozen=True)
 class Weight:
@@ -187,12 +185,12 @@ def _published(shape: Shape, family: Family) -> dict[str, StoredTensor] | None:
 
 
 def _set_precision(model: torch.nn.Module, shape: Shape, fp32: set[str]) -> None:
-    """As `engine.model.files.weights.build_on_meta` does by the files, which need not be here."""
-    spec, in_file = shape.spec, _IN_FILE[shape.file_bytes]
+    """As `engine.model.files.weights.build_on_meta` does."""
+    spec = shape.spec
     made: dict[int, torch.nn.Parameter] = {}
     for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():
         if id(parameter) not in made:
-            dtype = storage_dtype(spec, in_file, keep_fp32=name in fp32)
+            dtype = storage_dtype(spec, keep_fp32=name in fp32)
             trained = spec.model_type == "full" and parameter.requires_grad
             made[id(parameter)] = torch.nn.Parameter(parameter.to(dtype), requires_grad=trained)
         _set(model, name, made[id(parameter)])

@@ -41,6 +41,7 @@ _OF_LORA: Final = (
     "base_precision",
     "base_matmul",
     "keep_in_full_precision",
+    "modulation_precision",
 )
 _OF_POLICIES: Final = {
     "SIZE_BASED_WRAP": ("fsdp_min_num_params",),
@@ -56,7 +57,6 @@ class Shape:
         key: All that decides it, as a text.
         spec: A job that has it.
         config: The denoiser's config.
-        file_bytes: Of a parameter in the model's files.
         sharded: Whether units gather their weights, in the compute precision.
         size: Width and height of an image in pixels.
         frames: Frames of a video.
@@ -66,7 +66,6 @@ class Shape:
     key: str
     spec: JobSpec
     config: dict[str, Any]
-    file_bytes: int
     sharded: bool
     size: tuple[int, int]
     frames: int
@@ -106,10 +105,9 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
             spec.conditioning_resolution,
         ],
         "config": config,
-        "file_bytes": target.dtype_bytes,
     }
     key = json.dumps(facts, sort_keys=True)
-    return Shape(key, spec, config, target.dtype_bytes, sharded, size, frames, training)
+    return Shape(key, spec, config, sharded, size, frames, training)
 
 
 def _keys(spec: JobSpec, *, training: bool) -> set[str]:

@@ -185,7 +185,6 @@ def _play(
 
 def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
     """What `engine.train.optimizer_step` does with a micro-batch."""
-    spec = shape.spec.model_copy(update={"gradient_accumulation_steps": 1})
     device = torch.device("cpu")
     strategy = "fsdp2" if shape.sharded else "single"
     world = World(rank=0, size=1, device=device, strategy=strategy, token="")
@@ -195,7 +194,7 @@ def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
     phases: Any = _Phases(recorder)
     objective: Any = _objective(built, shape)
     recorder.begin()
-    Stepper(spec, built.family, objective, training, loader, world, phases).accumulate(0)
+    Stepper(shape.spec, built.family, objective, training, loader, world, phases).accumulate(0)
     recorder.flush()
 
 
@@ -230,6 +229,8 @@ class _Phases:
 
 class _Loader:
     """`engine.data.loader.Loader` with a batch of fake tensors."""
+
+    forwards = 1
 
     def __init__(self, built: Built, shape: Shape) -> None:
         self._built, self._shape = built, shape

@@ -190,7 +190,7 @@ def _pack(model: Any, packing: Packing, dtype: torch.dtype) -> str:
         and module.weight.dtype is dtype
         and packing.fits(module.in_features)
     ]
-    return replace_layers(model, names, packing, dtype) if names else ""
+    return replace_layers(model, dict.fromkeys(names, packing), dtype) if names else ""
 
 
 def _block_classes(model: Any) -> set[str]:

@@ -289,7 +289,7 @@ def agree_to_stop(pipeline: Any, seen: bool) -> bool:
         pipeline: From `text_pipeline`, sharded.
         seen: Whether this rank has.
     """
-    for model in _models(pipeline).values():
+    for model in models_of(pipeline).values():
         for parameter in model.parameters():
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
@@ -324,7 +324,7 @@ def _load(
         root, dtype, **encoders, **_image_encoder(family, root, world, progress)
     )
     # Not `pipeline.to`, which would go through the shards too: they are in place.
-    for name, model in _models(pipeline).items():
+    for name, model in models_of(pipeline).items():
         if name not in encoders:  # nothing moves of one that is there already
             model.to(world.device)
     return pipeline
@@ -350,7 +350,7 @@ def _image_encoder(
 def _free(pipeline: Any, world: World, before: int) -> Released:
     """Take the models out of a pipeline, and see whether they are gone."""
     loaded = memory_in_use(world.device)
-    models = _models(pipeline)
+    models = models_of(pipeline)
     watch = Watch(models)
     pipeline.register_modules(**dict.fromkeys(models))
     del models
@@ -366,7 +366,8 @@ def _free(pipeline: Any, world: World, before: int) -> Released:
     return Released("allocated" if cuda else "rss", before, loaded, after, watch.held, left)
 
 
-def _models(pipeline: Any) -> dict[str, torch.nn.Module]:
+def models_of(pipeline: Any) -> dict[str, torch.nn.Module]:
+    """Return the models of a pipeline, by their names in it."""
     parts = pipeline.components.items()
     return {name: part for name, part in parts if isinstance(part, torch.nn.Module)}
 

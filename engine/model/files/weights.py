@@ -22,7 +22,7 @@ from engine.model.files.weight_reader import Reading, read_all
 from engine.model.files.widening import narrowed, shape_in_file
 from engine.model.meta_device import parameters_on_meta
 from engine.model.pinned_memory import PinnedMemory, bytes_of
-from engine.model.precision import compute_dtype, storage_dtype
+from engine.model.precision import storage_dtype
 from engine.model.quantized.quantized_linear import (
     base_precision,
     quantized_layers,
@@ -95,10 +95,10 @@ def build_on_meta(
     changes: Counter[str] = Counter()
     for name, place in stored.items():
         tensor, keep_fp32 = tensors[name], _kept_in_fp32(model, name)
-        _check_kind(tensor, place, spec, keep_fp32=keep_fp32)
+        _check_kind(tensor, place)
         if not isinstance(tensor, torch.nn.Parameter):
             continue
-        dtype = storage_dtype(spec, place.dtype, keep_fp32=keep_fp32)
+        dtype = storage_dtype(spec, keep_fp32=keep_fp32)
         if dtype is not place.dtype:
             changes[_change(place.dtype, dtype, spec, keep_fp32=keep_fp32)] += 1
         trained = spec.model_type == "full" and tensor.requires_grad
@@ -181,7 +181,7 @@ def stream(
 
 
 def check_precision(model: torch.nn.Module, spec: JobSpec) -> None:
-    """Prove that what is trained is fp32 and that no frozen weight is wider than it needs to be.
+    """Prove that what is trained is fp32, and what is frozen in the precision that computes.
 
     Raises:
         RuntimeError: A tensor is in another precision; names it. This ends the job: it would
@@ -195,9 +195,9 @@ def check_precision(model: torch.nn.Module, spec: JobSpec) -> None:
             if parameter.dtype is not torch.float32:
                 raise RuntimeError(f"{name} is trained in {parameter.dtype}, not in float32")
             continue
-        allowed = storage_dtype(spec, parameter.dtype, keep_fp32=_kept_in_fp32(model, name))
-        if parameter.dtype is not allowed:
-            raise RuntimeError(f"{name} is frozen and kept in {parameter.dtype}, not in {allowed}")
+        kept = storage_dtype(spec, keep_fp32=_kept_in_fp32(model, name))
+        if parameter.dtype is not kept:
+            raise RuntimeError(f"{name} is frozen and kept in {parameter.dtype}, not in {kept}")
 
 
 def trained_in_fp32(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -285,37 +285,22 @@ def _fit(
     return {name: files[group[0]] for name, group in present.items()}
 
 
-def _check_kind(
-    tensor: torch.Tensor, place: StoredTensor, spec: JobSpec, *, keep_fp32: bool
-) -> None:
-    """Refuse what cannot be kept as stored.
+def _check_kind(tensor: torch.Tensor, place: StoredTensor) -> None:
+    """Refuse integers where the model has real numbers, and the other way round.
 
     Raises:
-        UserError: Integers where the model has real numbers or the other way round, or a frozen
-            base that would have to be cast up.
+        UserError: Names the tensor.
     """
     if place.packed is not None:
         return
-    what = str(place.dtype).removeprefix("torch.")
     if place.dtype.is_floating_point != tensor.is_floating_point() or (
         isinstance(tensor, torch.nn.Parameter) and not place.dtype.is_floating_point
     ):
+        what = str(place.dtype).removeprefix("torch.")
         raise UserError(
             f"{place.file}: {place.name} is stored as {what}; training on a quantized base is not "
             "supported",
             BASE_HINT,
-        )
-    dtype = compute_dtype(spec)
-    if (
-        spec.model_type == "lora"
-        and isinstance(tensor, torch.nn.Parameter)
-        and not keep_fp32
-        and dtype is torch.float32
-        and place.dtype.itemsize < dtype.itemsize
-    ):
-        raise UserError(
-            f"{place.file.parent} has {what} weights, but mixed_precision: no computes in fp32",
-            "set mixed_precision: bf16; base weights are never upcast",
         )
 
 
@@ -333,7 +318,10 @@ def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_f
     elif keep_fp32:
         reason = "the model asks for fp32 there"
     elif in_file.itemsize == 1:
-        reason = "fp8 is not a compute precision here, so they take twice their size on disk"
+        times = "twice" if kept_in.itemsize == 2 else "four times"
+        reason = f"fp8 is not a compute precision here, so they take {times} their size on disk"
+    elif in_file.itemsize < kept_in.itemsize:
+        reason = "mixed_precision: no computes in fp32, so they take twice their size on disk"
     else:
         reason = "the compute precision"
     stored, kept = (str(dtype).removeprefix("torch.") for dtype in (in_file, kept_in))

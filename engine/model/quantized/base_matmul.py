@@ -82,8 +82,9 @@ def set_scaled(model: torch.nn.Module, *, scaled: bool) -> int:
     """
     count = 0
     for layer in quantized_layers(model).values():
+        able = layer.packing.scheme in ("fp8", "fp8_scaled")  # modulation may be in other bits
         sides = layer.in_features % _SIDE == 0 and layer.out_features % _SIDE == 0
-        layer.packing = replace(layer.packing, scaled=scaled and sides)
+        layer.packing = replace(layer.packing, scaled=scaled and able and sides)
         count += layer.packing.scaled
     return count
 

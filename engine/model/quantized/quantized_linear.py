@@ -9,16 +9,18 @@ and compile fail with one or the other.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.model.precision import compute_dtype
-from engine.model.quantized.packing import Packing
+from engine.model.quantized.packing import Packing, packing_of
 from jobs.errors import UserError
+from jobs.spec.rules.lora_conflicts import modulation_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
     from engine.families import Family
     from engine.model.files.weight_files import StoredTensor
@@ -118,7 +120,8 @@ def quantize_layers(
     Args:
         model: Frozen, on the meta device.
         spec: The job.
-        family: Its family, whose sensitive layers stay as they are unless the job names others.
+        family: Its family, whose modulation layers have a precision of their own unless the job
+            names layers that stay as they are.
         stored: Where its tensors are, if that is known: what is packed there stays so, and
             nothing else is packed then.
 
@@ -138,38 +141,39 @@ def quantize_layers(
             "can be packed",
             "use the model's bf16 weights",
         )
-    chosen = published or list(_chosen(model, spec, family, packing))
+    chosen = dict.fromkeys(published, packing) or _chosen(model, spec, family, packing)
     if not chosen:
         raise UserError(
             f"base_precision: {spec.base_precision} quantizes no layer of this model",
             "check keep_in_full_precision, or set base_precision: none",
         )
-    return replace_layers(model, chosen, packing, compute_dtype(spec))
+    return replace_layers(model, chosen, compute_dtype(spec))
 
 
 def replace_layers(
-    model: torch.nn.Module, names: Sequence[str], packing: Packing, dtype: torch.dtype
+    model: torch.nn.Module, layers: Mapping[str, Packing], dtype: torch.dtype
 ) -> str:
     """Replace linear layers by packed ones.
 
     Args:
         model: On the meta device.
-        names: Of the layers.
-        packing: How to pack them.
+        layers: Name of a layer → how to pack it.
         dtype: The precision that computes.
 
     Returns:
         A line for the log.
     """
     before = sum(p.numel() * p.element_size() for p in model.parameters())
-    for name in names:
+    for name, packing in layers.items():
         owner, _, leaf = name.rpartition(".")
         layer: Any = model.get_submodule(name)
         setattr(model.get_submodule(owner), leaf, QuantizedLinear(layer, packing, dtype))
     after = sum(p.numel() * p.element_size() for p in model.parameters())
+    counts = Counter(packing.scheme for packing in layers.values()).most_common()
     return (
-        f"{len(names)} linear layers of {type(model).__name__} are quantized to "
-        f"{packing.scheme}: it takes {after / 2**30:.2f} GiB, not {before / 2**30:.2f}"
+        f"{len(layers)} linear layers of {type(model).__name__} are quantized to "
+        f"{' and '.join(f'{scheme} ({count})' for scheme, count in counts)}: it takes "
+        f"{after / 2**30:.2f} GiB, not {before / 2**30:.2f}"
     )
 
 
@@ -193,23 +197,29 @@ def weights_per_element(model: torch.nn.Module) -> dict[int, int]:
 
 def _chosen(
     model: torch.nn.Module, spec: JobSpec, family: Family, packing: Packing
-) -> Iterator[str]:
-    """Names of the layers to pack: linear, in a repeated block, and not kept as they are."""
+) -> dict[str, Packing]:
+    """Find the layers to pack, and how: linear, in a repeated block, and not kept as they are."""
     blocks = tuple(
         f"{n}." for n, m in model.named_modules() if type(m).__name__ in family.facts.blocks
     )
     own = spec.keep_in_full_precision
-    kept = [family.FULL_PRECISION] if own is None else own
+    modulation = packing_of(modulation_of(spec))
     in_fp32 = getattr(model, "_keep_in_fp32_modules", None) or ()
+    chosen = {}
     for name, module in model.named_modules():
+        if own is not None:
+            how = None if any(re.search(pattern, name) for pattern in own) else packing
+        else:
+            how = modulation if re.search(family.MODULATION, name) else packing
         if (
-            type(module) is torch.nn.Linear
+            how is not None
+            and type(module) is torch.nn.Linear
             and name.startswith(blocks)
-            and packing.fits(module.in_features)
-            and not any(re.search(pattern, name) for pattern in kept)
+            and how.fits(module.in_features)
             and not any(part in name.split(".") for part in in_fp32)
         ):
-            yield name
+            chosen[name] = how
+    return chosen
 
 
 def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:

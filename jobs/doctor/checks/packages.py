@@ -13,6 +13,7 @@ import jobs
 from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.errors import UserError
 from jobs.preflight.compiler import hint, what_lacks
+from jobs.preflight.versions import find_untested, installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,11 +57,13 @@ def check_packages(_: Patient) -> Iterator[Finding]:
     """Whether every package is there, in the range that was tested."""
     required = read_requirements()
     problems = [problem for text in required.needed if (problem := _judge(text, needed=True))]
+    unfit = {problem.name for problem in problems}
+    problems += [warn(*untested) for untested in find_untested() if untested[0] not in unfit]
     yield from problems
     if not problems:
         yield ok(
             "packages",
-            f"all {len(required.needed)} match fsdp-tui's requirements",
+            f"all {len(required.needed)} are of versions that fsdp-tui was tested with",
             versions=_versions(required.needed),
         )
 
@@ -73,10 +76,10 @@ def check_extras(_: Patient) -> Iterator[Finding]:
     for extra in _FOR_TRAINING:
         texts = required.extras.get(extra, ())
         names = [_parse(text).name for text in texts]
-        absent = [name for name in names if _version(name) is None]
+        absent = [name for name in names if installed(name) is None]
         (missing if absent else there).append(f"{extra} ({', '.join(absent or names)})")
         for text in texts:
-            if _version(_parse(text).name) and (problem := _judge(text, needed=False)):
+            if installed(_parse(text).name) and (problem := _judge(text, needed=False)):
                 yield problem
     parts = [f"installed: {', '.join(there)}"] if there else []
     if missing:
@@ -139,7 +142,7 @@ def check_compilers(_: Patient) -> Iterator[Finding]:
 def _judge(text: str, *, needed: bool) -> Finding | None:
     """What is wrong with an installed or missing package, if anything is."""
     requirement = _parse(text)
-    version = _version(requirement.name)
+    version = installed(requirement.name)
     install = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None:
         return fail(requirement.name, "is not installed", install)
@@ -166,11 +169,4 @@ def _applies(text: str, extra: str) -> bool:
 
 
 def _versions(texts: Iterable[str]) -> dict[str, str | None]:
-    return {(name := _parse(text).name): _version(name) for text in texts}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return {(name := _parse(text).name): installed(name) for text in texts}

@@ -11,7 +11,7 @@ import psutil
 
 import jobs
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.launch.local import ALLOCATOR_VARIABLES
+from jobs.launch.local import ALLOCATOR_VARIABLES, HOST_ALLOCATOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -80,6 +80,7 @@ _SHOWN: Final = (
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
     *sorted(ALLOCATOR_VARIABLES),
+    *sorted(HOST_ALLOCATOR),
     "TMPDIR",
 )
 _SHOWN_KINDS: Final = ("NCCL_", "TORCH_", "TORCHINDUCTOR_", "GLOO_", "UCX_", "FI_")

@@ -51,6 +51,7 @@ _SETTINGS: Final = {
 _CONTROLS: Final = ("ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
 _RESOLUTION: Final = 512  # of a dataset that says none
 _FPS: Final = 24
+_BUCKET_TOLERANCE: Final = 64  # pixels
 _NO_CONTROLS: Final = "generated control images and inverted masks are not supported"
 
 
@@ -74,11 +75,12 @@ def read_datasets(draft: Draft, key: str, value: Any) -> None:
 
 
 def _defaults(part: Draft) -> dict[str, Any]:
-    """How videos are read where a dataset does not say it."""
+    """What a dataset has where it does not say it: its buckets, and how videos are read."""
+    defaults: dict[str, Any] = {"bucket_tolerance": _BUCKET_TOLERANCE}
     if not _has_videos(part) or part.on("auto_frame_count"):
-        return {}
+        return defaults
     shrinks = part.theirs.get("shrink_video_to_frames", True)
-    return {"shrink_video_to_frames": True} if not is_off(shrinks) else {"fps": _FPS}
+    return defaults | ({"shrink_video_to_frames": True} if not is_off(shrinks) else {"fps": _FPS})
 
 
 def _has_videos(part: Draft) -> bool:
@@ -197,6 +199,7 @@ _DATASET: Final[dict[str, Rule]] = {
         without(_NO_CONTROLS),
     ),
     "buckets": needless(training_keys.BUCKETS),
+    "bucket_tolerance": training_keys.bucket_step,
     "is_reg": unless_off("regularization", True),
     "prior_reg": without("regularization images are trained as they are"),
     **all_of(
@@ -204,7 +207,7 @@ _DATASET: Final[dict[str, Rule]] = {
         needless(training_keys.OWN_CACHES),
     ),
     **all_of(
-        "bucket_tolerance num_workers prefetch_factor fast_image_size debug guidance_type "
+        "num_workers prefetch_factor fast_image_size debug guidance_type "
         "full_size_control_images replay_transforms extra_values shuffle_augmentations "
         "random_triggers_max control_transparent_color",
         needless(training_keys.NO_EFFECT),

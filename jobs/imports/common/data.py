@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.imports.common.draft import Draft, as_number, in_words, is_off, plain, read
+from jobs.imports.common.draft import Draft, as_number, in_words, is_off, read
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of, references_of
 from jobs.imports.common.places import find_beside
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.keys.prompts import frames_of
-from jobs.spec.values.dataset_files import list_files
-from jobs.spec.values.datasets import Dataset, find_layout
+from jobs.spec.values.datasets import Dataset
 from jobs.spec.values.resolutions import read_resolutions, sides_of
 
 if TYPE_CHECKING:
@@ -138,23 +136,6 @@ def settle(draft: Draft, parts: Sequence[Part]) -> None:
         draft.values["dataset"] = entries[0]["path"]
     else:
         draft.values["datasets"] = read("datasets", entries)
-
-
-def count_samples(draft: Draft) -> int | None:
-    """Samples of an epoch; None unless all datasets are folders that are here."""
-    entries = [plain(entry) for entry in draft.values.get("datasets", [])]
-    if not entries and draft.values.get("dataset"):
-        entries = [{"path": draft.values["dataset"]}]
-    total = 0
-    for entry in entries:
-        root = Path(entry["path"])
-        if not root.is_dir() or find_layout(root) != "folder":
-            return None
-        files = list_files(root)
-        asked = entry.get("resolution") or draft.values.get("resolution") or 0
-        times = len(sides_of(asked)) * (entry.get("repeats") or 1)
-        total += (len(files.pictures) + len(files.videos)) * times
-    return total or None
 
 
 def _merge(draft: Draft, parts: Sequence[Part]) -> list[dict[str, Any]]:

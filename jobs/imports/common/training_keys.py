@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 LARGEST_RANK: Final = 4096
 """Of `lora_rank`; LyCORIS takes larger ones as a way to say that no matrix is parted."""
 
-_MOST_EPOCHS: Final = 1e9
-
 Words = dict[str, tuple[Any, str]]
 
 _EIGHT_BIT: Final = "8-bit AdamW of torchao, with blocks of 256 values"
@@ -282,29 +280,31 @@ def size(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, ours, text, more)
 
 
+def bucket_step(draft: Draft, key: str, value: Any) -> None:
+    """How many pixels the sides of buckets lie apart; a model may take fewer steps than a tool."""
+    number, ours = as_number(value), "bucket_step"
+    least = family_of(draft).latent_step_of(draft.job.get("model_flavour"))
+    if number is None or number <= 0:
+        draft.unreadable(key, "not a number of pixels")
+    elif number < 16:
+        draft.take(key, ours, 0, f"the smallest step that the model takes, {least} pixels")
+    else:
+        fits = min(128, math.ceil(number / least) * least)
+        why = "" if fits == number else f"a multiple of the model's {least} pixels"
+        draft.take(key, ours, fits, why)
+
+
 def side_of(megapixels: float) -> int:
     """The side of a square image, a multiple of 64 as for published models."""
     return max(64, round(math.sqrt(megapixels) * 1e3 / 64) * 64)
 
 
-def epochs(draft: Draft, key: str, value: Any, samples: int | None) -> None:
-    """Epochs as steps, where the samples can be counted."""
-    number = as_number(value)
-    if number is None or not 0 < number < _MOST_EPOCHS:
-        draft.unreadable(key, "not a number of epochs")
-        return
-    batch = global_batch(draft)
-    if samples:
-        steps = max(1, math.ceil(number * samples / batch))
-        how = f"{number:g} epochs of {samples} samples in global batches of {batch:g}"
-        draft.take(key, "max_train_steps", steps, how)
-        return
-    draft.unsupported(key, "jobs count steps, not epochs; set max_train_steps")
-    draft.report.to_fill_in.append(
-        f"max_train_steps: {number:g} epochs are {number:g} × samples / {batch:g} steps, and the "
-        f"samples could not be counted; {batch:g} is train_batch_size × "
-        "gradient_accumulation_steps × ranks"
-    )
+def epochs(draft: Draft, key: str, value: Any) -> None:
+    """A length in epochs, unless there is one in steps."""
+    if is_off(value) or not is_off(draft.get("max_train_steps")):
+        draft.unneeded(key, "max_train_steps is used")
+    else:
+        draft.take(key, "num_train_epochs", value)
 
 
 def global_batch(draft: Draft) -> float:

@@ -169,13 +169,6 @@ def _several(draft: Draft, key: str, value: Any) -> None:
     draft.unreadable(key, "several words; are quotation marks missing?")
 
 
-def _epochs(draft: Draft, key: str, value: Any) -> None:
-    if draft.get("max_train_steps"):
-        draft.unneeded(key, "max_train_steps is used")
-    else:
-        training_keys.epochs(draft, key, value, data.count_samples(draft))
-
-
 def _optimizer(draft: Draft, key: str, value: Any) -> None:
     if str(value).lower() == "adamw" and draft.on("use_8bit_adam"):
         draft.take(key, "optimizer", "adamw_8bit", "use_8bit_adam is on")
@@ -325,7 +318,7 @@ _RULES: Final[dict[str, Rule]] = {
         "checkpoints_total_limit allow_tf32 logit_std seed validation_steps",
         same,
     ),
-    "num_train_epochs": _epochs,
+    "num_train_epochs": training_keys.epochs,
     "learning_rate": _rate,
     "scale_lr": needless("already applied to learning_rate"),
     "adam_weight_decay": named("weight_decay"),

@@ -46,6 +46,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "huber_schedule": "snr",
     "pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix",
     "resolution": 1024,
+    "aspect_bucket_alignment": 64,
 }
 _LORA_DEFAULTS: Final[dict[str, Any]] = {"lora_dropout": 0.1, "flux_lora_target": "all"}
 _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
@@ -161,7 +162,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     "max_train_steps": rules.steps,
     "max_grad_norm": rules.clip,
-    "num_train_epochs": rules.epochs,
+    "num_train_epochs": training_keys.epochs,
     "learning_rate": optimizer.rate,
     "optimizer": training_keys.optimizer,
     "optimizer_config": optimizer.settings,

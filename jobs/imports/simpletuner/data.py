@@ -340,10 +340,11 @@ RULES: Final[dict[str, Rule]] = {
     "data_backend_config": read_backends,
     **dict.fromkeys(_INHERITED, _for_datasets),
     "resolution": _general_resolution,
+    "aspect_bucket_alignment": training_keys.bucket_step,
     **all_of(
         "maximum_image_size target_downsample_size max_upscale_threshold aspect_bucket_rounding "
-        "aspect_bucket_alignment aspect_bucket_worker_count aspect_bucket_disable_rebuild "
-        "disable_bucket_pruning allow_dataset_oversubscription data_backend_sampling",
+        "aspect_bucket_worker_count aspect_bucket_disable_rebuild disable_bucket_pruning "
+        "allow_dataset_oversubscription data_backend_sampling",
         needless(training_keys.BUCKETS),
     ),
     **all_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports.common import data, models, training_keys
+from jobs.imports.common import models, training_keys
 from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import read_beside
@@ -161,14 +161,6 @@ def steps(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "num_train_epochs is used")
     else:
         draft.take(key, "max_train_steps", value)
-
-
-def epochs(draft: Draft, key: str, value: Any) -> None:
-    """Epochs, once the datasets are known."""
-    if is_off(value) or not is_off(draft.get("max_train_steps")):
-        draft.unneeded(key, "max_train_steps is used")
-    else:
-        training_keys.epochs(draft, key, value, data.count_samples(draft))
 
 
 def huber(draft: Draft, key: str, value: Any) -> None:

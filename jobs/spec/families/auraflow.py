@@ -32,7 +32,7 @@ FAMILY = Family(
         "v0.3": Flavour("fal/AuraFlow-v0.3", note="up to 1536 pixels a side"),
         "v0.2": Flavour(
             "fal/AuraFlow-v0.2",
-            # The largest whose buckets of all shapes have positions.
+            # Buckets of all shapes have positions, whatever the job's bucket_step is.
             defaults={"resolution": 736},
             note="up to 1024 pixels a side",
         ),

@@ -90,6 +90,8 @@ class Family:
             config does not say.
         frame_step: Videos have a multiple of this many frames, plus one; 0 for images.
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
+        overflows_fp16: Parts of it that are known to exceed what fp16 can hold, in words; empty if
+            none is. T5 is not: transformers keeps its `wo` in fp32 and clamps the rest.
         supplied: Directories that the published models lack, each with what a person puts there.
         defaults: Keys of a job that have another default than usual.
         references: How its models take conditioning images; None if they take none.
@@ -118,6 +120,7 @@ class Family:
     longest_side: Callable[[Mapping[str, Any]], int | None] | None = None
     frame_step: int = 0
     tokenizer: str = "tokenizer"
+    overflows_fp16: str = ""
     supplied: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     references: References | None = None

@@ -10,6 +10,9 @@ FAMILY = Family(
     blocks=("Lumina2TransformerBlock",),
     attention="fixed",
     flavours={"2.0": Flavour("Alpha-VLLM/Lumina-Image-2.0", note="with Gemma 2")},
+    # vLLM refuses Gemma 2 in fp16 ("numerical instability", vllm/config/model.py). In ComfyUI, a
+    # finetune of this model makes black images with --force-fp16 (issue 8528).
+    overflows_fp16="its text encoder, Gemma 2",
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     defaults={
         "max_sequence_length": 256,

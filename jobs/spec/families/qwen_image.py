@@ -39,6 +39,10 @@ FAMILY = Family(
     },
     context_parallel=True,
     attention="masked_batches",
+    # Qwen's authors say that models trained in bf16 may overflow in fp16 (issues 670 and 868 of
+    # QwenLM/Qwen3), and vLLM clamps Qwen2.5-VL's image encoder (pull request 13968). Latents are
+    # NaN in ComfyUI's issue 10751; diffusers clips the blocks' outputs, but not what is within.
+    overflows_fp16="its text encoder, Qwen2.5-VL, and its transformer",
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
     defaults={
         "timestep_sampling": "shift",

@@ -21,6 +21,9 @@ FAMILY = Family(
         ),
         "600m": Flavour("Efficient-Large-Model/Sana_600M_1024px_diffusers"),
     },
+    # vLLM refuses Gemma 2 in fp16 ("numerical instability", vllm/config/model.py), and diffusers'
+    # example of Sana's fp16 variant loads it in bf16 (SanaControlNetPipeline).
+    overflows_fp16="its text encoder, Gemma 2",
     latent_step=32,  # the VAE's; each latent is a token
     defaults={
         "max_sequence_length": 300,

@@ -19,6 +19,9 @@ FAMILY = Family(
     },
     attention="masked_samples",
     guided_above=0.0,  # its scale says how much is added to the prediction: 4 is 5 elsewhere
+    # Issue 14 of Tongyi-MAI/Z-Image: latents of NaN. Pull request 795 of kohya-ss/musubi-tuner: a
+    # loss of NaN.
+    overflows_fp16="its transformer",
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     defaults={
         "timestep_sampling": "shift",

@@ -16,9 +16,9 @@ from jobs.spec.file.accelerate_file import KEY as ACCELERATE
 from jobs.spec.file.accelerate_file import lay_over
 from jobs.spec.file.old_keys import translate
 from jobs.spec.file.value_errors import in_words, key_of
-from jobs.spec.job_spec import JobSpec, field_names, key_facts
+from jobs.spec.job_spec import FOLLOWS, JobSpec, field_names, key_facts
 from jobs.spec.rules.conflicts import find_conflicts
-from jobs.spec.values.spellings import did_you_mean, normal_key
+from jobs.spec.values.spellings import as_none, did_you_mean, normal_key
 from jobs.spec.values.value_types import read_settings
 from jobs.spec.values.yaml_lines import STDIN, dump_mapping, read_mapping
 
@@ -62,6 +62,7 @@ def load_spec(
     where = "flags" if path is None else "standard input" if str(path) == STDIN else str(path)
     roots = [base or Path.cwd()] + ([path.absolute().parent] if path is not None else [])
     flags = {normal_key(key): value for key, value in (overrides or {}).items()}
+    written = {key: value for key, value in written.items() if not _is_replaced(key, flags)}
     lines = {key: line for key, line in lines.items() if key not in flags}
 
     values: dict[str, Any] = {}
@@ -92,6 +93,12 @@ def load_spec(
     for note in (*notes, *more):
         on_note(note)
     return _with_absolute_paths(spec, roots)
+
+
+def _is_replaced(key: str, flags: Mapping[str, Any]) -> bool:
+    """Whether a flag says in another way what a file's key says, such as a job's length."""
+    others = [other for pair in FOLLOWS.items() if key in pair for other in pair if other != key]
+    return key not in flags and any(as_none(flags.get(other)) is not None for other in others)
 
 
 def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:

@@ -93,6 +93,18 @@ class DataKeys(Keys):
         ge=1,
         le=16,
     )
+    bucket_step: Annotated[int | None, BeforeValidator(as_none)] = field(
+        None,
+        DATA,
+        "Pixels between the sides of buckets, 16 to 128, a multiple of what the model takes: a "
+        "larger step means fewer buckets and more cropping (default: 1/16 of the resolution, 64 at "
+        "1024); 0: the smallest that the model takes.",
+        resume="ruled",
+        no_effect=square_crop,
+        blank="1/16 of the resolution",
+        ge=0,
+        le=128,
+    )
     crop: Annotated[Crop, choice(Crop)] = field(
         "center",
         DATA,

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import LORA
 from jobs.spec.rules.no_effect import (
+    chosen_by_name,
     no_experts,
     no_text_lora,
     not_fp8,
@@ -28,6 +29,7 @@ from jobs.spec.values.value_types import (
     Bool,
     LoraInit,
     LoraVariant,
+    ModulationPrecision,
     OptionalNumbers,
     OptionalText,
     OptionalTextList,
@@ -177,10 +179,19 @@ class LoraKeys(Keys):
     keep_in_full_precision: OptionalTextList = field(
         None,
         LORA,
-        "Regular expressions of the names of layers that base_precision leaves as they are "
-        "(default: the family's modulation layers; []: none).",
+        "Regular expressions of the names of layers that base_precision leaves as they are, and "
+        "no others: [] packs every linear layer of the blocks in it (default: modulation_precision "
+        "decides).",
         resume="changes",
         no_effect=(not_lora, not_quantized),
+    )
+    modulation_precision: Annotated[ModulationPrecision, choice(ModulationPrecision)] = field(
+        "auto",
+        LORA,
+        "Precision that a packed base keeps its modulation layers in, which scale everything after "
+        "them: none (mixed_precision), int8, nf4, or auto (int8 beside nf4, else none).",
+        resume="ruled",
+        no_effect=(not_lora, not_quantized, chosen_by_name),
     )
     swap_blocks: int = field(
         0,

@@ -1,4 +1,4 @@
-"""How it is trained: batch, optimizer, schedule, precision, loss."""
+"""How it is trained: batch, optimizer, schedule, precision."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from jobs.spec.keys.groups import EMA, NOISE, OPTIMIZER, SPEED, TRAINING
+from jobs.spec.keys.groups import OPTIMIZER, SPEED, TRAINING
 from jobs.spec.rules.no_effect import (
-    flow_matching,
-    mse_loss,
     no_decay,
-    no_ema,
-    no_embedded_guidance,
     no_recomputation,
     no_restarts,
-    no_sigmas,
-    no_size_conditioning,
     no_warmup,
     not_adam,
     not_compiled,
-    not_logit_normal,
-    not_mode,
     not_polynomial,
-    not_shifted,
-    sharded_ema,
     with_context_parallel,
+    with_epochs,
+    with_global_batch,
 )
 from jobs.spec.values.field import Keys, field
 from jobs.spec.values.resolutions import Resolutions
@@ -34,18 +26,12 @@ from jobs.spec.values.value_types import (
     AttentionBackend,
     Bool,
     CheckpointPolicy,
-    EmaDevice,
-    Loss,
-    LossWeighting,
     LRScheduler,
     NonFinite,
     Optimizer,
     Precision,
-    SizeConditioning,
-    TimestepSampling,
     choice,
     read_attention,
-    read_loss,
 )
 
 
@@ -67,18 +53,47 @@ class TrainingKeys(Keys):
         label="batch per rank",
         ge=1,
     )
-    gradient_accumulation_steps: int = field(
-        1, TRAINING, "Forwards per optimizer step.", resume="ruled", label="accumulation", ge=1
+    global_batch_size: Annotated[int | None, BeforeValidator(as_none)] = field(
+        None,
+        TRAINING,
+        "Samples per optimizer step, on any number of ranks; gradient_accumulation_steps follows "
+        "(default: train_batch_size x ranks x gradient_accumulation_steps).",
+        resume="ruled",
+        label="global batch",
+        blank="batch per rank x ranks x accumulation",
+        ge=1,
     )
-    max_train_steps: int = field(
+    gradient_accumulation_steps: Annotated[int | None, BeforeValidator(as_none)] = field(
+        1,
+        TRAINING,
+        "Forwards per optimizer step; follows from global_batch_size where that is set.",
+        resume="ruled",
+        no_effect=with_global_batch,
+        label="accumulation",
+        ge=1,
+    )
+    max_train_steps: Annotated[int | None, BeforeValidator(as_none)] = field(
         1000,
         TRAINING,
-        "Number of optimizer steps.",
+        "Number of optimizer steps; follows from num_train_epochs where that is set.",
         resume="ruled",
+        no_effect=with_epochs,
         memory=False,
         label="steps",
         ge=1,
         le=1_000_000_000,
+    )
+    num_train_epochs: Annotated[float | None, BeforeValidator(as_none)] = field(
+        None,
+        TRAINING,
+        "Number of epochs, instead of max_train_steps; an epoch draws each sample as often as its "
+        "dataset says.",
+        resume="ruled",
+        memory=False,
+        label="epochs",
+        blank="see steps",
+        gt=0,
+        le=1_000_000,
     )
     learning_rate: float = field(
         1e-4, TRAINING, "Peak learning rate.", resume="changes", memory=False, gt=0, le=10
@@ -241,150 +256,4 @@ class TrainingKeys(Keys):
     )
     seed: int = field(
         42, TRAINING, "Random seed.", resume="changes", memory=False, ge=0, le=2**31 - 1
-    )
-    timestep_sampling: Annotated[TimestepSampling, choice(TimestepSampling)] = field(
-        "logit_normal",
-        NOISE,
-        "How sigma is drawn: uniform, logit_normal, either of them shifted (uniform_shift, shift), "
-        "or mode, which favors mid-range values. Families whose sampler shifts sigma default to "
-        "shift.",
-        resume="changes",
-        no_effect=no_sigmas,
-        memory=False,
-    )
-    logit_mean: float = field(
-        0.0,
-        NOISE,
-        "Mean of the logit-normal sigma.",
-        resume="changes",
-        no_effect=not_logit_normal,
-        memory=False,
-    )
-    logit_std: float = field(
-        1.0,
-        NOISE,
-        "Standard deviation of the logit-normal sigma.",
-        resume="changes",
-        no_effect=not_logit_normal,
-        memory=False,
-        gt=0,
-    )
-    mode_scale: float = field(
-        1.29,
-        NOISE,
-        "Strength of mode: above 0 favors mid-range sigmas, below 0 avoids them.",
-        resume="changes",
-        no_effect=not_mode,
-        memory=False,
-        ge=-1,
-        le=1.75,
-    )
-    flow_shift: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None,
-        NOISE,
-        "Shift of sigma (default: the family's, by resolution).",
-        resume="changes",
-        blank="the family's",
-        no_effect=not_shifted,
-        memory=False,
-        gt=0,
-    )
-    sigma_min: float = field(
-        0.0,
-        NOISE,
-        "Lowest sigma to train on; 0 is clean data.",
-        resume="changes",
-        no_effect=no_sigmas,
-        memory=False,
-        ge=0,
-        lt=1,
-    )
-    sigma_max: float = field(
-        1.0,
-        NOISE,
-        "Highest sigma to train on; 1 is pure noise.",
-        resume="changes",
-        no_effect=no_sigmas,
-        memory=False,
-        gt=0,
-        le=1,
-    )
-    loss_weighting: Annotated[LossWeighting, choice(LossWeighting)] = field(
-        "none",
-        NOISE,
-        "Weight of the loss by sigma: weighted is ai-toolkit's curve, which is highest near 0.9; "
-        "sigma_sqrt and cosmap are diffusers'.",
-        resume="changes",
-        no_effect=no_sigmas,
-    )
-    loss_type: Annotated[Loss, BeforeValidator(read_loss)] = field(
-        "mse", NOISE, "Loss function.", resume="changes"
-    )
-    huber_c: float = field(
-        0.1,
-        NOISE,
-        "Threshold at which huber and smooth_l1 switch from square to linear.",
-        resume="changes",
-        no_effect=mse_loss,
-        memory=False,
-        gt=0,
-    )
-    snr_gamma: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None,
-        NOISE,
-        "Min-SNR gamma for epsilon and v-prediction models; usually 5.",
-        resume="changes",
-        no_effect=flow_matching,
-        memory=False,
-        gt=0,
-    )
-    size_conditioning: Annotated[SizeConditioning, choice(SizeConditioning)] = field(
-        "original",
-        NOISE,
-        "Size conditioning of SDXL. original: each image's own size and crop, as SDXL was "
-        "trained; target: the bucket's size, no crop.",
-        resume="changes",
-        no_effect=no_size_conditioning,
-        memory=False,
-    )
-    caption_dropout_probability: float = field(
-        0.0,
-        TRAINING,
-        "Fraction of samples trained with an empty caption.",
-        resume="changes",
-        memory=False,
-        ge=0,
-        le=1,
-    )
-    use_ema: Bool = field(
-        False,
-        EMA,
-        "Keep a moving average (EMA) of the trained weights; samples and exports use it.",
-        resume="ruled",
-    )
-    ema_decay: float = field(
-        0.999,
-        EMA,
-        "Decay of the moving average per step.",
-        resume="changes",
-        no_effect=no_ema,
-        memory=False,
-        ge=0,
-        lt=1,
-    )
-    ema_device: Annotated[EmaDevice, choice(EmaDevice)] = field(
-        "accelerator",
-        EMA,
-        "Device that holds the moving average.",
-        resume="same",
-        no_effect=sharded_ema,
-    )
-    train_guidance: float = field(
-        1.0,
-        NOISE,
-        "Guidance input of guidance-distilled models while training.",
-        resume="changes",
-        no_effect=no_embedded_guidance,
-        memory=False,
-        ge=0,
     )

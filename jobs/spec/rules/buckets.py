@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jobs.spec.values.datasets import Dataset
 
 _WIDEST: Final = 2.0  # ratio of the long side to the short one, where the job says nothing else
+_STEPS: Final = 16  # of a side, at most, where the job says nothing else
+_LARGEST_STEP: Final = 128  # pixels
 _LARGE_ENOUGH: Final = 1.1  # for a resolution: images that it enlarges by no more
 
 
@@ -40,6 +42,19 @@ def bucket_sizes(resolution: int, step: int, widest: float = _WIDEST) -> list[tu
         width += step
     side = max(step, resolution // step * step)
     return sorted(sizes or {(side, side)})
+
+
+def bucket_step(resolution: int, spec: JobSpec) -> int:
+    """How many pixels the sides of buckets lie apart at one resolution.
+
+    What is cropped depends on the step's share of the side: `docs/data.md` has the measurement.
+    """
+    least, asked = latent_step_of(spec), spec.bucket_step
+    if spec.crop == "square" or asked == 0:
+        return least
+    if asked is not None:
+        return asked
+    return min(_LARGEST_STEP, max(least, resolution // _STEPS // least * least))
 
 
 def widest_bucket(spec: JobSpec) -> float:
@@ -79,8 +94,9 @@ def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
 
 def sizes_at(resolution: int, spec: JobSpec) -> list[tuple[int, int]]:
     """The sizes that images are fitted to at one resolution; raises as `sizes_of` does."""
-    step, ranks = latent_step_of(spec), spec.context_parallel_size
-    sizes = divisible(bucket_sizes(resolution, step, widest_bucket(spec)), step, ranks)
+    sizes = bucket_sizes(resolution, bucket_step(resolution, spec), widest_bucket(spec))
+    ranks = spec.context_parallel_size
+    sizes = divisible(sizes, latent_step_of(spec), ranks)
     if not sizes:
         raise UserError(
             f"context_parallel_size {ranks} divides no bucket size of resolution {resolution}",

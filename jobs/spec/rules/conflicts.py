@@ -12,6 +12,7 @@ from jobs.spec.rules.kernels import KERNEL_RULES, is_masked
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
 from jobs.spec.rules.lora_conflicts import LORA_RULES, trains_text
 from jobs.spec.rules.no_effect import no_recomputation
+from jobs.spec.rules.steps import STEP_RULES
 from jobs.spec.rules.strategy import (
     SHARDING,
     chosen_strategy,
@@ -334,12 +335,6 @@ def _warmup(spec: JobSpec) -> Conflict | None:
             "lr_warmup_steps",
             "lr_scheduler: constant has no warm-up; use constant_with_warmup",
         )
-    if spec.lr_warmup_steps > spec.max_train_steps:
-        return Conflict(
-            "lr_warmup_steps",
-            f"lr_warmup_steps ({spec.lr_warmup_steps}) is more than max_train_steps "
-            f"({spec.max_train_steps})",
-        )
     return None
 
 
@@ -352,6 +347,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _strategy,
     _hsdp,
     _context_parallel,
+    *STEP_RULES,
     _reshard,
     _offload,
     *LORA_RULES,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jobs.errors import Problem
-from jobs.spec.families import FAMILIES
+from jobs.spec.families import FAMILIES, latent_step_of
 from jobs.spec.rules.strategy import world_size
-from jobs.spec.values.resolutions import has_several
+from jobs.spec.values.resolutions import all_resolutions, has_several
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
+
+_FINEST: Final = 16  # pixels between buckets, where a job says a number
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,27 @@ def square(spec: JobSpec) -> Conflict | None:
             "max_bucket_aspect_ratio",
             "max_bucket_aspect_ratio and crop: square contradict; keep one",
         )
+    return None
+
+
+def bucket_step(spec: JobSpec) -> Conflict | None:
+    step, key, least = spec.bucket_step, "bucket_step", latent_step_of(spec)
+    if not step:
+        return None
+    side = min(all_resolutions(spec))
+    fits = [n for n in range(least, 129, least) if n >= _FINEST and n <= side]
+    near = [*[n for n in fits if n < step][-1:], *[n for n in fits if n > step][:1]]
+    instead = f"use {' or '.join(map(str, near))}" if near else "use 0"
+    if step < _FINEST:
+        return Conflict(key, f"{key} {step} is less than {_FINEST} pixels; {instead}")
+    if step % least:
+        return Conflict(
+            key,
+            f"{key} {step} is not a multiple of {least} pixels, as sides of images must be for "
+            f"{FAMILIES[spec.model_family].title}; {instead}",
+        )
+    if step > side:
+        return Conflict(key, f"{key} {step} is more than resolution {side}; {instead}")
     return None
 
 
@@ -160,6 +183,7 @@ DATA_RULES = (
     partial(captions, "keep_tags"),
     crops,
     square,
+    bucket_step,
     resolutions,
     regularization,
     partial(no_class_images, "prior_loss_weight"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.value_types import BasePrecision
 
 _OF_PATTERNS: Final = (
     "lora_target_modules",
@@ -123,6 +124,17 @@ def _text_rate(spec: JobSpec) -> Conflict | None:
 def may_scale(spec: JobSpec) -> bool:
     """Whether the job has a base that could be multiplied in fp8."""
     return spec.model_type == "lora" and spec.base_precision in ("fp8", "fp8_scaled")
+
+
+def modulation_of(spec: JobSpec) -> BasePrecision:
+    """How a packed base keeps its modulation layers: none, int8 or nf4.
+
+    Beside nf4, int8 adds nothing to the error that there is; beside 8 bits it adds up to a third
+    (`tests/bench/quantized.py`).
+    """
+    if spec.modulation_precision != "auto":
+        return spec.modulation_precision
+    return "int8" if spec.base_precision == "nf4" else "none"
 
 
 def _matmul(spec: JobSpec) -> Conflict | None:

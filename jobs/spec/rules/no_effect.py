@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES, references_of
 from jobs.spec.rules.lora_conflicts import ONE_RATE, may_scale, trains_text
+from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
 from jobs.spec.values.field import facts_of
 from jobs.spec.values.resolutions import has_several
@@ -127,6 +128,16 @@ def other_policy_than(policy: str) -> Callable[[JobSpec], str]:
 # -- training ------------------------------------------------------------------------------
 
 
+def with_global_batch(spec: JobSpec) -> str:
+    if spec.global_batch_size is None:
+        return ""
+    return f"global_batch_size sets it to {accumulation_steps(spec)}"
+
+
+def with_epochs(spec: JobSpec) -> str:
+    return "num_train_epochs decides" if spec.num_train_epochs is not None else ""
+
+
 def not_lora(spec: JobSpec) -> str:
     return "" if spec.model_type == "lora" else "needs model_type: lora"
 
@@ -160,6 +171,11 @@ def with_full_matrix(spec: JobSpec) -> str:
 
 def not_quantized(spec: JobSpec) -> str:
     return "" if spec.base_precision != "none" else "needs base_precision"
+
+
+def chosen_by_name(spec: JobSpec) -> str:
+    chosen = spec.keep_in_full_precision is not None
+    return "keep_in_full_precision decides" if chosen else ""
 
 
 def not_fp8(spec: JobSpec) -> str:

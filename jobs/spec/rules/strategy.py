@@ -80,9 +80,14 @@ def replicas_of(spec: JobSpec, strategy: str | None = None) -> int:
     return spec.dp_replicate_size or spec.num_machines
 
 
-def data_parallel_size(spec: JobSpec) -> int:
-    """How many ranks, or groups of ranks under context parallelism, train on different samples."""
-    return max(1, world_size(spec) // spec.context_parallel_size)
+def data_parallel_size(spec: JobSpec, ranks: int | None = None) -> int:
+    """How many ranks, or groups of ranks under context parallelism, train on different samples.
+
+    Args:
+        spec: The job.
+        ranks: World size; default: the job's.
+    """
+    return max(1, (ranks or world_size(spec)) // spec.context_parallel_size)
 
 
 def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.cascade import find_overruled
 from jobs.spec.rules.conflicts import find_conflicts
-from jobs.spec.rules.no_effect import ONE_RANK, find_inapplicable
+from jobs.spec.rules.no_effect import ONE_RANK, counts, find_inapplicable
 from jobs.spec.rules.validation_conflicts import validation_warnings
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
-_LEAST_PRODIGY_RATE: Final = 0.05
+# The rates of each optimizer that may train something, the least and the most. All but two change a
+# weight by about the rate in a step, whatever its gradient is, and weights are about 0.02. Prodigy
+# multiplies the rate by its own estimate; a schedule-free one averages larger steps away. What sgd
+# does follows from the gradients, so any rate may be right.
+_RATES: Final = {
+    **dict.fromkeys(("adamw", "adamw_8bit", "adafactor", "came"), (1e-8, 1e-2)),
+    "lion": (1e-9, 3e-3),
+    SCHEDULE_FREE: (1e-8, 5e-2),
+    "prodigy": (0.05, 5.0),
+}
+_USUAL: Final = {"prodigy": "1.0", "lion": "1e-5 to 1e-4", SCHEDULE_FREE: "1e-4 to 3e-3"}
 # Keys that stay on whatever a job says, and why.
 _ALWAYS: Final = {
     "fsdp_cpu_ram_efficient_loading": "every rank always reads only its own shard from disk",
@@ -34,15 +45,18 @@ def find_warnings(spec: JobSpec) -> list[str]:
         for key, always in _ALWAYS.items()
         if not getattr(spec, key)
     ]
-    if spec.optimizer == "prodigy" and spec.learning_rate < _LEAST_PRODIGY_RATE:
-        warnings.append(
-            f"learning_rate: prodigy multiplies it by its own estimate; {spec.learning_rate:g} "
-            f"trains almost nothing, use 1.0"
-        )
+    warnings += _odd_rates(spec)
     if spec.optimizer == SCHEDULE_FREE and "constant" not in spec.lr_scheduler:
         warnings.append(
             f"lr_scheduler: {SCHEDULE_FREE} averages weights instead of lowering the rate; use "
             "constant_with_warmup or constant"
+        )
+    family = FAMILIES.get(spec.model_family)
+    if spec.mixed_precision == "fp16" and family is not None and family.overflows_fp16:
+        warnings.append(
+            f"mixed_precision: fp16 is known to overflow in {family.title} "
+            f"({family.overflows_fp16}), which may then return NaN; use bf16, or no on GPUs "
+            "without bf16"
         )
     if distilled := _distilled(spec):
         warnings.append(distilled)
@@ -54,6 +68,28 @@ def find_warnings(spec: JobSpec) -> list[str]:
             "exported as a diffusers pipeline"
         )
     return warnings + validation_warnings(spec) + find_overruled(spec)
+
+
+def _odd_rates(spec: JobSpec) -> list[str]:
+    """Learning rates that train almost nothing, or that no model survives."""
+    least, most = _RATES.get(spec.optimizer, (0.0, math.inf))
+    rates: dict[str, float | None] = {"learning_rate": spec.learning_rate}
+    if counts("text_encoder_learning_rate", spec):
+        rates["text_encoder_learning_rate"] = spec.text_encoder_learning_rate
+    odd = {
+        key: rate for key, rate in rates.items() if rate is not None and not least <= rate <= most
+    }
+    usual = _USUAL.get(spec.optimizer, "1e-5 to 1e-3")
+    why = (
+        "prodigy multiplies it by its own estimate"
+        if spec.optimizer == "prodigy"
+        else f"{spec.optimizer} moves each weight by about this much in a step"
+    )
+    return [
+        f"{key}: {why}; {rate:g} "
+        f"{'trains almost nothing' if rate < least else 'ruins the model'}, use {usual}"
+        for key, rate in odd.items()
+    ]
 
 
 def _distilled(spec: JobSpec) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.train.train_state import TrainState
     from jobs.spec.job_spec import JobSpec
 
-DATA = {"samples": 4, "steps_per_epoch": 2, "digest": "a"}
+DATA = {"samples": 4, "steps_per_epoch": 2, "plan": 2, "digest": "a"}
 
 
 @pytest.fixture
@@ -403,7 +403,7 @@ def test_how_the_checkpoint_computed_with_its_base_is_handed_on(
     state = json.loads((path / STATE_FILE).read_text())
     for older in ({k: v for k, v in state["spec"].items() if k != "base_matmul"}, None):
         (path / STATE_FILE).write_text(json.dumps(state | {"spec": older}))
-        assert checkpoint_resume._compare(path, spec, DATA)[1] == "dequantize"
+        assert checkpoint_resume._compare(path, spec, DATA, True)[1] == "dequantize"
 
 
 def test_what_is_read_of_checkpoints_is_counted_in_mib(
@@ -432,6 +432,21 @@ def test_a_checkpoint_that_says_nothing_of_its_data_is_believed(
     save(trained(spec), spec, run_dir)
     assert begin(spec, run_dir, telemetry).step == 2
     assert warnings(run_dir) == []
+
+
+def test_a_run_that_drew_its_samples_by_another_plan_is_not_continued(
+    tmp_path: Path, run_dir: RunDir, telemetry: Telemetry
+) -> None:
+    spec = toy_spec(tmp_path)
+    save(trained(spec), spec, run_dir, **{k: v for k, v in DATA.items() if k != "plan"})
+    with pytest.raises(UserError, match="gave steps other samples") as refused:
+        begin(spec, run_dir, telemetry)
+    assert "--resume_from_checkpoint" in refused.value.hint
+    other = RunDir(tmp_path / "other")
+    other.create()
+    origin = str(run_dir.checkpoint(2))
+    assert begin(toy_spec(tmp_path, resume_from_checkpoint=origin), other, telemetry).step == 2
+    assert any("the data plan" in line for line in warnings(run_dir))
 
 
 def test_a_job_that_cannot_go_on_from_a_checkpoint_is_told_why(

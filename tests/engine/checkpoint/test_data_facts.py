@@ -36,6 +36,8 @@ def test_what_is_recorded_is_what_older_checkpoints_hold() -> None:
     assert facts_of(SAMPLES) == {
         "samples": 3,
         "steps_per_epoch": 3,
+        "plan": 2,
+        "draws_per_epoch": 3,
         "digest": "84a46cf295c920c3",
     }
 
@@ -84,7 +86,7 @@ def test_where_samples_lie_and_how_many_make_a_step_is_not_in_the_digest() -> No
     assert facts_of(moved) == facts_of(SAMPLES)
     larger = facts_of(SAMPLES, batch=2)
     assert larger["digest"] == facts_of(SAMPLES)["digest"]
-    assert larger["steps_per_epoch"] == 2
+    assert larger["steps_per_epoch"] == 1.5
 
 
 def test_other_data_is_told_and_the_same_is_not() -> None:

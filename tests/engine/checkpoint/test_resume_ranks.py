@@ -36,7 +36,7 @@ FREE: Final = {
 }
 LOKR: Final = {"lora_variant": "lokr", "lora_rank": 2}
 # A global batch of 4 on any number of ranks.
-BATCH: Final = {1: 4, 2: 2, 4: 1}
+ACCUMULATION: Final = {1: 4, 2: 2, 4: 1}
 
 
 class Folder:
@@ -52,7 +52,7 @@ class Folder:
             **{
                 "cache_dir": str(self.root / "cache"),
                 "num_processes": ranks,
-                "train_batch_size": BATCH[ranks],
+                "gradient_accumulation_steps": ACCUMULATION[ranks],
                 "strategy": "fsdp2" if ranks > 1 else "single",
                 "max_train_steps": STEPS,
                 "lr_scheduler": "cosine",

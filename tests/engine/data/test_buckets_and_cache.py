@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+from engine.data.encode import tensor_cache
+from engine.data.encode.latents import LatentKeys
 from engine.data.encode.tensor_cache import CacheError, TensorCache, fingerprint
-from jobs.errors import UserError
-from jobs.spec.rules.buckets import bucket_sizes, nearest_bucket
+from engine.data.index.data_index import build_index
+from jobs.errors import NotFiniteError, UserError
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.buckets import bucket_sizes, bucket_step, nearest_bucket, sizes_at
+from jobs.spec.rules.conflicts import find_conflicts
 from tests.support.bindfs import mounted
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def job(**values: Any) -> JobSpec:
+    return JobSpec(**{"pretrained_model_name_or_path": "m", "dataset": "d"} | values)
 
 
 @given(resolution=st.integers(16, 2048), step=st.sampled_from([8, 16, 32]))
@@ -29,6 +41,117 @@ def test_buckets_are_multiples_and_never_larger_than_asked(resolution: int, step
     for width, height in sizes:
         assert width % step == height % step == 0
         assert width * height <= max(resolution, step) ** 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_buckets_lie_as_far_apart_as_the_job_says_where_the_family_can(name: str) -> None:
+    """All steps of all families and flavours: a job is refused in one sentence, or has them."""
+    for flavour in (None, *FAMILIES[name].flavours):
+        least = FAMILIES[name].latent_step_of(flavour)
+        for step in range(129):
+            spec = job(model_family=name, model_flavour=flavour, resolution=512, bucket_step=step)
+            refused = [c.message for c in find_conflicts(spec) if c.key == "bucket_step"]
+            fits = step == 0 or (step >= 16 and step % least == 0)
+            assert len(refused) == (0 if fits else 1), (flavour, step, refused)
+            if not fits:
+                for better in map(int, re.findall(r"\d+", refused[0].partition("; use ")[2])):
+                    other = spec.model_copy(update={"bucket_step": better})
+                    assert not [c for c in find_conflicts(other) if c.key == "bucket_step"]
+                continue
+            for size in sizes_at(512, spec):
+                assert all(side % (step or least) == 0 for side in size)
+    assert sizes_at(512, job(model_family=name, resolution=512, bucket_step=0)) == bucket_sizes(
+        512, FAMILIES[name].latent_step
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"bucket_step": 8},
+            "bucket_step 8 is less than 16 pixels; use 16",
+        ),
+        (
+            {"bucket_step": 48, "model_family": "sana"},
+            "bucket_step 48 is not a multiple of 32 pixels, as sides of images must be for Sana; "
+            "use 32 or 64",
+        ),
+        (
+            {"bucket_step": 128, "resolution": [96, 512]},
+            "bucket_step 128 is more than resolution 96; use 96",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused_in_one_sentence(
+    values: dict[str, Any], sentence: str
+) -> None:
+    assert [c.message for c in find_conflicts(job(**values)) if c.key == "bucket_step"] == [
+        sentence
+    ]
+
+
+@pytest.mark.parametrize(
+    ("resolution", "family", "step", "count"),
+    [
+        (1024, "flux", 64, 13),
+        (512, "flux", 32, 13),
+        (256, "flux", 16, 13),
+        (768, "flux", 48, 13),
+        (64, "flux", 16, 3),
+        (2048, "flux", 128, 13),
+        (4096, "flux", 128, 25),
+        (768, "sdxl", 32, 19),
+        (1024, "stable_diffusion", 64, 13),
+        (512, "stable_diffusion", 64, 5),
+    ],
+)
+def test_the_usual_step_follows_the_resolution(
+    resolution: int, family: str, step: int, count: int
+) -> None:
+    spec = job(model_family=family)
+    assert bucket_step(resolution, spec) == step
+    assert len(sizes_at(resolution, spec)) == count
+
+
+def test_a_square_crop_keeps_the_resolution_whatever_the_step() -> None:
+    assert sizes_at(592, job(crop="square", bucket_step=128)) == [(592, 592)]
+
+
+def test_tokens_are_shared_out_whatever_the_step() -> None:
+    """They are counted in what the model takes, not in steps of buckets."""
+    values = {"context_parallel_size": 4, "num_processes": 4, "bucket_step": 64}
+    assert len(sizes_at(1024, job(**values))) == 13
+
+
+def test_latents_of_other_buckets_are_other_files(tmp_path: Path) -> None:
+    """And those of equal sizes are the same: the step itself decides no pixel."""
+    image = tmp_path / "d" / "a.png"
+    image.parent.mkdir()
+    Image.new("RGB", (600, 400), "teal").save(image)
+    image.with_suffix(".txt").write_text("a")
+    (tmp_path / "model").mkdir()
+    cache = TensorCache(tmp_path, "latents")
+    keys = {}
+    for step in (16, 64, 96):
+        spec = job(dataset=str(image.parent), resolution=512, bucket_step=step)
+        spec = spec.model_copy(update={"cache_dir": str(tmp_path / "c")})
+        index = build_index(spec)
+        keys[step] = (
+            index.samples[0].bucket,
+            LatentKeys(spec, cache, tmp_path / "model", index)(0, 0),
+        )
+    sizes = [size for size, _ in keys.values()]
+    assert len({key for _, key in keys.values()}) == len(set(sizes)) > 1
+    fine, finest = (
+        job(dataset=str(image.parent), resolution=64, cache_dir=str(tmp_path / "c"), bucket_step=n)
+        for n in (16, 0)
+    )
+    first, second = (
+        LatentKeys(spec, cache, tmp_path / "model", build_index(spec))(0, 0)
+        for spec in (fine, finest)
+    )
+    assert first == second
 
 
 def test_a_picture_goes_to_the_bucket_of_its_shape() -> None:
@@ -57,6 +180,26 @@ def test_a_cache_file_with_one_flipped_bit_is_noticed_and_removed(tmp_path: Path
     for content in (b"", whole[:-4], whole + b"\0", b"\xff" * 64):
         cache.path(key).write_bytes(content)
         assert cache.check(key) == "damaged"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_neither_cached_nor_taken_from_a_cache(
+    tmp_path: Path, dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TensorCache(tmp_path, "text")
+    good = {"embeds": torch.ones(300, dtype=dtype), "mask": torch.ones(3, dtype=torch.int64)}
+    bad = {**good, "pooled": good["embeds"].clone().index_fill_(0, torch.tensor(217), value)}
+    cache.write("a" * 40, good | {"nothing": torch.empty(0, dtype=dtype)})
+    assert cache.check("a" * 40) == "sound"
+    with pytest.raises(NotFiniteError, match=r"^pooled for the cache .*text have values that"):
+        cache.write("b" * 40, bad)
+    assert [path.stem for path in tmp_path.rglob("*.*")] == ["a" * 40]
+    with monkeypatch.context() as patch:  # as earlier versions did
+        patch.setattr(tensor_cache, "nonfinite", lambda tensors: [])
+        cache.write("b" * 40, bad)
+    assert cache.check("b" * 40) == "damaged"
+    assert cache.check("b" * 40) == "missing", "and is encoded again"
 
 
 def test_a_cache_file_that_broke_while_the_job_ran_says_what_to_do(tmp_path: Path) -> None:

@@ -402,13 +402,15 @@ def test_the_report_counts_what_a_person_should_know(
         "cropped by more than a quarter": 1,
         "enlarged": 2,
         "with the same content as another": 1,
+        "of a shape (80x48) with fewer samples than train_batch_size": 1,
     }
-    assert [(b.size, b.samples, b.batches, b.fill) for b in report.buckets] == [
-        ([64, 64], 4, 3, 0),
-        ([80, 48], 1, 1, 0),
+    assert [(b.size, b.samples, b.draws) for b in report.buckets] == [
+        ([64, 64], 4, 6),
+        ([80, 48], 1, 2),
     ]
     assert report.draws_per_epoch == 8
     assert report.steps_per_epoch == 4
+    assert report.most_drawn > 1
     assert report.epochs == 2.5
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
 

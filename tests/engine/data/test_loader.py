@@ -11,7 +11,7 @@ import torch
 from engine import families
 from engine.data.index.batch_plan import Draw
 from engine.data.index.views import Shown
-from engine.data.loader import Loader
+from engine.data.loader import Inputs, Loader
 from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import sample_generators
 from engine.ranks.world import World
@@ -47,6 +47,9 @@ class Data:
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> None:
         return None
+
+    def name_of(self, draw: Draw) -> str:
+        return f"{draw.sample}.png"
 
     def shown_of(self, draw: Draw) -> Shown:
         return Shown((draw.sample + 1, 8), 0, 0, (8, 8))
@@ -123,6 +126,29 @@ def test_the_denoiser_is_told_the_sizes_of_its_own_samples(resident: bool) -> No
     }
     told = [batch.condition["sizes"].tolist() for batch in at.step(0)]
     assert told == [[1, 2], [3, 4], [5, 6]]
+    at.close()
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_inputs_that_are_not_finite_are_found_when_they_are_read_again(resident: bool) -> None:
+    """In a step that has gone by; the ones that are read ahead stay."""
+    data = Data(resident=resident)
+    at = loader(data)
+    for _ in at.step(0), at.step(1):
+        pass
+    weight_of = data.weight_of
+    data.references_of = lambda draw: {  # type: ignore[method-assign]
+        "reference_0": torch.full((1,), torch.inf if draw.sample == 3 else 1.0)
+    }
+    assert at.inputs(0, [1, 2]) == [
+        Inputs(["2.png", "3.png"], ["reference_0"]),
+        Inputs(["4.png", "5.png"], []),
+    ]
+    data.weight_of = lambda draw, latents: torch.tensor(torch.nan)  # type: ignore[method-assign]
+    assert at.inputs(0, [0]) == [Inputs(["0.png", "1.png"], ["loss weight"])]
+    assert at.inputs(0, []) == []
+    data.weight_of = weight_of  # type: ignore[method-assign]
+    assert [batch.latents[0, 0, 0, 0].item() for batch in at.step(2)] == [12.0, 14.0, 16.0]
     at.close()
 
 

@@ -220,7 +220,7 @@ def test_an_image_of_its_samples_shape_is_cut_and_mirrored_with_it(
                 assert np.abs(apart).mean() < 20, "noise that is shifted is 85 apart"
     plan = make_plan(spec, index)
     assert len(set(plan.buckets)) == 2, "sizes within a batch are the same"
-    assert sum(bucket.batches for bucket in make_report(spec, index, None).buckets) == 2
+    assert sum(bucket.draws for bucket in make_report(spec, index, None).buckets) == 2
 
 
 def test_sizes_are_those_of_the_pipelines() -> None:

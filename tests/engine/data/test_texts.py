@@ -1,18 +1,26 @@
-"""Encoded captions: cached before training, cached on the way, or encoded anew each time."""
+"""Encoded captions: cached before training or on the way, or encoded again each time; or refused,
+where an encoder returns NaN.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
+from PIL import Image
 
-from engine.data.encode.tensor_cache import TensorCache
+from engine.data.encode.tensor_cache import TensorCache, nonfinite
+from engine.data.encode.texts import NO_TEXT, ImageInput, Text, _encode, _named
+from engine.families.flux import Flux
+from engine.model.encoders.text_encoders import load_whole, models_of
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import run_job
+from jobs.errors import NotFiniteError
 from jobs.run.rundir import RunDir
+from tests.support.engine.families import Case, cases, chosen, quiet, toys_root
 from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
@@ -88,3 +96,79 @@ def test_what_was_cached_on_the_way_is_used_and_repaired(toy: Path, tmp_path: Pa
     now = {path: path.stat().st_mtime_ns for path in cache.root.rglob("*.safetensors")}
     assert {path for path in files if now[path] != files[path]} == {damaged}
     assert cache.check(damaged.stem) == "sound"
+
+
+SEES: Final = "wan:2.1-i2v-14b-480p"  # its captions are encoded with an image
+SAYS: Final = 'a red circle with the word "star"'  # HunyuanVideo 1.5 has an encoder for such words
+
+
+@pytest.mark.parametrize("name", chosen([*cases(), SEES]))
+def test_the_encoder_that_returns_nan_is_named(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever a family makes of what its encoders return, and with its neighbours sound."""
+    case = Case(name, toys_root(tmp_path_factory))
+    look = ImageInput("", lambda: Image.new("RGB", (64, 64)), "cat.png")
+    text = Text(SAYS, looks=(look,) if name == SEES else ())
+    with quiet(), torch.no_grad():
+        pipeline = case.family.load_text_pipeline(case.paths.model, torch.float32)
+    encoders = models_of(pipeline)
+    assert not nonfinite(_encode(case.family, pipeline, text, case.spec()))
+    for part, encoder in encoders.items():
+        kept = {n: tensor.clone() for n, tensor in encoder.state_dict().items()}
+        for parameter in encoder.parameters():
+            parameter.data.fill_(torch.nan)
+        with pytest.raises(NotFiniteError) as caught:
+            _encode(case.family, pipeline, text, case.spec())
+        seen = " with cat.png" if name == SEES else ""
+        assert caught.value.message == (
+            f"{part} ({type(encoder).__name__}) returned values that are not finite for "
+            f"the text “{SAYS}”{seen}"
+        )
+        encoder.load_state_dict(kept)
+        assert not encoder._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (Text("a cat"), "the text “a cat”"),
+        (Text("a cat", negative=True), "the negative prompt “a cat”"),
+        (NO_TEXT, "the empty caption"),
+        (Text(" \n"), "the empty caption"),
+        (Text("a\x1b[31m cat\non a sofa"), "the text “a?[31m cat on a sofa”"),
+        (Text("word " * 99), f"the text “{'word ' * 11}word …”"),
+    ],
+)
+def test_texts_are_called_by_their_beginnings(text: Text, said: str) -> None:
+    assert _named(text) == said
+
+
+def test_t5_clamps_what_exceeds_fp16(toy: Path) -> None:
+    """Why no family is warned of for its T5: as loaded here, it keeps `wo` in fp32 and clamps."""
+    encoders = load_whole(toy / "model", torch.float16, torch.device("cpu"))
+    t5 = encoders["text_encoder_2"]
+    assert t5.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype is torch.float32
+    for block in t5.encoder.block:
+        block.layer[1].DenseReluDense.wo.weight.data.mul_(1e8)
+    with torch.no_grad():
+        output = t5(input_ids=torch.arange(3, 11)[None])[0]
+    assert output.dtype is torch.float16
+    assert not nonfinite({"output": output})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [True, False], ids=["cached on the way", "not cached"])
+def test_resident_encoders_refuse_too(
+    kept: bool, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Flux.encode
+
+    def spoilt(self: Flux, pipeline: Any, prompt: str, length: int, **names: Any) -> Any:
+        encoded = encode(self, pipeline, prompt, length, **names)
+        return encoded | {"pooled_prompt_embeds": encoded["pooled_prompt_embeds"] / 0}
+
+    monkeypatch.setattr(Flux, "encode", spoilt)
+    with pytest.raises(NotFiniteError, match=r"not finite for the (text|empty caption)"):
+        train(toy, tmp_path, unload_text_encoder=False, cache_text_embeddings=kept)
+    assert not list((tmp_path / "cache" / "text").rglob("*.safetensors"))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import pytest
 import torch
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from engine.diffusion import rectified_flow
 from engine.diffusion.denoising import Denoising
 from engine.diffusion.objective import Drawn, Problem, build_objective, loss_of
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.diffusion.rectified_flow import Flow
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
-from jobs.spec.noise_levels import quantiles
 from jobs.spec.values.value_types import TimestepSampling
+from tests.support.engine.levels import assert_levels_are_quantiles
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,11 +90,51 @@ def test_a_uniform_sigma_is_shifted_like_a_logit_normal_one() -> None:
     assert torch.allclose(own, plain)
 
 
-def test_the_preview_of_noise_levels_is_what_is_drawn() -> None:
-    for how in get_args(TimestepSampling):
-        drawn = many_sigmas(flow(3.0, timestep_sampling=how)).sort().values
-        told = torch.tensor(quantiles(how, shift=3.0)).sort().values
-        assert (told - drawn.quantile(torch.linspace(0, 1, len(told)))).abs().mean() < 0.01, how
+ONE: Final = torch.zeros(1, 1, 1, 1)
+
+
+@given(
+    values=st.fixed_dictionaries(
+        {
+            "timestep_sampling": st.sampled_from(get_args(TimestepSampling)),
+            "logit_mean": st.floats(-3, 3),
+            "logit_std": st.floats(0.05, 4),
+            "mode_scale": st.floats(-1, 1.75),
+            "flow_shift": st.none() | st.floats(0.2, 30),
+        }
+    ),
+    shift=st.floats(0.2, 30),
+    within=st.tuples(st.floats(0, 1), st.floats(0, 1)).filter(lambda part: part[1] - part[0] > 0.2),
+)
+@settings(max_examples=8)
+@example({"timestep_sampling": "logit_normal"}, 3.0, (0.0, 1.0))  # FLUX.1's
+@example({"timestep_sampling": "mode", "mode_scale": 1.75}, 1.0, (0.0, 1.0))
+@example({"timestep_sampling": "mode", "mode_scale": -1.0}, 1.0, (0.2, 0.6))
+@example({"timestep_sampling": "shift", "logit_mean": 800.0}, 3.0, (0.0, 1.0))
+def test_levels_of_the_validation_loss_are_quantiles_of_what_training_draws(
+    values: dict[str, Any], shift: float, within: tuple[float, float]
+) -> None:
+    """Of every way to draw, and of every part of it that a job or a model may be limited to."""
+    whole = flow(shift, **values)
+    sigmas = (whole.level_at(within[0], ONE), whole.level_at(within[1], ONE))
+    part = Flow(whole.spec, whole.shift_of, sigmas if within != (0.0, 1.0) else (0.0, 1.0))
+    assert_levels_are_quantiles(part, ONE, draws=2000)
+
+
+@pytest.mark.parametrize(
+    ("mean", "sigmas"),
+    [
+        (0.0, (0.9, 0.95)),  # two thirds of the draws miss it ten times, most of them below it
+        (0.0, (0.5, 0.52)),  # or on either side
+        (-30.0, (0.9, 1.0)),  # all do
+    ],
+)
+def test_levels_are_clipped_as_often_as_draws(
+    mean: float, sigmas: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rectified_flow, "_MOST_DRAWS", 10)
+    part = Flow(JobSpec(logit_mean=mean), lambda height, width, frames: 1.0, sigmas)
+    assert_levels_are_quantiles(part, ONE, draws=2000)
 
 
 @pytest.mark.parametrize("scale", [1.29, -0.5])
@@ -240,6 +283,10 @@ def test_a_foreign_noise_schedule_is_refused(
     with pytest.raises(UserError) as caught:
         build_objective(JobSpec(), family_of("denoise"), tmp_path)
     assert caught.value.message.startswith(f"the model's scheduler ({named}) has a noise schedule ")
+
+
+def test_levels_of_timesteps_are_quantiles_of_those_that_are_drawn() -> None:
+    assert_levels_are_quantiles(Denoising(schedule("epsilon"), None), ONE, draws=2000)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

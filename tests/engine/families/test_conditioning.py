@@ -22,9 +22,11 @@ from transformers.utils import is_torchvision_available
 
 from engine import families
 from engine.data.encode import texts as encode_texts
+from engine.data.encode.latents import prepare_latents
 from engine.data.encode.looks import looks_of_prompt
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import Text, TextKeys
+from engine.data.index.data_index import build_index
 from engine.data.index.references import fit_whole
 from engine.diffusion.objective import Problem
 from engine.families.shared.references import (
@@ -42,13 +44,16 @@ from engine.model.adapters import lora
 from engine.model.encoders import text_encoders
 from engine.model.files import weights
 from engine.model.quantized.packing import Packing
+from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.toy.components.weights import one_thread
-from jobs.run.rundir import read_json
+from jobs.errors import NotFiniteError
+from jobs.run.rundir import RunDir, read_json
 from jobs.spec.families import FAMILIES, references
 from jobs.spec.families.references import _SEEN_SIDE, PREFERRED, to_area, to_small_area
 from jobs.spec.file.load import load_spec
 from tests.support.engine.families import PROMPT, Case, Spied, batch_of, shrink_edits, toys_root
+from tests.support.engine.run_context import run_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -477,3 +482,44 @@ def test_texts_are_encoded_for_each_image(tmp_path: Path) -> None:
     edit = edit.model_copy(update={"allow_tf32": not edit.allow_tf32})
     assert key_of(texts[0]) == keys(texts[0])
     assert key_of(texts[1]) != keys(texts[1])
+
+
+class Spoiling:
+    """A family whose VAE returns NaN for the second picture."""
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        latents: torch.Tensor = self._family.encode_pictures(vae, pixels)
+        return latents * (torch.nan if self._calls == 2 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("flux:kontext", "the conditioning image of"),
+        pytest.param("wan:2.2-i2v-a14b-low", "the first frame of", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_sample_is_conditioned_on_is_named_where_its_latents_are_not_finite(
+    name: str, said: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = Case(name, toys_root(tmp_path_factory))
+    spec = case.spec()
+    index, cache = build_index(spec), TensorCache(tmp_path, "latents")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    telemetry = Telemetry(run_dir, 0)
+    world = World(0, 1, torch.device("cpu"), "single", "t")
+    run = run_context(spec, run_dir, world, telemetry, family=Spoiling(case.family))
+    with pytest.raises(NotFiniteError) as caught:
+        prepare_latents(run, cache, index, [(0, 0)])
+    telemetry.close()
+    assert caught.value.message.endswith(f" for {said} {index.samples[0].name}")
+    assert len(list(cache.root.rglob("*.safetensors"))) == 1, "that of the sample itself"

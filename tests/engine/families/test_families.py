@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from engine.data.read.images import decode
+from engine.diffusion.objective import build_objective
 from engine.exports.lora import _named
 from engine.exports.recipe import Recipe
 from engine.families.shared.collate import mask_of
@@ -26,6 +27,7 @@ from engine.sample.lockstep import Forwards
 from engine.toy.components.weights import one_thread
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.values.value_types import TimestepSampling
 from tests.support.engine.exports import export_alone
 from tests.support.engine.families import (
     DEVICE,
@@ -38,6 +40,7 @@ from tests.support.engine.families import (
     chosen,
     toys_root,
 )
+from tests.support.engine.levels import assert_levels_are_quantiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,6 +110,15 @@ def test_a_batch_is_its_samples(case: Case) -> None:
         limit = 1e-5 * float(alone.abs().max())
         assert torch.allclose(together[part], alone, rtol=1e-4, atol=limit)
     assert not torch.allclose(together[:1], together[1:], atol=1e-2)
+
+
+@pytest.mark.parametrize("how", get_args(TimestepSampling))
+def test_levels_of_its_validation_loss_are_quantiles_of_what_it_trains_on(
+    case: Case, how: str
+) -> None:
+    objective = build_objective(case.spec(timestep_sampling=how), case.family, case.paths.model)
+    frames = (3,) if case.facts.frame_step else ()
+    assert_levels_are_quantiles(objective, torch.zeros(1, 1, *frames, 16, 24), draws=2000)
 
 
 @torch.no_grad()

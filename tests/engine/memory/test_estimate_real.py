@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from engine.memory.__main__ import answer
+from engine.memory.estimator import Estimator
+from engine.toy import DTYPES, write_toy
+from jobs.errors import UserError
+from jobs.machine.gpu import Gpu
 from jobs.memory.calibration import Calibration
 from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, KINDS, read_smallest
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place
-from jobs.memory.ladder import LADDER, climb
+from jobs.memory.ladder import climb
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import predict
+from jobs.memory.rungs import LADDER
+from jobs.models.blocks import model_config
+from jobs.paths import exists
+from jobs.preflight import check_job
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES
+from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
+from tests.support.engine.memory import with_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 SMALL = "pixart_sigma"  # 0.6 B parameters
 
@@ -123,6 +135,124 @@ def test_the_table_says_what_is_predicted(server: Server) -> None:
         )
         counts = {str(card): found.fewest(CARDS[card]) for card in IN_TABLES}
         assert counts == known[kind], "run `python tests/bench/cards.py`"
+
+
+class Here(Server):
+    """Predicts in this process, and keeps its traces."""
+
+    estimator = Estimator()
+
+    def ask(self, request: dict[str, Any], cancelled: Any = None) -> dict[str, Any]:
+        return answer(self.estimator, request, load_spec(None, request["job"]))
+
+
+@pytest.fixture
+def _few_layers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published configs with two blocks of a kind: what is predicted of more takes longer."""
+    published = model_config._of_hub_id
+
+    def fewer(hub_id: str) -> dict[str, Any] | None:
+        config = published(hub_id)
+        return config and with_layers(config, 2)
+
+    monkeypatch.setattr(model_config, "_of_hub_id", fewer)
+    gpus = [Gpu(n, f"GPU-{n}", "H100", CARDS[80].total, 0) for n in range(16)]
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
+
+
+def refused_by_submit(values: Mapping[str, Any]) -> str:
+    """The sentence with which `submit` refuses a job; "" if it takes it."""
+    try:
+        spec = load_spec(None, values)
+        if exists(Path(spec.pretrained_model_name_or_path)):
+            check_job.check(spec)
+    except UserError as error:
+        return str(error).removeprefix("flags: ")
+    return ""
+
+
+def refused_by_estimate(values: Mapping[str, Any], server: Server) -> str:
+    """The sentence with which `estimate` refuses a job; "" if it answers."""
+    place = Place(True, (CARDS[24],), here=False)
+    try:
+        asked = Estimate(load_spec(None, values), place, server, Calibration())
+        own = asked.own
+    except UserError as error:
+        return str(error).removeprefix("flags: ")
+    if isinstance(own, Predicted):
+        few = asked.fewest(CARDS[141])
+        assert few is not None
+        assert few % asked.spec.context_parallel_size == 0
+        return ""
+    return f"{own.error}; {own.hint}" if own.hint else own.error
+
+
+def small(family: str) -> dict[str, Any]:
+    frames = {"num_frames": 1 + FAMILIES[family].frame_step} if FAMILIES[family].frame_step else {}
+    return {"model_family": family, "resolution": 64, "max_sequence_length": 64} | frames
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_few_layers")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_job_of_any_precision_is_predicted_or_refused_as_submit_refuses_it(
+    family: str, tmp_path: Path
+) -> None:
+    """Of published models, and of files in any precision."""
+    hub_id = next(iter(FAMILIES[family].flavours.values())).hub_id
+    models = {"published": (hub_id, str(tmp_path))} | {
+        dtype: (str(toy.model), str(toy.data))
+        for dtype in DTYPES
+        for toy in [write_toy(tmp_path / dtype, family, pictures=4, size=64, dtype=dtype)]
+    }
+    server, peaks = Here(), set()
+    for source, precision, kind in (
+        *(("published", precision, "lora") for precision in ("no", "fp16", "bf16")),
+        *((dtype, "no", "lora") for dtype in DTYPES),
+        ("float16", "fp16", "lora"),
+        ("bfloat16", "bf16", "lora"),
+        ("float16", "no", "full"),
+    ):
+        model, data = models[source]
+        values = small(family) | {
+            "pretrained_model_name_or_path": model,
+            "dataset": data,
+            "model_type": kind,
+            "mixed_precision": precision,
+        }
+        assert refused_by_estimate(values, server) == refused_by_submit(values)
+        if source != "published" and (precision, kind) == ("no", "lora"):
+            found = predict(load_spec(None, values), server, strategy="single")
+            assert isinstance(found, Predicted)
+            peaks.add(found.peak)
+    assert len(peaks) == 1, "the base is in fp32, whatever the files have"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_few_layers")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_context_parallel_job_is_predicted_or_refused_as_submit_refuses_it(
+    family: str, tmp_path: Path
+) -> None:
+    """On 2 to 16 ranks, whatever number of them shares a sample."""
+    toy = write_toy(tmp_path / "toy", family, pictures=4, size=64)
+    server, able = Here(), 0
+    for ranks in range(2, 17):
+        for size in {2, 3, 4, 8, ranks}:
+            for comm in ("allgather", "alltoall"):
+                values = small(family) | {
+                    "pretrained_model_name_or_path": str(toy.model),
+                    "dataset": str(toy.data),
+                    "num_processes": ranks,
+                    "strategy": "fsdp2",
+                    "context_parallel_size": size,
+                    "context_parallel_comm_strategy": comm,
+                    "attention_backend": "auto",
+                }
+                said = refused_by_submit(values)
+                assert refused_by_estimate(values, server) == said, (ranks, size, comm)
+                able += not said
+    assert bool(able) == FAMILIES[family].context_parallel
 
 
 def test_every_family_is_in_the_table() -> None:

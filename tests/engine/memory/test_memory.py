@@ -308,6 +308,17 @@ def test_more_than_two_micro_batches_are_like_two(estimator: Estimator, toy: Pat
     assert peaks[0] < peaks[1] == peaks[2] == peaks[3]
 
 
+def test_accumulation_follows_the_global_batch_on_as_many_ranks_as_are_asked_for(
+    estimator: Estimator, toy: Path
+) -> None:
+    spec = spec_of(toy, strategy="fsdp2", global_batch_size=8, **FULL, **BF16)
+    for ranks, forwards in ((2, 2), (4, 1)):
+        said = estimator.estimate(spec, ranks)
+        alike = spec_of(toy, strategy="fsdp2", gradient_accumulation_steps=forwards, **FULL, **BF16)
+        assert said.settings["gradient_accumulation_steps"] == forwards
+        assert said.peak == estimator.estimate(alike, ranks).peak
+
+
 def test_offload_moves_shards_and_state_to_the_host(estimator: Estimator, toy: Path) -> None:
     spec = spec_of(toy, strategy="fsdp2", **FULL, **BF16)
     there = estimator.estimate(spec)

@@ -17,7 +17,6 @@ from engine.diffusion.random_numbers import keyed_generator
 from engine.families import load
 from engine.model.adapters import lora
 from engine.model.files import weights
-from engine.model.precision import storage_dtype
 from jobs.errors import UserError
 from jobs.spec.keys.prompts import requests_of
 from tests.support.engine.toy_jobs import build, inputs, toy_spec
@@ -154,14 +153,8 @@ def test_a_truncated_weight_file_is_one_clear_line(toy: Path, tmp_path: Path) ->
         weights.stored_tensors(directory)
 
 
-def test_base_weights_are_cast_down_or_kept_and_never_up(toy: Path) -> None:
-    lora_bf16 = toy_spec(toy, mixed_precision="bf16")
-    full_bf16 = toy_spec(toy, mixed_precision="bf16", model_type="full")
-    half, single = torch.bfloat16, torch.float32
-    assert storage_dtype(lora_bf16, single, keep_fp32=False) is half
-    assert storage_dtype(lora_bf16, half, keep_fp32=False) is half
-    assert storage_dtype(lora_bf16, single, keep_fp32=True) is single
-    assert storage_dtype(full_bf16, half, keep_fp32=False) is single
-    model = build(toy, lora_bf16)
+def test_base_weights_are_kept_in_the_precision_that_computes(toy: Path) -> None:
+    model = build(toy, toy_spec(toy, mixed_precision="bf16"))
     for name, parameter in model.named_parameters():
-        assert parameter.dtype is (single if parameter.requires_grad else half), name
+        kept = torch.float32 if parameter.requires_grad else torch.bfloat16
+        assert parameter.dtype is kept, name

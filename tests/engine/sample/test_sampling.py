@@ -23,6 +23,7 @@ from engine.sample.lockstep import Forwards, rounds_of
 from engine.sample.sample_files import write_sample
 from engine.sample.sampler import Sampler
 from engine.toy.components.weights import one_thread
+from jobs.errors import NotFiniteError
 from jobs.run.rundir import RunDir
 from tests.support.engine.run_context import run_context
 from tests.support.engine.toy_jobs import toy_spec
@@ -72,7 +73,9 @@ class Bench:
         self.telemetry = Counting(self.run_dir, 0)
         self.files: list[str] = []
 
-    def sample(self, prompts: list[Any], family: Any = None, **changes: Any) -> Path:
+    def sample(
+        self, prompts: list[Any], family: Any = None, numbers: tuple[int, ...] = (), **changes: Any
+    ) -> Path:
         spec = toy_spec(
             self.toy,
             validation_prompts=prompts,
@@ -83,7 +86,7 @@ class Bench:
         run = run_context(spec, self.run_dir, ALONE, self.telemetry)
         model = build_model(run)
         data: Any = self.texts
-        sampler = Sampler(replace(run, family=family or run.family), data)
+        sampler = Sampler(replace(run, family=family or run.family), data, numbers)
         target = self.run_dir.samples / "step-3"
         with one_thread():
             self.files = sampler.sample(model, target, 3)
@@ -175,6 +178,25 @@ def test_what_a_picture_was_made_from_lies_beside_it_and_in_it(bench: Bench) -> 
         "Model: flux, Training step: 3",
     ]
     assert sorted(p.name for p in target.iterdir()) == ["00.json", "00.png", "01.json", "01.png"]
+
+
+def test_a_black_sample_is_warned_of_and_a_black_class_image_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others would train on that one."""
+    prompt = Texts.prompt
+
+    def spoilt(self: Texts, text: str, **names: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor * torch.nan for name, tensor in prompt(self, text, **names).items()}
+
+    monkeypatch.setattr(Texts, "prompt", spoilt)
+    target = bench.sample(["a red circle"])
+    assert not np.asarray(Image.open(target / "00.png")).any()
+    said = [event["message"] for event in bench.events if event["kind"] == "warning"]
+    assert said == ["sample 00.png is black: its latents are not finite"]
+    with pytest.raises(NotFiniteError, match=r"class image 07.png is black.*download the model"):
+        bench.sample(["a red circle"], numbers=(7,))
+    assert sorted(path.name for path in target.iterdir()) == ["00.json", "00.png"]
 
 
 def test_the_work_is_seen_to_move_with_every_forward(bench: Bench) -> None:

@@ -19,8 +19,8 @@ library = Library()
 
 def main():
     atexit.register(print, "handler")
-    threading.Thread(target=print, args=("thread",)).start()
     print("printed")
+    threading.Thread(target=print, args=("thread",)).start()
     {last}
 
 run_command(main)

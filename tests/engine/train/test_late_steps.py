@@ -170,7 +170,7 @@ def test_the_columns_of_steps_in_a_log_do_not_shift() -> None:
     few = (9, 0.41234, 0.5, 3e-4, 0.37)
     many = (1200, 12.5, 1234.5678, 2.85e-5, 12.5)
     lines = [
-        training_loop.step_line(StepResult(step, loss, norm, False, None, rate, seconds, 0.0), 1200)
+        training_loop.step_line(StepResult(step, loss, norm, None, None, rate, seconds, 0.0), 1200)
         for step, loss, norm, rate, seconds in (few, many)
     ]
     assert lines[0].startswith("step    9/1200  loss  0.41234  lr 3.00e-04  grad norm    0.5000")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from engine.data.loader import MicroBatch
+from engine.data.loader import Inputs, MicroBatch
 from engine.diffusion.objective import Drawn, Problem
 from engine.ranks.peaks import Peaks
 from engine.ranks.world import World
@@ -21,6 +21,7 @@ from engine.train.optimizer_step import Stepper, StepResult
 from engine.train.train_state import TrainState
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.steps import accumulation_steps
 from tests.support.engine.toy_jobs import Line
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Rig:
     world: World = ALONE
     bursts: set[int] = field(default_factory=set)  # steps whose gradient is infinite
     drawn: list[float] = field(default_factory=list)  # in the model, as its dropout would
+    asked: list[tuple[int, list[int]]] = field(default_factory=list)  # what micro-batches held
+    spoilt_micros: set[tuple[int, int]] = field(default_factory=set)  # by step and number
 
     def __post_init__(self) -> None:
         self.model = Line()
@@ -67,11 +70,19 @@ class Rig:
         self.stepper.run(self.told.append)
         return self.told[-1]
 
+    @property
+    def forwards(self) -> int:
+        return accumulation_steps(self.spec)
+
     def step(self, step: int) -> Iterator[MicroBatch]:
-        for _ in range(self.spec.gradient_accumulation_steps):
+        for _ in range(self.forwards):
             time.sleep(self.waits)
             drawn = Drawn(torch.zeros(1), torch.zeros(1, 1, 1, 1))
             yield MicroBatch(range(1), torch.ones(1, 1, 1, 1), drawn, {})
+
+    def inputs(self, step: int, micros: list[int]) -> list[Inputs]:
+        self.asked.append((step, micros))
+        return [Inputs([f"{step}-{micro}.png"], []) for micro in micros]
 
     def draw(self, latents: torch.Tensor, generators: Any) -> Drawn:
         raise AssertionError("the loader draws")
@@ -80,7 +91,9 @@ class Rig:
         return Problem(latents, drawn.level, drawn.noise)
 
     def predict(self, model: Any, noisy: torch.Tensor, *_: Any) -> torch.Tensor:
-        factor = float("nan") if self.training.step in self.spoilt else 1.0
+        step, micro = self.training.step, len(self.drawn) % self.spec.gradient_accumulation_steps
+        spoilt = step in self.spoilt or (step, micro) in self.spoilt_micros
+        factor = float("nan") if spoilt else 1.0
         answer: torch.Tensor = model(noisy) * factor
         if self.training.step in self.bursts:
             answer.register_hook(lambda gradient: gradient * float("inf"))
@@ -124,10 +137,32 @@ def test_waiting_for_data_counts_for_every_micro_batch() -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_job_and_changes_nothing() -> None:
     at = rig(0)
-    with pytest.raises(UserError, match=r"not finite at step 1 .*lower learning_rate"):
+    with pytest.raises(UserError, match=r"not finite at step 1 .*leave these samples out"):
         at.run()
     assert at.model.weight.item() == 2.0
     assert at.training.step == 0
+    later = rig(1)
+    later.run()
+    with pytest.raises(UserError, match=r"not finite at step 2 .*lower learning_rate"):
+        later.run()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_only_the_micro_batches_whose_loss_is_not_finite_are_looked_at_again(late: bool) -> None:
+    at = rig(late=late, optimizer="adamw", on_nonfinite="skip", gradient_accumulation_steps=3)
+    at.spoilt_micros = {(2, 1)}
+    for _ in range(4):
+        at.stepper.run(at.told.append)
+    settled(at)
+    assert at.asked == [(2, [1])]
+    origins = [result.origin for result in at.told]
+    assert origins == [None, None, ", with 2-1.png; the inputs were finite", None]
+
+
+def test_a_gradient_that_is_not_finite_says_nothing_of_the_samples() -> None:
+    at = rig(bursts=(0,), on_nonfinite="skip")
+    assert at.run().origin == ""
+    assert at.asked == []
 
 
 def test_a_loss_that_is_not_finite_is_skipped_where_the_job_says_so() -> None:
@@ -196,7 +231,11 @@ def test_ranks_that_share_a_sample_make_up_for_the_mean_over_ranks(accumulation:
 
 
 @pytest.mark.parametrize(
-    ("bursts", "said"), [((), "loss nan, gradient norm nan"), ((0,), "loss 4.0, gradient norm inf")]
+    ("bursts", "said"),
+    [
+        ((), "(loss nan, gradient norm nan), with 0-0.png; the inputs were finite"),
+        ((0,), "(loss 4.0, gradient norm inf)"),
+    ],
 )
 def test_either_of_loss_and_gradient_ends_the_job_and_is_named(
     bursts: tuple[int, ...], said: str
@@ -204,7 +243,7 @@ def test_either_of_loss_and_gradient_ends_the_job_and_is_named(
     at = rig(*(() if bursts else (0,)), bursts=bursts)
     with pytest.raises(UserError) as caught:
         at.run()
-    assert caught.value.message.endswith(f"is not finite at step 1 ({said})")
+    assert caught.value.message.endswith(f"is not finite at step 1 {said}")
     assert at.model.weight.item() == 2.0
 
 

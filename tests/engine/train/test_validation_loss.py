@@ -6,6 +6,7 @@ On several ranks: `test_sampling_ranks.py`.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections import Counter
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 
 from engine.data.index.data_index import DataIndex, Sample, build_index
 from engine.data.index.held_out import hold_out
+from engine.data.prepare import Prepared
 from engine.data.report.data_report import make_plan, make_report, summary
 from engine.diffusion.denoising import Denoising
+from engine.diffusion.objective import Drawn
 from engine.diffusion.rectified_flow import Flow
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
@@ -86,7 +89,7 @@ def test_what_is_held_out_is_never_trained_on(
     plan = make_plan(spec, trained)
     drawn = {
         trained.samples[draw.sample].name
-        for step in range(2 * plan.steps_per_epoch)
+        for step in range(math.ceil(3 * batch * plan.steps_per_epoch))
         for draw in plan.draws(step)
     }
     assert drawn == {sample.name for sample in trained.samples}
@@ -174,26 +177,34 @@ def test_levels_are_the_middles_of_equal_shares() -> None:
     assert [quantile_of(level, spec) for level in range(4)] == [0.125, 0.375, 0.625, 0.875]
 
 
-@pytest.mark.parametrize("own", [None, 2.5])
-def test_flow_problems_are_those_of_the_training_at_a_fixed_sigma(own: float | None) -> None:
-    """Training's shift of a sigma is applied to the quantile."""
-    spec = JobSpec(timestep_sampling="shift", flow_shift=own)
+@pytest.mark.parametrize(
+    ("how", "own", "levels"),
+    [
+        ("uniform", None, [0.125, 0.375, 0.625, 0.875]),
+        ("logit_normal", None, [0.2404, 0.4210, 0.5790, 0.7596]),
+        ("shift", None, [0.3564, 0.5600, 0.7065, 0.8469]),  # each of them s·x / (1 + (s-1)·x)
+        ("uniform_shift", 2.5, [0.2632, 0.6, 0.8065, 0.9459]),
+        ("mode", None, [0.2372, 0.4606, 0.5394, 0.7628]),
+    ],
+)
+def test_levels_are_those_that_training_draws(
+    how: str, own: float | None, levels: list[float]
+) -> None:
+    """The middles of four equal shares of it."""
+    spec = JobSpec(timestep_sampling=how, flow_shift=own)
     flow = Flow(spec, lambda height, width, frames: 1 + height / width)
-    shift = own or 1.75
-    problem = problem_at(flow, LATENTS, NOISE, 0.25)
-    sigma = shift * 0.25 / (1 + (shift - 1) * 0.25)
-    assert problem.level.tolist() == pytest.approx([sigma] * 2)
-    drawn = flow.draw(LATENTS, [torch.Generator().manual_seed(n) for n in range(2)])
-    trained = flow.problem(LATENTS, drawn)
-    for n in range(2):
-        place = quantile(float(drawn.level[n]), shift)
-        again = problem_at(flow, LATENTS[n : n + 1], drawn.noise[n : n + 1], place)
-        assert torch.allclose(again.noisy[0], trained.noisy[n], atol=1e-5)
+    problems = [problem_at(flow, LATENTS, NOISE, quantile_of(level, spec)) for level in range(4)]
+    assert [problem.level[0].item() for problem in problems] == pytest.approx(levels, abs=1e-4)
+
+
+def test_flow_problems_are_those_of_the_training_without_its_weights() -> None:
+    flow = Flow(JobSpec(loss_weighting="cosmap"), lambda height, width, frames: 3.0)
+    problem = problem_at(flow, LATENTS, NOISE, 0.3)
+    trained = flow.problem(LATENTS, Drawn(problem.level, NOISE))
+    assert torch.equal(problem.noisy, trained.noisy)
     assert torch.equal(problem.target, NOISE - LATENTS)
-
-
-def quantile(sigma: float, shift: float) -> float:
-    return sigma / (shift - (shift - 1) * sigma)
+    assert trained.weight is not None
+    assert problem.weight is None
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
@@ -292,3 +303,19 @@ def test_the_averaged_weights_are_measured(train: Any) -> None:
     assert [event["step"] for event in plain] == [2, 4]
     pairs = zip(plain, averaged, strict=True)
     assert all(one["loss"] != other["loss"] for one, other in pairs)
+
+
+@pytest.mark.slow
+def test_a_sample_whose_validation_loss_is_not_finite_is_named(
+    train: Any, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"validation_fraction": 0.1, "validation_on_startup": True, "max_train_steps": 1}
+    bad = hold_out(build_index(toy_spec(toy)), toy_spec(toy, **settings))[1][1].name
+    held_latents = Prepared.held_latents
+
+    def spoilt(self: Prepared, number: int) -> torch.Tensor:
+        return held_latents(self, number) * (torch.nan if self.held[number].name == bad else 1.0)
+
+    monkeypatch.setattr(Prepared, "held_latents", spoilt)
+    warned = [event["message"] for event in of_kind(train("spoilt", **settings), "warning")]
+    assert warned == [f"the validation loss is not finite: that of {bad}"] * 2

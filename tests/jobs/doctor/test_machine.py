@@ -44,6 +44,7 @@ from jobs.machine.cgroups import memory_rooms
 from jobs.machine.devices import Gpu
 from jobs.machine.file_systems import kind_among
 from jobs.preflight import check_job
+from jobs.preflight.versions import TESTED
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.units import size
@@ -75,20 +76,22 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Versions of what is installed; a test says which."""
     versions: dict[str, str] = {}
     wanted = packages.Requirements(
-        ">=3.11", ("torch>=2.11,<3", "numpy>=1.26"), {"video": ("av>=15,<19",)}
+        ">=3.11", ("torch>=2.12,<3", "numpy>=1.26"), {"video": ("av>=15,<19",)}
     )
     monkeypatch.setattr(packages, "read_requirements", lambda: wanted)
-    monkeypatch.setattr(packages, "_version", versions.get)
+    monkeypatch.setattr(packages, "installed", versions.get)
+    monkeypatch.setattr("jobs.preflight.versions.installed", versions.get)
     return versions
 
 
 @pytest.mark.parametrize(
     ("torch", "verdict", "text"),
     [
-        ("2.11.0", "ok", "all 2"),
+        ("2.12.0", "ok", "all 2"),
         ("2.13.0+cpu", "ok", "all 2"),
         ("2.14.0.dev20260101+cu130", "ok", "all 2"),
-        ("2.10.1", "fail", "2.10.1 is too old"),
+        ("2.11.1", "fail", "2.11.1 is too old"),
+        ("2.98.0", "warn", "2.98.0 is newer than fsdp-tui was tested with (2.12 to 2."),
         ("3.0.0", "warn", "3.0.0 is newer than fsdp-tui was tested with"),
         (None, "fail", "is not installed"),
     ],
@@ -101,7 +104,10 @@ def test_packages_must_be_in_range(
     assert finding.verdict == verdict
     assert text in finding.found
     if verdict != "ok":
-        assert finding.advice == "pip install 'torch<3,>=2.11'"
+        assert finding.advice in (
+            "pip install 'torch<3,>=2.12'",
+            f"pip install 'torch>=2.12,<2.{TESTED['torch'].newest[1] + 1}'",
+        )
 
 
 def test_an_extra_need_not_be_there_but_must_fit(installed: dict[str, str]) -> None:

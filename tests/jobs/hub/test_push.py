@@ -225,6 +225,7 @@ def test_a_card_says_how_it_was_made_and_nothing_of_where(job_values: dict[str, 
         "trigger_word": "zxq",
         "learning_rate": 3e-5,
         "lora_rank": 24,
+        "global_batch_size": 16,
     }
     facts = CardFacts(
         repo="anna/cats",
@@ -257,6 +258,7 @@ def test_a_card_says_how_it_was_made_and_nothing_of_where(job_values: dict[str, 
         "| ranks | 8 |",
         "| learning_rate | 3e-05 |",
         "| lora_rank | 24 |",
+        "| gradient_accumulation_steps | 2 |",  # as it came out on these ranks
     ):
         assert text in card
     by_peft = replace(facts, weights="adapter_model.safetensors")

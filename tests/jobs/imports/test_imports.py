@@ -28,6 +28,7 @@ from jobs.imports.simpletuner import config as simpletuner
 from jobs.imports.simpletuner import data as data_rules
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
+from jobs.spec.rules.steps import total_steps
 from jobs.untrusted.files import LARGEST_TEXT
 from tests.support.paths import IMPORT_EXAMPLES
 
@@ -175,6 +176,7 @@ def test_simpletuner_flux_lora() -> None:
     assert [e.key for e in imported.report.of(Kind.UNKNOWN)] == ["potters_own_key"]
     assert "(not shown)" in [e.value for e in imported.report.entries]
     assert {e.key for e in imported.report.assumed} == {
+        "aspect_bucket_alignment",
         "ema_decay",
         "ema_validation",
         "lora_dropout",
@@ -206,7 +208,8 @@ def test_simpletuner_full_training_on_eight_ranks() -> None:
     ]
     assert job["max_upscale"] == 1.333
     assert "ema_device" not in job  # cpu does not go with FSDP
-    assert "10 epochs are 10 × samples / 64 steps" in "\n".join(imported.report.to_fill_in)
+    assert job["num_train_epochs"] == 10
+    assert "max_train_steps" not in job
 
 
 def test_simpletuner_video() -> None:
@@ -437,7 +440,9 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ),
     ({"max_train_steps": 0, "num_train_epochs": 0}, Needless),
     ({"num_train_epochs": 3, "max_train_steps": 100}, Needless),
-    ({"num_train_epochs": 3}, Lost),
+    ({"num_train_epochs": 3}, {"num_train_epochs": 3.0, "max_train_steps": None}),
+    ({"num_train_epochs": 0.25}, {"num_train_epochs": 0.25}),
+    ({"num_train_epochs": "many"}, Kind.UNREADABLE),
     ({"mixed_precision": "no"}, {"mixed_precision": "no"}),
     ({"mixed_precision": "fp8"}, Lost),
     ({"base_model_precision": "no_change"}, Needless),
@@ -626,6 +631,10 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ),
     ({"crepa_enabled": True}, Lost),
     ({"ramtorch": True}, Lost),
+    ({"aspect_bucket_alignment": "64"}, {"bucket_step": 64}),
+    ({"aspect_bucket_alignment": 8}, {"bucket_step": 0}),
+    ({"aspect_bucket_alignment": 16, "model_family": "sdxl"}, {"bucket_step": 32}),
+    ({"aspect_bucket_alignment": "wide"}, Kind.UNREADABLE),
     ({"something_new": 1}, Kind.UNKNOWN),
 ]
 
@@ -876,6 +885,15 @@ def test_a_key_of_ai_toolkit(
     check(process(tmp_path, **theirs), name, expected)
 
 
+@pytest.mark.parametrize(("tolerance", "step"), [({}, 64), ({"bucket_tolerance": 32}, 32)])
+def test_buckets_lie_as_far_apart_as_in_ai_toolkit(
+    tolerance: dict[str, int], step: int, tmp_path: Path
+) -> None:
+    """It has 64 pixels at every resolution, where a job here has fewer at smaller ones."""
+    imported = process(tmp_path, datasets=[{"folder_path": "d", "resolution": 512} | tolerance])
+    assert imported.to_dict()["bucket_step"] == step
+
+
 SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
     ("--rank 8", {"lora_rank": 8}),
     ("--report_to=tensorboard", {"report_to": ["tensorboard"]}),
@@ -912,7 +930,7 @@ SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
     ("--class_prompt=cat", Needless),
     ("--lr_warmup_steps=500", Needless),
     ("--lr_warmup_steps=50 --lr_scheduler=cosine", {"lr_warmup_steps": 50}),
-    ("--num_train_epochs=2", Lost),
+    ("--num_train_epochs=2", {"num_train_epochs": 2.0, "max_train_steps": None}),
     ("--num_train_epochs=2 --max_train_steps=10", Needless),
     ("--validation_epochs=3", Lost),
     ("--push_to_hub", {"push_to_hub": True}),
@@ -1037,7 +1055,7 @@ def test_what_simpletuner_does_where_a_configuration_is_silent(tmp_path: Path) -
     imported = simple(tmp_path, push_to_hub=True, lr_scheduler="polynomial")
     assert imported.spec.hub_private_repo  # its model_card_private
     assert (imported.spec.lr_end, imported.spec.lr_power) == (4e-7, 0.8)
-    assert any(text.startswith("max_train_steps: 1 epoch") for text in imported.report.to_fill_in)
+    assert imported.to_dict()["num_train_epochs"] == 1
     imported = simple(tmp_path, model_family="sdxl", validation_prompt="a", max_train_steps=5)
     assert imported.spec.validation_negative_prompt == "blurry, cropped, ugly"
     unsupported = {e.key for e in imported.report.assumed if e.kind is Lost}
@@ -1405,20 +1423,21 @@ def test_paths_are_looked_for_beside_the_configuration_and_above(tmp_path: Path)
     assert not imported.report.to_fill_in
 
 
-def test_epochs_become_steps_where_samples_can_be_counted(
+def test_epochs_stay_epochs_and_repeats_are_part_of_them(
     tmp_path: Path, make_data: Callable[..., Path]
 ) -> None:
-    root = make_data(pictures=10)
+    """How many steps they are, the job's ranks find out, whatever its batch is."""
     imported = backend(
         tmp_path,
-        {"id": "a", "instance_data_dir": str(root), "repeats": 1},
+        {"id": "a", "instance_data_dir": str(make_data(pictures=10)), "repeats": 1},
         num_train_epochs=3,
         train_batch_size=4,
         num_processes=2,
-        gradient_accumulation_steps=1,
     )
-    assert imported.spec.max_train_steps == 8  # 3 × 20 / 8, rounded up
-    assert "20 samples" in entry(imported, "num_train_epochs").why
+    assert imported.to_dict()["num_train_epochs"] == 3
+    assert imported.spec.max_train_steps is None
+    assert [dataset.repeats for dataset in imported.spec.datasets or []] == [2]
+    assert total_steps(imported.spec, draws_per_epoch=20) == 8
 
 
 def test_data_that_cannot_be_read_is_said(tmp_path: Path) -> None:

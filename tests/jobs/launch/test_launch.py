@@ -246,6 +246,41 @@ def test_a_persons_own_allocator_options_stay(
     assert not build(tmp_path, ["GPU-a"]).environment.keys() & local.ALLOCATOR_VARIABLES
 
 
+@pytest.mark.parametrize(
+    ("gpus", "values", "host"),
+    [
+        (0, {"num_processes": 2}, True),
+        (0, {}, True),
+        (1, {}, False),
+        (2, {"strategy": "fsdp2"}, False),
+        (2, {"strategy": "fsdp2", "fsdp_cpu_offload": True}, True),
+        (1, {"swap_blocks": 4}, True),
+        (2, {"strategy": "ddp", "swap_blocks": 4}, False),
+        (1, {"model_type": "full", "swap_blocks": 4}, False),
+    ],
+)
+def test_ranks_with_weights_in_host_memory_give_freed_blocks_back(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    values: dict[str, Any],
+    host: bool,
+) -> None:
+    for name in local.HOST_ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    values = {"num_processes": max(1, gpus)} | values
+    there = [f"GPU-{number}" for number in range(gpus)]
+    given = build(tmp_path, there, **values).environment
+    assert (
+        local.HOST_ALLOCATOR.items() <= given.items()
+        if host
+        else (not local.HOST_ALLOCATOR.keys() & given.keys())
+    )
+    for name in local.HOST_ALLOCATOR:  # a person's own choice stays
+        monkeypatch.setenv(name, "mine")
+        assert name not in build(tmp_path, there, **values).environment
+
+
 def test_torch_writes_what_it_remembers_of_collectives_into_the_run_directory(
     tmp_path: Path,
 ) -> None:

@@ -29,16 +29,22 @@ from jobs.memory.cards import CARDS, room_of_type
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place, place_of
 from jobs.memory.fit import Fit, Room, Verdict, room_of
-from jobs.memory.ladder import LADDER, climb, loosen
+from jobs.memory.ladder import climb, loosen
 from jobs.memory.network import across
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, arranged
 from jobs.memory.question import predict as ask
+from jobs.memory.rungs import LADDER
+from jobs.models.blocks.model_config import find_target
+from jobs.preflight.model_files import check_config
 from jobs.slurm.partitions import Partition
 from jobs.spec.families import FAMILIES
+from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import chosen_strategy
-from tests.support.jobs.fake_memory import GIB, predict
+from tests.support.jobs.fake_memory import GIB, answer, predict
 from tests.support.paths import FAKE_MEMORY
 from tests.support.waiting import PATIENCE, eventually
 from tui.cli.prepare import estimate as estimate_command
@@ -341,15 +347,18 @@ def test_what_a_job_could_run_with(
     assert candidates(job(**values), ranks) == able
 
 
-@given(st.integers(1, 1500))
-def test_the_fewest_ranks_are_found_with_few_questions(least: int) -> None:
+@given(least=st.integers(1, 1500), group=st.integers(1, 16))
+def test_the_fewest_ranks_are_found_with_few_questions(least: int, group: int) -> None:
     tried: list[int] = []
 
     def fits(ranks: int) -> bool:
         tried.append(ranks)
         return ranks >= least
 
-    assert fewest(fits) == (least if least <= 1024 else None)
+    found = fewest(fits, group)
+    expected = -(-least // group) * group
+    assert found == expected or (found is None and expected > 512)
+    assert all(ranks % group == 0 and ranks <= 1024 for ranks in tried)
     assert len(tried) <= 21
 
 
@@ -474,6 +483,22 @@ def test_any_job_climbs_to_an_end_with_the_same_global_batch(
     assert len(found) < 20
 
 
+@pytest.mark.parametrize("ranks", range(1, 17))
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_global_batch_is_no_reason_to_predict_nothing(ranks: int, split: int) -> None:
+    """On ranks that do not divide it, which a job would be refused on, they accumulate alike."""
+    spec = job(global_batch_size=8, num_processes=2 * split, context_parallel_size=split)
+    there = arranged(spec, "fsdp2" if ranks > 1 else "single", ranks, on_gpus=True)
+    assert not [
+        c
+        for c in find_conflicts(there)
+        if c.key in ("global_batch_size", "gradient_accumulation_steps")
+    ]
+    groups = max(1, ranks // there.context_parallel_size)
+    assert accumulation_steps(there) == -(-8 // groups)
+    assert (there.global_batch_size == 8) is (8 % groups == 0)
+
+
 def test_a_job_is_arranged_for_a_strategy_without_what_only_another_has() -> None:
     spec = job(
         num_processes=8,
@@ -527,6 +552,80 @@ def test_a_strategy_that_cannot_run_is_told_and_the_others_are_not_hurt(server: 
     assert isinstance(refused := found.predict("fsdp2", 2), Refused)
     assert refused.error == "adafactor cannot be sharded"
     assert found.advised == "ddp"
+
+
+class Formula(Server):
+    """Answers as `engine.memory` does, by the formula of the fake one."""
+
+    def ask(
+        self, request: dict[str, Any], cancelled: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
+        load_spec(None, request["job"])  # which refuses what cannot run
+        return answer({"id": 0} | request)
+
+
+@pytest.fixture(scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.usefixtures("_own_cache")
+@given(
+    ranks=st.integers(2, 16),
+    size=st.integers(1, 16),
+    strategy=st.sampled_from(["auto", "fsdp2", "hsdp"]),
+    replicas=st.sampled_from([None, 2, 4]),
+    reshard=st.sampled_from([True, 2, 4, 8]),
+    comm=st.sampled_from(["allgather", "alltoall"]),
+    recompute=st.booleans(),
+    family=st.sampled_from(list(FAMILIES)),
+)
+def test_any_split_is_predicted_or_refused_as_submit_refuses_it(
+    ranks: int,
+    size: int,
+    strategy: str,
+    replicas: int | None,
+    reshard: bool | int,
+    comm: str,
+    recompute: bool,
+    family: str,
+) -> None:
+    values = {
+        "name": "a",
+        "dataset": ".",
+        "model_family": family,
+        "pretrained_model_name_or_path": next(iter(FAMILIES[family].flavours.values())).hub_id,
+        "num_processes": ranks,
+        "strategy": strategy,
+        "dp_replicate_size": replicas if strategy == "hsdp" else None,
+        "context_parallel_size": size,
+        "context_parallel_comm_strategy": comm,
+        "fsdp_reshard_after_forward": reshard,
+        "fsdp_activation_checkpointing": recompute,
+        "device": "cuda",
+    }
+    try:
+        spec = load_spec(None, values)
+    except SpecError:
+        return  # which both commands say before anything else
+    found = Estimate(spec, Place(True, (CARDS[24],), here=False), Formula(), Calibration())
+    if isinstance(own := found.own, Refused):
+        config = find_target(family, None, spec.pretrained_model_name_or_path).config
+        with pytest.raises(SpecError) as refused:
+            check_config(spec, config)
+        assert (own.error, own.hint) == (refused.value.message, refused.value.hint)
+        return
+    few = found.fewest(CARDS[141])
+    assert few is not None
+    assert few % size == 0
+    for step in found.steps():
+        assert step.spec.num_processes == ranks
+        assert (few := found.fewest(CARDS[141], step.spec)) is not None
+        assert few % step.spec.context_parallel_size == 0
+    for name in candidates(spec, ranks):
+        assert isinstance(found.predict(name, ranks), Predicted)
 
 
 def test_earlier_runs_widen_the_band_upwards(server: Server) -> None:

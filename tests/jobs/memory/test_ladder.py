@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.memory.fit import Fit, Room
-from jobs.memory.ladder import LADDER, LOOSER, Rung, Step
+from jobs.memory.ladder import Step
+from jobs.memory.rungs import LADDER, LOOSER, Rung
 from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ FULL = {"model_type": "full"}
 TWO = {"num_processes": 2, "strategy": "fsdp2"}
 DDP = {"num_processes": 2, "strategy": "ddp"}
 TEXT = {"model_family": "sdxl", "text_encoder_lora_rank": 4}
+OLD = {"base_precision": "nf4", "modulation_precision": "none"}
 VIDEO = {"model_family": "wan"}
+SPLIT = "samples split over ranks"
 
 
 def job(**values: Any) -> JobSpec:
@@ -32,6 +35,16 @@ def job(**values: Any) -> JobSpec:
         ("8-bit base", {"base_precision": "fp8"}, None),
         ("8-bit base", {"base_precision": "nf4"}, None),
         ("8-bit base", FULL, None),
+        ("8-bit modulation", OLD, {"modulation_precision": "int8"}),
+        ("8-bit modulation", {"base_precision": "int8"}, {"modulation_precision": "int8"}),
+        ("8-bit modulation", {"base_precision": "nf4"}, None),
+        ("8-bit modulation", {}, None),
+        ("8-bit modulation", OLD | {"modulation_precision": "int8"}, None),
+        ("8-bit modulation", OLD | {"modulation_precision": "nf4"}, None),
+        ("4-bit modulation", OLD, {"modulation_precision": "nf4"}),
+        ("4-bit modulation", {"base_precision": "nf4"}, {"modulation_precision": "nf4"}),
+        ("4-bit modulation", {}, None),
+        ("4-bit modulation", FULL | {"base_precision": "nf4"}, None),
         ("4-bit base", {"base_precision": "int8"}, {"base_precision": "nf4"}),
         ("4-bit base", {"base_precision": "nf4"}, None),
         (
@@ -60,6 +73,13 @@ def job(**values: Any) -> JobSpec:
             None,
         ),
         ("smaller samples", {"validation_resolution": 768, "resolution": 512}, None),
+        (
+            "smaller samples",
+            VIDEO
+            | {"validation_prompts": ["a"], "num_frames": 33, "validation_num_frames": 81}
+            | {"validation_resolution": 512, "resolution": 512},
+            {"validation_num_frames": 33},
+        ),
         ("moving average in host memory", DDP | {"use_ema": True}, {"ema_device": "cpu"}),
         ("moving average in host memory", TWO | {"use_ema": True}, None),
         ("moving average in host memory", DDP, None),
@@ -68,6 +88,11 @@ def job(**values: Any) -> JobSpec:
             "smaller batch, more accumulation",
             {"train_batch_size": 9, "gradient_accumulation_steps": 2},
             {"train_batch_size": 3, "gradient_accumulation_steps": 6},
+        ),
+        (
+            "smaller batch, more accumulation",
+            {"train_batch_size": 4, "global_batch_size": 8},
+            {"train_batch_size": 2},
         ),
         ("smaller batch, more accumulation", {}, None),
         ("8-bit AdamW", {}, {"optimizer": "adamw_8bit"}),
@@ -91,6 +116,30 @@ def job(**values: Any) -> JobSpec:
         ("sharded LoRA", TWO | {"lora_placement": "sharded"}, None),
         ("sharded LoRA", TWO | FULL, None),
         ("sharded LoRA", DDP, None),
+        (SPLIT, TWO, {"context_parallel_size": 2, "gradient_accumulation_steps": 2}),
+        (
+            SPLIT,
+            TWO | {"num_processes": 6, "gradient_accumulation_steps": 5},
+            {"context_parallel_size": 2, "gradient_accumulation_steps": 10},
+        ),
+        (
+            SPLIT,
+            TWO | {"num_processes": 6, "context_parallel_size": 2},
+            {"context_parallel_size": 6, "gradient_accumulation_steps": 3},
+        ),
+        (
+            SPLIT,
+            TWO | {"model_family": "qwen_image"},
+            {
+                "context_parallel_size": 2,
+                "gradient_accumulation_steps": 2,
+                "context_parallel_comm_strategy": "alltoall",
+            },
+        ),
+        (SPLIT, TWO | {"context_parallel_size": 2}, None),
+        (SPLIT, TWO | {"model_family": "sdxl"}, None),
+        (SPLIT, TWO | {"device": "cpu"}, None),
+        (SPLIT, DDP, None),
         ("most blocks in host memory", {}, {"swap_blocks": 48}),
         ("most blocks in host memory", {"swap_blocks": 48}, None),
         ("most blocks in host memory", FULL, None),
@@ -107,7 +156,8 @@ def job(**values: Any) -> JobSpec:
         ("offload to host memory", TWO | {"fsdp_cpu_offload": True}, None),
         ("offload to host memory", TWO | {"device": "cpu"}, None),
         ("offload to host memory", DDP, None),
-        ("shorter videos", VIDEO, {"num_frames": 81}),
+        ("shorter videos", VIDEO, {"num_frames": 49}),
+        ("shorter videos", VIDEO | {"num_frames": 121}, {"num_frames": 81}),
         ("shorter videos", VIDEO | {"num_frames": 81}, {"num_frames": 49}),
         ("shorter videos", VIDEO | {"num_frames": 49}, {"num_frames": 33}),
         ("shorter videos", VIDEO | {"num_frames": 33}, {"num_frames": 17}),

@@ -15,7 +15,7 @@ from jobs.spec.families import FAMILIES, flavour_of
 from jobs.spec.file.flags import parse_flags, to_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
-from jobs.spec.rules.buckets import bucket_sizes
+from jobs.spec.rules.buckets import sizes_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -253,22 +253,30 @@ def test_a_directory_alone_is_not_asked_for_its_flavour(
 
 
 def test_the_longest_side_is_that_of_the_engines_buckets() -> None:
-    for step in (8, 16, 32):
+    for step in (None, 0, 16, 32, 64, 96, 128):
+        spec = JobSpec(bucket_step=step)
         for resolution in range(16, 1600, 13):
-            longest = max(map(max, bucket_sizes(resolution, step)))
-            assert longest_bucket_side(resolution, step) == longest
+            assert longest_bucket_side(resolution, spec) == max(
+                map(max, sizes_at(resolution, spec))
+            )
 
 
 @pytest.mark.parametrize(
     ("positions", "changes", "said"),
     [
-        (4096, {"resolution": 1024}, "buckets of 1440 pixels"),
-        (4096, {"resolution": 1024}, "up to 1024 pixels a side; set resolution: 736"),
+        (4096, {"resolution": 1024}, "buckets of 1408 pixels"),
+        (4096, {"resolution": 1024, "bucket_step": 16}, "buckets of 1440 pixels"),
+        (4096, {"resolution": 1024}, "up to 1024 pixels a side; set resolution: 752"),
         (4096, {"resolution": 736}, None),
         (4096, {"model_flavour": "v0.2"}, None),
         (4096, {"resolution": 512, "validation_resolution": "1040x512"}, "samples of 1040x512"),
         (9216, {"resolution": 1024}, None),
-        (9216, {"resolution": 1104}, "up to 1536 pixels a side; set resolution: 1088"),
+        (9216, {"resolution": 1104}, None),
+        (
+            9216,
+            {"resolution": 1104, "bucket_step": 0},
+            "up to 1536 pixels a side; set resolution: 1088",
+        ),
         (9216, {"validation_resolution": 1536}, None),
         (9216, {"validation_resolution": 1552}, "samples of 1552x1552"),
         (None, {"resolution": 4096}, None),  # it cannot be told

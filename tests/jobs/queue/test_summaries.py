@@ -111,6 +111,33 @@ def test_of_a_running_job_only_what_is_new_is_read(
     assert reads.bytes <= eventlog._FIRST_END
 
 
+def test_steps_of_epochs_are_what_the_ranks_say(store: Store) -> None:
+    """The database does not know them before the data is counted."""
+    job = add_job(store, state=State.RUNNING, total_steps=0)
+    write_steps(job, 30, seconds=2.0)
+    assert (progress(job).total_steps, progress(job).eta) == (None, None)
+    job.run_dir.rank_file(0).parent.mkdir(parents=True, exist_ok=True)
+    for text in ("", "[]", '{"rank": 0}', '{"total_steps": null}', '{"total_steps": -3}'):
+        job.run_dir.rank_file(0).write_text(text)
+        assert progress(job).total_steps is None
+    job.run_dir.rank_file(0).write_text('{"total_steps": 75}')
+    assert progress(job) == progress_of(store, [job])[job.id]
+    assert (progress(job).total_steps, progress(job).eta) == (75, pytest.approx(90, rel=0.5))
+    store.change(job.id, State.COMPLETED, "")
+    keep_summary(store, store.get(job.id))
+    job.run_dir.rank_file(0).unlink()
+    assert progress_of(store, [store.get(job.id)])[job.id].total_steps == 75, "kept with the rest"
+
+
+def test_summaries_of_an_older_version_are_read(store: Store) -> None:
+    job = add_job(store, state=State.COMPLETED)
+    write_steps(job, 5)
+    keep_summary(store, job)
+    with store.write() as db:
+        db.execute("UPDATE summaries SET progress='[4, 0.5, 0.25, null]'")
+    assert progress_of(store, [job])[job.id] == Progress(4, 0.5, 0.25)
+
+
 def test_what_is_kept_may_be_damaged(store: Store) -> None:
     job = add_job(store, state=State.COMPLETED)
     write_steps(job, 5)

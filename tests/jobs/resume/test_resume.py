@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.resume.resume_conflicts import ResumeConflicts, find_resume_conflicts, global_batch_size
+from jobs.resume.resume_conflicts import (
+    ResumeConflicts,
+    find_resume_conflicts,
+    with_known_length,
+)
 from jobs.spec.job_spec import JobSpec, field_choices, is_switch, key_facts, takes_many
 from jobs.spec.keys.prompts import ValidationPrompt
+from jobs.spec.rules.buckets import bucket_sizes, sizes_of
+from jobs.spec.rules.steps import global_batch_size, with_total_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +73,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
     "size_conditioning": {"model_family": "sdxl"},
     "keep_in_full_precision": {"base_precision": "nf4"},
+    "modulation_precision": {"base_precision": "nf4"},
     "lokr_factor": {"lora_variant": "lokr"},
     "lokr_full_matrix": {"lora_variant": "lokr"},
     "mode_scale": {"timestep_sampling": "mode"},
@@ -201,9 +208,14 @@ def test_settings_without_effect_are_not_told(
     ("old", "new"),
     [
         ({"num_processes": 2}, {"gradient_accumulation_steps": 2}),
-        ({"num_processes": 4}, {"num_processes": 2, "train_batch_size": 2, "strategy": "ddp"}),
+        (
+            {"num_processes": 4},
+            {"num_processes": 2, "gradient_accumulation_steps": 2, "strategy": "ddp"},
+        ),
         ({"num_processes": 2}, {"num_processes": 4, "context_parallel_size": 2}),
         ({"gpus": [0, 1]}, {"num_processes": 2, "device": "cpu"}),
+        ({"num_processes": 8, "global_batch_size": 8}, {"gpus": 2, "global_batch_size": 8}),
+        ({"num_processes": 2}, {"global_batch_size": 2}),
     ],
 )
 def test_who_takes_which_samples_of_a_step_does_not_matter(
@@ -223,6 +235,12 @@ def test_another_global_batch_is_told(new: dict[str, Any]) -> None:
     ]
 
 
+def test_another_forward_batch_is_told() -> None:
+    """It decides which samples wait for others of their shape."""
+    found = conflicts({"num_processes": 4}, {"num_processes": 2, "train_batch_size": 2})
+    assert found.changes == ["train_batch_size: 1 → 2, so steps train on different samples"]
+
+
 @given(
     st.tuples(*[st.integers(1, 4)] * 3).map(lambda t: dict(zip(_BATCH, t, strict=True))),
     st.tuples(*[st.integers(1, 4)] * 3).map(lambda t: dict(zip(_BATCH, t, strict=True))),
@@ -231,6 +249,7 @@ def test_batches_are_told_exactly_when_they_differ(
     old: dict[str, int], new: dict[str, int]
 ) -> None:
     same = global_batch_size(JobSpec(**BASE | old)) == global_batch_size(JobSpec(**BASE | new))
+    same &= old["train_batch_size"] == new["train_batch_size"]
     assert (conflicts(old, new).changes == []) is same
 
 
@@ -241,7 +260,7 @@ def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
     """What they wrote down is whole but for that key."""
     new = JobSpec(**BASE | {"model_family": "hidream"})
     assert not new.lora_experts
-    later = ("lora_experts", "size_conditioning")
+    later = ("lora_experts", "size_conditioning", "bucket_step")
     written = {key: value for key, value in new.to_dict().items() if key not in later}
     before = JobSpec(**written)
     assert before.lora_experts
@@ -252,6 +271,48 @@ def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
     flux = JobSpec(**BASE).to_dict()
     del flux["lora_experts"]
     assert find_resume_conflicts(flux, JobSpec(**BASE), done=1).impossible == []
+
+
+def test_jobs_from_before_there_was_a_choice_keep_their_buckets() -> None:
+    new = JobSpec(**BASE)
+    written = {key: value for key, value in new.to_dict().items() if key != "bucket_step"}
+    before = JobSpec(**written)
+    assert (new.bucket_step, before.bucket_step) == (None, 0)
+    assert sizes_of(before) == bucket_sizes(1024, 16)
+    assert find_resume_conflicts(written, before, done=1).changes == []
+    # A new file that begins from its checkpoint has the usual ones, and is told.
+    assert find_resume_conflicts(written, new, done=1).changes == ["bucket_step: 0 → unset"]
+    assert JobSpec(dataset="d", learning_rate=1e-3).bucket_step is None, "a person's file"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ({}, {"bucket_step": 64}, []),
+        ({}, {"bucket_step": 32}, ["bucket_step: unset → 32"]),
+        ({"bucket_step": 16}, {"bucket_step": 0}, []),
+        ({"crop": "square"}, {"crop": "square", "bucket_step": 128}, []),
+    ],
+)
+def test_a_step_is_told_where_it_makes_other_buckets(
+    old: dict[str, Any], new: dict[str, Any], told: list[str]
+) -> None:
+    assert conflicts(old, new).changes == told
+
+
+def test_jobs_from_before_modulation_was_packed_keep_their_base() -> None:
+    """A job that was written down, and the checkpoint's."""
+    new = JobSpec(**BASE | {"base_precision": "nf4"})
+    written = new.to_dict()
+    del written["modulation_precision"]
+    assert JobSpec(**written).modulation_precision == "none"
+    assert find_resume_conflicts(written, JobSpec(**written)) == conflicts()
+    (change,) = find_resume_conflicts(written, new).changes
+    assert change == "modulation_precision: none → int8"
+    eight = JobSpec(**BASE | {"base_precision": "int8"})
+    assert find_resume_conflicts(eight.to_dict() | {"modulation_precision": "none"}, eight) == (
+        conflicts()
+    )
 
 
 # -- the schedule --------------------------------------------------------------------------
@@ -271,6 +332,53 @@ def test_more_steps_stretch_a_schedule_that_ends_with_them(kind: str) -> None:
         {"max_train_steps": 20, "lr_scheduler": kind}, {"max_train_steps": 10, "lr_scheduler": kind}
     )
     assert back.changes == [f"max_train_steps: 20 → 10, which shortens the {kind} schedule"]
+
+
+COSINE: Final = {"lr_scheduler": "cosine", "global_batch_size": 8}
+
+
+def saved(epochs: float, draws: int = 200, **job: Any) -> dict[str, Any]:
+    """The state of a checkpoint: its ranks had settled how many steps the epochs were."""
+    spec = with_total_steps(JobSpec(**BASE | COSINE | {"num_train_epochs": epochs} | job), draws)
+    return {"spec": spec.to_dict(), "data": {"draws_per_epoch": draws}}
+
+
+@pytest.mark.parametrize(
+    ("new", "told"),
+    [
+        ({"num_train_epochs": 4}, []),
+        ({"num_train_epochs": 4, "num_processes": 4}, []),
+        (
+            {"num_train_epochs": 6},
+            ["max_train_steps: 100 → 150, which stretches the cosine schedule"],
+        ),
+        ({"max_train_steps": 100}, []),
+        (
+            {"max_train_steps": 50},
+            ["max_train_steps: 100 → 50, which shortens the cosine schedule"],
+        ),
+        ({"num_train_epochs": 4, "dataset": "/b"}, ["dataset: /data/cats → /b"]),
+        (
+            {"num_train_epochs": 6, "resolution": 512},
+            [
+                "resolution: 1024 → 512",
+                "num_train_epochs: 4 → num_train_epochs: 6, which changes the cosine schedule",
+            ],
+        ),
+    ],
+)
+def test_epochs_are_compared_in_steps_where_the_data_is_the_same(
+    new: dict[str, Any], told: list[str]
+) -> None:
+    state = saved(4)
+    spec = with_known_length(JobSpec(**BASE | COSINE | new), state)
+    assert find_resume_conflicts(state["spec"], spec, done=1).changes == told
+
+
+def test_a_checkpoint_that_does_not_tell_leaves_the_length_open() -> None:
+    spec = JobSpec(**BASE, num_train_epochs=3)
+    for state in ({}, {"data": None}, {"data": {"draws_per_epoch": "9"}, "spec": {}}):
+        assert with_known_length(spec, state) == spec
 
 
 def test_another_schedule_is_told() -> None:

@@ -44,10 +44,10 @@ FAILED: dict[str, Any] = {
     ("one", "text"),
     [
         (
-            events.Start(0, 9, 2, "fsdp2", "as asked", 12, 6, 80),
+            events.Start(0, 9, 2, "fsdp2", "as asked", 12, 4, 2, 6.5, 80),
             '"start", "step": 0, "total_steps": 9, "world_size": 2, "strategy": "fsdp2", '
-            '"strategy_reason": "as asked", "samples": 12, "steps_per_epoch": 6, '
-            '"trained_parameters": 80, "base_matmul": null',
+            '"strategy_reason": "as asked", "samples": 12, "global_batch": 4, "accumulation": 2, '
+            '"steps_per_epoch": 6.5, "trained_parameters": 80, "base_matmul": null',
         ),
         (
             events.PhaseEvent("load", "begin", total=3),
@@ -64,9 +64,10 @@ FAILED: dict[str, Any] = {
             '"ranks": [2, 2]',
         ),
         (
-            events.Data(3, 1, 0, 3, [[64, 64, 3]], 3, 1.5),
+            events.Data(3, 1, 0, 3, [[64, 64, 3]], 3.5, 1.5),
             '"data", "samples": 3, "held_out": 1, "skipped": 0, "texts": 3, '
-            '"buckets": [[64, 64, 3]], "steps_per_epoch": 3, "epochs": 1.5',
+            '"buckets": [[64, 64, 3]], "steps_per_epoch": 3.5, "epochs": 1.5, '
+            '"total_steps": null',
         ),
         (
             events.Freed("text encoders", "rss", 1, 9, 2, 7),

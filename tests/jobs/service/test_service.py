@@ -12,17 +12,19 @@ from jobs import service
 from jobs.errors import NotFoundError, SpecError, StateError, UserError
 from jobs.machine.devices import Gpu
 from jobs.queue.states import State
+from jobs.resume.resume_conflicts import PLAN_VERSION
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import event
 from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.steps import with_total_steps
 from tests.support.jobs.checkpoints import save_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.queue.store import Job, Store
-    from jobs.spec.job_spec import JobSpec
 
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "started")
@@ -155,6 +157,25 @@ def test_a_job_that_is_done_needs_more_steps(store: Store, job_spec: JobSpec) ->
     again = service.resume(store, job.id, {"max_train_steps": "9"})
     assert again.total_steps == 9
     assert load_spec(job.run_dir.job_file).max_train_steps == 9
+
+
+def test_a_job_that_is_done_with_its_epochs_needs_more(store: Store, job_spec: JobSpec) -> None:
+    """How many steps they are follows from what its checkpoint knows of the data."""
+    values = job_spec.to_dict() | {"max_train_steps": None, "num_train_epochs": 2}
+    job = ended(store, JobSpec(**values), State.COMPLETED, step=None)
+    assert (job.total_steps, service.progress(job).total_steps) == (0, None)
+    spec = with_total_steps(load_spec(job.run_dir.job_file), 6)  # two ranks
+    save_checkpoint(
+        job.run_dir, 6, spec.to_dict(), data={"draws_per_epoch": 6, "plan": PLAN_VERSION}
+    )
+    with pytest.raises(StateError, match="has already trained 6 of 6 steps"):
+        service.resume(store, job.id)
+    with pytest.raises(StateError, match="has already trained 6 of 3 steps"):
+        service.resume(store, job.id, {"num_train_epochs": "1"})
+    again = service.resume(store, job.id, {"max_train_steps": "9"})
+    assert again.total_steps == 9
+    described = load_spec(job.run_dir.job_file)
+    assert (described.max_train_steps, described.num_train_epochs) == (9, None)
 
 
 def test_a_resume_that_is_refused_changes_nothing(store: Store, job_spec: JobSpec) -> None:

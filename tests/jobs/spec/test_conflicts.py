@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
@@ -12,6 +12,7 @@ from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.strategy import Room, chosen_strategy, data_parallel_size, world_size
 from jobs.spec.rules.warnings import find_warnings
+from jobs.spec.values.value_types import Optimizer
 
 if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
@@ -504,6 +505,53 @@ def test_training_a_model_of_few_steps_is_warned_about(name: str) -> None:
             assert not any("distilled" in text for text in find_warnings(read(**values)))
             full = find_warnings(read(**values, model_type="full"))
             assert [text for text in full if "distilled" in text and "set training" not in text]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp16_is_warned_about_where_it_is_known_to_be_too_narrow(name: str) -> None:
+    overflowing = FAMILIES[name].overflows_fp16
+    for precision in ("fp16", "bf16", "no"):
+        warned = [
+            warning
+            for warning in find_warnings(read(model_family=name, mixed_precision=precision))
+            if warning.startswith("mixed_precision: ")
+        ]
+        assert len(warned) == (precision == "fp16" and bool(overflowing))
+        assert all(overflowing in text and "use bf16" in text for text in warned)
+    known = {"qwen_image", "sana", "lumina2", "z_image"}
+    assert bool(overflowing) is (name in known), "its source is in the family's file"
+
+
+# Rates that people train with, and one that is another optimizer's.
+RATES = {
+    **dict.fromkeys(("adamw", "adamw_8bit", "adafactor", "came"), ((1e-6, 1e-4, 5e-3), 1.0)),
+    "adamw_schedule_free": ((1e-5, 1e-3, 1e-2), 1.0),
+    "lion": ((1e-7, 3e-5, 1e-3), 0.1),
+    "prodigy": ((0.1, 1.0, 2.0), 10.0),
+    "sgd": ((1e-6, 0.1, 10.0), None),
+}
+
+
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_a_rate_of_another_optimizer_is_warned_about(optimizer: str) -> None:
+    usual, high = RATES[optimizer]
+    for rate in usual:
+        assert find_warnings(read(optimizer=optimizer, learning_rate=rate)) == []
+    if high is None:
+        return
+    (warning,) = find_warnings(read(optimizer=optimizer, learning_rate=high))
+    assert warning.startswith(f"learning_rate: {optimizer} ")
+    assert f"{high:g} ruins the model" in warning
+    least = 1e-4 if optimizer == "prodigy" else 1e-10
+    (warning,) = find_warnings(read(optimizer=optimizer, learning_rate=least))
+    assert "trains almost nothing" in warning
+
+
+def test_the_rate_of_text_encoders_is_warned_about_where_they_train() -> None:
+    values = {"model_family": "sdxl", "text_encoder_learning_rate": 1.0}
+    (warning,) = find_warnings(read(**values, text_encoder_lora_rank=4))
+    assert warning.startswith("text_encoder_learning_rate: adamw ")
+    assert not any("ruins" in text for text in find_warnings(read(**values)))
 
 
 def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:

@@ -211,6 +211,23 @@ def test_a_gpu_that_is_full(
 
 
 @pytest.mark.parametrize(
+    ("phase", "advised"),
+    [
+        ("encode", "bf16"),
+        ("latents", "leave the file out"),
+        ("sample", "bf16"),
+        ("step", "lower learning_rate"),
+    ],
+)
+def test_values_that_are_not_finite(run_dir: RunDir, phase: str, advised: str) -> None:
+    """Before anything is trained, no learning rate is to blame."""
+    write_error(run_dir, 1, "UserError", "not finite", phase=phase, cause="not_finite")
+    words = "; ".join(advice(State.FAILED, diagnose(run_dir, 1)))
+    assert advised in words
+    assert ("learning_rate" in words) is (phase == "step")
+
+
+@pytest.mark.parametrize(
     ("kind", "message", "told"),
     [
         (

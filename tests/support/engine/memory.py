@@ -27,6 +27,7 @@ from engine.run_job import kept_whole
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from engine.memory.tracing.shape import Shape
@@ -47,6 +48,19 @@ def small_toy(root: Path, **sizes: int) -> Path:
     shutil.rmtree(root / "model")
     write_flux(root / "model", seed=0, sizes=FluxSizes(layers=1, single_layers=2, **sizes))
     return root
+
+
+def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """A denoiser's config with the same blocks, and fewer of them."""
+    counts = ("num_layers", "num_single_layers", "n_layers", "num_refiner_layers")
+    fewer = {
+        name: min(value, layers) if name.endswith(counts) and isinstance(value, int) else value
+        for name, value in config.items()
+    }
+    if "llama_layers" in fewer:  # HiDream's: one for each block
+        blocks = fewer["num_layers"] + fewer["num_single_layers"]
+        fewer["llama_layers"] = fewer["llama_layers"][:blocks]
+    return fewer
 
 
 def resizes(live: Live) -> Any:
@@ -80,7 +94,8 @@ def _traced(shape: Shape, spec: JobSpec, ranks: int) -> dict[str, int]:
     shape = replace(shape, spec=spec)
     built = build(shape)
     strategy = "hsdp" if spec.strategy == "hsdp" else "fsdp2"
-    mesh = build_mesh(spec, strategy, ranks, "cpu")
+    with patch("engine.ranks.mesh._set_timeout"):  # the fake backend knows no timeout
+        mesh = build_mesh(spec, strategy, ranks, "cpu")
     world = World(0, ranks, torch.device("cpu"), strategy, "", mesh=mesh)
     on_cuda = spec.device != "cpu"
     with ExitStack() as stack:

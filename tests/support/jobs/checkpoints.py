@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(
-    run_dir: RunDir, step: int, spec: dict[str, Any] | None = None, **manifest: Any
+    run_dir: RunDir,
+    step: int,
+    spec: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    **manifest: Any,
 ) -> Path:
     """A complete checkpoint of about 1 kB, that a job described by `spec` wrote."""
     path = run_dir.checkpoint(step)
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(bytes([step % 256]) * 1000)
-    (path / STATE_FILE).write_text(json.dumps({"step": step, "spec": spec or {}}))
+    (path / STATE_FILE).write_text(
+        json.dumps({"step": step, "spec": spec or {}, "data": data or {}})
+    )
     files = {
         file.name: {
             "bytes": file.stat().st_size,

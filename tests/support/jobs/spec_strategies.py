@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jobs.spec.job_spec import JobSpec, field_choices
+from jobs.spec.job_spec import FOLLOWS, JobSpec, field_choices
 from jobs.spec.values.spellings import as_none
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30)
@@ -112,10 +112,15 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "unmasked_weight": st.just(0.0),
     "trigger_word": st.none() | st.text(min_size=1, max_size=8).filter(lambda t: as_none(t)),
     "crop": st.just("random"),
+    "bucket_step": st.sampled_from([None, 0]),
     "shuffle_captions": st.just(True),
     "num_frames": st.none(),
     "conditioning_resolution": st.none(),
     "lr_warmup_steps": st.just(0),
+    "global_batch_size": st.integers(1, 100),  # times what one forward takes
+    "gradient_accumulation_steps": st.integers(1, 100),
+    "max_train_steps": st.integers(1, 10**9),
+    "num_train_epochs": st.floats(0, 10**6, exclude_min=True),
     "keep_in_full_precision": st.none() | st.lists(_MODULE, max_size=2),
     "base_matmul": st.sampled_from(["auto", "dequantize"]),
     "swap_blocks": st.just(0),
@@ -157,7 +162,17 @@ def _strategy_of(name: str) -> st.SearchStrategy[Any]:
     return st.floats(low, high, exclude_min="Gt" in limits, exclude_max="Lt" in limits)
 
 
-VALUES = st.fixed_dictionaries({}, optional={n: _strategy_of(n) for n in JobSpec.model_fields})
+def _consistent(values: dict[str, Any]) -> dict[str, Any]:
+    """Drop the keys that follow from others; a global batch is a multiple of one forward."""
+    if "global_batch_size" in values:
+        ranks = values.get("num_processes", REQUIRED["num_processes"])
+        values["global_batch_size"] *= ranks * values.get("train_batch_size", 1)
+    return {key: v for key, v in values.items() if FOLLOWS.get(key) not in values}
+
+
+VALUES = st.fixed_dictionaries({}, optional={n: _strategy_of(n) for n in JobSpec.model_fields}).map(
+    _consistent
+)
 
 # What the strategies above count on.
 REQUIRED: dict[str, Any] = {

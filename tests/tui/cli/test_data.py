@@ -99,6 +99,7 @@ def test_a_person_reads_what_is_there_and_what_is_not(
     assert (status, err) == (0, "")
     for words in (
         "samples      7; 3 skipped",
+        "buckets      2, sides 16 pixels apart",
         "epoch        ",
         "9 steps",
         "64x64",
@@ -142,8 +143,8 @@ def test_several_datasets_have_a_line_each(
     status, out, _ = run(job_file(dataset="", datasets=entries), "--all")
     assert status == 0
     rows = [line.split() for line in out.splitlines()]
-    assert ["7", "3", "7", str(tmp_path / "messy")] in rows
-    assert ["3", "0", "12", str(tmp_path / "more")] in rows
+    assert ["7", "3", "7", "1x", str(tmp_path / "messy")] in rows
+    assert ["3", "0", "12", "4x", str(tmp_path / "more")] in rows
     assert str(tmp_path / "messy" / "bare.png") in out, "its folder, as there are several"
 
 
@@ -350,10 +351,9 @@ def report(**changes: Any) -> dict[str, Any]:
             {
                 "size": [64, 64],
                 "samples": 24,
-                "batches": 12,
+                "draws": 24,
                 "cut_mean": 0.0,
                 "cut_most": 0.0,
-                "fill": 0,
             }
         ],
         "texts": 24,
@@ -363,12 +363,23 @@ def report(**changes: Any) -> dict[str, Any]:
         "steps_per_epoch": 12,
         "draws_per_epoch": 24,
         "epochs": 1.0,
+        "total_steps": 12,
     }
     return found | changes
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2.5, 9), (0.1, 1)])
+def test_the_steps_of_epochs_are_told_before_the_job_runs(
+    run: Run, job_file: Callable[..., Path], epochs: float, steps: int
+) -> None:
+    """Of the seven images that can be used, not of the ten that are there."""
+    path = job_file(num_train_epochs=epochs, max_train_steps=None, global_batch_size=2)
+    assert json.loads(run(path, "--json")[1])["total_steps"] == steps
+    assert f"job          {steps} step" in run(path)[1]
+
+
 def test_one_of_something_is_not_called_several() -> None:
-    text = data_text(report(samples=1, texts=1, steps_per_epoch=1), 1)
+    text = data_text(report(samples=1, texts=1, steps_per_epoch=1, total_steps=1))
     assert "1 unique caption\n" in text
     assert "1 step of 2\n" in text
     assert "1 step, 1 epoch\n" in text
@@ -377,7 +388,7 @@ def test_one_of_something_is_not_called_several() -> None:
 def test_a_name_is_never_cut(run: Run) -> None:
     name = "x" * 200 + ".png"
     found = [{"count": 1, "text": "truncated", "examples": [name]}]
-    assert name in data_text(report(reasons=found, skipped=[[0, name, "truncated"]]), 10)
+    assert name in data_text(report(reasons=found, skipped=[[0, name, "truncated"]]))
 
 
 def test_what_changed_since_is_told_in_numbers() -> None:

@@ -168,6 +168,22 @@ def test_what_does_not_apply_but_does_no_harm_stays_in_the_job() -> None:
     assert reasons["fsdp_state_dict_type"] == "needs strategy: fsdp2 or hsdp"
 
 
+@pytest.mark.parametrize(("ranks", "forwards"), [(1, 8), (2, 4), (8, 1)])
+def test_the_accumulation_that_a_global_batch_makes_stands_beside_its_field(
+    ranks: int, forwards: int
+) -> None:
+    """Whatever the field says itself: the form fills in its default."""
+    values = draft.complete(GOOD) | {"num_processes": ranks, "global_batch_size": "8"}
+    assert values["gradient_accumulation_steps"] == 1
+    kept, reasons = draft.in_force(values)
+    assert reasons["gradient_accumulation_steps"] == f"global_batch_size sets it to {forwards}"
+    assert (
+        not {"global_batch_size", "gradient_accumulation_steps"}
+        & draft.find_problems(draft.merge(kept, {})).keys()
+    )
+    assert "gradient_accumulation_steps" not in draft.as_yaml(draft.merge(kept, {}))
+
+
 def test_a_mistake_that_applies_is_left_in_place() -> None:
     values = GOOD | {"learning_rate": "fast", "strategy": "hsdp"}
     assert draft.in_force(values)[0] == values

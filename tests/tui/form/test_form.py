@@ -267,6 +267,22 @@ async def test_a_new_form_is_blank_and_one_key_takes_the_newest_job_and_gives_it
 # -- what follows the ranks ----------------------------------------------------------------
 
 
+async def test_the_accumulation_follows_the_chosen_gpus_and_the_global_batch(
+    store: Store, four_gpus: FakeGpus
+) -> None:
+    key = "gradient_accumulation_steps"
+    async with form(store) as (app, pilot):
+        field(app, "global_batch_size").put(8)
+        await until(pilot, lambda: note_of(app, key) == "global_batch_size sets it to 8")
+        field(app, "gpus").control.focus()
+        await pilot.press("1", "3")
+        await until(pilot, lambda: note_of(app, key) == "global_batch_size sets it to 4")
+        assert field(app, key).control.disabled
+        assert f"{key}:" not in screen(app).preview.texts["yaml"]
+        field(app, "global_batch_size").put(None)
+        await until(pilot, lambda: not field(app, key).control.disabled)
+
+
 async def test_two_gpus_turn_fsdp_on_and_one_restores_what_was_there(
     store: Store, four_gpus: FakeGpus
 ) -> None:

@@ -15,7 +15,7 @@ from jobs.fleet.watch import FleetWatch
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import JSON
 from tui.fleet.words import counts_text, gpus_text, order_of, status_text
-from tui.text.format import duration, number, state_text
+from tui.text.format import duration, number, state_text, steps_text
 from tui.text.tables import table
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _tables(views: tuple[BoxView, ...], now: float) -> str:
             str(job.id),
             job.name,
             state_text(job.state, job.reason),
-            f"{job.step}/{job.total_steps}",
+            steps_text(job.step, job.total_steps),
             number(job.loss),
             duration(job.eta),
         )

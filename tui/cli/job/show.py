@@ -109,6 +109,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     facts["hub"] = asdict(Push.read(job.run_dir))
     report = report_of(store, job)
     facts["strategy"], facts["strategy_reason"] = report.strategy, report.reason
+    facts["global_batch"], facts["accumulation"] = report.global_batch, report.accumulation
     facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)
     facts["validation"] = [[step, _finite(loss)] for step, loss in report.validations]
     facts["memory"] = {"measure": report.measure, "peaks": report.peaks}

@@ -158,7 +158,8 @@ def sentence(row: Mapping[str, Any]) -> str:
     if row["gpus"] and state not in _ENDED:
         parts[0] += f" on GPU{'s' * (len(row['gpus']) > 1)} {_and(row['gpus'])}"
     if row["step"]:
-        parts.append(f"step {row['step']} of {row['total_steps']}")
+        of = f" of {row['total_steps']}" if row["total_steps"] else ""
+        parts.append(f"step {row['step']}{of}")
         if row["loss"] is not None:
             parts.append(f"loss {number(row['loss'])}")
         if row["seconds_per_step"] is not None and state not in _ENDED:

@@ -41,4 +41,4 @@ def data(words: tuple[str, ...], every_file: bool, sheet: Path | None, as_json: 
         echo(json.dumps(report))
         return
     columns = min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
-    echo(data_text(report, spec.max_train_steps, width=columns, every_file=every_file))
+    echo(data_text(report, width=columns, every_file=every_file))

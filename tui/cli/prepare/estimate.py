@@ -22,6 +22,7 @@ from jobs.queue.store import Store
 from jobs.service import dry_run
 from jobs.slurm.partitions import ask_partitions
 from jobs.spec.data_tool import NOT_NEEDED
+from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import world_size
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import FLAGS, JSON, WORDS, JobCommand, read_job
@@ -195,7 +196,7 @@ def _across(asked: Estimate, nodes: Sequence[int], gigabits: float) -> list[Acro
         return []
     spec = asked.spec
     weights = max(phase.parts.get("parameters", 0) for phase in predicted.phases)
-    gathers = (2 if spec.fsdp_reshard_after_forward else 1) * spec.gradient_accumulation_steps
+    gathers = (2 if spec.fsdp_reshard_after_forward else 1) * accumulation_steps(spec)
     return [
         across(
             strategy,

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.cells import cell_len, set_cell_size
 
-from tui.text.data_text import bucket_name, dataset_name, groups
+from tui.text.data_text import bucket_name, dataset_name, draws_text, each, groups
 from tui.text.format import Row, Span, bar, percent, right
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_NUMBERS: Final = (("steps", 7), ("cropped", 9), ("max crop", 9), ("fill", 6))  # name, columns
+_NUMBERS: Final = (("per epoch", 11), ("cropped", 9), ("max crop", 9))  # name, columns
 _WIDEST_BAR: Final = 48
 _LEAST_BAR: Final = 6
-_MUCH: Final = 0.25  # of an image cut off, of a bucket's draws only filling: marked
+_MUCH: Final = 0.25  # of an image cut off: marked
 _LEAST_EXAMPLE: Final = 16  # columns
 _TITLES: Final = 9  # columns of `converted`, the longest title of a group
 
@@ -43,13 +43,11 @@ def bucket_rows(buckets: Sequence[Mapping[str, Any]], width: int) -> list[Row]:
 def _bucket_row(
     bucket: Mapping[str, Any], names: int, counts: int, most: int, length: int, shown: int
 ) -> Row:
-    samples, fill = bucket["samples"], bucket["fill"]
-    drawn = bucket["batches"] and fill / bucket["batches"]
+    samples = bucket["samples"]
     numbers = (
-        Span(str(bucket["batches"])),
+        Span(draws_text(bucket["draws"])),
         Span(percent(bucket["cut_mean"] * 100), _mark(bucket["cut_mean"])),
         Span(percent(bucket["cut_most"] * 100), _mark(bucket["cut_most"])),
-        Span(str(fill or ""), "warn" if drawn and fill > samples else "dim"),
     )
     return (
         Span(bucket_name(bucket).ljust(names) + "  ", "strong"),
@@ -88,7 +86,9 @@ def _titled(title: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _dataset(dataset: Mapping[str, Any], width: int) -> Row:
-    facts = f"{dataset['samples']:>6}  {dataset['draws']} samples per epoch"
+    facts = (
+        f"{dataset['samples']:>6}  {draws_text(dataset['draws'])} per epoch, {each(dataset)} each"
+    )
     facts += f", {dataset['skipped']} skipped  " if dataset["skipped"] else "  "
     return (Span(facts), Span(_head_cut(dataset_name(dataset), width - len(facts)), "dim"))
 

@@ -107,7 +107,6 @@ class DataScreen(Screen[None]):
         """The data has been read."""
 
         look: DataLook
-        steps: int
         changed: str
 
     @dataclass
@@ -174,7 +173,7 @@ class DataScreen(Screen[None]):
             )
             before = read_json(self._earlier) if self._earlier else None
             changed = changes(before, look.report)
-            self.post_message(self.Looked(look, job.max_train_steps, changed))
+            self.post_message(self.Looked(look, changed))
         except Cancelled:
             return
         except (UserError, ToolError) as error:
@@ -194,7 +193,7 @@ class DataScreen(Screen[None]):
     def on_data_screen_looked(self, message: Looked) -> None:
         self.look = message.look
         report = message.look.report
-        self.query_one("#data-totals", Static).update("\n".join(headlines(report, message.steps)))
+        self.query_one("#data-totals", Static).update("\n".join(headlines(report)))
         changed = self.query_one("#data-changed", Static)
         changed.set_class(bool(message.changed), "-shown")
         changed.update(f"The data has changed since the job read it: {message.changed}.")

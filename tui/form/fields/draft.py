@@ -16,7 +16,7 @@ from jobs.run.rundir import write_atomic
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.file.value_errors import key_of
-from jobs.spec.job_spec import JobSpec, field_names
+from jobs.spec.job_spec import FOLLOWS, JobSpec, field_names
 from jobs.spec.rules.cascade import FOLLOWING
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.no_effect import find_inapplicable
@@ -114,7 +114,11 @@ def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     """
     spec, unreadable = _readable(values)
     reasons = find_inapplicable(spec)
-    refused = reasons.keys() & {*unreadable, *(conflict.key for conflict in find_conflicts(spec))}
+    refused = reasons.keys() & {
+        *unreadable,
+        *(conflict.key for conflict in find_conflicts(spec)),
+        *FOLLOWS,  # a default that the form filled in must not be fixed for another number of ranks
+    }
     return {key: value for key, value in values.items() if key not in refused}, reasons
 
 

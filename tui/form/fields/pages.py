@@ -22,6 +22,7 @@ ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
         "learning_rate",
         "resolution",
         "train_batch_size",
+        "global_batch_size",
         "gradient_accumulation_steps",
         "lora_rank",
         "mixed_precision",

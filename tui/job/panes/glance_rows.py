@@ -54,7 +54,7 @@ def _state_row(look: Look, width: int, *, with_state: bool = True) -> Row:
     glyph, role = GLYPHS[job.state]
     words = [Span(f"{glyph} {job.state}   ", role)] if with_state else []
     doing = view.doing if job.state.active else None
-    now, total = view.progress, job.total_steps
+    now, total = view.progress, view.total_steps
     done, of, what = now.step, total, "step "
     tail = f"  {duration(now.eta)} left" if now.eta is not None and job.state.active else ""
     if job.state.ended and job.started and job.ended:
@@ -72,7 +72,7 @@ def _state_row(look: Look, width: int, *, with_state: bool = True) -> Row:
         elif not now.step:
             return (*words, Span("…", "accent"))
     share = done / of if of else 0.0
-    count = f"{what}{done} of {of}  {share:.0%}  "
+    count = f"{what}{done} of {of}  {share:.0%}  " if of else f"{what}{done}  "
     used = sum(len(span.text) for span in words) + len(count) + len(tail)
     cells = min(_LONGEST_BAR, width - used)
     drawn = bar(share, cells, "bar") if cells >= _LEAST_BAR else ()

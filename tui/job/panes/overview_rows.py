@@ -10,7 +10,7 @@ from jobs.queue.states import State
 from jobs.units import ranges
 from tui.job.panes.text_rows import fact, heading, moment
 from tui.text.format import Span, duration, size
-from tui.text.tables import memory_table, prediction_lines
+from tui.text.tables import batch_line, memory_table, prediction_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +56,8 @@ def _how(look: Look, gpus: str, width: int) -> list[Row]:
     rows = [heading("setup"), *fact("ranks", f"{ranks} on {gpus}", width)]
     if report.strategy:
         rows += fact("strategy", f"{report.strategy}: {report.reason}", width)
+    if report.global_batch:
+        rows += fact("batch", batch_line(report.global_batch, report.accumulation), width)
     if units := report.sharding.get("units"):
         named = ", ".join(f"{count} {name}" for name, count in units.items())
         held = size(report.sharding.get("local_bytes"))

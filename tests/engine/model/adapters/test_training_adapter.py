@@ -181,7 +181,7 @@ def test_it_is_beside_a_base_in_half_precision_or_packed(tmp_path: Path, scheme:
         for name in names:
             weight = model.get_submodule(name).weight
             packed, scale = packing.pack(weight.detach())
-            replace_layers(model, [name], packing, torch.bfloat16)
+            replace_layers(model, {name: packing}, torch.bfloat16)
             layer: Any = model.get_submodule(name)
             with torch.no_grad():
                 layer.weight.copy_(packed)

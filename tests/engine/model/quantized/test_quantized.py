@@ -19,6 +19,7 @@ from engine.memory.tracing.shape import shape_of
 from engine.model.adapters import lora
 from engine.model.files import weight_reader, weights
 from engine.model.quantized import packing
+from engine.model.quantized.base_matmul import set_scaled
 from engine.model.quantized.packing import NF4_CODES, Packing
 from engine.model.quantized.quantized_linear import (
     QuantizedLinear,
@@ -187,7 +188,9 @@ def packed_flux(toy: Path, **changes: Any) -> tuple[Any, JobSpec]:
     model, stored = weights.build_on_meta(
         FluxTransformer2DModel, toy / "model" / "transformer", spec
     )
-    assert f" are quantized to {spec.base_precision}: " in quantize_layers(model, spec, family)
+    note = quantize_layers(model, spec, family)
+    assert " are quantized to " in note
+    assert f" {spec.base_precision} (" in note
     lora.add_lora(model, spec, family.LORA_TARGETS)
     weights.materialise(model, CPU)
     read = weights.stream(model, stored, names=lora.adapted_name(model).__getitem__)
@@ -200,20 +203,44 @@ def packed_flux(toy: Path, **changes: Any) -> tuple[Any, JobSpec]:
 def test_layers_of_blocks_are_packed_as_they_are_read(
     toy: Path, scheme: BasePrecision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but modulation; some rows at a time, of which the last are fewer."""
+    """Beside nf4, modulation in 8 bits; some rows at a time, of which the last are fewer."""
     monkeypatch.setattr(weight_reader, "_PACKED_BYTES", 4 * 128 * 5)
     model, _ = packed_flux(toy, base_precision=scheme)
     stock = FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer")
     layers = quantized_layers(model)
     blocks = [n for n, m in stock.named_modules() if type(m) is torch.nn.Linear and "blocks" in n]
     names = {name.removesuffix(".base_layer") for name in layers}
-    assert names == {name for name in blocks if ".norm" not in name}
+    assert names == {name for name in blocks if ".norm" not in name or scheme == "nf4"}
     for name, layer in layers.items():
+        assert layer.packing.scheme == ("int8" if ".norm" in name else scheme)
         whole = stock.get_submodule(name.removesuffix(".base_layer")).weight
         packed, scale = layer.packing.pack(whole.detach())
         assert torch.equal(layer.weight, packed), name
         assert (scale is None) == (layer.weight_scale is None)
         assert scale is None or torch.equal(layer.weight_scale, scale), name
+
+
+@pytest.mark.parametrize("modulation", ["none", "int8", "nf4"])
+def test_modulation_has_a_precision_of_its_own(toy: Path, modulation: BasePrecision) -> None:
+    model, _ = packed_flux(toy, base_precision="nf4", modulation_precision=modulation)
+    layers = quantized_layers(model)
+    found = {layer.packing.scheme for name, layer in layers.items() if ".norm" in name}
+    assert found == {modulation} - {"none"}
+    assert {layer.packing.scheme for name, layer in layers.items() if ".norm" not in name} == {
+        "nf4"
+    }
+    everything, _ = packed_flux(
+        toy, base_precision="nf4", modulation_precision=modulation, keep_in_full_precision=[]
+    )
+    assert {layer.packing.scheme for layer in quantized_layers(everything).values()} == {"nf4"}
+
+
+def test_modulation_in_int8_does_not_multiply_in_fp8(toy: Path) -> None:
+    model, _ = packed_flux(toy, base_precision="fp8_scaled", modulation_precision="int8")
+    count = set_scaled(model, scaled=True)
+    scaled = {name for name, layer in quantized_layers(model).items() if layer.packing.scaled}
+    assert 0 < count == len(scaled)
+    assert not any(".norm" in name for name in scaled)
 
 
 def test_the_job_chooses_what_stays(toy: Path) -> None:

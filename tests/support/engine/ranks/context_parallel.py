@@ -250,6 +250,7 @@ class Rig:
     def __init__(self, case: Case, batches: list[tuple[Inputs, int]]) -> None:
         self._case = case
         self._batches = batches
+        self.forwards = len(batches)
         self.outputs: dict[int, torch.Tensor] = {}
 
     def step(self, step: int) -> Iterator[MicroBatch]:

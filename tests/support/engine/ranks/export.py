@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from engine import checkpoint, families
@@ -103,11 +102,11 @@ class _Case:
             return stock(writing)
 
         group = dist.group.WORLD
-        _set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+        group.set_timeout(timedelta(seconds=TIMEOUT))
         Writing.finish = slow  # type: ignore[method-assign]
         self._export("late", "t3")
         Writing.finish = stock  # type: ignore[method-assign]
-        _set_pg_timeout(timedelta(minutes=5), group)
+        group.set_timeout(timedelta(minutes=5))
         dist.barrier()
 
     def fail_on_a_full_disk(self) -> None:

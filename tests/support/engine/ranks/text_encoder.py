@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from engine.families import load
@@ -182,7 +181,7 @@ def keep_a_block(root: Path, world: World) -> str:
 def come_late(root: Path, world: World, waits: Path) -> dict[str, Any]:
     """Rank 1 is away for longer than the default group's timeout."""
     found: dict[str, Any] = {}
-    _set_pg_timeout(timedelta(seconds=DEFAULT_TIMEOUT), dist.group.WORLD)
+    dist.group.WORLD.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT))
     with text_pipeline(flux, root, torch.float32, world, sharded=True) as pipeline:
         began = time.monotonic()
         if world.rank == 1:

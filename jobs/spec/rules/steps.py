@@ -1,0 +1,178 @@
+"""What one optimizer step sees, over how many forwards, and how many steps there are. Pure.
+
+Everyone who needs these numbers asks here, since some keys follow from others.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import SpecError
+from jobs.spec.rules.data_conflicts import Conflict
+from jobs.spec.rules.strategy import data_parallel_size, world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.spec.job_spec import JobSpec
+
+_MOST: Final = 2  # times as many ranks as the job has, at most, are suggested
+
+
+def accumulation_steps(spec: JobSpec, ranks: int | None = None) -> int:
+    """Return the forwards of each rank in one optimizer step.
+
+    Args:
+        spec: The job. If its `global_batch_size` does not divide, which `find_conflicts` refuses,
+            the number is rounded up.
+        ranks: World size; default: the job's.
+    """
+    if spec.global_batch_size is None:
+        return spec.gradient_accumulation_steps or 1
+    return -(-spec.global_batch_size // _one_forward(spec, ranks))
+
+
+def global_batch_size(spec: JobSpec) -> int:
+    """Return the samples of one optimizer step, over all ranks."""
+    return spec.global_batch_size or _one_forward(spec) * accumulation_steps(spec)
+
+
+def is_whole_batch(spec: JobSpec) -> bool:
+    """Whether the job's ranks reach its global batch exactly, after some number of forwards."""
+    return global_batch_size(spec) % _one_forward(spec) == 0
+
+
+def _one_forward(spec: JobSpec, ranks: int | None = None) -> int:
+    """Return the samples that all ranks together compute in one forward."""
+    return data_parallel_size(spec, ranks) * spec.train_batch_size
+
+
+# -- how many steps there are --------------------------------------------------------------------
+
+
+def total_steps(spec: JobSpec, draws_per_epoch: float | None = None) -> int | None:
+    """Return the optimizer steps of a job; None while they depend on data that nobody has counted.
+
+    Args:
+        spec: The job.
+        draws_per_epoch: Samples that an epoch of its data draws, if that is known.
+    """
+    if spec.max_train_steps is not None:
+        return spec.max_train_steps
+    if spec.num_train_epochs is None or draws_per_epoch is None:
+        return None
+    # As it is written: 0.1 epochs are a tenth, and not a little more.
+    draws = Fraction(str(spec.num_train_epochs)) * Fraction(str(round(draws_per_epoch, 3)))
+    return max(1, math.ceil(draws / global_batch_size(spec)))
+
+
+def with_total_steps(spec: JobSpec, draws_per_epoch: float) -> JobSpec:
+    """Return the job with its length in steps, also where it is given in epochs.
+
+    Raises:
+        SpecError: They are fewer than its warm-up has.
+    """
+    spec = spec.model_copy(update={"max_train_steps": total_steps(spec, draws_per_epoch)})
+    if conflict := _warmup(spec):
+        raise SpecError(conflict.message)
+    return spec
+
+
+def steps_of(spec: JobSpec) -> int:
+    """Return the optimizer steps of a job on its ranks, which have settled them.
+
+    Raises:
+        ValueError: They are not settled; see `with_total_steps`.
+    """
+    if spec.max_train_steps is None:
+        raise ValueError("the job's length is given in epochs, and its data is not counted yet")
+    return spec.max_train_steps
+
+
+def length_in_words(spec: JobSpec) -> str:
+    """Return what decides a job's length: `max_train_steps: 200`, `num_train_epochs: 3`."""
+    if spec.num_train_epochs is not None:
+        return f"num_train_epochs: {spec.num_train_epochs:g}"
+    return f"max_train_steps: {spec.max_train_steps}"
+
+
+def periodic_saves(spec: JobSpec) -> int | None:
+    """Return how many checkpoints a job writes at intervals; None if its length is not known."""
+    if not spec.checkpointing_steps:
+        return 1  # the last one
+    steps = total_steps(spec)
+    return None if steps is None else math.ceil(steps / spec.checkpointing_steps)
+
+
+# -- combinations that cannot run ----------------------------------------------------------------
+
+
+def _global_batch(spec: JobSpec) -> Conflict | None:
+    size, key = spec.global_batch_size, "global_batch_size"
+    if size is None or world_size(spec) % spec.context_parallel_size:
+        return None  # or another rule says it
+    at_once, forwards = _one_forward(spec), spec.gradient_accumulation_steps
+    product = f"{_ranks(spec)} x train_batch_size {spec.train_batch_size}"
+    if not is_whole_batch(spec):
+        return Conflict(
+            key,
+            f"{key} {size} is not a multiple of {at_once} ({product}); use {_fitting(spec, size)}",
+        )
+    if forwards is not None and forwards * at_once != size:
+        return Conflict(
+            "gradient_accumulation_steps",
+            f"gradient_accumulation_steps {forwards} contradicts {key} {size} ({product} x "
+            f"{forwards} = {forwards * at_once}); remove gradient_accumulation_steps",
+        )
+    return None
+
+
+def _ranks(spec: JobSpec) -> str:
+    ranks, size = world_size(spec), spec.context_parallel_size
+    named = f"{ranks} rank{'s' * (ranks != 1)}"
+    return f"{named} / context_parallel_size {size}" if size > 1 else named
+
+
+def _fitting(spec: JobSpec, size: int) -> str:
+    """Say which global batch, batch per rank or number of ranks would do, the nearest of each."""
+    at_once, batch = _one_forward(spec), spec.train_batch_size
+    groups, split = data_parallel_size(spec), spec.context_parallel_size
+    below, above = size // at_once * at_once, (size // at_once + 1) * at_once
+    choices = [f"global_batch_size: {_either([below, above] if below else [above])}"]
+    if size % groups == 0:
+        largest = max(n for n in range(1, batch) if size // groups % n == 0)
+        choices.append(f"train_batch_size: {largest}")
+    fits = [n for n in range(1, _MOST * groups + 1) if size % (n * batch) == 0]
+    near = [*[n for n in fits if n < groups][-1:], *[n for n in fits if n > groups][:1]]
+    if near:
+        choices.append(f"{_either([n * split for n in near])} ranks")
+    return ", or ".join(choices)
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+def _length(spec: JobSpec) -> Conflict | None:
+    if spec.max_train_steps is None or spec.num_train_epochs is None:
+        return None
+    return Conflict(
+        "max_train_steps",
+        f"max_train_steps {spec.max_train_steps} and num_train_epochs {spec.num_train_epochs:g} "
+        "are both set; keep one",
+    )
+
+
+def _warmup(spec: JobSpec) -> Conflict | None:
+    steps, warmup = total_steps(spec), spec.lr_warmup_steps
+    if steps is None or warmup <= steps:
+        return None
+    of = "max_train_steps"
+    if spec.num_train_epochs is not None:
+        of = f"the steps of num_train_epochs {spec.num_train_epochs:g}"
+    return Conflict("lr_warmup_steps", f"lr_warmup_steps ({warmup}) is more than {of} ({steps})")
+
+
+STEP_RULES: Final = (_global_batch, _length, _warmup)

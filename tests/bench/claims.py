@@ -53,7 +53,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(BENCHES), default=[])
     parser.add_argument("--whole", action="store_true", help="run all of what is sampled")
-    parser.add_argument("--list", action="store_true", help="name the benches, and run none")
+    parser.add_argument("--list", action="store_true", help="name the commands, and run none")
+    parser.add_argument("--page", action="store_true", help="write the page again, and run none")
     parser.add_argument("--checkouts", type=Path, help="holds ai-toolkit, SimpleTuner, diffusers")
     asked = parser.parse_args()
     if asked.list:
@@ -61,24 +62,24 @@ def main() -> int:
             print(f"{name:14}{bench.command}")
         return 0
     rows, places = read_page()
-    broken = []
-    for name in asked.only or BENCHES:
+    broken = 0
+    for name in [] if asked.page else asked.only or BENCHES:
         words = BENCHES[name].words(whole=asked.whole)
         if "CHECKOUTS" in words and asked.checkouts is None:
             print(f"{name}: not run: it needs --checkouts", file=sys.stderr)
             continue
         output = run(words.replace("CHECKOUTS", str(asked.checkouts)))
-        for claim in CLAIMS:
-            if claim.bench == name:
-                measured, holds = claim.read(claim, output)
-                number = places.setdefault(here(), len(places) + 1)
-                rows[claim.name] = row_of(claim, measured, words, str(number))
-                broken += [] if holds else [claim]
-                print(
-                    f"{'' if holds else 'NOT '}{claim.name}: {claim.said}, {measured}", flush=True
-                )
+        for claim in (claim for claim in CLAIMS if claim.bench == name):
+            measured, holds = claim.read(claim, output)
+            broken += not holds
+            word = "holds" if holds else "DOES NOT HOLD"
+            print(f"{word}: {claim.name}: {claim.said}, measured {measured}", flush=True)
+            if holds or not output.status:  # else the command has failed, which measures nothing
+                place = places.setdefault(here(), len(places) + 1)
+                rows[claim.name] = row_of(claim, measured, words, str(place))
         write_page(rows, places)
-    return int(bool(broken))
+    write_page(rows, places)
+    return int(broken > 0)
 
 
 def run(command: str) -> Output:
@@ -151,8 +152,11 @@ def read_page() -> tuple[dict[str, Row], dict[str, int]]:
 
 
 def write_page(rows: dict[str, Row], places: dict[str, int]) -> None:
-    """The rows of claims that still are, the claims without, and the machines, numbered from 1."""
-    kept = [rows[claim.name] for claim in CLAIMS if claim.name in rows]
+    """Write rows as said now, the claims without one, and the machines, numbered from 1."""
+    kept = []
+    for claim in (claim for claim in CLAIMS if claim.name in rows):
+        _, _, _, measured, command, place = rows[claim.name]
+        kept.append(row_of(claim, measured, command.strip("`"), place))
     used = [words for words, number in places.items() if str(number) in {r[-1] for r in kept}]
     numbers = {str(places[words]): str(at) for at, words in enumerate(used, 1)}
     lines = [f"| {' | '.join((*row[:-1], numbers[row[-1]]))} |" for row in kept]

@@ -17,6 +17,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 venv=${VENV:-$scratch/venv}
 unset PIP_CONSTRAINT
+export PIP_QUIET=1
 export FSDP_TUI_HOME="$scratch/state" XDG_CACHE_HOME="$scratch/cache" HF_HOME="$scratch/hub"
 
 failed=()

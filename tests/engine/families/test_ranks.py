@@ -51,7 +51,9 @@ BOTH = (*ALONE, "sdxl")  # a U-Net's files are named otherwise
 RANKS = 2
 STEPS = 4
 # What has hardly learnt anything by then is trained for twice as long.
-LATE = {(name, "lora") for name in ("auraflow", "qwen_image", "qwen_image:edit-2509", "flux2")}
+LATE = {
+    (name, "lora") for name in ("auraflow", "flux", "qwen_image", "qwen_image:edit-2509", "flux2")
+}
 LATE |= {("sana:1.6b", "full")}
 
 

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,7 +35,6 @@ def main() -> int:
     plan = json.loads(Path(sys.argv[1]).read_text())
     # Libraries look for GPUs while they are imported; having asked CUDA, torch is never forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    _import_torchao()
     _import_all()
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     gc.collect()
@@ -52,20 +50,6 @@ def main() -> int:
             for name in begun:
                 del left[name]
     return 0
-
-
-def _import_torchao() -> None:
-    """Import it while no GPU is visible: it asks the first one for its properties (torch 2.14)."""
-    from torch.utils._triton import has_triton
-
-    visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with suppress(ImportError):
-        import torchao.prototype.mx_formats.kernels  # noqa: F401
-    del os.environ["CUDA_VISIBLE_DEVICES"]
-    if visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    has_triton.cache_clear()
 
 
 def _import_all() -> None:

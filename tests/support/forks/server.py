@@ -203,6 +203,7 @@ def run(argv: list[str]) -> int:
 
 
 def preload() -> None:
+    _import_torchao()
     for name in PRELOADED:
         importlib.import_module(name)
         if name.endswith("__main__"):
@@ -214,6 +215,21 @@ def preload() -> None:
         family = families.load(name)
         family.pipeline_class()
         family.transformer_class()
+
+
+def _import_torchao() -> None:
+    """Import it while no GPU is visible: with some versions of torch it asks the first one for its
+    properties, and a process that has asked CUDA cannot fork ranks."""
+    from torch.utils._triton import has_triton
+
+    visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with suppress(ImportError):
+        import torchao.prototype.mx_formats.kernels  # noqa: F401
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    has_triton.cache_clear()
 
 
 def main() -> None:

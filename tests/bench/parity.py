@@ -20,6 +20,7 @@ from tests.support.engine.parity import HALF, LAYOUTS, Case, Table, all_cases, t
 from tests.support.engine.ranks import context_parallel
 from tests.support.engine.toy_jobs import start_ranks
 from tests.support.engine.toys import write_small_toy
+from tests.support.forks import client as forks
 
 SHARDED_LORA: Final = "fsdp2 2, sharded lora"
 
@@ -97,4 +98,8 @@ def of_tensors(table: Table, case: Case) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    forks.prepare()
+    try:
+        main()
+    finally:
+        forks.leave()

@@ -98,7 +98,7 @@ for package in ("jobs", "tui", "engine"):
             importlib.import_module(module.name)
 '
   check pytest tests/engine
-  check pytest -n0 -m "slow or not slow" tests/engine/parallel/test_parity.py
+  check pytest -n0 -m "slow or not slow" -k "int8 or nf4" tests/engine/parallel/test_parity.py
   check pytest -n0 -m slow tests/cuda/test_launched.py
   ;;
 *)

@@ -32,9 +32,12 @@ _PATIENCE: Final = 600.0  # seconds for one group; a slow machine under load, no
 
 
 def main() -> int:
+    from tests.support.forks.server import import_torchao
+
     plan = json.loads(Path(sys.argv[1]).read_text())
     # Libraries look for GPUs while they are imported; having asked CUDA, torch is never forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import_torchao()  # before the libraries that import it themselves
     _import_all()
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     gc.collect()

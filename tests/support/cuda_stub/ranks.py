@@ -32,12 +32,9 @@ _PATIENCE: Final = 600.0  # seconds for one group; a slow machine under load, no
 
 
 def main() -> int:
-    from tests.support.forks.server import import_torchao
-
     plan = json.loads(Path(sys.argv[1]).read_text())
     # Libraries look for GPUs while they are imported; having asked CUDA, torch is never forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    import_torchao()  # before the libraries that import it themselves
     _import_all()
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     gc.collect()
@@ -57,6 +54,9 @@ def main() -> int:
 
 def _import_all() -> None:
     """What ranks need, before they are forked; nothing here touches the device."""
+    from tests.support.forks.server import preload
+
+    preload()  # first: it hides GPUs from libraries that ask them for their properties
     import diffusers.guiders
     import diffusers.loaders.peft  # noqa: F401
     import PIL.Image
@@ -67,10 +67,8 @@ def _import_all() -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     import tests.support.cuda_stub.numbers  # noqa: F401
-    from tests.support.forks.server import preload
 
     PIL.Image.init()
-    preload()
     register_optimizer_step_pre_hook(_zero_gradients_in_host_memory)
     _take_all_for_finite()
 

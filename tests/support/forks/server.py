@@ -203,7 +203,7 @@ def run(argv: list[str]) -> int:
 
 
 def preload() -> None:
-    import_torchao()
+    _import_torchao()
     for name in PRELOADED:
         importlib.import_module(name)
         if name.endswith("__main__"):
@@ -217,7 +217,7 @@ def preload() -> None:
         family.transformer_class()
 
 
-def import_torchao() -> None:
+def _import_torchao() -> None:
     """Import it while no GPU is visible: with some versions of torch it asks the first one for its
     properties, and a process that has asked CUDA cannot fork ranks."""
     from torch.utils._triton import has_triton

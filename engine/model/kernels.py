@@ -27,7 +27,7 @@ _DIFFUSERS_NAMES: Final = {
 
 
 def choose_backends(spec: JobSpec) -> None:
-    """Set TF32 and determinism as the job asks; before anything is computed.
+    """Set TF32, determinism and cuDNN's attention as the job asks; before anything is computed.
 
     Raises:
         UserError: The job asks for a kernel that this rank's GPU does not have.
@@ -36,6 +36,10 @@ def choose_backends(spec: JobSpec) -> None:
         _require_hopper()
     torch.set_float32_matmul_precision("high" if spec.allow_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = spec.allow_tf32
+    # Torch prefers cuDNN's attention on Hopper GPUs, whose backward may read memory that nobody has
+    # written: NaN gradients, in FLUX.1 at 1024 px in every step (H200, torch 2.11, cuDNN 9.19). See
+    # docs/upstream.md.
+    torch.backends.cuda.enable_cudnn_sdp(spec.attention_backend == "cudnn")
     if spec.deterministic:
         # cuBLAS reads this when its first handle is made.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -69,6 +69,8 @@ class Judge:
             hint = "lower learning_rate, or resume from an earlier checkpoint"
             if self._training.scaler is not None:
                 hint = "set mixed_precision: bf16 (or no), or lower learning_rate"
+            elif self._spec.attention_backend == "cudnn" and math.isfinite(loss):
+                hint = "set attention_backend: auto; cuDNN's may have gradients that are not finite"
             elif step == 0:  # nothing was learned yet
                 hint = "leave these samples out, or download the model again"
             raise NotFiniteError(f"{what}{origin}", hint)

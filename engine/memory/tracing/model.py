@@ -31,6 +31,7 @@ from engine.parallel.sharding import build_plugin, modules_to_wrap
 from engine.run_job import kept_whole
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
+from jobs.spec.rules.kernels import GPU_KERNELS
 from jobs.spec.rules.strategy import POLICIES_VARIABLE, may_import, own_policy
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ def build(shape: Shape) -> Built:
     quantize_layers(model, spec, family, _published(shape, family))
     # `auto` is settled by the GPUs, which need not be here: it is counted as what all of them can.
     set_scaled(model, scaled=spec.base_matmul == "scaled")
-    choose_attention(model, spec)
+    # No CPU has a GPU's kernels; they keep what the kernel keeps that torch chooses here.
+    if spec.attention_backend not in GPU_KERNELS:
+        choose_attention(model, spec)
     if spec.model_type == "lora":
         lora.add_lora(model, spec, family.lora_targets(spec))
         fp32 = {name.replace(".base_layer.", ".") for name in fp32}

@@ -58,6 +58,11 @@ def find_warnings(spec: JobSpec) -> list[str]:
             f"({family.overflows_fp16}), which may then return NaN; use bf16, or no on GPUs "
             "without bf16"
         )
+    if spec.attention_backend == "cudnn":
+        warnings.append(
+            "attention_backend: cudnn had NaN gradients on an H200 (torch 2.11, cuDNN 9.19); "
+            "use auto, or flash3 on Hopper GPUs"
+        )
     if distilled := _distilled(spec):
         warnings.append(distilled)
     warnings += _without_effect(spec)

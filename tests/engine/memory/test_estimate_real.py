@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
@@ -28,6 +28,7 @@ from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.values.value_types import AttentionBackend
 from tests.support.engine.memory import with_layers
 
 if TYPE_CHECKING:
@@ -226,6 +227,30 @@ def test_a_job_of_any_precision_is_predicted_or_refused_as_submit_refuses_it(
             assert isinstance(found, Predicted)
             peaks.add(found.peak)
     assert len(peaks) == 1, "the base is in fp32, whatever the files have"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_few_layers")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_attention_kernel_is_predicted_or_refused_as_submit_refuses_it(family: str) -> None:
+    """No CPU has the kernels of a GPU, and `estimate` asks no GPU."""
+    server, peaks = Here(), {}
+    for kernel in get_args(AttentionBackend):
+        values = small(family) | {
+            "dataset": ".",
+            "pretrained_model_name_or_path": next(iter(FAMILIES[family].flavours.values())).hub_id,
+            "attention_backend": kernel,
+            "mixed_precision": "bf16",
+            "device": "cuda",
+        }
+        refused = refused_by_submit(values)
+        assert refused_by_estimate(values, server) == refused
+        if refused:
+            continue
+        found = predict(load_spec(None, values), server, strategy="single")
+        assert isinstance(found, Predicted), (kernel, found)
+        peaks[kernel] = found.peak
+    assert {peaks[kernel] for kernel in peaks if kernel != "math"} == {peaks["auto"]}
 
 
 @pytest.mark.slow

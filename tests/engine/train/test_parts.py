@@ -152,6 +152,7 @@ def _switches() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.mark.usefixtures("_switches")
@@ -160,9 +161,12 @@ def test_switches_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_backends(JobSpec(allow_tf32=False, deterministic=True))
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.are_deterministic_algorithms_enabled()
+    choose_backends(JobSpec(attention_backend="cudnn"))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
     choose_backends(JobSpec())
     assert torch.get_float32_matmul_precision() == "high"
     assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "torch would prefer it on Hopper GPUs"
 
 
 def test_attention_uses_the_kernel_of_the_job(flux: FluxTransformer2DModel) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from diffusers import DDPMScheduler
 
+    from engine.diffusion.huber import Huber
+
 
 @dataclass(frozen=True)
 class Denoising:
@@ -26,10 +28,12 @@ class Denoising:
     Attributes:
         scheduler: The model's noise schedule; diffusers adds the noise and forms v.
         snr_gamma: Min-SNR's cap on the signal-to-noise ratio; None weights all steps alike.
+        huber: The schedule of the loss's threshold; None where it has none.
     """
 
     scheduler: DDPMScheduler
     snr_gamma: float | None
+    huber: Huber | None = None
 
     def __post_init__(self) -> None:
         if self.prediction not in ("epsilon", "v_prediction"):
@@ -65,11 +69,21 @@ class Denoising:
         target = noise
         if self.prediction == "v_prediction":
             target = self.scheduler.get_velocity(latents, noise, timesteps)
-        return Problem(noisy, timesteps, target, self._weight(timesteps))
+        return Problem(
+            noisy, timesteps, target, self._weight(timesteps), self._thresholds(timesteps)
+        )
 
     def level_at(self, quantile: float, latents: torch.Tensor) -> int:
         """Return the timestep at a quantile in (0, 1) of what `draw` draws: all equally often."""
         return int(quantile * self.scheduler.config.num_train_timesteps)
+
+    def _thresholds(self, timesteps: torch.Tensor) -> torch.Tensor | None:
+        if self.huber is None:
+            return None
+        alphas = self.scheduler.alphas_cumprod.to(timesteps.device)[timesteps].float()
+        data, noise = alphas.sqrt(), (1 - alphas).sqrt()
+        steps = self.scheduler.config.num_train_timesteps
+        return self.huber.thresholds(timesteps / steps, data / (data + noise))
 
     def _weight(self, timesteps: torch.Tensor) -> torch.Tensor | None:
         """Min-SNR weights `(B,)`: min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch.nn import functional
 
+from engine.diffusion.huber import scheduled
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    import torch
 
     from engine.families import Family
     from jobs.spec.job_spec import JobSpec
@@ -41,12 +41,14 @@ class Problem:
         level: How noisy it is, `(B,)`: sigma in (0, 1), or the timestep.
         target: What the model should predict, `(B, C, h, w)`.
         weight: Of each sample's loss, `(B,)`; None weights all alike.
+        threshold: `huber_c` of each sample, `(B,)`; None where it does not follow the noise.
     """
 
     noisy: torch.Tensor
     level: torch.Tensor
     target: torch.Tensor
     weight: torch.Tensor | None = None
+    threshold: torch.Tensor | None = None
 
 
 class Objective(Protocol):
@@ -82,7 +84,9 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
                 f"model's whole range, {family.sigma_range()}",
                 "remove them",
             )
-        return Flow(spec, family.shift_of, (low, high))
+        samples_alike = spec.flow_shift == "sampler"
+        shift_of = family.sampler_shift_of if samples_alike else family.shift_of
+        return Flow(spec, shift_of, (low, high))
     from diffusers import DDPMScheduler
 
     from engine.diffusion.denoising import Denoising
@@ -96,7 +100,7 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
         )
     # Of whatever class the model's own is: all keep the noise schedule in the same settings.
     scheduler = DDPMScheduler.from_pretrained(model_root, subfolder="scheduler")
-    return Denoising(scheduler, spec.snr_gamma)
+    return Denoising(scheduler, spec.snr_gamma, scheduled(spec))
 
 
 def loss_of(
@@ -115,17 +119,10 @@ def loss_of(
             a sample's share of a step does not depend on the others in its batch.
     """
     prediction = prediction.float()
-    if spec.loss_type == "huber":
-        # Scaled so that, near zero, it is the squared error that `mse` is (and not half of it).
-        each = functional.huber_loss(
-            prediction, problem.target, reduction="none", delta=spec.huber_c
-        ).mul(2)
-    elif spec.loss_type == "smooth_l1":
-        each = functional.smooth_l1_loss(
-            prediction, problem.target, reduction="none", beta=spec.huber_c
-        )
-    else:
+    if spec.loss_type == "mse":
         each = functional.mse_loss(prediction, problem.target, reduction="none")
+    else:
+        each = _pseudo_huber(prediction, problem, spec)
     if weight is not None and weight.dim() > 1:
         each = each * weight
     losses = each.flatten(start_dim=1).mean(dim=1)  # (B,)
@@ -134,3 +131,17 @@ def loss_of(
     if problem.weight is not None:
         losses = losses * problem.weight
     return losses.mean()
+
+
+def _pseudo_huber(prediction: torch.Tensor, problem: Problem, spec: JobSpec) -> torch.Tensor:
+    """Return huber or smooth_l1 of each number, as sd-scripts has them (`conditional_loss`).
+
+    For an error d, huber is 2c(√(d² + c²) - c): d² where d is small, as mse, and 2c|d| where it is
+    large. smooth_l1 is huber / c.
+    """
+    threshold = problem.threshold
+    if threshold is None:
+        threshold = prediction.new_full((1,), spec.huber_c)
+    c = threshold.view(-1, *[1] * (prediction.dim() - 1))
+    beyond = torch.hypot(prediction - problem.target, c) - c
+    return beyond * (2 * c if spec.loss_type == "huber" else 2)

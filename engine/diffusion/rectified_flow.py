@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from engine.diffusion.huber import scheduled
 from engine.diffusion.objective import Drawn, Problem
-from jobs.spec.noise_levels import sigma_at
+from jobs.spec.noise_levels import LEAST_STRETCHED, SHIFTED, sigma_at, stretched_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,7 +52,8 @@ class Flow:
 
     Attributes:
         spec: The job; how sigma is drawn.
-        shift_of: The family's shift for latents of a height, width and number of frames.
+        shift_of: The shift for latents of a height, width and number of frames, where the job does
+            not set one.
         sigmas: Lowest and highest that the model is for.
     """
 
@@ -80,13 +82,16 @@ class Flow:
         sigma, noise = drawn
         mix = sigma.view(-1, *[1] * (latents.dim() - 1))
         weight = _weight(sigma, self.spec.loss_weighting)
-        return Problem((1 - mix) * latents + mix * noise, sigma, noise - latents, weight)
+        huber = scheduled(self.spec)
+        threshold = huber.thresholds(sigma, 1 - sigma) if huber else None
+        return Problem((1 - mix) * latents + mix * noise, sigma, noise - latents, weight, threshold)
 
     def shift_for(self, latents: torch.Tensor) -> float:
-        """The job's shift, else the family's for latents of this size."""
+        """The job's shift, else that of `shift_of` for latents of this size."""
         frames = latents.shape[2] if latents.dim() == 5 else 1
         height, width = latents.shape[-2:]
-        return self.spec.flow_shift or self.shift_of(height, width, frames)
+        own = self.spec.flow_shift
+        return own if isinstance(own, float) else self.shift_of(height, width, frames)
 
     def level_at(self, quantile: float, latents: torch.Tensor) -> float:
         """Return the sigma below which this share of what `draw` draws for such latents lies.
@@ -152,8 +157,11 @@ class Flow:
         if how == "mode":
             bend = (math.pi / 2 * sigma).cos().square() - 1 + sigma
             return 1 - sigma - self.spec.mode_scale * bend
-        if how in ("shift", "uniform_shift"):
+        if how in SHIFTED:
             sigma = shift * sigma / (1 + (shift - 1) * sigma)
+        if how == "stretched":
+            low, high = stretched_ends(shift, self.spec.logit_mean, self.spec.logit_std)
+            sigma = ((sigma - low) / (high - low)).clamp(LEAST_STRETCHED, 1)
         return sigma
 
 
@@ -163,6 +171,8 @@ def _weight(sigma: torch.Tensor, how: str) -> torch.Tensor | None:
         return None
     if how == "sigma_sqrt":
         return sigma.clamp(min=_LEAST_SIGMA) ** -2
+    if how == "sigma_squared":
+        return sigma**2
     if how == "cosmap":
         return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
     places, weights = _curve(sigma.device)

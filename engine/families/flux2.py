@@ -120,10 +120,10 @@ class Flux2(Family):
         """Its latents are cells of 2×2 already."""
         return height * width * frames
 
-    def shift_of(self, height: int, width: int, frames: int = 1) -> float:
+    def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
         """By the pipeline's own formula, not by the points in the scheduler's settings."""
         if not self._schedule.get("use_dynamic_shifting"):
-            return super().shift_of(height, width, frames)
+            return super().sampler_shift_of(height, width, frames)
         return math.exp(compute_empirical_mu(self.tokens_of(height, width, frames), _STEPS))
 
     # -- training --------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from transformers import BatchFeature, CLIPVisionModel
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from engine.families.shared.references import BEGINNING, held_first
+from jobs.spec.families.wan import T2V_GUIDANCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,8 +129,15 @@ class Wan(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """All but CLIP's output: the pipeline does not take an image together with that."""
+        """All but CLIP's output: the pipeline does not take an image together with that.
+
+        Wan 2.2's text-to-video has a guidance for each expert as published. Any other that a job
+        sets is for both.
+        """
         arguments = super().sample_arguments(request, condition, negative)
+        high, low = T2V_GUIDANCE
+        if self._boundary is not None and not self._only_first and request.guidance == high:
+            arguments["guidance_scale_2"] = low
         return {name: value for name, value in arguments.items() if not name.endswith(_IMAGE)}
 
     def pipeline_with_image(

@@ -29,6 +29,7 @@ from jobs.spec.keys.slurm import SlurmKeys
 from jobs.spec.keys.tracking import TrackingKeys
 from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys
+from jobs.spec.noise_levels import SHIFTED
 from jobs.spec.values.field import KeyFacts, facts_of
 from jobs.spec.values.spellings import as_none
 
@@ -87,6 +88,8 @@ class JobSpec(
             data = data | {"bucket_step": 0}
         if _is_earlier(data, "modulation_precision"):
             data = data | {"modulation_precision": "none"}
+        if _is_earlier(data, "huber_schedule"):
+            data = data | {"huber_schedule": "constant"} | _shift_before(data)
         given = {key: value for key, value in data.items() if value is not None}
         family = given.get("model_family", cls.model_fields["model_family"].default)
         for key, other in FOLLOWS.items():
@@ -131,6 +134,20 @@ def _is_earlier(data: dict[str, Any], key: str) -> bool:
     """
     whole = _UNSET in data and len(data.keys() & set(field_names())) >= _WHOLE
     return whole and key not in data
+
+
+def _shift_before(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the shift of a job that drew by its sampler's: all did, before training had its own.
+
+    Only of families for which that is another one: by their own, or beyond the tokens that the
+    scheduler's was fitted for.
+    """
+    family = FAMILIES.get(str(data.get("model_family")))
+    drew = data.get("timestep_sampling") in SHIFTED and as_none(data.get("flow_shift")) is None
+    if family is None or not drew:
+        return {}
+    differs = family.trained_shift is not None or family.shifts_by_tokens
+    return {"flow_shift": "sampler"} if differs else {}
 
 
 def field_names() -> list[str]:

@@ -8,6 +8,15 @@ from typing import Final
 
 _QUANTILES: Final = 2000
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+SHIFTED: Final = ("shift", "uniform_shift", "stretched")
+"""The values of `timestep_sampling` that a shift is for."""
+SHIFTED_IN_WORDS: Final = "timestep_sampling: shift, uniform_shift or stretched"
+
+LEAST_STRETCHED: Final = 1e-3
+"""The lowest sigma that `stretched` draws."""
+
+_ENDS: Final = (0.005, 0.999)  # quantiles that `stretched` pulls to 0 and 1
+_NARROWEST: Final = 1e-4  # of what `stretched` pulls apart; in less, fp32 has too few numbers
 _HIGH: Final = 0.9  # sigmas above this decide what an image shows
 
 
@@ -25,25 +34,45 @@ def sigma_at(
     Args:
         share: A quantile, from 0 to 1.
         how: The job's `timestep_sampling`.
-        shift: Of shift and uniform_shift.
+        shift: Of the values in `SHIFTED`.
         mean: `logit_mean`.
         deviation: `logit_std`.
         scale: `mode_scale`.
     """
     if not 0 < share < 1:
-        return 0.0 if share <= 0 else 1.0
+        least = LEAST_STRETCHED if how == "stretched" else 0.0
+        return least if share <= 0 else 1.0
     if how == "mode":  # training draws it from the other end, where 1 is no noise
         bend = math.cos(math.pi / 2 * (1 - share)) ** 2 - share
         return share - scale * bend
     sigma = share
-    if how in ("logit_normal", "shift"):
-        logit = mean + deviation * NormalDist().inv_cdf(share)
-        # Never the exponential of a large number, which a float cannot hold.
-        rest = math.exp(-abs(logit))
-        sigma = (1 if logit > 0 else rest) / (1 + rest)
-    if how in ("shift", "uniform_shift"):
+    if how in ("logit_normal", "shift", "stretched"):
+        sigma = _logit_normal(share, mean, deviation)
+    if how in SHIFTED:
         sigma = shift * sigma / (1 + (shift - 1) * sigma)
+    if how == "stretched":
+        low, high = stretched_ends(shift, mean, deviation)
+        sigma = min(max((sigma - low) / (high - low), LEAST_STRETCHED), 1.0)
     return sigma
+
+
+def stretched_ends(shift: float, mean: float, deviation: float) -> tuple[float, float]:
+    """Return the shifted sigmas that `stretched` pulls to 0 and to 1.
+
+    They are quantiles of what `shift` draws; or 0 and 1, which changes nothing, where those are too
+    close to be pulled apart.
+    """
+    low, high = (
+        sigma_at(end, "shift", shift=shift, mean=mean, deviation=deviation) for end in _ENDS
+    )
+    return (low, high) if high - low > _NARROWEST else (0.0, 1.0)
+
+
+def _logit_normal(share: float, mean: float, deviation: float) -> float:
+    logit = mean + deviation * NormalDist().inv_cdf(share)
+    # Never the exponential of a large number, which a float cannot hold.
+    rest = math.exp(-abs(logit))
+    return (1 if logit > 0 else rest) / (1 + rest)
 
 
 def plot(sigmas: list[float], columns: int) -> str:
@@ -68,6 +97,7 @@ def preview(columns: int) -> list[str]:
         ("shift, s = 3", "shift", 3.0),
         ("shift, s = 6", "shift", 6.0),
         ("uniform_shift, s = 3", "uniform_shift", 3.0),
+        ("stretched, s = 6", "stretched", 6.0),
         ("mode", "mode", 1.0),
     ]
     width = max(len(title) for title, *_ in ways)

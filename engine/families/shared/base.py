@@ -7,7 +7,6 @@ latents from the VAE's config.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +17,7 @@ from engine.families.shared.latent_statistics import denormalise, normalise
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
 from jobs.spec.families import get_family
+from jobs.spec.families.base import ShiftLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -267,20 +267,44 @@ class Family(ABC):
         """
 
     def shift_of(self, height: int, width: int, frames: int = 1) -> float:
-        """The shift of sigma for latents of this size, as the model's scheduler has it.
+        """Return the shift of sigma that training draws with for latents of this size.
 
-        Where it depends on the number of tokens, exp(mu) with mu on a line through two points
-        (`calculate_shift` of the pipelines).
+        The family's own, where its models were trained with another than they sample with, else
+        that of the model's scheduler. One that follows the number of tokens stays where it was
+        fitted: beyond, it is the nearest that was. A scheduler's `shift_terminal` has no part in
+        it: that moves the end of a sampler's steps, and draws have no last one.
         """
+        trained = self.facts.trained_shift
+        if isinstance(trained, float):
+            return trained
+        line = trained or self._shift_line()
+        return line.at(self.tokens_of(height, width, frames)) if line else self._fixed_shift()
+
+    def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
+        """Return the shift that the stock pipeline samples with for latents of this size.
+
+        As diffusers' `calculate_shift`, which follows its line to any number of tokens.
+        """
+        line = self._shift_line()
+        if line is None:
+            return self._fixed_shift()
+        return line.at(self.tokens_of(height, width, frames), extrapolate=True)
+
+    def _shift_line(self) -> ShiftLine | None:
+        """The line of the model's scheduler; None where it has the same shift for all sizes."""
         schedule = self._schedule
         if not schedule.get("use_dynamic_shifting"):
-            return float(schedule.get("shift") or schedule.get("flow_shift") or 1.0)
-        tokens = self.tokens_of(height, width, frames)
-        few, many = schedule["base_image_seq_len"], schedule["max_image_seq_len"]
-        low, high = schedule["base_shift"], schedule["max_shift"]
-        mu = low + (high - low) * (tokens - few) / (many - few)
-        linear = schedule.get("time_shift_type", "exponential") == "linear"
-        return mu if linear else math.exp(mu)
+            return None
+        return ShiftLine(
+            schedule["base_image_seq_len"],
+            schedule["base_shift"],
+            schedule["max_image_seq_len"],
+            schedule["max_shift"],
+            linear=schedule.get("time_shift_type", "exponential") == "linear",
+        )
+
+    def _fixed_shift(self) -> float:
+        return float(self._schedule.get("shift") or self._schedule.get("flow_shift") or 1.0)
 
     def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
         """The denoiser's tokens for latents of this size: 2×2 cells each, unless overridden."""

@@ -266,5 +266,6 @@ def _objective(built: Built, shape: Shape) -> Any:
     from diffusers import DDPMScheduler
 
     from engine.diffusion.denoising import Denoising
+    from engine.diffusion.huber import scheduled
 
-    return Denoising(DDPMScheduler(), spec.snr_gamma)
+    return Denoising(DDPMScheduler(), spec.snr_gamma, scheduled(spec))

@@ -242,6 +242,11 @@ def accumulation(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, "gradient_accumulation_steps", value)
 
 
+# The shift of its own schedulers, where training has another by default here.
+_SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0}
+_LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
+
+
 def timesteps(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     ours = {
@@ -253,6 +258,9 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "only for flow-matching models")
     elif word in ours:
         draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
+        shift = _SHIFTS.get(models.family_of(draft).name)
+        if ours[word] == "uniform_shift" and shift is not None:
+            draft.values["flow_shift"] = shift
     elif word == "weighted":
         draft.take(key, "timestep_sampling", "uniform", "with loss_weighting: weighted")
         draft.values["loss_weighting"] = "weighted"
@@ -322,7 +330,8 @@ def loss(draft: Draft, key: str, value: Any) -> None:
     if word == "mse":
         draft.take(key, "loss_type", "mse")
     elif word == "mae":
-        draft.take(key, "loss_type", "smooth_l1", "the nearest")
+        draft.take(key, "loss_type", "smooth_l1", "the nearest, twice as large")
+        draft.values |= {"huber_c": _LEAST_C, "huber_schedule": "constant"}
     else:
         draft.unsupported(key, "use mse, huber or smooth_l1, on the model's prediction")
 

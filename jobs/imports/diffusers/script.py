@@ -138,6 +138,7 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
         defaults |= {"resolution": 512, "adam_weight_decay": 1e-2}
     if family.objective == "flow":
         defaults["weighting_scheme"] = "logit_normal" if family.name == "sd3" else "none"
+    defaults |= {"precondition_outputs": 1} if family.name == "sd3" else {}
     defaults |= {"resolution": 1024} if family.name == "sdxl" or script == _CONTROL else {}
     if family.name in ("flux", "flux2") and "klein" not in script:
         defaults["guidance_scale"] = 30.0 if models.widened_of(draft) else 3.5
@@ -201,6 +202,16 @@ def _layers(draft: Draft, key: str, value: Any) -> None:
 
 
 _UNIFORM: Final = ("uniform", "uniform_shift")
+# Scripts draw among their scheduler's steps. Of these families, it shifts them alike at all sizes;
+# of the others, only while sampling, by their number of tokens.
+_SHIFTS: Final[dict[str, float | str | None]] = {
+    "sd3": None,  # the family's is its scheduler's
+    "lumina2": "sampler",
+    "z_image": "sampler",
+    "hidream": 3.0,
+}
+# What it comes to for the velocity's loss that the data's is wanted, weighted by a scheme.
+_PRECONDITIONED: Final = {"sigma_sqrt": "none", "cosmap": None}
 
 
 def _weighting(draft: Draft, key: str, value: Any) -> None:
@@ -210,15 +221,29 @@ def _weighting(draft: Draft, key: str, value: Any) -> None:
     elif word == "mode":
         draft.take(key, "timestep_sampling", "mode")
     elif word in ("none", "logit_normal", "sigma_sqrt", "cosmap"):
-        # Its scripts draw among the scheduler's steps, which for SD3 are shifted.
-        shifted = models.family_of(draft).name == "sd3"
+        name = models.family_of(draft).name
         plain, moved = ("logit_normal", "shift") if word == "logit_normal" else _UNIFORM
-        how = "with the model scheduler's shift" if shifted else "drawn as in the script"
-        draft.take(key, "timestep_sampling", moved if shifted else plain, how)
+        how = "with the model scheduler's shift" if name in _SHIFTS else "drawn as in the script"
+        draft.take(key, "timestep_sampling", moved if name in _SHIFTS else plain, how)
+        if shift := _SHIFTS.get(name):
+            draft.values["flow_shift"] = shift
         if word in ("sigma_sqrt", "cosmap"):
-            draft.values["loss_weighting"] = word
+            draft.values.setdefault("loss_weighting", word)
     else:
         draft.unsupported(key, "set timestep_sampling and loss_weighting")
+
+
+def _preconditioned(draft: Draft, key: str, value: Any) -> None:
+    """SD3's scripts compare the data that the velocity implies: errors are sigma times as large."""
+    scheme = str(draft.get("weighting_scheme")).strip().lower()
+    if models.family_of(draft).name != "sd3":
+        draft.unsupported(key, "the loss is computed on the predicted velocity")
+    elif is_off(value) or as_number(value) == 0:
+        draft.unneeded(key, "the loss is computed on the predicted velocity")
+    elif (weighting := _PRECONDITIONED.get(scheme, "sigma_squared")) is None:
+        draft.unsupported(key, f"loss_weighting: {scheme} is used alone, not times sigma squared")
+    else:
+        draft.take(key, "loss_weighting", weighting, f"with weighting_scheme: {scheme}")
 
 
 def _mean(draft: Draft, key: str, value: Any) -> None:
@@ -333,7 +358,7 @@ _RULES: Final[dict[str, Rule]] = {
     "logit_mean": _mean,
     "mode_scale": needless("only for weighting_scheme: mode"),
     "snr_gamma": training_keys.snr,
-    "precondition_outputs": without("the loss is computed on the predicted velocity"),
+    "precondition_outputs": _preconditioned,
     "prediction_type": needless("set by the model's scheduler_config.json"),
     "noise_offset": without(training_keys.NOISE),
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
@@ -383,4 +408,5 @@ _FIRST: Final = (
     "with_prior_preservation",
     "train_batch_size",
     "lr_scheduler",
+    "precondition_outputs",
 )

@@ -8,6 +8,7 @@ from jobs.imports.common import models, training_keys
 from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import read_beside
+from jobs.spec.families.base import ShiftLine
 from jobs.spec.rules.kernels import kernel_conflict
 from jobs.spec.values.spellings import as_bool
 
@@ -165,12 +166,15 @@ def steps(draft: Draft, key: str, value: Any) -> None:
 
 def huber(draft: Draft, key: str, value: Any) -> None:
     """How `huber_c` follows the noise level."""
+    word = str(value).strip().lower()
     if str(draft.get("loss_type")).strip().lower() not in ("huber", "smooth_l1"):
         draft.unneeded(key, "only for the losses huber and smooth_l1")
-    elif str(value).strip().lower() == "constant":
-        draft.unneeded(key, "huber_c is the same at all noise levels")
+    elif word == "snr" and models.family_of(draft).objective == "flow":
+        # It reads the share of noise as that of the data there.
+        draft.values["huber_schedule"] = "constant"
+        draft.unsupported(key, "there, huber_c rises with the noise; it is constant here")
     else:
-        draft.unsupported(key, "huber_c is the same at all noise levels; it follows them there")
+        draft.take(key, "huber_schedule", value)
 
 
 def clip(draft: Draft, key: str, value: Any) -> None:
@@ -209,7 +213,10 @@ def auto_shift(draft: Draft, key: str, value: Any) -> None:
     elif draft.on("flow_use_uniform_schedule"):
         draft.unneeded(key, "timestep_sampling: uniform_shift is by resolution")
     else:
-        draft.take(key, "timestep_sampling", "shift", "by resolution")
+        family = models.family_of(draft)
+        line = isinstance(family.trained_shift, ShiftLine) or family.shifts_by_tokens
+        how = "by resolution" if line else "the family's shift, the same at all resolutions"
+        draft.take(key, "timestep_sampling", "shift", how)
 
 
 def uniform(draft: Draft, key: str, value: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -13,6 +14,42 @@ if TYPE_CHECKING:
 Objective = Literal["flow", "denoising"]
 Guidance = Literal["embedded", "classifier_free", "none"]
 Attention = Literal["unmasked", "masked", "masked_batches", "masked_samples", "fixed"]
+
+
+@dataclass(frozen=True)
+class ShiftLine:
+    """A shift of sigma that follows the number of tokens, on a line through two points.
+
+    Attributes:
+        few: Tokens at the first point.
+        low: mu there.
+        many: Tokens at the second point.
+        high: mu there.
+        linear: Whether mu is the shift itself (`time_shift_type: linear`), and not its logarithm.
+    """
+
+    few: int
+    low: float
+    many: int
+    high: float
+    linear: bool = False
+
+    def at(self, tokens: int, *, extrapolate: bool = False) -> float:
+        """Return the shift for a number of tokens.
+
+        Args:
+            tokens: Of the denoiser, for one sample.
+            extrapolate: Follow the line beyond its points, as diffusers' pipelines do. It was
+                fitted between them: LTX-Video's reaches 215 at 121 frames of 1216x704.
+        """
+        if not extrapolate:
+            tokens = min(max(tokens, self.few), self.many)
+        mu = self.low + (self.high - self.low) * (tokens - self.few) / (self.many - self.few)
+        return mu if self.linear else math.exp(mu)
+
+
+FLUX_LINE: Final = ShiftLine(few=256, low=0.5, many=4096, high=1.15)
+"""FLUX.1's (`get_lin_function` of black-forest-labs/flux), which others took over."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +132,9 @@ class Family:
         supplied: Directories that the published models lack, each with what a person puts there.
         defaults: Keys of a job that have another default than usual.
         references: How its models take conditioning images; None if they take none.
+        trained_shift: The shift of sigma that training draws with by default; None for the one in
+            the model's scheduler. Samplers have another where they make few steps of it.
+        shifts_by_tokens: Whether the shift of its schedulers follows the number of tokens.
     """
 
     name: str
@@ -124,6 +164,8 @@ class Family:
     supplied: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     references: References | None = None
+    trained_shift: ShiftLine | float | None = None
+    shifts_by_tokens: bool = False
 
     def component_of(self, flavour: str | None) -> str:
         """The denoiser that a flavour trains."""

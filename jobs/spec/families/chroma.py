@@ -17,6 +17,7 @@ FAMILY = Family(
             note="512 pixels, meant for training on",
         ),
     },
+    shifts_by_tokens=True,  # in one copy of Chroma1-HD's scheduler; 1 in another
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
     defaults={"validation_num_inference_steps": 40, "validation_guidance": 3.0},
 )

@@ -31,6 +31,7 @@ FAMILY = Family(
         ),
         "kontext": Flavour(
             "black-forest-labs/FLUX.1-Kontext-dev",
+            defaults={"validation_guidance": 2.5},
             note="edits a conditioning image",
             marks=_TEXT,
             references=References(to_preferred),
@@ -61,4 +62,5 @@ FAMILY = Family(
     context_parallel=True,
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
     tokenizer="tokenizer_2",
+    shifts_by_tokens=True,
 )

@@ -1,6 +1,6 @@
 """FLUX.2 of Black Forest Labs."""
 
-from jobs.spec.families.base import Family, Flavour
+from jobs.spec.families.base import FLUX_LINE, Family, Flavour
 from jobs.spec.families.references import References, to_area_at_most
 
 _DISTILLED = {"validation_num_inference_steps": 4, "validation_guidance": 1.0}
@@ -54,6 +54,9 @@ FAMILY = Family(
     true_cfg=False,
     context_parallel=True,
     latent_step=16,  # the VAE shrinks by 8, and 2x2 latents make a token
+    # OneTrainer's pull request 1516 reports Black Forest Labs' word that FLUX.2 was trained with
+    # this line. The pipeline's own formula is for sampling: 7.6 at 1024x1024.
+    trained_shift=FLUX_LINE,
     defaults={
         "timestep_sampling": "shift",
         "validation_num_inference_steps": 28,

@@ -34,6 +34,8 @@ FAMILY = Family(
         "text_encoder_4": "config.json and the weights of meta-llama/Llama-3.1-8B-Instruct",
         "tokenizer_4": "its tokenizer.json, tokenizer_config.json and special_tokens_map.json",
     },
+    # ai-toolkit's and diffusers' for all of its models; dev's scheduler samples with 6.
+    trained_shift=3.0,
     defaults={
         "max_sequence_length": 128,
         "timestep_sampling": "shift",

@@ -15,6 +15,8 @@ FAMILY = Family(
     attention="masked",
     latent_step=16,  # the VAE shrinks by 8, and 2x2 latents make a token
     frame_step=4,
+    # Its scheduler's 7 is for sampling in 50 steps; musubi-tuner's docs lower it to 3 for detail.
+    trained_shift=3.0,
     defaults={
         "resolution": 640,
         "fps": 24.0,

@@ -21,6 +21,9 @@ FAMILY = Family(
     attention="masked",
     latent_step=16,  # the VAE shrinks by 16, and each latent is a token
     frame_step=4,
+    # The default of the authors' trainer (train_timestep_shift in its train.py). Its samplers have
+    # 5 and 9.
+    trained_shift=3.0,
     defaults={
         "resolution": 640,
         "fps": 24.0,

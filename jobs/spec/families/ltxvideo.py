@@ -1,6 +1,6 @@
 """LTX-Video of Lightricks."""
 
-from jobs.spec.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour, ShiftLine
 
 _DISTILLED = {
     "max_sequence_length": 256,
@@ -39,11 +39,13 @@ FAMILY = Family(
     },
     latent_step=32,
     frame_step=8,
+    # Lightricks' trainer has this line, and so have the schedulers; it extrapolates it.
+    trained_shift=ShiftLine(few=1024, low=0.95, many=4096, high=2.05),
     defaults={
         "resolution": 640,  # 768x512
         "fps": 25.0,
         "max_sequence_length": 128,
-        "timestep_sampling": "shift",
+        "timestep_sampling": "stretched",
         "validation_guidance": 3.0,
         "validation_num_inference_steps": 40,
     },

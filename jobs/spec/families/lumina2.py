@@ -1,6 +1,6 @@
 """Lumina-Image 2.0 of Alpha-VLLM."""
 
-from jobs.spec.families.base import Family, Flavour
+from jobs.spec.families.base import FLUX_LINE, Family, Flavour
 
 FAMILY = Family(
     name="lumina2",
@@ -14,6 +14,9 @@ FAMILY = Family(
     # finetune of this model makes black images with --force-fp16 (issue 8528).
     overflows_fp16="its text encoder, Gemma 2",
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
+    # As the authors' trainer shifts (transport/transport.py; nextdit_shift in sd-scripts).
+    # The scheduler's 6 is for sampling.
+    trained_shift=FLUX_LINE,
     defaults={
         "max_sequence_length": 256,
         "timestep_sampling": "shift",

@@ -43,6 +43,7 @@ FAMILY = Family(
     # QwenLM/Qwen3), and vLLM clamps Qwen2.5-VL's image encoder (pull request 13968). Latents are
     # NaN in ComfyUI's issue 10751; diffusers clips the blocks' outputs, but not what is within.
     overflows_fp16="its text encoder, Qwen2.5-VL, and its transformer",
+    shifts_by_tokens=True,
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
     defaults={
         "timestep_sampling": "shift",

@@ -1,8 +1,13 @@
 """Wan 2.1 and 2.2 of Alibaba, text to video and first frame to video."""
 
+from typing import Final
+
 from jobs.spec.families.base import Family, Flavour
 
-_EXPERTS = {"validation_guidance": 4.0}  # of Wan 2.2's experts, as published
+T2V_GUIDANCE: Final = (4.0, 3.0)
+"""Of Wan 2.2's text-to-video experts for high and for low noise, as published."""
+
+_EXPERTS = {"validation_guidance": T2V_GUIDANCE[0], "validation_num_inference_steps": 40}
 _I2V_EXPERTS = {"validation_guidance": 3.5, "validation_num_inference_steps": 40}
 _T2V = {"_class_name": "WanPipeline"}
 _I2V = {"_class_name": "WanImageToVideoPipeline"}
@@ -35,7 +40,11 @@ FAMILY = Family(
         ),
         "2.2-ti2v-5b": Flavour(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-            defaults={"fps": 24.0, "resolution": 960},
+            defaults={
+                "fps": 24.0,
+                "resolution": 960,
+                "validation_num_inference_steps": 50,
+            },
             latent_step=32,
             note="720p, text or first frame to video; its VAE shrinks by 16",
             marks=_T2V,

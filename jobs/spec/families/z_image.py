@@ -1,6 +1,6 @@
 """Z-Image of Alibaba's Tongyi."""
 
-from jobs.spec.families.base import Family, Flavour
+from jobs.spec.families.base import FLUX_LINE, Family, Flavour
 
 FAMILY = Family(
     name="z_image",
@@ -23,6 +23,9 @@ FAMILY = Family(
     # loss of NaN.
     overflows_fp16="its transformer",
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
+    # Nobody knows what it was trained with. Peers draw around 2 to 3, and the scheduler's 6 is for
+    # sampling.
+    trained_shift=FLUX_LINE,
     defaults={
         "timestep_sampling": "shift",
         "validation_num_inference_steps": 50,

@@ -24,12 +24,15 @@ from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
     Bool,
     EmaDevice,
+    HuberSchedule,
     Loss,
     LossWeighting,
+    SamplersShift,
     SizeConditioning,
     TimestepSampling,
     choice,
     read_loss,
+    read_shift,
 )
 
 
@@ -40,8 +43,9 @@ class NoiseKeys(Keys):
         "logit_normal",
         NOISE,
         "How sigma is drawn: uniform, logit_normal, either of them shifted (uniform_shift, shift), "
-        "or mode, which favors mid-range values. Families whose sampler shifts sigma default to "
-        "shift.",
+        "stretched (shift, with its ends pulled to 0 and 1), or mode, which favors mid-range "
+        "values. Families that were trained on shifted sigmas default to shift, LTX-Video to "
+        "stretched.",
         resume="changes",
         no_effect=no_sigmas,
         memory=False,
@@ -73,15 +77,15 @@ class NoiseKeys(Keys):
         ge=-1,
         le=1.75,
     )
-    flow_shift: Annotated[float | None, BeforeValidator(as_none)] = field(
+    flow_shift: Annotated[float | SamplersShift | None, BeforeValidator(read_shift)] = field(
         None,
         NOISE,
-        "Shift of sigma (default: the family's, by resolution).",
+        "Shift of sigma, above 0 (default: the family's, by resolution); sampler: the one that the "
+        "model's pipeline samples with.",
         resume="changes",
         blank="the family's",
         no_effect=not_shifted,
         memory=False,
-        gt=0,
     )
     sigma_min: float = field(
         0.0,
@@ -107,7 +111,7 @@ class NoiseKeys(Keys):
         "none",
         NOISE,
         "Weight of the loss by sigma: weighted is ai-toolkit's curve, which is highest near 0.9; "
-        "sigma_sqrt and cosmap are diffusers'.",
+        "sigma_sqrt and cosmap are diffusers'; sigma_squared is that of its SD3 script.",
         resume="changes",
         no_effect=no_sigmas,
     )
@@ -117,11 +121,20 @@ class NoiseKeys(Keys):
     huber_c: float = field(
         0.1,
         NOISE,
-        "Threshold at which huber and smooth_l1 switch from square to linear.",
+        "Error at which huber and smooth_l1 turn from square to linear.",
         resume="changes",
         no_effect=mse_loss,
         memory=False,
         gt=0,
+    )
+    huber_schedule: Annotated[HuberSchedule, choice(HuberSchedule)] = field(
+        "snr",
+        NOISE,
+        "How huber_c follows the noise. snr, exponential: from 1 without noise to huber_c in pure "
+        "noise, by the signal-to-noise ratio or by the timestep; constant: the same everywhere.",
+        resume="changes",
+        no_effect=mse_loss,
+        memory=False,
     )
     snr_gamma: Annotated[float | None, BeforeValidator(as_none)] = field(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
+from jobs.spec.noise_levels import SHIFTED, SHIFTED_IN_WORDS
 from jobs.spec.rules.averages import AVERAGE_RULES
 from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
@@ -306,8 +307,8 @@ def _snr_gamma(spec: JobSpec) -> Conflict | None:
 
 
 def _flow_shift(spec: JobSpec) -> Conflict | None:
-    if spec.flow_shift is not None and spec.timestep_sampling not in ("shift", "uniform_shift"):
-        return Conflict("flow_shift", "flow_shift needs timestep_sampling: shift or uniform_shift")
+    if spec.flow_shift is not None and spec.timestep_sampling not in SHIFTED:
+        return Conflict("flow_shift", f"flow_shift needs {SHIFTED_IN_WORDS}")
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES, references_of
+from jobs.spec.noise_levels import SHIFTED, SHIFTED_IN_WORDS
 from jobs.spec.rules.lora_conflicts import ONE_RATE, may_scale, trains_text
 from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
@@ -234,8 +235,9 @@ def no_sigmas(spec: JobSpec) -> str:
 
 
 def not_logit_normal(spec: JobSpec) -> str:
-    normal = spec.timestep_sampling in ("logit_normal", "shift")
-    return no_sigmas(spec) or ("" if normal else "needs timestep_sampling: logit_normal or shift")
+    normal = spec.timestep_sampling in ("logit_normal", "shift", "stretched")
+    needed = "needs timestep_sampling: logit_normal, shift or stretched"
+    return no_sigmas(spec) or ("" if normal else needed)
 
 
 def not_mode(spec: JobSpec) -> str:
@@ -244,8 +246,8 @@ def not_mode(spec: JobSpec) -> str:
 
 
 def not_shifted(spec: JobSpec) -> str:
-    shifted = spec.timestep_sampling in ("shift", "uniform_shift")
-    return no_sigmas(spec) or ("" if shifted else "needs timestep_sampling: shift or uniform_shift")
+    shifted = spec.timestep_sampling in SHIFTED
+    return no_sigmas(spec) or ("" if shifted else f"needs {SHIFTED_IN_WORDS}")
 
 
 def flow_matching(spec: JobSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
@@ -40,8 +41,8 @@ LRScheduler = Literal[
 ]
 LoraInit = Literal["kaiming", "gaussian"]
 LoraVariant = Literal["lora", "rslora", "dora", "lokr"]
-TimestepSampling = Literal["uniform", "logit_normal", "shift", "uniform_shift", "mode"]
-LossWeighting = Literal["none", "weighted", "sigma_sqrt", "cosmap"]
+TimestepSampling = Literal["uniform", "logit_normal", "shift", "uniform_shift", "stretched", "mode"]
+LossWeighting = Literal["none", "weighted", "sigma_sqrt", "sigma_squared", "cosmap"]
 BasePrecision = Literal["none", "fp8", "fp8_scaled", "int8", "nf4"]
 ModulationPrecision = Literal["auto", "none", "int8", "nf4"]
 BaseMatmul = Literal["auto", "dequantize", "scaled"]
@@ -50,6 +51,8 @@ WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Device = Literal["auto", "cuda", "cpu"]
 Loss = Literal["mse", "huber", "smooth_l1"]
+HuberSchedule = Literal["snr", "exponential", "constant"]
+SamplersShift = Literal["sampler"]
 CheckpointPolicy = Literal["full", "selective"]
 AttentionBackend = Literal["auto", "flash", "flash3", "efficient", "cudnn", "math"]
 EmaDevice = Literal["accelerator", "cpu"]
@@ -126,6 +129,23 @@ def read_loss(value: Any) -> Any:
     if isinstance(value, str) and value.strip().lower() == "l2":
         return "mse"
     return as_choice(value, get_args(Loss))
+
+
+def read_shift(value: Any) -> Any:
+    """Read a shift of sigma: a number above 0, the word sampler, or nothing.
+
+    Checked here, since pydantic would report a problem for each type that the value is not.
+    """
+    value = as_choice(as_none(value), get_args(SamplersShift))
+    if value is None or value in get_args(SamplersShift):
+        return value
+    try:
+        number = float(unquoted(value) if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not 0 < number < math.inf:
+        raise refuse(value, get_args(SamplersShift), "a number above 0, or sampler")
+    return number
 
 
 def read_attention(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -333,12 +334,10 @@ def test_losses_by_hand() -> None:
     problem = problem_of(torch.zeros(2, 1, 1, 2))
     mse = (0.01 + 9 + 0 + 1) / 4
     assert loss_of(prediction, problem, JobSpec()).item() == pytest.approx(mse)
-    huber = 2 * (0.5 * 0.01 + 0.5 * (3 - 0.25) + 0 + 0.5 * (1 - 0.25)) / 4
-    spec = JobSpec(loss_type="huber", huber_c=0.5)
-    assert loss_of(prediction, problem, spec).item() == pytest.approx(huber)
-    smooth = (0.5 * 0.01 / 0.5 + (3 - 0.25) + 0 + (1 - 0.25)) / 4
-    spec = JobSpec(loss_type="smooth_l1", huber_c=0.5)
-    assert loss_of(prediction, problem, spec).item() == pytest.approx(smooth)
+    smooth = 2 * sum(math.hypot(error, 0.5) - 0.5 for error in (0.1, 3, 0, 1)) / 4
+    for kind, wanted in (("smooth_l1", smooth), ("huber", 0.5 * smooth)):
+        spec = JobSpec(loss_type=kind, huber_c=0.5)
+        assert loss_of(prediction, problem, spec).item() == pytest.approx(wanted)
 
 
 def test_a_weight_belongs_to_a_sample() -> None:

@@ -510,7 +510,15 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"loss_type": "huber"}, {"loss_type": "huber"}),
     ({"huber_schedule": "constant"}, Needless),
     ({"huber_schedule": "snr"}, Needless),
-    ({"huber_schedule": "snr", "loss_type": "huber"}, Lost),
+    ({"huber_schedule": "snr", "loss_type": "huber"}, Lost),  # it rises with the noise there
+    (
+        {"huber_schedule": "snr", "loss_type": "huber", "model_family": "sdxl"},
+        {"huber_schedule": "snr"},
+    ),
+    (
+        {"huber_schedule": "exponential", "loss_type": "smooth_l1"},
+        {"huber_schedule": "exponential"},
+    ),
     ({"ema_validation": "comparison"}, Needless),
     ({"ema_validation": "comparison", "use_ema": True}, Lost),
     ({"crepa_lambda": 0.5}, Needless),

@@ -80,12 +80,12 @@ FSDP = TWO | {"strategy": "fsdp2"}
         ({"lr_scheduler": "polynomial"}, "lr_power", ""),
         ({}, "gradient_checkpointing_policy", "needs gradient_checkpointing: yes"),
         (FSDP | {"fsdp_activation_checkpointing": True}, "gradient_checkpointing_policy", ""),
-        ({}, "flow_shift", "needs timestep_sampling: shift or uniform_shift"),
+        ({}, "flow_shift", "needs timestep_sampling: shift, uniform_shift or stretched"),
         ({}, "mode_scale", "needs timestep_sampling: mode"),
         (
             {"timestep_sampling": "uniform"},
             "logit_std",
-            "needs timestep_sampling: logit_normal or shift",
+            "needs timestep_sampling: logit_normal, shift or stretched",
         ),
         (
             {"model_family": "sdxl"},

@@ -1,0 +1,44 @@
+"""The threshold `c` of the losses huber and smooth_l1, where it follows the noise level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.value_types import HuberSchedule
+
+
+@dataclass(frozen=True)
+class Huber:
+    """A scheduled threshold, as sd-scripts has it (`get_huber_threshold_if_needed`).
+
+    Attributes:
+        c: `huber_c`, the threshold in pure noise.
+        schedule: Any but constant, which needs no noise level.
+    """
+
+    c: float
+    schedule: HuberSchedule
+
+    def thresholds(self, noise: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
+        """Return the threshold of each sample, `(B,)`; 1 without noise.
+
+        Args:
+            noise: `(B,)`, how far each sample is on the way to pure noise, in 0 to 1.
+            clean: `(B,)`, the share of its data: data's scale over the sum of both scales.
+        """
+        if self.schedule == "exponential":
+            return self.c**noise
+        # sd-scripts writes (1 - c) / (1 + r)² + c with r the noise's scale over the data's.
+        return clean.square() * (1 - self.c) + self.c
+
+
+def scheduled(spec: JobSpec) -> Huber | None:
+    """Return the threshold's schedule; None where the loss has none, or a constant one."""
+    if spec.loss_type == "mse" or spec.huber_schedule == "constant":
+        return None
+    return Huber(spec.huber_c, spec.huber_schedule)

@@ -124,10 +124,10 @@ def shares_of(family: str, flavour: str, size: tuple[int, int, int]) -> Shares:
         objective = build_objective(spec, loaded, root)
     width, height, frames = size
     step, facts = FAMILIES[family].latent_step_of(flavour), FAMILIES[family]
+    count = _latent_frames(facts.frame_step, frames)
     cells = 2 if loaded.tokens_of(2, 2) == 1 else 1  # latents that make a token, on a side
     latents = torch.empty(
-        (1, 1, _latent_frames(facts.frame_step, frames))
-        + (height // step * cells, width // step * cells),
+        (1, 1, count, height // step * cells, width // step * cells),
         device="meta",
     )
     return _shares(lambda quantile: objective.level_at(quantile, latents))
@@ -215,9 +215,9 @@ def _row(family: str, entry: dict[str, Any]) -> str:
 
 _HEAD: Final = """# Noise levels of each family
 
-Which sigmas a flow-matching job draws that sets nothing but its model, and what other trainers draw.
-[A script](../tests/bench/README.md) makes this page, and looks up each fact about another trainer in its
-checkout. [Noise levels](training.md#noise-levels) has the words and the reasons.
+Which sigmas a flow-matching job draws that sets nothing but its model, and what other trainers
+draw. [A script](../tests/bench/README.md) makes this page, and looks up each fact about another
+trainer in its checkout. [Noise levels](training.md#noise-levels) has the words and the reasons.
 
 ## Here
 
@@ -233,8 +233,8 @@ Wan 2.2's experts draw only the sigmas that they are for.
 
 ## Elsewhere
 
-By default, or as the trainer's guide or preset for the family has it; at the native size. The number
-is the shift.
+By default, or as the trainer's guide or preset for the family has it; at the native size. The
+number is the shift.
 
 | family | trainer | draws | above 0.9, below 0.5 | source |
 |---|---|---|---|---|

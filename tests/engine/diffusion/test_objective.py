@@ -138,6 +138,22 @@ def test_levels_are_clipped_as_often_as_draws(
     assert_levels_are_quantiles(part, ONE, draws=2000)
 
 
+def test_stretched_pulls_shifted_draws_to_both_ends() -> None:
+    """As in Lightricks' trainer, but for its uniform tenth and what it reflects below 0.001."""
+    plain = many_sigmas(flow(3.0, timestep_sampling="shift"))
+    found = many_sigmas(flow(3.0, timestep_sampling="stretched"))
+    ends = torch.tensor([math.log(3) - 2.5758, math.log(3) + 3.0902])
+    low, high = torch.sigmoid(ends)
+    assert torch.allclose(found, ((plain - low) / (high - low)).clamp(1e-3, 1), atol=1e-5)
+    assert found.min() == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("mean", [-800.0, -20.0, 20.0, 800.0])
+def test_nothing_is_stretched_where_all_draws_are_alike(mean: float) -> None:
+    sigmas = many_sigmas(flow(3.0, timestep_sampling="stretched", logit_mean=mean))
+    assert (sigmas - (1.0 if mean > 0 else 1e-3)).abs().max() < 2e-3
+
+
 @pytest.mark.parametrize("scale", [1.29, -0.5])
 def test_mode_draws_as_diffusers_does(scale: float) -> None:
     """Sorted, they are theirs for evenly spaced ones; the middle has more of them, or fewer."""
@@ -161,6 +177,16 @@ def test_losses_are_weighted_as_by_diffusers(scheme: str) -> None:
     )
     assert plain.weight is None
     assert torch.equal(plain.level, problem.level)
+
+
+def test_sigma_squared_weights_the_velocitys_loss_as_the_datas() -> None:
+    """Diffusers' SD3 script compares the data that the prediction implies with the data."""
+    objective = flow(timestep_sampling="uniform", loss_weighting="sigma_squared")
+    problem = problem_of_draw(objective, LATENTS, sample_generators(0, 0, range(4)))
+    prediction = problem.target + 0.1 * LATENTS.flip(0)
+    sigma = problem.level.view(-1, 1, 1, 1)
+    theirs = (prediction * -sigma + problem.noisy - LATENTS).square().mean()
+    assert loss_of(prediction, problem, objective.spec).item() == pytest.approx(theirs.item())
 
 
 def test_hardly_any_noise_does_not_outweigh_all_else() -> None:
@@ -338,6 +364,61 @@ def test_losses_by_hand() -> None:
     for kind, wanted in (("smooth_l1", smooth), ("huber", 0.5 * smooth)):
         spec = JobSpec(loss_type=kind, huber_c=0.5)
         assert loss_of(prediction, problem, spec).item() == pytest.approx(wanted)
+
+
+@given(
+    kind=st.sampled_from(["huber", "smooth_l1"]),
+    how=st.sampled_from(["snr", "exponential", "constant"]),
+    c=st.floats(1e-3, 4),
+    sigmas=st.lists(st.floats(0, 1), min_size=2, max_size=2),
+    scale=st.floats(1e-2, 100),
+)
+@settings(max_examples=40)
+def test_losses_and_gradients_are_sd_scripts(
+    kind: str, how: str, c: float, sigmas: list[float], scale: float
+) -> None:
+    """`conditional_loss` and `get_huber_threshold_if_needed`, in fp64."""
+    spec = JobSpec(loss_type=kind, huber_c=c, huber_schedule=how)
+    level, data = torch.tensor(sigmas), LATENTS[:2]
+    problem = Flow(spec, lambda *_: 1.0).problem(data, Drawn(level, LATENTS[2:]))
+    prediction = (problem.target + scale * LATENTS[1:3]).requires_grad_()
+    loss = loss_of(prediction, problem, spec)
+    loss.backward()  # type: ignore[no-untyped-call]
+
+    exact = prediction.detach().double().requires_grad_()
+    sigma = level.double()
+    ratio = sigma / (1 - sigma)  # of noise to data; infinite in pure noise
+    thresholds = {
+        "snr": (1 - c) / (1 + ratio) ** 2 + c,
+        "exponential": torch.exp(math.log(c) * sigma),
+        "constant": torch.full_like(sigma, c),
+    }
+    threshold = thresholds[how].view(-1, 1, 1, 1)
+    error = exact - problem.target.double()
+    each = 2 * (torch.sqrt(error**2 + threshold**2) - threshold)
+    wanted = (each * threshold if kind == "huber" else each).mean()
+    wanted.backward()  # type: ignore[no-untyped-call]
+    largest = threshold.max().item()
+    rounding = 1e-6 * largest * (largest if kind == "huber" else 1)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5, abs=rounding)
+    assert prediction.grad is not None
+    assert torch.allclose(prediction.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["snr", "exponential"])
+def test_thresholds_of_timesteps_follow_the_models_noise(how: Any, tmp_path: Path) -> None:
+    scheduler = schedule("epsilon")
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    spec = JobSpec(loss_type="huber", huber_schedule=how, huber_c=0.2)
+    objective = build_objective(spec, family_of("denoise"), tmp_path)
+    problem = problem_of_draw(objective, LATENTS, sample_generators(0, 0, range(4)))
+    alphas = scheduler.alphas_cumprod[problem.level]
+    snr = 0.8 / (1 + ((1 - alphas) / alphas).sqrt()) ** 2 + 0.2
+    wanted = snr if how == "snr" else 0.2 ** (problem.level / 1000)
+    assert problem.threshold is not None
+    assert torch.allclose(problem.threshold, wanted)
+    plain = build_objective(JobSpec(), family_of("denoise"), tmp_path)
+    assert problem_of_draw(plain, LATENTS, sample_generators(0, 0, range(4))).threshold is None
 
 
 def test_a_weight_belongs_to_a_sample() -> None:

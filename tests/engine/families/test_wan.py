@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
@@ -85,6 +86,27 @@ def test_levels_and_the_other_expert_are_as_the_model_says(
     family = Case(name, root).family
     assert family.sigma_range() == sigmas
     assert family.second_denoiser == second_denoiser
+
+
+@pytest.mark.parametrize(
+    ("name", "guidance", "second"),
+    [
+        (HIGH, 4.0, 3.0),
+        (LOW, 4.0, 3.0),
+        (HIGH, 5.0, None),
+        ("wan:2.2-ti2v-5b", 4.0, None),
+        ("wan:2.1-t2v-1.3b", 4.0, None),
+        ("wan:2.2-i2v-a14b-high", 4.0, None),
+    ],
+)
+def test_experts_have_the_published_guidance_each_unless_a_job_says_otherwise(
+    name: str, guidance: float, second: float | None, root: Path
+) -> None:
+    case = Case(name, root)
+    request = replace(Case(HIGH, root).request(num_frames=5), guidance=guidance)
+    arguments = case.family.sample_arguments(request, {}, None)
+    assert arguments["guidance_scale"] == guidance
+    assert arguments.get("guidance_scale_2") == second
 
 
 def test_the_boundary_is_read_from_the_model(root: Path) -> None:

@@ -353,10 +353,38 @@ def test_defaults_that_are_as_here_are_not_told(tmp_path: Path) -> None:
     assert "sample.sample_steps" not in told  # 20, as with FLUX.1 here
 
 
+@pytest.mark.parametrize(
+    ("script", "flags", "drawn"),
+    [
+        ("lumina2", "", ("uniform_shift", "sampler", "none")),
+        ("z_image", "", ("uniform_shift", "sampler", "none")),
+        ("hidream", "", ("uniform_shift", 3.0, "none")),
+        ("lumina2", "--weighting_scheme=logit_normal", ("shift", "sampler", "none")),
+        ("qwen_image", "", ("uniform", None, "none")),
+        ("sana", "", ("uniform", None, "none")),
+        ("sd3", "", ("shift", None, "sigma_squared")),
+        ("sd3", "--precondition_outputs=0", ("shift", None, "none")),
+        ("sd3", "--weighting_scheme=sigma_sqrt", ("uniform_shift", None, "none")),
+        ("sd3", "--weighting_scheme=cosmap", ("uniform_shift", None, "cosmap")),
+        (
+            "sd3",
+            "--precondition_outputs=0 --weighting_scheme=sigma_sqrt",
+            ("uniform_shift", None, "sigma_sqrt"),
+        ),
+    ],
+)
+def test_a_script_draws_and_weights_as_it_does_there(
+    script: str, flags: str, drawn: tuple[Any, ...]
+) -> None:
+    spec = import_script([f"train_dreambooth_lora_{script}.py --seed=1 {flags}"]).spec
+    assert (spec.timestep_sampling, spec.flow_shift, spec.loss_weighting) == drawn
+
+
 def test_a_script_whose_noise_levels_count_from_the_other_end() -> None:
     imported = example("diffusers-script", "sd3-lora.txt")
     job = imported.to_dict()
     assert imported.spec.timestep_sampling == "shift", "as the family has it"
+    assert imported.spec.loss_weighting == "sigma_squared", "precondition_outputs is on by default"
     assert (job["logit_mean"], job["logit_std"]) == (-0.5, 1.2)
     assert job["learning_rate"] == pytest.approx(4e-4 * 4 * 2)
     assert job["datasets"] == [{"path": "someone/yarn-art", "caption_column": "text"}]
@@ -488,6 +516,10 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"timestep_sampling": "uniform", "flow_shift": None},
     ),
     ({"flow_schedule_auto_shift": 1}, {"timestep_sampling": "shift", "flow_shift": None}),
+    (
+        {"flow_schedule_auto_shift": 1, "model_family": "hidream"},
+        {"timestep_sampling": "shift", "flow_shift": None},
+    ),
     ({"flow_schedule_shift": 3, "model_family": "sdxl"}, Needless),
     ({"flow_sigmoid_scale": 0.8}, {"logit_std": 0.8}),
     ({"flux_guidance_value": 2}, {"train_guidance": 2.0}),
@@ -788,7 +820,18 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"train__optimizer_params": {"betas": [0.8, 0]}}, {"adam_beta1": 0.8, "adam_beta2": 0.0}),
     ({"train__dtype": "float16"}, {"mixed_precision": "fp16"}),
     ({"train__timestep_type": "linear"}, {"timestep_sampling": "uniform"}),
-    ({"train__timestep_type": "shift"}, {"timestep_sampling": "uniform_shift"}),
+    (
+        {"train__timestep_type": "shift"},
+        {"timestep_sampling": "uniform_shift", "flow_shift": None},
+    ),
+    (
+        {"train__timestep_type": "shift", "model__arch": "zimage"},
+        {"timestep_sampling": "uniform_shift", "flow_shift": 3.0},
+    ),
+    (
+        {"train__timestep_type": "shift", "model__arch": "lumina2"},
+        {"timestep_sampling": "uniform_shift", "flow_shift": 6.0},
+    ),
     (
         {"train__timestep_type": "weighted"},
         {"timestep_sampling": "uniform", "loss_weighting": "weighted"},

@@ -285,6 +285,50 @@ def test_jobs_from_before_there_was_a_choice_keep_their_buckets() -> None:
     assert JobSpec(dataset="d", learning_rate=1e-3).bucket_step is None, "a person's file"
 
 
+def _before_schedules(**values: Any) -> dict[str, Any]:
+    """A job as it was written down before there was `huber_schedule`."""
+    written = JobSpec(**BASE | {"model_flavour": None} | values).to_dict()
+    del written["huber_schedule"]
+    return written
+
+
+@pytest.mark.parametrize(
+    ("family", "shift"),
+    [("flux2", "sampler"), ("hidream", "sampler"), ("flux", "sampler"), ("wan", None)],
+)
+def test_jobs_from_before_training_had_its_own_shift_keep_their_samplers(
+    family: str, shift: str | None
+) -> None:
+    """Those that drew by it, of families where it is another one."""
+    written = _before_schedules(model_family=family, timestep_sampling="shift", flow_shift=None)
+    before = JobSpec(**written)
+    assert before.flow_shift == shift
+    assert find_resume_conflicts(written, before, done=1).changes == []
+    later = {"model_family": family, "flow_shift": None, "huber_schedule": "constant"}
+    new = JobSpec(**BASE | later)
+    told = ["flow_shift: sampler → unset"] if shift else []
+    assert find_resume_conflicts(written, new, done=1).changes == told
+
+
+@pytest.mark.parametrize(
+    ("values", "shift"),
+    [({"flow_shift": 2.0}, 2.0), ({"timestep_sampling": "uniform", "flow_shift": None}, None)],
+)
+def test_jobs_that_drew_by_no_samplers_shift_get_none(
+    values: dict[str, Any], shift: float | None
+) -> None:
+    assert JobSpec(**_before_schedules(model_family="flux2", **values)).flow_shift == shift
+
+
+def test_jobs_from_before_there_were_schedules_keep_a_constant_threshold() -> None:
+    written = _before_schedules(loss_type="huber")
+    before = JobSpec(**written)
+    assert before.huber_schedule == "constant"
+    assert find_resume_conflicts(written, before, done=1).changes == []
+    new = JobSpec(**BASE | {"loss_type": "huber"})
+    assert "huber_schedule: constant → snr" in find_resume_conflicts(written, new, done=1).changes
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [

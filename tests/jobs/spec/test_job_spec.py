@@ -327,3 +327,38 @@ def test_prefetch_is_a_number_of_units(written: Any, units: int) -> None:
 
 def test_l2_is_another_word_for_mse() -> None:
     assert JobSpec(loss_type="L2").loss_type == "mse"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("written", "shift"), [("Sampler", "sampler"), ("3", 3.0), (2, 2.0), ("none", None), ("", None)]
+)
+def test_a_shift_is_a_number_or_the_samplers(written: Any, shift: Any) -> None:
+    assert JobSpec(timestep_sampling="shift", flow_shift=written).flow_shift == shift
+
+
+@pytest.mark.parametrize("written", ["samplr", 0, -1.0, "nan", float("inf"), True, [1]])
+def test_any_other_shift_is_refused_in_one_sentence(written: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        JobSpec(timestep_sampling="shift", flow_shift=written)
+    (error,) = caught.value.errors()
+    assert "is not a number above 0, or sampler" in error["msg"]
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "guidance", "steps"),
+    [
+        ("wan", "2.2-t2v-a14b-high", 4.0, 40),
+        ("wan", "2.2-t2v-a14b-low", 4.0, 40),
+        ("wan", "2.2-i2v-a14b-low", 3.5, 40),
+        ("wan", "2.2-ti2v-5b", 5.0, 50),
+        ("wan", "2.1-t2v-14b", 5.0, 30),
+        ("flux", "kontext", 2.5, 20),
+        ("flux", "dev", 3.5, 20),
+    ],
+)
+def test_samples_are_made_as_published(
+    family: str, flavour: str, guidance: float, steps: int
+) -> None:
+    spec = JobSpec(model_family=family, model_flavour=flavour)
+    made = (spec.validation_guidance, spec.validation_num_inference_steps)
+    assert made == (guidance, steps)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.diffusion import rectified_flow
 from engine.diffusion.denoising import Denoising
+from engine.diffusion.huber import Huber, scheduled
 from engine.diffusion.objective import Drawn, Problem, build_objective, loss_of
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.diffusion.rectified_flow import Flow
@@ -403,6 +404,16 @@ def test_losses_and_gradients_are_sd_scripts(
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5, abs=rounding)
     assert prediction.grad is not None
     assert torch.allclose(prediction.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["snr", "exponential"])
+def test_thresholds_go_from_one_to_huber_c(how: Any) -> None:
+    sigma = torch.tensor([0.0, 0.5, 1.0])
+    middle = 0.1 + 0.9 / 4 if how == "snr" else math.sqrt(0.1)
+    assert Huber(0.1, how).thresholds(sigma, 1 - sigma).tolist() == pytest.approx([1, middle, 0.1])
+    assert scheduled(JobSpec(loss_type="huber", huber_schedule=how)) == Huber(0.1, how)
+    assert scheduled(JobSpec(loss_type="huber", huber_schedule="constant")) is None
+    assert scheduled(JobSpec(huber_schedule=how)) is None
 
 
 @pytest.mark.parametrize("how", ["snr", "exponential"])

@@ -88,10 +88,12 @@ def test_the_shift_is_that_of_the_pipelines_sigmas(toys: dict[str, Case]) -> Non
     before = np.linspace(1.0, 1 / steps, steps)
     mu = compute_empirical_mu(height * width, steps)
     scheduler.set_timesteps(sigmas=before, mu=mu)
-    shift = case.family.shift_of(height, width)
+    shift = case.family.sampler_shift_of(height, width)
     after = shift * before / (1 + (shift - 1) * before)
     assert np.allclose(after, scheduler.sigmas[:-1].numpy(), atol=1e-6)
-    assert shift != pytest.approx(super(type(case.family), case.family).shift_of(height, width))
+    assert shift != pytest.approx(
+        super(type(case.family), case.family).sampler_shift_of(height, width)
+    )
 
 
 def sampled(case: Case, family: families.Family, request: SampleRequest, negative: bool) -> int:

@@ -73,5 +73,5 @@ def test_the_shift_is_of_the_tokens(root: Path) -> None:
     """As `LTXPipeline` has it: one token for each cell, in all frames."""
     family = Case(FIRST, root).family
     assert family.tokens_of(16, 22, 21) == 16 * 22 * 21
-    assert family.shift_of(16, 16, 4) == pytest.approx(math.exp(0.95))
-    assert Case(LATER, root).family.shift_of(16, 16, 4) == 1.0
+    assert family.sampler_shift_of(16, 16, 4) == pytest.approx(math.exp(0.95))
+    assert Case(LATER, root).family.sampler_shift_of(16, 16, 4) == 1.0

@@ -13,7 +13,6 @@ from engine import families
 from engine.diffusion.objective import build_objective
 from engine.diffusion.random_numbers import sample_generators
 from engine.families.shared.base import Family
-from jobs.spec.families.base import FLUX_LINE, ShiftLine
 from jobs.spec.job_spec import JobSpec
 from tests.bench import noise
 from tests.support.engine.families import FAST, Case, toys_root
@@ -107,14 +106,6 @@ def test_a_schedulers_shift_stays_where_it_was_fitted_while_training() -> None:
     linear = _Dynamic(time_shift_type="linear")
     assert linear.shift_of(128, 128) == pytest.approx(1.15)
     assert _Dynamic(use_dynamic_shifting=False, shift=3.0).shift_of(64, 64) == 3.0
-
-
-def test_a_line_goes_through_its_points() -> None:
-    assert FLUX_LINE.at(256) == pytest.approx(math.exp(0.5))
-    assert FLUX_LINE.at(4096) == pytest.approx(math.exp(1.15))
-    middle = ShiftLine(few=0, low=1.0, many=10, high=2.0, linear=True)
-    assert [middle.at(tokens) for tokens in (5, 20)] == [1.5, 2.0]
-    assert middle.at(20, extrapolate=True) == 3.0
 
 
 def test_a_job_may_draw_as_the_pipeline_samples(tmp_path: Path) -> None:

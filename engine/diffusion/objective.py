@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from engine.families import Family
     from jobs.spec.job_spec import JobSpec
+
+
+# How sigma is drawn where the model's scheduler decides about it.
+_SCHEDULED: Final = ("shift", "uniform_shift")
 
 
 class Drawn(NamedTuple):
@@ -86,7 +90,8 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
             )
         samples_alike = spec.flow_shift == "sampler"
         shift_of = family.sampler_shift_of if samples_alike else family.shift_of
-        return Flow(spec, shift_of, (low, high))
+        by_scheduler = spec.flow_shift is None and spec.timestep_sampling in _SCHEDULED
+        return Flow(spec, shift_of, (low, high), family.terminal() if by_scheduler else 0.0)
     from diffusers import DDPMScheduler
 
     from engine.diffusion.denoising import Denoising

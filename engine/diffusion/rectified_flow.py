@@ -55,11 +55,13 @@ class Flow:
         shift_of: The shift for latents of a height, width and number of frames, where the job does
             not set one.
         sigmas: Lowest and highest that the model is for.
+        terminal: Where draws end that would reach 0, as a scheduler's `shift_terminal`.
     """
 
     spec: JobSpec
     shift_of: Callable[[int, int, int], float]
     sigmas: tuple[float, float] = (0.0, 1.0)
+    terminal: float = 0.0
 
     def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
         """Draw sigma and noise for each sample.
@@ -117,7 +119,7 @@ class Flow:
     def _sigma_at(self, share: float, shift: float) -> float:
         """The same without a range."""
         spec = self.spec
-        return sigma_at(
+        sigma = sigma_at(
             share,
             spec.timestep_sampling,
             shift=shift,
@@ -125,6 +127,7 @@ class Flow:
             deviation=spec.logit_std,
             scale=spec.mode_scale,
         )
+        return self.terminal + (1 - self.terminal) * sigma
 
     def _share_below(self, sigma: float, shift: float) -> float:
         """Return the share of draws below a sigma, without a range; `_sigma_at` inverted."""
@@ -142,7 +145,7 @@ class Flow:
     def _draw_sigma(self, shift: float, generator: torch.Generator) -> torch.Tensor:
         low, high = self.sigmas
         for _ in range(_MOST_DRAWS):
-            sigma = self._draw_any(shift, generator)
+            sigma = self.terminal + (1 - self.terminal) * self._draw_any(shift, generator)
             if low <= sigma <= high:
                 return sigma
         return sigma.clamp(low, high)  # a distribution that lies elsewhere

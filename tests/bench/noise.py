@@ -39,6 +39,7 @@ SCHEDULERS: Final[dict[str, dict[str, Any]]] = {
         "max_shift": 0.9,
         "base_image_seq_len": 256,
         "max_image_seq_len": 8192,
+        "shift_terminal": 0.02,
     },
     "sana": {"flow_shift": 3.0},
     "sd3": {"shift": 3.0},

@@ -271,8 +271,7 @@ class Family(ABC):
 
         The family's own, where its models were trained with another than they sample with, else
         that of the model's scheduler. One that follows the number of tokens stays where it was
-        fitted: beyond, it is the nearest that was. A scheduler's `shift_terminal` has no part in
-        it: that moves the end of a sampler's steps, and draws have no last one.
+        fitted: beyond, it is the nearest that was.
         """
         trained = self.facts.trained_shift
         if isinstance(trained, float):
@@ -280,10 +279,20 @@ class Family(ABC):
         line = trained or self._shift_line()
         return line.at(self.tokens_of(height, width, frames)) if line else self._fixed_shift()
 
+    def terminal(self) -> float:
+        """Return the lowest sigma of a schedule without end, by the model's `shift_terminal`.
+
+        It belongs to the scheduler's shift: 0 for families that train with another.
+        """
+        if self.facts.trained_shift is not None:
+            return 0.0
+        return float(self._schedule.get("shift_terminal") or 0.0)
+
     def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
         """Return the shift that the stock pipeline samples with for latents of this size.
 
-        As diffusers' `calculate_shift`, which follows its line to any number of tokens.
+        As diffusers' `calculate_shift`, which follows its line to any number of tokens. Without
+        `terminal`: jobs have this shift that drew by it before there was one.
         """
         line = self._shift_line()
         if line is None:

@@ -274,6 +274,8 @@ def family_of(objective: str) -> Any:
         facts=SimpleNamespace(objective=objective),
         shift_of=lambda height, width, frames: 2.5,
         sigma_range=lambda: (0.1, 0.9),
+        terminal=lambda: 0.2,
+        sampler_shift_of=lambda height, width, frames: 6.0,
     )
 
 
@@ -282,6 +284,33 @@ def test_a_family_of_flows_is_trained_on_its_own_shift_and_sigmas(tmp_path: Path
     assert isinstance(objective, Flow)
     assert objective.sigmas == (0.1, 0.9)
     assert objective.shift_for(LATENTS) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("values", "shift", "terminal"),
+    [
+        ({"timestep_sampling": "shift"}, 2.5, 0.2),
+        ({"timestep_sampling": "uniform_shift"}, 2.5, 0.2),
+        ({"timestep_sampling": "stretched"}, 2.5, 0.0),
+        ({"timestep_sampling": "uniform"}, 2.5, 0.0),
+        ({"timestep_sampling": "shift", "flow_shift": 4.0}, 4.0, 0.0),
+        ({"timestep_sampling": "shift", "flow_shift": "sampler"}, 6.0, 0.0),
+    ],
+)
+def test_a_schedulers_terminal_belongs_to_its_shift(
+    values: dict[str, Any], shift: float, terminal: float, tmp_path: Path
+) -> None:
+    objective = build_objective(JobSpec(**values), family_of("flow"), tmp_path)
+    assert isinstance(objective, Flow)
+    assert (objective.shift_for(LATENTS), objective.terminal) == (shift, terminal)
+
+
+def test_draws_that_would_reach_the_data_end_at_the_terminal() -> None:
+    """As diffusers' `stretch_shift_to_terminal`, of infinitely many steps."""
+    plain = flow(3.0, timestep_sampling="shift")
+    ended = Flow(plain.spec, plain.shift_of, terminal=0.1)
+    assert torch.allclose(many_sigmas(ended), 1 - (1 - many_sigmas(plain)) * 0.9)
+    assert_levels_are_quantiles(ended, ONE, draws=2000)
 
 
 def test_a_model_is_trained_on_the_noise_schedule_in_its_directory(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ def test_a_schedulers_shift_stays_where_it_was_fitted_while_training() -> None:
     linear = _Dynamic(time_shift_type="linear")
     assert linear.shift_of(128, 128) == pytest.approx(1.15)
     assert _Dynamic(use_dynamic_shifting=False, shift=3.0).shift_of(64, 64) == 3.0
+    assert family.terminal() == 0.1
+    assert _Dynamic(shift_terminal=None).terminal() == 0
 
 
 def test_a_job_may_draw_as_the_pipeline_samples(tmp_path: Path) -> None:

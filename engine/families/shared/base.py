@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import diffusers
 
+from engine.families.shared import shifts
 from engine.families.shared.latent_statistics import denormalise, normalise
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
 from jobs.spec.families import get_family
-from jobs.spec.families.base import ShiftLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -267,53 +267,17 @@ class Family(ABC):
         """
 
     def shift_of(self, height: int, width: int, frames: int = 1) -> float:
-        """Return the shift of sigma that training draws with for latents of this size.
-
-        The family's own, where its models were trained with another than they sample with, else
-        that of the model's scheduler. One that follows the number of tokens stays where it was
-        fitted: beyond, it is the nearest that was.
-        """
-        trained = self.facts.trained_shift
-        if isinstance(trained, float):
-            return trained
-        line = trained or self._shift_line()
-        return line.at(self.tokens_of(height, width, frames)) if line else self._fixed_shift()
-
-    def terminal(self) -> float:
-        """Return the lowest sigma of a schedule without end, by the model's `shift_terminal`.
-
-        It belongs to the scheduler's shift: 0 for families that train with another.
-        """
-        if self.facts.trained_shift is not None:
-            return 0.0
-        return float(self._schedule.get("shift_terminal") or 0.0)
+        """Return the shift of sigma that training draws with for latents of this size."""
+        tokens = self.tokens_of(height, width, frames)
+        return shifts.trained_shift(self.facts, self._schedule, tokens)
 
     def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
-        """Return the shift that the stock pipeline samples with for latents of this size.
+        """Return the shift that the stock pipeline samples with for latents of this size."""
+        return shifts.sampler_shift(self._schedule, self.tokens_of(height, width, frames))
 
-        As diffusers' `calculate_shift`, which follows its line to any number of tokens. Without
-        `terminal`: jobs have this shift that drew by it before there was one.
-        """
-        line = self._shift_line()
-        if line is None:
-            return self._fixed_shift()
-        return line.at(self.tokens_of(height, width, frames), extrapolate=True)
-
-    def _shift_line(self) -> ShiftLine | None:
-        """The line of the model's scheduler; None where it has the same shift for all sizes."""
-        schedule = self._schedule
-        if not schedule.get("use_dynamic_shifting"):
-            return None
-        return ShiftLine(
-            schedule["base_image_seq_len"],
-            schedule["base_shift"],
-            schedule["max_image_seq_len"],
-            schedule["max_shift"],
-            linear=schedule.get("time_shift_type", "exponential") == "linear",
-        )
-
-    def _fixed_shift(self) -> float:
-        return float(self._schedule.get("shift") or self._schedule.get("flow_shift") or 1.0)
+    def terminal(self) -> float:
+        """Return the sigma that draws by the scheduler's shift end at; mostly 0."""
+        return shifts.terminal(self.facts, self._schedule)
 
     def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
         """The denoiser's tokens for latents of this size: 2×2 cells each, unless overridden."""

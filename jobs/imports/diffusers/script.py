@@ -18,7 +18,7 @@ from jobs.imports.common.draft import (
     unless_off,
     without,
 )
-from jobs.imports.diffusers import prior
+from jobs.imports.diffusers import noise, prior
 from jobs.imports.diffusers.command_line import Command, is_open, read_command
 
 if TYPE_CHECKING:
@@ -201,60 +201,6 @@ def _layers(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "only for a LoRA")
 
 
-_UNIFORM: Final = ("uniform", "uniform_shift")
-# Scripts draw among their scheduler's steps. Of these families, it shifts them alike at all sizes;
-# of the others, only while sampling, by their number of tokens.
-_SHIFTS: Final[dict[str, float | str | None]] = {
-    "sd3": None,  # the family's is its scheduler's
-    "lumina2": "sampler",
-    "z_image": "sampler",
-    "hidream": 3.0,
-}
-# What it comes to for the velocity's loss that the data's is wanted, weighted by a scheme.
-_PRECONDITIONED: Final = {"sigma_sqrt": "none", "cosmap": None}
-
-
-def _weighting(draft: Draft, key: str, value: Any) -> None:
-    word = str(value).strip().lower()
-    if models.family_of(draft).objective != "flow":
-        draft.unneeded(key, "only for flow-matching models")
-    elif word == "mode":
-        draft.take(key, "timestep_sampling", "mode")
-    elif word in ("none", "logit_normal", "sigma_sqrt", "cosmap"):
-        name = models.family_of(draft).name
-        plain, moved = ("logit_normal", "shift") if word == "logit_normal" else _UNIFORM
-        how = "with the model scheduler's shift" if name in _SHIFTS else "drawn as in the script"
-        draft.take(key, "timestep_sampling", moved if name in _SHIFTS else plain, how)
-        if shift := _SHIFTS.get(name):
-            draft.values["flow_shift"] = shift
-        if word in ("sigma_sqrt", "cosmap"):
-            draft.values.setdefault("loss_weighting", word)
-    else:
-        draft.unsupported(key, "set timestep_sampling and loss_weighting")
-
-
-def _preconditioned(draft: Draft, key: str, value: Any) -> None:
-    """SD3's scripts compare the data that the velocity implies: errors are sigma times as large."""
-    scheme = str(draft.get("weighting_scheme")).strip().lower()
-    if models.family_of(draft).name != "sd3":
-        draft.unsupported(key, "the loss is computed on the predicted velocity")
-    elif is_off(value) or as_number(value) == 0:
-        draft.unneeded(key, "the loss is computed on the predicted velocity")
-    elif (weighting := _PRECONDITIONED.get(scheme, "sigma_squared")) is None:
-        draft.unsupported(key, f"loss_weighting: {scheme} is used alone, not times sigma squared")
-    else:
-        draft.take(key, "loss_weighting", weighting, f"with weighting_scheme: {scheme}")
-
-
-def _mean(draft: Draft, key: str, value: Any) -> None:
-    """Theirs counts from the noisy end."""
-    number = as_number(value)
-    if number is None:
-        draft.unreadable(key, "not a number")
-    else:
-        draft.take(key, "logit_mean", -number or 0.0, "sign inverted: 0 is noise there")
-
-
 def _guidance(draft: Draft, key: str, value: Any) -> None:
     if models.family_of(draft).guidance == "embedded":
         draft.take(key, "train_guidance", value, "the model's guidance input")
@@ -354,11 +300,11 @@ _RULES: Final[dict[str, Rule]] = {
     **training_keys.curves(),
     "mixed_precision": training_keys.precision,
     "guidance_scale": _guidance,
-    "weighting_scheme": _weighting,
-    "logit_mean": _mean,
+    "weighting_scheme": noise.weighting,
+    "logit_mean": noise.mean,
     "mode_scale": needless("only for weighting_scheme: mode"),
     "snr_gamma": training_keys.snr,
-    "precondition_outputs": _preconditioned,
+    "precondition_outputs": noise.preconditioned,
     "prediction_type": needless("set by the model's scheduler_config.json"),
     "noise_offset": without(training_keys.NOISE),
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from jobs.errors import UserError
 from jobs.machine import file_lock
 from jobs.machine.engine_tools import ask
-from jobs.machine.processes import ProcessId, boot_id
+from jobs.machine.processes import ProcessId
+from jobs.machine.residence import residence
 from jobs.machine.start_detached import start_detached
 from jobs.paths import ensure_private_dir, ensure_state_home, state_home
 from jobs.run.rundir import read_json, write_atomic
@@ -47,7 +48,7 @@ class Fetch:
         path: Where it is, once it is done.
         pid: The process that wrote this.
         started: When that began, in seconds since the boot.
-        boot: Of which machine, and since when.
+        boot: Where its process lives; see `jobs.machine.residence`.
     """
 
     state: Stage
@@ -67,13 +68,13 @@ class Fetch:
         """Keep it for others to read."""
         me = ProcessId.of(os.getpid())
         assert me is not None
-        values = asdict(self) | {"pid": me.pid, "started": me.started, "boot": _boot()}
+        values = asdict(self) | {"pid": me.pid, "started": me.started, "boot": str(residence())}
         write_atomic(_file_of(name), json.dumps(values) + "\n")
 
     @property
     def alive(self) -> bool:
-        """Whether its process still runs here; that of another machine cannot be judged."""
-        return self.boot == _boot() and ProcessId(self.pid, self.started).alive()
+        """Whether its process still runs here; one that lives elsewhere cannot be judged."""
+        return self.boot == str(residence()) and ProcessId(self.pid, self.started).alive()
 
     def __str__(self) -> str:
         """`12.4 GiB of 31.4 GiB`."""
@@ -237,10 +238,6 @@ def _is_locked(path: Path) -> bool:
             return not file_lock.take(file)
     except FileNotFoundError:  # never taken
         return False
-
-
-def _boot() -> str:
-    return boot_id() or ""
 
 
 def _home() -> Path:

@@ -11,38 +11,36 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-# File systems that several machines may share, or that only look like one.
-NETWORK: Final = frozenset(
+# File systems that one machine alone can use. Any other may be shared: there are more network file
+# systems, and names for them, than a list can know.
+LOCAL: Final = frozenset(
     {
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "fuse.ceph",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.goofys",
-        "fuse.juicefs",
-        "fuse.s3fs",
-        "fuse.sshfs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "nfs",
-        "nfs4",
-        "panfs",
-        "smb3",
-        "smbfs",
-        "wekafs",
+        "apfs",
+        "bcachefs",
+        "btrfs",
+        "exfat",
+        "ext2",
+        "ext3",
+        "ext4",
+        "f2fs",
+        "fuse.fuse-overlayfs",
+        "jfs",
+        "ntfs3",
+        "overlay",
+        "ramfs",
+        "reiserfs",
+        "tmpfs",
+        "vfat",
+        "xfs",
+        "zfs",
     }
 )
 
 
 @cache
 def is_shared(path: Path) -> bool:
-    """Whether a path is on a network file system; looked up once."""
-    return kind_of(path) in NETWORK
+    """Whether other machines may share a path; looked up once."""
+    return kind_of(path) not in LOCAL
 
 
 def kind_of(path: Path) -> str:

@@ -6,18 +6,16 @@ A pid alone proves nothing, since the kernel gives it to someone else later.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from jobs.machine.file_systems import is_shared
-from jobs.machine.procfs import is_being_killed, is_suspended, started_at
+from jobs.machine.procfs import GONE, is_being_killed, is_suspended, started_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,13 +34,20 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The identity of a live process, or None when there is none with this pid."""
+        """The identity of a live process, or None when there is none with this pid.
+
+        Raises:
+            OSError: The kernel does not say.
+        """
         started = started_at(pid)
         return None if started is None else cls(pid, started)
 
     def alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
-        started = started_at(self.pid)
+        """Whether this very process still runs, or the kernel does not say; a zombie does not."""
+        try:
+            started = started_at(self.pid)
+        except OSError:  # such as too many open files: not seen is not gone
+            return True
         return started is not None and abs(started - self.started) < _START_TOLERANCE
 
     def suspended(self) -> bool:
@@ -69,6 +74,9 @@ def with_run_id(run_id: str) -> list[ProcessId]:
 
     Finds ranks that lost their launcher: torch elastic starts each rank in a session of its own,
     so no process group holds them together.
+
+    Raises:
+        OSError: The kernel does not say.
     """
     needle = f"{RUN_ID_VARIABLE}={run_id}".encode()
     processes = []
@@ -78,8 +86,10 @@ def with_run_id(run_id: str) -> list[ProcessId]:
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
                 ours = needle in file.read().split(b"\0")
-        except OSError:  # gone, or not ours to read
-            continue
+        except OSError as error:
+            if error.errno in (*GONE, errno.EACCES, errno.EPERM):  # gone, or not ours to read
+                continue
+            raise
         identity = ProcessId.of(int(name)) if ours else None
         if identity is not None and identity.alive():
             processes.append(identity)
@@ -159,32 +169,3 @@ def kernel_oom_kills() -> int:
         except (OSError, ValueError):
             continue
     return 0
-
-
-def is_of_another_machine(recorded: str | None, folder: Path) -> bool:
-    """Whether a job that was recorded with this boot runs on a machine that shares the folder.
-
-    Its processes cannot be judged from here: their ids mean something else, or nothing.
-
-    Args:
-        recorded: What `boot_here` was where the job started.
-        folder: The state directory; on a local disk, no other machine has it.
-    """
-    boot, _, host = (recorded or "").partition("@")
-    if not host or host == socket.gethostname() or boot == boot_id():
-        return False
-    return is_shared(folder)
-
-
-def boot_here(folder: Path) -> str | None:
-    """This boot, to be recorded; with the machine's name where others share the folder."""
-    boot = boot_id()
-    return f"{boot}@{socket.gethostname()}" if boot and is_shared(folder) else boot
-
-
-def boot_id() -> str | None:
-    """The kernel's id of this boot; processes recorded under another one are gone."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None

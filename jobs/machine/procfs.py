@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from typing import Final
+
+GONE: Final = (errno.ENOENT, errno.ESRCH)
+"""Errors that mean that a process has ended; any other means that the kernel does not say."""
 
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 
 def is_suspended(pid: int) -> bool:
     """Whether a process is stopped by a signal or a debugger."""
-    fields = _fields(pid)
-    return bool(fields) and fields[0] in (b"T", b"t")
+    return _state(pid) in (b"T", b"t")
 
 
 def is_waiting_for_kernel(pid: int) -> bool:
     """Whether a process is in a system call that no signal interrupts, as of a dead disk."""
-    fields = _fields(pid)
-    return bool(fields) and fields[0] == b"D"
+    return _state(pid) == b"D"
 
 
 def switches(pid: int) -> int | None:
@@ -38,6 +40,9 @@ def started_at(pid: int) -> float | None:
 
     Counted from the boot, and not in Unix time, because the machine's clock may be set while
     processes run: a live process would then look like another one. A zombie is gone.
+
+    Raises:
+        OSError: The kernel does not say.
     """
     fields = _fields(pid)
     if len(fields) < 20 or fields[0] in (b"Z", b"X", b"x"):
@@ -56,11 +61,20 @@ def _status(pid: int, *names: bytes) -> list[bytes]:
     return values if all(values) else []
 
 
+def _state(pid: int) -> bytes:
+    try:
+        return next(iter(_fields(pid)), b"")
+    except OSError:
+        return b""
+
+
 def _fields(pid: int) -> list[bytes]:
     """What follows the command's name, which is in brackets and may hold anything; state first."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
-    except OSError:
-        return []
+    except OSError as error:
+        if error.errno in GONE:
+            return []
+        raise
     return text[text.rfind(b")") + 2 :].split()

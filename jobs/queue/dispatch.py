@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import UserError
 from jobs.hub.wanted import forget, why_waiting
 from jobs.machine import devices, file_lock, processes
-from jobs.machine.processes import boot_id, is_of_another_machine
 from jobs.machine.procfs import is_waiting_for_kernel, switches
+from jobs.machine.residence import Standing, stand
 from jobs.machine.start_detached import start_detached
 from jobs.queue.placement import Request, Start, place
 from jobs.queue.states import ACTIVE, PAUSED, State
@@ -112,20 +112,21 @@ def needs_attention(store: Store) -> bool:
     """Whether a `dispatch` could change anything; cheap enough to ask every second."""
     return any(
         not job.on_slurm
-        and (job.state is State.QUEUED or _needs_mending(job))
-        and not is_of_another_machine(job.boot_id, store.home)
+        and (job.state is State.QUEUED or _needs_mending(job, stand(job.boot_id, store.home)))
         for job in store.in_states([State.QUEUED, *ACTIVE])
     )
 
 
 def _mend(store: Store) -> None:
-    """Give jobs without a supervisor a new one; mark jobs of an earlier boot as lost."""
-    now_boot = boot_id()
+    """Give jobs without a supervisor a new one; mark jobs of an earlier boot as lost.
+
+    Those that live elsewhere are judged there.
+    """
     for job in store.in_states(ACTIVE):
-        if job.on_slurm or is_of_another_machine(job.boot_id, store.home):
+        standing = stand(job.boot_id, store.home)
+        if job.on_slurm or standing is Standing.ELSEWHERE:
             continue
-        recorded = (job.boot_id or "").partition("@")[0]
-        if recorded and now_boot is not None and recorded != now_boot:
+        if standing is Standing.REBOOTED:
             lost = store.change(job.id, State.LOST, "the machine rebooted", only_from=ACTIVE)
             if lost and job.auto_resume and not job.stop_level:
                 store.requeue(job.id, "resumed after a reboot")
@@ -143,7 +144,11 @@ def _do_without(store: Store, job: Job, supervisor: ProcessId, why: str) -> None
     Such a supervisor sees nothing: without this, a job whose ranks are gone would still be shown as
     running.
     """
-    if job.stop_level or not processes.with_run_id(job.run_id):
+    try:
+        running = bool(processes.with_run_id(job.run_id))
+    except OSError:  # the kernel does not say
+        running = True
+    if job.stop_level or not running:
         processes.end([supervisor], grace=0, timeout=_KILLED_WITHIN)
         if supervisor.is_dead():
             _start_supervisor(job)
@@ -184,7 +189,9 @@ def _told_as_silent(job: Job) -> bool:
     return job.reason in (_silent(supervisor, _SUSPENDED), _silent(supervisor, _BLOCKED))
 
 
-def _needs_mending(job: Job) -> bool:
+def _needs_mending(job: Job, standing: Standing) -> bool:
+    if standing is not Standing.HERE:
+        return standing is Standing.REBOOTED and job.state.active
     return (
         _unsupervised(job)
         or _told_as_silent(job)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs.errors import StateError
 from jobs.machine.processes import ProcessId
+from jobs.machine.residence import elsewhere
 from jobs.queue.states import State
 from jobs.run.rundir import RunDir
 from jobs.spec.rules.steps import total_steps
@@ -34,7 +35,8 @@ class Job:
     `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. `total_steps` is 0 for
     a length in epochs: its ranks say how many steps that are (`Progress`). The queue is ordered
     by descending `priority`, then by `queued`; `held` jobs are skipped. A job for
-    Slurm wants `SLURM`.
+    Slurm wants `SLURM`. `elsewhere` names the container or machine where an active one runs, if it
+    is not this one: `boot_id` is its `jobs.machine.residence`.
     """
 
     id: int
@@ -59,6 +61,7 @@ class Job:
     auto_resume: bool
     supervisor: ProcessId | None
     boot_id: str | None
+    elsewhere: str = ""
 
     @property
     def on_slurm(self) -> bool:
@@ -151,16 +154,23 @@ _latest: dict[tuple[str, int], tuple[tuple[Any, ...], Job]] = {}
 def _job(columns: tuple[str, ...], row: tuple[Any, ...]) -> Job:
     values: dict[str, Any] = dict(zip(columns, row, strict=True))
     pid, started = values.pop("supervisor_pid"), values.pop("supervisor_started")
+    state, run_dir = State(values["state"]), RunDir(Path(values["run_dir"]))
+    there = ""
+    if state.active and json.loads(values["wanted"]) != SLURM:
+        there = elsewhere(values["boot_id"], run_dir.root.parent.parent)
+    if there:
+        values["reason"] = f"runs in another container or machine ({there})"
     return Job(
         **values
         | {
-            "state": State(values["state"]),
+            "state": state,
+            "elsewhere": there,
             "wanted": json.loads(values["wanted"]),
             "gpus": json.loads(values["gpus"]),
             "held": bool(values["held"]),
             "shares": bool(values["shares"]),
             "auto_resume": bool(values["auto_resume"]),
-            "run_dir": RunDir(Path(values["run_dir"])),
+            "run_dir": run_dir,
             "supervisor": ProcessId(pid, started) if pid is not None else None,
         }
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
-from jobs.machine.processes import boot_here
+from jobs.machine.residence import residence
 from jobs.paths import ensure_state_home
 from jobs.queue.job import Change, Job, Terms, job_of_row, moved
 from jobs.queue.states import State, may_follow
@@ -230,7 +230,7 @@ class Store:
                     insert(db, "claims", {"device": device, "job": job_id})
                 self._change(db, job, State.STARTING, reason)
                 row = {"gpus": json.dumps(list(gpus)), "started": time.time()}
-                update(db, job_id, row | {"boot_id": boot_here(self.home)})
+                update(db, job_id, row | {"boot_id": str(residence())})
                 return True
         except sqlite3.IntegrityError:
             return False

@@ -19,7 +19,7 @@ from jobs.preflight.check_job import cache_of
 from jobs.queue.dispatch import dispatch, has_work, needs_attention
 from jobs.queue.job import Terms
 from jobs.queue.keeper import ensure_runner
-from jobs.queue.states import State
+from jobs.queue.states import ACTIVE, State
 from jobs.queue.summaries import Progress, progress, progress_of
 from jobs.resume.start_point import check_unneeded
 from jobs.run import checkpoint_files
@@ -30,6 +30,7 @@ from jobs.slurm.records import read_handed_in
 from jobs.slurm.rows import ensure_keeper
 from jobs.slurm.stop import stop_slurm_job
 from jobs.spec.file.load import dump_spec
+from jobs.supervise.attempt import beats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -152,9 +153,19 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
     job = store.get(job_id)
     if job.state.ended:
         raise StateError(f"job {job_id} has already ended ({job.state})")
+    if job.elsewhere and now and not beats(job.run_dir):
+        reason = f"given up; it ran in another container or machine ({job.elsewhere})"
+        store.change(job_id, State.LOST, reason, only_from=ACTIVE)
+        return f"job {job_id} was {reason}, and none of its ranks responds"
     level = store.raise_stop_level(job_id, 3 if now else job.stop_level + 1)
     dispatch(store)  # if its supervisor is gone, someone must carry this out
-    return f"job {job_id} {_STOP_WORDS[min(level, 3)]}"
+    words = f"job {job_id} {_STOP_WORDS[min(level, 3)]}"
+    if job.elsewhere:
+        words += (
+            f"; that is up to {job.elsewhere}, where it runs: if that is gone, "
+            f"`fsdp-tui stop --now {job_id}` gives the job up"
+        )
+    return words
 
 
 def resume(

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import UserError
 from jobs.machine import file_lock, processes
 from jobs.machine.file_systems import is_shared
-from jobs.machine.processes import ProcessId, boot_id
+from jobs.machine.processes import ProcessId
+from jobs.machine.residence import elsewhere, residence
 from jobs.preflight.check_job import check_devices
 from jobs.queue.job import SLURM, Terms
 from jobs.queue.states import State
@@ -38,6 +39,7 @@ from jobs.run.rundir import RunDir, read_json
 from jobs.slurm.records import outcome_file, read_handed_in, read_warden_report
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
+from jobs.supervise.attempt import beats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,11 +158,13 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
     record = read_json(run_dir.launch_file) or {}
     run_id = record.get("run_id")
     run_id = run_id if isinstance(run_id, str) and run_id else uuid.uuid4().hex
-    alive = bool(record) and bool(processes.with_run_id(run_id))
+    lives = str(record.get("residence") or "")
+    away = bool(elsewhere(lives, run_dir.root.parent.parent)) and beats(run_dir)
+    alive = away or (bool(record) and bool(processes.with_run_id(run_id)))
     state, reason = _state_of(run_dir, launched=bool(record), alive=alive)
     gpus = record.get("gpus") if alive else []
     created = _changed(run_dir.job_file) or _changed(run_dir.root) or time.time()
-    supervisor = _supervisor_of(job_id, run_dir) if alive else None
+    supervisor = _supervisor_of(job_id, run_dir) if alive and not away else None
     attempt, started = record.get("attempt"), record.get("started")
     row = {
         "id": job_id,
@@ -178,7 +182,7 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
         "held": state is State.QUEUED,
         "supervisor_pid": supervisor and supervisor.pid,
         "supervisor_started": supervisor and supervisor.started,
-        "boot_id": boot_id() if alive else None,
+        "boot_id": (lives if away else str(residence())) if alive else None,
     }
     return row | _terms(run_dir) | _on_slurm(run_dir)
 

@@ -5,6 +5,7 @@ Columns and no JSON, whose schema has changed with nearly every version.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -30,6 +31,9 @@ _AWAY: Final = re.compile(
     r"|temporarily unavailable|Resource temporarily",
     re.IGNORECASE,
 )
+# Variables that set options of Slurm's commands, and those that say where its controller is.
+_OPTIONS: Final = ("SALLOC_", "SBATCH_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_", "SQUEUE_")
+_KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _GONE: Final = re.compile(r"Invalid job id|already completed|Job/step already", re.IGNORECASE)
 
 
@@ -80,11 +84,11 @@ def queue() -> dict[str, Listed]:
     """All our jobs that Slurm still knows, by id.
 
     Raises:
-        AwayError: It did not answer.
+        AwayError: It did not answer, or not in lines that can be read.
     """
     columns = ",".join(f"{name}:{_APART}" for name in _COLUMNS)
     text = _run(["squeue", "--noheader", "--me", "--states=all", "-O", columns])
-    return {job.id: job for line in text.splitlines() if (job := _listed(line)) is not None}
+    return {job.id: job for job in map(_listed, filter(str.strip, text.splitlines()))}
 
 
 def waiting() -> list[Waiting]:
@@ -103,17 +107,20 @@ def waiting() -> list[Waiting]:
 
 
 def state_of(slurm_id: str) -> str:
-    """The state of one job, for its own warden; "" if Slurm does not know it.
+    """The state of one job; "" if Slurm says that it does not know it.
 
     Raises:
-        AwayError: It did not answer.
+        AwayError: It did not answer, or said nothing.
     """
     try:
-        return _run(["squeue", "--noheader", "--jobs", slurm_id, "-o", "%T"]).strip()
+        answer = _run(["squeue", "--noheader", "--jobs", slurm_id, "--states=all", "-o", "%T"])
     except UserError as error:
         if _GONE.search(str(error)):
             return ""
         raise AwayError(str(error)) from error
+    if not answer.strip():
+        raise AwayError(f"squeue says nothing of job {slurm_id}")
+    return answer.strip()
 
 
 def submit(script: Path, *, inherit: Sequence[int] = ()) -> str:
@@ -167,6 +174,20 @@ def signal_steps(slurm_id: str, name: str) -> None:
     _run(["scancel", f"--signal={name}", slurm_id])
 
 
+def environment() -> dict[str, str]:
+    """The environment for Slurm's commands: ours, without what would change their answers.
+
+    `SQUEUE_PARTITION` in a shell hides jobs of other partitions, and `SBATCH_*` beat the lines of
+    a batch script. The keeper has the shell of whoever started it, which need not be the one that
+    submitted.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(_OPTIONS)
+    }
+
+
 def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:
     try:
         done = subprocess.run(
@@ -177,6 +198,7 @@ def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:
             stdin=subprocess.DEVNULL,
             timeout=PATIENCE,
             check=False,
+            env=environment(),
             pass_fds=tuple(inherit),
         )
     except FileNotFoundError:
@@ -198,10 +220,10 @@ def _plain(message: str) -> str:
     return re.sub(r"\b(sbatch|scancel|scontrol|squeue|slurm_\w+): (error: |fatal: )?", "", message)
 
 
-def _listed(line: str) -> Listed | None:
+def _listed(line: str) -> Listed:
     parts = [part.strip() for part in line.split(_APART)]
     if len(parts) < len(_COLUMNS) or not _ID.fullmatch(parts[0]):
-        return None
+        raise AwayError(f"squeue said {one_line(line)[:200]!r}, which is not a job")
     name, state, reason, restarts, starts, nodes = (one_line(part) for part in parts[1:7])
     none = ("None", "N/A", "(null)", "Unknown")
     return Listed(

@@ -29,6 +29,7 @@ from jobs.slurm import commands
 from jobs.slurm.answer import KEPT
 from jobs.slurm.commands import AwayError
 from jobs.slurm.hand_in import find, hand_in
+from jobs.slurm.missing import Missing
 from jobs.slurm.places import Places
 from jobs.slurm.records import (
     HandedIn,
@@ -66,7 +67,6 @@ class _Seen:
 
     warden: WardenReport | None = None
     beaten_at: float = 0.0
-    missing_since: float | None = None
     preempted_at: float | None = None
     waits: tuple[Job, Listed, str] | None = None  # settled, until one of these changes
 
@@ -88,6 +88,7 @@ class Keeper:
     _away_since: float | None = None
     _asked_at: float = float("-inf")
     _soon: bool = True
+    _missing: Missing = field(default_factory=Missing)
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _reasons: dict[int, str] = field(default_factory=dict)  # of jobs that wait, to be written
     _rows: JobList = field(init=False)
@@ -215,15 +216,15 @@ class Keeper:
             # A controller that was killed had not written down the newest jobs, and gave their
             # numbers again: ours is gone, and this one is not ours to judge, or to cancel.
             listed, other = None, True
-        facts = self._facts(job, record, listed)
+        facts = self._facts(job, record, listed, other=other)
         if job.stop_level and self._must_cancel(job, listed):
             commands.cancel(record.id)
             self._soon = True
         verdict = settle(Verdict(job.state, job.reason), facts)
         if not self._final(job, verdict, listed):
             return
-        finished = listed is not None and _over(listed) and listed.state != "PREEMPTED"
-        if verdict.state is State.LOST and not finished and not other:
+        preempted = listed is not None and listed.state == "PREEMPTED"
+        if verdict.state is State.LOST and preempted:
             commands.cancel(record.id)  # or Slurm may put it back into its queue after all
         if job.state is verdict.state is State.QUEUED:
             self._explain(job, verdict.reason)
@@ -241,25 +242,24 @@ class Keeper:
         if job.reason != reason:
             self._reasons[job.id] = reason
 
-    def _facts(self, job: Job, record: HandedIn, listed: Listed | None) -> Facts:
+    def _facts(self, job: Job, record: HandedIn, listed: Listed | None, *, other: bool) -> Facts:
         now, seen = time.monotonic(), self._seen.setdefault(job.id, _Seen())
         warden = read_warden_report(warden_file(job.run_dir))
         if warden != seen.warden:
             seen.warden, seen.beaten_at = warden, now
-        if listed is not None:
-            seen.missing_since = None
-        elif seen.missing_since is None:
-            seen.missing_since = now
-        silent = None
+        silent, missing, gone = None, 0.0, False
         if self._away_since is not None:
             silent = now - (self._answered_at or self._away_since)
+        else:
+            missing, gone = self._missing.look(job.id, record.id, listed, now, other=other)
         newest = job.run_dir.latest_checkpoint() if listed is None or _over(listed) else None
         mine = warden is not None and warden.allocation.id == record.id
         return Facts(
             id=record.id,
             listed=listed,
             silent=silent,
-            missing=now - seen.missing_since if seen.missing_since is not None else 0.0,
+            missing=missing,
+            gone=gone,
             warden=warden,
             fresh=mine and now - seen.beaten_at < FRESH,
             outcome=read_warden_report(outcome_file(job.run_dir)),
@@ -391,7 +391,7 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS, ask_every: float = AS
 
 
 def newest_code() -> float:
-    """When a file of this package was last changed, in Unix seconds."""
+    """When a file here was last changed, in Unix seconds."""
     return max(path.stat().st_mtime for path in Path(__file__).parent.glob("*.py"))
 
 

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from jobs.slurm.commands import environment
 from jobs.untrusted.text import one_line
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def ask_partitions() -> tuple[Partition, ...]:
             stdin=subprocess.DEVNULL,
             timeout=PATIENCE,
             check=True,
+            env=environment(),
         )
     except (OSError, subprocess.SubprocessError):
         return ()

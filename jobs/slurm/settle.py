@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jobs.slurm.records import WardenReport
 
 UNKNOWN_FOR: Final = 60.0  # seconds that Slurm may not know a job before it is lost
+PENDING_UNKNOWN_FOR: Final = 300.0  # the same of one that waits, which has nothing to lose yet
 AGE: Final = "; Slurm has not responded for "
 _WAITING: Final = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -62,7 +63,8 @@ class Facts:
         id: Slurm's number of the job.
         listed: What Slurm said of it last; None if it did not know it.
         silent: Seconds since Slurm answered, if it does not answer now.
-        missing: Seconds for which Slurm's answers have not had it.
+        missing: Seconds for which Slurm's lists have not had it.
+        gone: Whether Slurm says that it does not know it.
         warden: What its warden said last.
         fresh: Whether the warden said something within the last minute, by the clock of whoever
             watches.
@@ -76,6 +78,7 @@ class Facts:
     listed: Listed | None
     silent: float | None = None
     missing: float = 0.0
+    gone: bool = False
     warden: WardenReport | None = None
     fresh: bool = False
     outcome: WardenReport | None = None
@@ -186,8 +189,11 @@ def _unknown(now: Verdict, facts: Facts) -> Verdict:
         )
         if not newer:
             return Verdict(facts.outcome.state, facts.outcome.reason)
-    if facts.fresh or facts.missing < UNKNOWN_FOR:
+    patience = PENDING_UNKNOWN_FOR if now.state is State.QUEUED else UNKNOWN_FOR
+    if facts.fresh or facts.missing < patience:
         return now
+    if not facts.gone:
+        return Verdict(now.state, f"Slurm's list does not have job {facts.id}; asking again")
     if facts.stopping:
         return Verdict(State.STOPPED, f"stopped; {_resume(facts)}")
     return Verdict(State.LOST, f"Slurm no longer knows job {facts.id}; {_resume(facts)}")

@@ -19,7 +19,7 @@ from jobs.machine import devices, processes
 from jobs.memory.kept_prediction import keep
 from jobs.run.diagnosis.rank_exits import rank_exits
 from jobs.run.fence import FENCE_VARIABLE
-from jobs.run.rundir import read_json, read_tail, write_atomic
+from jobs.run.rundir import event, read_json, read_tail, write_atomic
 from jobs.slurm import commands
 from jobs.slurm.commands import AwayError
 from jobs.slurm.script import PYTHON_VARIABLE, on_gpus, per_machine
@@ -187,3 +187,12 @@ def _without_foreign(environment: Mapping[str, str]) -> dict[str, str]:
         for key, value in environment.items()
         if key not in dropped and not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
+
+
+def add_errors(run_dir: RunDir) -> None:
+    """Add to the events what ranks other than the first left: no rank writes any more."""
+    errors = [error for error in run_dir.rank_errors() if error["rank"]]
+    with suppress(OSError), open(run_dir.events, "a", encoding="utf-8") as file:
+        for error in errors:
+            dropped = ("t", "kind", "trace")
+            file.write(event("error", **{k: v for k, v in error.items() if k not in dropped}))

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import UserError
 from jobs.launch.trackers import start_trackers
 from jobs.queue.states import State
-from jobs.run.diagnosis.hang import Watch, find_hang
+from jobs.run.diagnosis.flight_records import tell_hang
+from jobs.run.diagnosis.hang import SAVE_STEP, Watch, find_hang, saves_on
 from jobs.run.diagnosis.rank_exits import rank_exits
 from jobs.run.failure import keep_failure
 from jobs.run.fence import raise_fence, taken_over
-from jobs.run.rundir import FLIGHT, REQUESTS, event, read_tail
+from jobs.run.rundir import FLIGHT, REQUESTS, read_tail
 from jobs.slurm import commands
 from jobs.slurm.commands import AwayError
 from jobs.slurm.records import (
@@ -35,7 +36,7 @@ from jobs.slurm.records import (
     warden_file,
     write_warden_report,
 )
-from jobs.slurm.step import await_answer, start_step, was_refused, were_terminated
+from jobs.slurm.step import add_errors, await_answer, start_step, was_refused, were_terminated
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
 from jobs.supervise.outcome import Outcome, judge
@@ -85,6 +86,7 @@ class Warden:
     watch: Watch = field(default_factory=Watch)
     ended_by_us: set[int] = field(default_factory=set)
     _reported: tuple[State, str] = (State.STARTING, "")
+    _logged: set[type[Exception]] = field(default_factory=set)
     _beat: int = 0
     _beaten_at: float = 0.0
 
@@ -123,7 +125,11 @@ class Warden:
             attempt = start_step(spec, self.run_dir, self.allocation, run_id, restarts)
             self._log(f"started {attempt.command}")
             self.failed_at, self.hang, self.ended_by_us, self.up = None, None, set(), False
-            trackers = self._trackers(spec)
+            trackers = []
+            try:
+                trackers = start_trackers(spec, self.run_dir)
+            except OSError as error:
+                self._log(f"cannot start a tracker: {error}")
             outcome = self._watch(attempt)
             ending = self._is_to_end()
             if was_refused(self.run_dir) and not ending and refusals < _REFUSALS:
@@ -150,10 +156,12 @@ class Warden:
         while attempt.alive():
             try:
                 self._look(attempt)
-            except Exception:  # a mistake of ours must not end the training
-                self._log(f"monitoring failed: {traceback.format_exc()}")
+            except Exception as error:  # a mistake of ours must not end the training
+                if type(error) not in self._logged:  # twice a second, on a disk that is full
+                    self._logged.add(type(error))
+                    self._log(f"monitoring failed: {traceback.format_exc()}")
             self._nap(attempt)
-        self._add_errors()
+        add_errors(self.run_dir)
         return judge(
             self.run_dir,
             attempt,
@@ -161,14 +169,6 @@ class Warden:
             hang=self.hang,
             ended_by_us=self.ended_by_us,
         )
-
-    def _add_errors(self) -> None:
-        """Add to the events what ranks other than the first left: no rank writes any more."""
-        errors = [error for error in self.run_dir.rank_errors() if error["rank"]]
-        with suppress(OSError), open(self.run_dir.events, "a", encoding="utf-8") as file:
-            for error in errors:
-                dropped = ("t", "kind", "trace")
-                file.write(event("error", **{k: v for k, v in error.items() if k not in dropped}))
 
     def _nap(self, attempt: Attempt) -> None:
         with suppress(subprocess.TimeoutExpired):
@@ -195,6 +195,12 @@ class Warden:
         self._make_way(attempt)
         statuses, _ = self.run_dir.read_ranks()
         ranks = self.watch.look(statuses, time.monotonic())
+        if unwatched := self.watch.unwatched:
+            self._log(f"the supervisor did not run for {unwatched:.0f} s")
+            self.deadline = None if self.deadline is None else self.deadline + unwatched
+            self.failed_at = None if self.failed_at is None else self.failed_at + unwatched
+        if self.deadline is not None and saves_on(ranks):
+            self.deadline = max(self.deadline, time.monotonic() + SAVE_STEP)
         everyone = len(statuses) == world_size(attempt.spec)
         if self.stop_level:
             self._say(State.STOPPING, self._reported[1])
@@ -234,6 +240,7 @@ class Warden:
         with suppress(AwayError, UserError):
             commands.signal_steps(self.allocation.id, "USR1")
         time.sleep(STACKS_TAKE)
+        self.hang = tell_hang(self.run_dir, reason, self._log)
         self._kill(attempt)
 
     # -- stopping --------------------------------------------------------------------------
@@ -369,13 +376,6 @@ class Warden:
                 return
 
     # -- inside ----------------------------------------------------------------------------
-
-    def _trackers(self, spec: JobSpec) -> list[subprocess.Popen[bytes]]:
-        try:
-            return start_trackers(spec, self.run_dir)
-        except OSError as error:
-            self._log(f"cannot start a tracker: {error}")
-            return []
 
     def _newest(self) -> int | None:
         newest = self.run_dir.latest_checkpoint()

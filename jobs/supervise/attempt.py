@@ -7,14 +7,17 @@ import os
 import subprocess
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import yaml
 
+from jobs.errors import UserError
 from jobs.hub.wanted import forget, noted
 from jobs.launch import local
-from jobs.machine import processes
+from jobs.machine import devices, processes
+from jobs.machine.gpu import still_held
 from jobs.machine.processes import ProcessId
+from jobs.machine.residence import elsewhere, residence
 from jobs.memory.kept_prediction import keep
 from jobs.preflight.check_job import check
 from jobs.run.rundir import read_json, write_atomic
@@ -22,7 +25,11 @@ from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from jobs.queue.store import Job
+    from jobs.run.rundir import RunDir
     from jobs.spec.job_spec import JobSpec
+
+_RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
+_BEATS_WITHIN: Final = 5.0  # seconds; a live rank writes about once a second
 
 
 @dataclass
@@ -61,11 +68,12 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     """Start the job's launcher, detached, and record it in `launch.json`.
 
     Raises:
-        UserError: The job file cannot be run.
+        UserError: The job file cannot be run, or ranks that live elsewhere still train in it.
         OSError: The launcher cannot be started.
     """
     run_dir = job.run_dir
     run_dir.create()
+    _refuse_beside_others(run_dir)
     processes.end(processes.with_run_id(job.run_id), grace=0)  # of a launch cut short
     run_dir.forget_attempt()
     spec = load_spec(run_dir.job_file)
@@ -102,6 +110,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
         "environment": started.environment,
         "gpus": job.gpus,
         "run_id": job.run_id,
+        "residence": str(residence()),
         "attempt": job.attempt,
         "restarts": restarts,
         "events_offset": offset,
@@ -114,6 +123,31 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     write_atomic(run_dir.launch_file, json.dumps(record, indent=2) + "\n", durable=True)
     keep(run_dir, spec, started.strategy, job.ranks, on_gpus=bool(job.gpus))
     return attempt
+
+
+def _refuse_beside_others(run_dir: RunDir) -> None:
+    """Start nothing where ranks of an earlier launch still train that cannot be ended from here."""
+    record = read_json(run_dir.launch_file) or {}
+    there = elsewhere(str(record.get("residence") or ""), run_dir.root.parent.parent)
+    if there and beats(run_dir):
+        raise UserError(
+            f"its ranks still run in another container or machine ({there})",
+            "stop them there first",
+        )
+
+
+def beats(run_dir: RunDir) -> bool:
+    """Whether a rank writes its status within `_BEATS_WITHIN`, by no other machine's clock."""
+    deadline, first = time.monotonic() + _BEATS_WITHIN, _written(run_dir)
+    while time.monotonic() < deadline:
+        if _written(run_dir) != first:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _written(run_dir: RunDir) -> dict[int, float]:
+    return {status.rank: status.heartbeat for status in run_dir.rank_statuses()}
 
 
 def adopt(job: Job) -> Attempt | None:
@@ -140,6 +174,22 @@ def adopt(job: Job) -> Attempt | None:
         )
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def await_release(job: Job) -> list[tuple[int, int]]:
+    """Wait until the driver has freed dead ranks' memory: the next job needs it.
+
+    Returns:
+        What it still shows as held, as (GPU's index, pid).
+    """
+    pids = {status.pid for status in job.run_dir.rank_statuses()}
+    deadline = time.monotonic() + _RELEASE_TAKES
+    while job.gpus:
+        held = still_held(devices.gpus(), job.gpus, pids)
+        if not held or time.monotonic() > deadline:
+            return held
+        time.sleep(0.2)
+    return []
 
 
 def _git_revision() -> str | None:

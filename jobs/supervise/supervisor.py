@@ -16,21 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import UserError
+from jobs.errors import StateError, UserError
 from jobs.launch.trackers import start_push, start_trackers
-from jobs.machine import devices, processes
-from jobs.machine.gpu import still_held
+from jobs.machine import processes
 from jobs.machine.processes import ProcessId
+from jobs.machine.residence import Standing, stand
 from jobs.memory.calibration import record
 from jobs.notify.announce import Announcer
 from jobs.queue.states import State
 from jobs.queue.summaries import keep_summary
-from jobs.run.diagnosis.flight_records import find_wait
-from jobs.run.diagnosis.hang import Watch, find_hang
+from jobs.run.diagnosis.flight_records import tell_hang
+from jobs.run.diagnosis.hang import SAVE_STEP, Watch, find_hang, saves_on
 from jobs.run.disk_space import cap_logs, space_warning
 from jobs.run.failure import keep_failure
 from jobs.run.rundir import FLIGHT, REQUESTS
-from jobs.supervise.attempt import Attempt, adopt, launch
+from jobs.supervise.attempt import Attempt, adopt, await_release, launch
 from jobs.supervise.outcome import Outcome, judge
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 LOOK_EVERY: Final = 0.2  # seconds
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
-RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
 STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack and its flight record
-SAVE_STEP: Final = 60.0  # seconds within which a save that makes progress writes something
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
 _NOT_UP: Final = ("start", "import")  # phases of a rank
@@ -151,7 +149,8 @@ class Supervisor:
             processes.reap()
             time.sleep(LOOK_EVERY)
         self._clean_up(attempt)
-        self._wait_for_gpu_memory()
+        if held := await_release(self.job):
+            self._say(f"the driver still shows memory held (GPU, pid): {held}")
         return judge(
             self.job.run_dir,
             attempt,
@@ -204,14 +203,18 @@ class Supervisor:
     # -- stopping --------------------------------------------------------------------------
 
     def _stop(self, attempt: Attempt, level: int) -> None:
-        """Level 1: ask at the step boundary. 2: SIGTERM to the ranks. 3: SIGKILL to all."""
+        """Level 1: ask at the step boundary. 2: SIGTERM to the ranks. 3: SIGKILL to all.
+
+        Raises:
+            OSError: The kernel does not say which processes are the run's.
+        """
+        targets = [p for p in processes.with_run_id(self.job.run_id) if p != attempt.launcher]
         self.stop_level = level
         if level == 1:
             self.job.run_dir.request("stop")
             self._change(State.STOPPING, "stops after the current step, with a checkpoint", _UP)
             self.deadline = time.monotonic() + attempt.spec.stop_grace_seconds
             return
-        targets = [p for p in processes.with_run_id(self.job.run_id) if p != attempt.launcher]
         if level == 2:
             self._change(State.STOPPING, "SIGTERM sent", _UP)
             self.deadline = time.monotonic() + TERM_GRACE
@@ -274,12 +277,7 @@ class Supervisor:
         for identity in identities:
             identity.signal(signal.SIGUSR1)  # the engine's faulthandler writes all stacks
         time.sleep(STACKS_TAKE)
-        try:
-            if wait := find_wait(self.job.run_dir):
-                self.hang = f"{hang.reason}; {wait}"
-                self._say(f"hang: {wait}")
-        except Exception as error:  # whatever another torch wrote, the ranks have to go
-            self._say(f"cannot read the flight records: {type(error).__name__}: {error}")
+        self.hang = tell_hang(self.job.run_dir, hang.reason, self._say)
         for identity in [*identities, *([attempt.launcher] if attempt.launcher else [])]:
             identity.signal(signal.SIGKILL)
 
@@ -287,7 +285,7 @@ class Supervisor:
 
     def _clean_up(self, attempt: Attempt) -> None:
         """End every remaining process of the run, whatever killed the launcher."""
-        left = processes.with_run_id(self.job.run_id)
+        left = self._left()
         if not left:
             return
         self._say(f"the launcher is gone; ending remaining processes: {[p.pid for p in left]}")
@@ -307,20 +305,16 @@ class Supervisor:
             self._say(f"still alive after SIGKILL: {[p.pid for p in stubborn]}")
 
     def _end_all(self) -> None:
-        processes.end(processes.with_run_id(self.job.run_id), grace=2.0)
+        processes.end(self._left(), grace=2.0)
 
-    def _wait_for_gpu_memory(self) -> None:
-        """Wait until the driver has freed dead processes' memory: the next job needs it."""
-        pids = {status.pid for status in self.job.run_dir.rank_statuses()}
-        deadline = time.monotonic() + RELEASE_TAKES
-        while self.job.gpus:
-            held = still_held(devices.gpus(), self.job.gpus, pids)
-            if not held:
-                return
-            if time.monotonic() > deadline:
-                self._say(f"the driver still shows memory held (GPU, pid): {held}")
-                return
-            time.sleep(LOOK_EVERY)
+    def _left(self) -> list[ProcessId]:
+        """List the processes of the run, as soon as the kernel says which they are."""
+        while True:
+            try:
+                return processes.with_run_id(self.job.run_id)
+            except OSError as error:  # such as too many open files
+                self._say_once("processes", f"cannot list processes: {error}")
+                time.sleep(LOOK_EVERY)
 
     def _finish(self, outcome: Outcome) -> None:
         for request in (*REQUESTS, FLIGHT):
@@ -335,6 +329,9 @@ class Supervisor:
         while self.store.path.exists():
             try:
                 self.store.change(self.job.id, outcome.state, outcome.reason)
+            except StateError as error:  # someone else has recorded an end, which stands
+                self._say(f"not recorded: {error}")
+                break
             except sqlite3.OperationalError as error:  # a full disk; else the state would lie
                 self._say(f"could not record the end: {error}")
                 time.sleep(1.0)
@@ -384,7 +381,9 @@ def supervise(store: Store, job_id: int) -> None:
     me = ProcessId.of(os.getpid())
     assert me is not None
     job = store.get(job_id)
-    if not job.state.active or (job.supervisor is not None and not job.supervisor.is_dead()):
+    if not job.state.active or stand(job.boot_id, store.home) is Standing.ELSEWHERE:
+        return
+    if job.supervisor is not None and not job.supervisor.is_dead():
         return
     if not store.take_over(job_id, job.supervisor, me):
         return
@@ -393,8 +392,3 @@ def supervise(store: Store, job_id: int) -> None:
     with store.held_open():
         Supervisor(store, store.get(job_id)).run()
     dispatch(store)
-
-
-def saves_on(ranks: list[Stillness]) -> bool:
-    """Whether a checkpoint is being written and makes progress."""
-    return any(r.status.phase in ("copy", "save") and r.still < SAVE_STEP for r in ranks)

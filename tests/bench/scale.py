@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jobs.machine.processes import ProcessId, boot_id  # noqa: E402
+from jobs.machine.processes import ProcessId  # noqa: E402
+from jobs.machine.residence import residence  # noqa: E402
 from jobs.queue.store import Store  # noqa: E402
 from jobs.run.rundir import RankStatus, RunDir  # noqa: E402
 from tests.support.tui.terminal import terminal  # noqa: E402
@@ -78,7 +79,7 @@ def make(home: Path, *, jobs: int, runs: int, events: int, queued: int) -> None:
                 "ended": _NOW - left if state == "completed" else None,
                 "supervisor_pid": me.pid if active else None,
                 "supervisor_started": me.started if active else None,
-                "boot_id": boot_id() if active else None,
+                "boot_id": str(residence()) if active else None,
             }
         )
     with closing(sqlite3.connect(store.path)) as db, db:

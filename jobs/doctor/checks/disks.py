@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.doctor.disk_needs import checkpoint_bytes, checkpoints_kept
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.machine.file_systems import NETWORK, kind_of
+from jobs.machine.file_systems import LOCAL, kind_of
 from jobs.paths import cache_home, expand, nearest, state_home
 from jobs.queue.tables import journal_of
 from jobs.units import size
@@ -57,7 +57,7 @@ def check_state_disk(_: Patient) -> Iterator[Finding]:
     """Check the disk of the database and the run directories."""
     disk = look(state_home())
     yield from judge_disk("state", state_home(), disk)
-    if disk.kind in NETWORK:
+    if disk.kind not in (*LOCAL, "?"):
         yield from judge_journal(disk.kind)
     elif disk.kind in _VOLATILE:
         yield warn(
@@ -69,9 +69,9 @@ def check_state_disk(_: Patient) -> Iterator[Finding]:
 
 
 def judge_journal(kind: str) -> Iterator[Finding]:
-    """Whether the database's journal fits a network file system of this kind."""
+    """Whether the database's journal fits a file system of this kind, which machines may share."""
     path = state_home() / "jobs.db"
-    where = f"{state_home()} is on a network file system ({kind})"
+    where = f"{state_home()} is on a file system that machines may share ({kind})"
     if path.exists() and (mode := journal_of(path)) == "wal":
         yield warn(
             "database",

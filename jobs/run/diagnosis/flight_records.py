@@ -19,7 +19,7 @@ from jobs.untrusted.files import read_regular
 from jobs.untrusted.pickles import check_pickle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from jobs.run.rundir import RunDir
@@ -62,6 +62,19 @@ def environment(run_dir: RunDir) -> dict[str, str]:
         "TORCH_FR_DUMP_TEMP_FILE": str(run_dir.flight_prefix),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "true",
     }
+
+
+def tell_hang(run_dir: RunDir, reason: str, say: Callable[[str], None]) -> str:
+    """Say why a job hangs: what was seen, and what its ranks waited for, if their records tell."""
+    try:
+        wait = find_wait(run_dir)
+    except Exception as error:  # whatever another torch wrote, the ranks have to go
+        say(f"cannot read the flight records: {type(error).__name__}: {error}")
+        return reason
+    if not wait:
+        return reason
+    say(f"hang: {wait}")
+    return f"{reason}; {wait}"
 
 
 def find_wait(run_dir: RunDir) -> Wait | None:

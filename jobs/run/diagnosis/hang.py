@@ -23,6 +23,8 @@ _SILENT: Final = 15.0
 # Seconds between two looks after which nobody was watching: the machine was suspended, its
 # container paused, or the watcher stopped. The ranks may have been stopped along with it.
 _UNWATCHED: Final = 10.0
+SAVE_STEP: Final = 60.0
+"""Seconds within which a save that makes progress writes something."""
 
 
 @dataclass(frozen=True)
@@ -145,3 +147,8 @@ def _words(late: Sequence[RankStatus], what: str, seconds: float) -> str:
 
 def _where(status: RankStatus) -> str:
     return f"at step {status.step} while {PHASES.get(status.phase, status.phase)}"
+
+
+def saves_on(ranks: Sequence[Stillness]) -> bool:
+    """Whether a checkpoint is being written and makes progress."""
+    return any(r.status.phase in ("copy", "save") and r.still < SAVE_STEP for r in ranks)

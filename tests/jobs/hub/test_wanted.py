@@ -13,6 +13,7 @@ from jobs import service
 from jobs.hub import fetches
 from jobs.machine import file_lock
 from jobs.machine.processes import ProcessId
+from jobs.machine.residence import Residence
 from jobs.queue.states import State
 from jobs.service.plan import plan_submit
 from jobs.spec.file.load import load_spec
@@ -107,7 +108,7 @@ def test_a_fetch_of_another_machine_is_judged_by_its_lock(
     monkeypatch.setattr(ProcessId, "signal", lambda *words: sent.append(words))
     fetches.ensure_private_dir(fetches.lock_of(MODEL).parent)
     with monkeypatch.context() as there:
-        there.setattr(fetches, "boot_id", lambda: "another")
+        there.setattr(fetches, "residence", lambda: Residence("another"))
         fetches.Fetch("fetching", 1, 2).write(MODEL)
         now = fetches.look_at(MODEL)
         assert now is not None

@@ -11,10 +11,7 @@ import pytest
 
 from jobs.doctor.checks.disks import judge_journal
 from jobs.doctor.finding import Verdict
-from jobs.machine import processes
 from jobs.machine.file_systems import is_shared
-from jobs.machine.processes import boot_here, boot_id, is_of_another_machine
-from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.job import Terms
 from jobs.queue.states import State
 from jobs.queue.store import Store
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every folder were on NFS."""
-    for module in ("jobs.queue.tables", "jobs.service.repair", "jobs.machine.processes"):
+    for module in ("jobs.queue.tables", "jobs.service.repair", "jobs.machine.residence"):
         monkeypatch.setattr(f"{module}.is_shared", lambda path: True)
 
 
@@ -101,29 +98,13 @@ def test_doctor_says_so_and_repair_puts_it_right(home: Path, request: Any) -> No
     assert journal_of(store.path) == "rollback"
 
 
-def test_a_local_disk_is_not_shared(tmp_path: Path) -> None:
-    assert not is_shared(tmp_path)
-    assert boot_here(tmp_path) == boot_id()
-
-
-@pytest.mark.usefixtures("shared")
-def test_nobody_judges_jobs_of_another_machine(
-    store: Store, monkeypatch: pytest.MonkeyPatch, started: list[int]
+def test_only_what_is_known_to_be_local_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither as lost to a reboot, which it did not have, nor by process ids of its own."""
-    job = add(store)
-    dispatch(store)
-    assert started == [job]
-    recorded = store.get(job).boot_id
-    assert recorded == boot_here(store.home)
-    monkeypatch.setattr(processes.socket, "gethostname", lambda: "box2")
-    for module in ("jobs.queue.dispatch", "jobs.machine.processes"):
-        monkeypatch.setattr(f"{module}.boot_id", lambda: "boot-of-box2")
-    assert is_of_another_machine(recorded, store.home)
-    dispatch(store)
-    assert store.get(job).state is State.STARTING
-    assert not needs_attention(store)
-    assert started == [job]
+    assert not is_shared(tmp_path)
+    for kind in ("nfs4", "lustre", "virtiofs", "fuse.mfs", "fuse.rclone", "fuse", "ocfs2", "new"):
+        monkeypatch.setattr("jobs.machine.file_systems.kind_of", lambda path, kind=kind: kind)
+        assert is_shared(tmp_path / kind), kind
 
 
 def test_times_of_other_machines_are_by_our_clock() -> None:

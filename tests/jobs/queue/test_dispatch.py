@@ -17,6 +17,7 @@ import pytest
 from jobs.machine.devices import Gpu
 from jobs.machine.processes import ProcessId
 from jobs.machine.procfs import is_waiting_for_kernel, switches
+from jobs.machine.residence import read_residence
 from jobs.queue import dispatch as dispatching
 from jobs.queue.dispatch import dispatch, has_work, needs_attention, why_silent
 from jobs.queue.states import State
@@ -229,8 +230,7 @@ def test_a_supervisor_that_never_came_is_replaced_after_a_while(
 
 def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
     """No supervisor of the earlier boot is alive, and the kernel gives another id."""
-    for module in ("jobs.queue.dispatch", "jobs.machine.processes"):
-        monkeypatch.setattr(f"{module}.boot_id", lambda: "another-boot")
+    monkeypatch.setattr("jobs.machine.residence.boot_id", lambda: "another-boot")
 
 
 def interrupted(store: Store, add: Callable[..., int], **changes: Any) -> Job:
@@ -253,7 +253,7 @@ def test_after_a_reboot_what_ran_is_lost_and_what_waited_starts(
     assert (job.state, job.reason) == (State.LOST, "the machine rebooted")
     assert job.ended is not None
     assert started == [lost.id, waiting]
-    assert store.get(waiting).boot_id == "another-boot"
+    assert read_residence(store.get(waiting).boot_id).boot == "another-boot"
 
 
 def test_after_a_reboot_gpus_are_free_again(
@@ -296,7 +296,7 @@ def test_a_machine_that_does_not_tell_its_boot_loses_nothing(
     job = add()
     dispatch(store)
     run_as_me(store, job)
-    monkeypatch.setattr("jobs.queue.dispatch.boot_id", lambda: None)
+    monkeypatch.setattr("jobs.machine.residence.boot_id", lambda: None)
     dispatch(store)
     assert states(store) == {job: "running"}
 

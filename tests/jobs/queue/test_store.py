@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import NotFoundError, StateError, UserError
-from jobs.machine.processes import ProcessId, boot_id
+from jobs.machine.processes import ProcessId
+from jobs.machine.residence import residence
 from jobs.queue.states import ACTIVE, ENDED, State
 from jobs.queue.store import PERSON, SERVICE, Job, Store, Terms
 from jobs.queue.tables import trouble, update
@@ -156,7 +157,8 @@ def test_a_change_is_kept_with_its_reason(store: Store) -> None:
     assert (job.state, job.reason) == (State.COMPLETED, "now completed")
     assert job.ended is not None
     assert job.started is not None
-    assert job.boot_id == boot_id()
+    assert job.boot_id == str(residence())
+    assert job.elsewhere == ""
     changes = store.history(job.id)
     assert [c.after for c in changes] == ["queued", "starting", "running", "completed"]
     assert [c.before for c in changes] == [None, "queued", "starting", "running"]

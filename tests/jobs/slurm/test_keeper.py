@@ -18,9 +18,9 @@ from jobs.queue.states import State
 from jobs.service import edit
 from jobs.service.plan import plan_change
 from jobs.service.repair import repair
+from jobs.slurm import commands, missing, settle
 from jobs.slurm import hand_in as handing
 from jobs.slurm import keeper as keeping
-from jobs.slurm import settle
 from jobs.slurm.answer import slurm_facts
 from jobs.slurm.commands import Waiting
 from jobs.slurm.keeper import Keeper
@@ -271,6 +271,50 @@ def test_the_controller_is_away(
     assert slurm.ids() == ["1", "2"]
 
 
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a job that Slurm does not list no time to come back."""
+    for name in ("UNKNOWN_FOR", "PENDING_UNKNOWN_FOR"):
+        monkeypatch.setattr(settle, name, 0.0)
+    monkeypatch.setattr(missing, "ASK_AFTER", 0.0)
+
+
+@pytest.mark.parametrize("listing", ["", "all nodes are down for maintenance\n", "1\x1fx\n"])
+def test_a_list_without_our_job_is_no_evidence(
+    listing: str,
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Empty, or not to be read: asked by its number, Slurm knows it."""
+    waits, runs = submit(), submit(name="runs")
+    keeper.look()
+    slurm.set("2", "RUNNING")
+    keeper.look()
+    slurm.say("listing", listing)
+    at_once(monkeypatch)
+    for _ in range(5):
+        keeper.look()
+    assert store.get(waits.id).state is State.QUEUED
+    assert store.get(runs.id).state is State.STARTING
+    assert slurm.calls("scancel") == 0
+    slurm.say("listing", None)
+    keeper.look()
+    assert store.get(waits.id).reason == "Slurm job 1 waits"
+
+
+def test_variables_of_a_shell_reach_no_command(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SQUEUE_PARTITION", "SBATCH_PARTITION", "SLURM_CLUSTERS", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("SOMETHING_ELSE", "y")
+    kept = commands.environment()
+    assert {"SLURM_CONF", "SOMETHING_ELSE", "PATH"} <= kept.keys()
+    assert not {"SQUEUE_PARTITION", "SBATCH_PARTITION", "SLURM_CLUSTERS"} & kept.keys()
+
+
 def test_slurm_forgets_a_job(
     store: Store,
     slurm: FakeSlurm,
@@ -283,7 +327,7 @@ def test_slurm_forgets_a_job(
     slurm.forget("1")
     keeper.look()
     assert store.get(job.id).state is State.QUEUED
-    monkeypatch.setattr(settle, "UNKNOWN_FOR", 0.0)
+    at_once(monkeypatch)
     keeper.look()
     assert store.get(job.id).state is State.LOST
     assert "Slurm no longer knows job 1" in store.get(job.id).reason
@@ -301,7 +345,7 @@ def test_slurm_gives_a_number_again(
     assert "state" not in slurm_facts(store, job)["slurm"]
     slurm.set("1", "RUNNING")
     service.stop(store, job.id, now=True)
-    monkeypatch.setattr(settle, "UNKNOWN_FOR", 0.0)
+    at_once(monkeypatch)
     keeper.look()
     assert store.get(job.id).state is State.STOPPED
     again = service.resume(store, job.id, {"auto_resume": False})

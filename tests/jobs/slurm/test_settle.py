@@ -88,8 +88,10 @@ DONE = said(State.COMPLETED, "trained 6 steps")
         (Facts("7", listed("FAILED", "RaisedSignal:9")), State.FAILED, "(RaisedSignal:9)"),
         (Facts("7", None, missing=10), State.RUNNING, "all ranks are up"),
         (Facts("7", None, missing=90, warden=WARDEN, fresh=True), State.RUNNING, "ranks are up"),
-        (Facts("7", None, missing=90, warden=WARDEN), State.LOST, "no longer knows job 7"),
-        (Facts("7", None, missing=90, stopping=True), State.STOPPED, "stopped"),
+        (Facts("7", None, missing=90, warden=WARDEN), State.RUNNING, "does not have job 7; asking"),
+        (Facts("7", None, missing=90, warden=WARDEN, gone=True), State.LOST, "no longer knows job"),
+        (Facts("7", None, missing=90, stopping=True), State.RUNNING, "does not have job 7"),
+        (Facts("7", None, missing=90, stopping=True, gone=True), State.STOPPED, "stopped"),
         (Facts("7", None, outcome=DONE), State.COMPLETED, "trained 6 steps"),
         (
             Facts("7", None, outcome=DONE, warden=replace(WARDEN, allocation=Allocation("7", 1))),

@@ -506,7 +506,7 @@ def test_the_machine_was_restarted(lab: Lab) -> None:
     job = lab.running()
     waiting = lab.submit(max_train_steps=3)
     lab.kill_everything(job)
-    lab.monkeypatch.setattr("jobs.queue.dispatch.boot_id", lambda: "another-boot")
+    lab.monkeypatch.setattr("jobs.machine.residence.boot_id", lambda: "another-boot")
     service.refresh(lab.store)
     job = lab.get(job)
     assert (job.state, job.reason) == (State.LOST, "the machine rebooted")

@@ -17,6 +17,7 @@ import pytest
 from jobs import service
 from jobs.errors import UserError
 from jobs.queue.states import State
+from jobs.run.diagnosis import flight_records
 from jobs.run.rundir import RankStatus
 from jobs.supervise import supervisor
 from jobs.supervise.outcome import Outcome
@@ -197,7 +198,7 @@ def test_a_job_that_stands_still_is_ended_once_its_stacks_are_written(
 ) -> None:
     found = SimpleNamespace(reason="stood still")
     monkeypatch.setattr(supervisor, "find_hang", lambda *_: found)
-    monkeypatch.setattr(supervisor, "find_wait", lambda run_dir: wait)
+    monkeypatch.setattr(flight_records, "find_wait", lambda run_dir: wait)
     attempt: Any = SimpleNamespace(
         launcher=world.process(300), spec=SimpleNamespace(hang_timeout=9.0)
     )
@@ -243,7 +244,7 @@ def test_records_that_cannot_be_read_keep_no_rank_alive(
         raise KeyError("version")
 
     monkeypatch.setattr(supervisor, "find_hang", lambda *_: SimpleNamespace(reason="stood still"))
-    monkeypatch.setattr(supervisor, "find_wait", fail)
+    monkeypatch.setattr(flight_records, "find_wait", fail)
     attempt: Any = SimpleNamespace(launcher=None, spec=SimpleNamespace(hang_timeout=9.0))
     still: Any = SimpleNamespace(status=rank(0))
     watch._end_a_hang(attempt, [still])

@@ -75,7 +75,7 @@ if [ -e pid ]; then /bin/kill -KILL -- "-$(cat pid)"; fi
 """
 _SCONTROL = """
 cd "$FAKE_SLURM/jobs/$2" || exit 1
-read -r n < restarts; printf '%s\\n' $((n+1)) > restarts; printf PENDING > state
+n=$(cat restarts); printf '%s' $((n+1)) > restarts; printf PENDING > state
 if [ -e pid ]; then /bin/kill -KILL -- "-$(cat pid)"; fi
 """
 _SINFO = """

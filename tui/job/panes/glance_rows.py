@@ -45,6 +45,8 @@ def head_rows(look: Look, width: int) -> list[Row]:
         rows.append(_line(measured, width))
     if job.state.active and (late := late_words(look.view.ranks, look.t)):
         rows += fact("", f"! {late}", width, "bad", label=0)
+    if job.elsewhere:
+        rows += fact("", job.reason, width, "dim", label=0)
     return rows
 
 

@@ -162,7 +162,7 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
     words = f"job {job_id} {_STOP_WORDS[min(level, 3)]}"
     if job.elsewhere:
         words += (
-            f"; that is up to {job.elsewhere}, where it runs: if that is gone, "
+            f"; {job.elsewhere}, where it runs, carries that out. If that is gone, "
             f"`fsdp-tui stop --now {job_id}` gives the job up"
         )
     return words

@@ -112,7 +112,7 @@ def test_nobody_judges_a_job_that_lives_elsewhere(
         service.resume(store, job.id)
     with pytest.raises(UserError):
         service.remove(store, job.id)
-    assert "is up to" in service.stop(store, job.id)
+    assert "carries that out" in service.stop(store, job.id)
     assert store.get(job.id).state is State.RUNNING, "it is stopped where it runs"
     assert store.get(job.id).stop_level == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -20,34 +20,12 @@ HEADER: Final = {"ss_network_module": "lycoris.kohya"}
 """Which network kohya's scripts load such files with."""
 
 
-def scaled(
-    layers: Mapping[str, torch.Tensor], scales: Mapping[str, float]
-) -> dict[str, torch.Tensor]:
-    """The same with every scale in the first matrix: readers differ in what an alpha means.
-
-    Peft scales by it also where both matrices are whole; LyCORIS scales twice when it merges.
-
-    Args:
-        layers: `<module>.lokr_w1`, `.lokr_w2` and so on.
-        scales: What each module's product is multiplied by.
-    """
-    return {
-        name: tensor * scales[name.rpartition(".")[0]] if name.endswith(".lokr_w1") else tensor
-        for name, tensor in layers.items()
-    }
-
-
-def unscaled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Peft's configuration for such weights."""
-    return dict(config) | {"alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
-
-
 def named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A LoKr under the names of another tool, with alphas that scale nothing.
 
     Args:
         style: How it names LoRAs.
-        layers: Of `scaled`.
+        layers: `<module>.lokr_w1`, `.lokr_w2` and so on, with no scale beside them.
 
     Raises:
         UserError: The tool has no name for a module.

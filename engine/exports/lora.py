@@ -85,9 +85,8 @@ class LoraOutput:
             self._model, state_dict=self._whole, adapter_name=lora.ADAPTER
         )
         self._judge(everything)
-        layers, texts = text_lora.parted(everything, self._recipe.family)
-        if self._lokr:
-            layers = lokr.scaled(layers, self._scales)
+        folded = _folded(everything, lora.scales_of(self._model))
+        layers, texts = text_lora.parted(folded, self._recipe.family)
         if "diffusers" in self._formats:
             if loads_loras(self._recipe.family.pipeline_class()):
                 self._write_diffusers(layers, texts, checked)
@@ -121,13 +120,12 @@ class LoraOutput:
         family = self._recipe.family
         configs = {family.lora_prefix: self._config()}
         for name in texts:
-            configs[name] = text_lora.config_of(self._recipe.spec).to_dict()
+            configs[name] = _unscaled(text_lora.config_of(self._recipe.spec).to_dict())
         written: list[VerifiedFile] = []
 
         def write(tensors: dict[str, torch.Tensor], path: str) -> None:
-            own = {LORA_ADAPTER_METADATA_KEY: _as_diffusers(configs)}
-            file = self._write(self._directory / path, tensors, describe(self._recipe) | own)
-            written.append(file)
+            header = describe(self._recipe) | _as_diffusers(configs)
+            written.append(self._write(self._directory / path, tensors, header))
 
         # The stock function names file and tensors; with a function of our own it leaves the
         # header to us.
@@ -148,19 +146,15 @@ class LoraOutput:
         (self._directory / CONFIG_NAME).write_text(text, encoding="utf-8")
         named = {PEFT_PREFIX + name: tensor for name, tensor in layers.items()}
         path = self._directory / SAFETENSORS_WEIGHTS_NAME
-        file = self._write(path, named, describe(self._recipe))
+        # Its own header too: beside another adapter_config.json it must not be scaled by that one.
+        own = _as_diffusers({self._recipe.family.lora_prefix: config})
+        file = self._write(path, named, describe(self._recipe) | own)
         file.check(checked)
         self._check_loads(file, layers)
 
-    @property
-    def _scales(self) -> dict[str, float]:
-        """What each module's product is multiplied by."""
-        return lora.scales_of(self._model)
-
     def _config(self) -> dict[str, Any]:
-        """Peft's configuration for what is written."""
-        config: dict[str, Any] = self._model.peft_config[lora.ADAPTER].to_dict()
-        return lokr.unscaled(config) if self._lokr else config
+        """Return peft's configuration for what is written."""
+        return _unscaled(self._model.peft_config[lora.ADAPTER].to_dict())
 
     def _check_loads(
         self,
@@ -168,9 +162,8 @@ class LoraOutput:
         layers: Mapping[str, torch.Tensor],
         texts: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
     ) -> None:
-        scales = dict.fromkeys(self._scales, 1.0) if self._lokr else self._scales
         empty = _adapted(self._recipe, empty=True)
-        check_lora(self._recipe, file.path, layers, scales, empty, texts)
+        check_lora(self._recipe, file.path, layers, lora.scales_of(self._model), empty, texts)
 
     def _write_named(
         self,
@@ -183,21 +176,21 @@ class LoraOutput:
         """Under the names of another tool."""
         spec = self._recipe.spec
         try:
-            if self._lokr:
-                tensors, scale = lokr.named(style, layers), 1.0
-            else:
-                tensors, scale = _named(style, layers, self._scales)
+            tensors = lokr.named(style, layers) if self._lokr else _named(style, layers)
         except UserError as error:
             if "diffusers" not in self._formats:
                 raise
             self.warnings.append(f"no file for {name}: {error}")
             return
         # ComfyUI reads text encoders by kohya's names.
-        tensors |= text_lora.as_kohya(texts, self._recipe.family, self._scales)
+        encoders = text_lora.as_kohya(texts, self._recipe.family)
+        if name == "comfyui":
+            encoders = {n: t for n, t in encoders.items() if not n.endswith(".alpha")}
+        tensors |= encoders
         side = largest_resolution(spec)
         facts = {
             "ss_network_dim": str(spec.lora_rank),
-            "ss_network_alpha": str(float(spec.lora_rank * scale)),
+            "ss_network_alpha": str(float(spec.lora_rank)),
             "ss_output_name": spec.name,
             "ss_steps": str(self._recipe.step),
             "modelspec.sai_model_spec": "1.0.0",
@@ -229,18 +222,41 @@ class LoraOutput:
         return file
 
 
-def _named(
-    style: LoraStyle, layers: Mapping[str, torch.Tensor], scales: Mapping[str, float]
-) -> tuple[dict[str, torch.Tensor], float]:
-    """An adapter under the names of another tool, and the scale that its alphas stand for.
+def _folded(
+    layers: Mapping[str, torch.Tensor], scales: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    """Multiply each adapter's scale into its up matrix, of a LoKr into its first, in fp32.
 
-    Where layers have scales of their own, the ups take up the difference: layers that are one
-    elsewhere have one alpha there. DoRA's magnitudes are the `dora_scale` of LyCORIS, `(out, 1)`.
+    Loaders differ in where they look for an alpha, and some nowhere: ComfyUI and InvokeAI read no
+    header, and peft scales a LoKr also where LyCORIS does not. Without one all do the same.
+
+    Args:
+        layers: `<module>.lora_A.weight`, `<module>.lokr_w1` and so on.
+        scales: What each module's product is multiplied by: alpha / rank, of rsLoRA alpha / √rank.
+    """
+    folded = dict(layers)
+    for module, scale in scales.items():
+        for name in (f"{module}.lora_B.weight", f"{module}.lokr_w1"):
+            if name in folded and scale != 1:
+                folded[name] = folded[name].float() * scale
+    return folded
+
+
+def _unscaled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return peft's configuration of such weights: every alpha is its rank."""
+    own = {"alpha": config["r"]} if "alpha" in config else {"lora_alpha": config["r"]}
+    own |= {"use_rslora": False} if "use_rslora" in config else {}
+    return dict(config) | own | {"alpha_pattern": config["rank_pattern"]}
+
+
+def _named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an adapter under the names of another tool.
+
+    DoRA's magnitudes are the `dora_scale` of LyCORIS, `(out, 1)`.
 
     Raises:
         UserError: The tool has no place for it.
     """
-    scale = max(scales.values(), key=list(scales.values()).count)
     plain: dict[str, torch.Tensor] = {}
     magnitudes: dict[str, torch.Tensor] = {}
     for name, tensor in layers.items():
@@ -249,12 +265,10 @@ def _named(
             # As the ups of adapters of rank 1, they end up where the rows of their layers do.
             magnitudes[f"{module}.lora_A.weight"] = layers[f"{module}.lora_A.weight"][:1]
             magnitudes[f"{module}.lora_B.weight"] = tensor.reshape(-1, 1)
-        elif part == "B.weight" and scales[module] != scale:
-            plain[name] = tensor * (scales[module] / scale)
         else:
             plain[name] = tensor
-    converted = style.convert(plain, scale)
-    for name, tensor in style.convert(magnitudes, 1.0).items() if magnitudes else ():
+    converted = style.convert(plain)
+    for name, tensor in style.convert(magnitudes).items() if magnitudes else ():
         module, _, part = name.rpartition(".lora_")
         if part not in ("up.weight", "B.weight"):
             continue
@@ -262,7 +276,7 @@ def _named(
         if not rows.all():
             raise UserError(f"DoRA needs all parts of {module} to have an adapter")
         converted[f"{module}.dora_scale"] = rows.reshape(-1, *[1] * (converted[name].dim() - 1))
-    return converted, scale
+    return converted
 
 
 def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
@@ -304,14 +318,14 @@ def _shape(facts: Mapping[str, Fact], name: str) -> tuple[int, ...] | None:
     return tuple(facts[name][1]) if name in facts else None
 
 
-def _as_diffusers(configs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Peft's configurations, each of a part of the pipeline, as diffusers writes them."""
+def _as_diffusers(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return a header with peft's configurations, each of a part of the pipeline, as diffusers'."""
     values = {
         f"{prefix}.{key}": value
         for prefix, config in configs.items()
         for key, value in _sorted(config).items()
     }
-    return json.dumps(values, indent=2, sort_keys=True)
+    return {LORA_ADAPTER_METADATA_KEY: json.dumps(values, indent=2, sort_keys=True)}
 
 
 def _sorted(config: Mapping[str, Any]) -> dict[str, Any]:

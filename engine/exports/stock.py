@@ -26,7 +26,7 @@ from engine.model.meta_device import parameters_on_meta
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from engine.exports.recipe import Recipe
@@ -45,7 +45,7 @@ def check_lora(
     recipe: Recipe,
     file: Path,
     layers: Mapping[str, torch.Tensor],
-    scales: Mapping[str, float],
+    modules: Collection[str],
     model: Any,
     texts: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
 ) -> None:
@@ -55,7 +55,7 @@ def check_lora(
         recipe: What is exported.
         file: The LoRA.
         layers: What it is to hold, by diffusers' names without a prefix.
-        scales: What each adapted module's product is to be multiplied by.
+        modules: The adapted modules, also of text encoders; nothing is to scale their products.
         model: The bare base model on the meta device; gets the adapter's modules.
         texts: What it is to hold for each text encoder.
 
@@ -82,7 +82,7 @@ def check_lora(
         if got is None or not torch.equal(got, tensor.to(got.dtype)):
             raise DamagedError(f"{stock} reads {name} of {file.name} differently")
     for part, own in texts.items():
-        _check_encoder(part, encoders[part], own, scales, file)
+        _check_encoder(part, encoders[part], own, file)
     (adapter,) = model.peft_config
     added = re.compile(recipe.family.LORA_FILLED_UP or r"(?!)")
     shapes = {
@@ -94,9 +94,9 @@ def check_lora(
         raise DamagedError(f"{stock} applies the adapter of {file.name} to other modules")
     for name, module in model.named_modules():
         layer = isinstance(module, (LoraLayer, LoKrLayer))
-        if not layer or (name not in scales and added.match(name)):
+        if not layer or (name not in modules and added.match(name)):
             continue
-        if module.scaling[adapter] != scales[name]:
+        if module.scaling[adapter] != 1:
             raise DamagedError(f"{stock} scales the adapter of {file.name} differently")
 
 
@@ -104,7 +104,6 @@ def _check_encoder(
     part: str,
     encoder: Any,
     layers: Mapping[str, torch.Tensor],
-    scales: Mapping[str, float],
     file: Path,
 ) -> None:
     """Compare a text encoder that a LoRA was loaded into.
@@ -121,7 +120,7 @@ def _check_encoder(
         shapes[f"{name}.lora_B.weight"] = module.lora_B[adapter].weight.shape
     if shapes != {name: tensor.shape for name, tensor in layers.items()}:
         raise DamagedError(f"stock diffusers applies {part} of {file.name} to other modules")
-    if any(m.scaling[adapter] != scales[f"{part}.{name}"] for name, m in modules.items()):
+    if any(module.scaling[adapter] != 1 for module in modules.values()):
         raise DamagedError(f"stock diffusers scales {part} of {file.name} differently")
 
 

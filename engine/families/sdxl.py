@@ -8,7 +8,7 @@ import torch
 
 from engine.families.shared import sdxl_kohya
 from engine.families.shared.clip_family import ClipFamily
-from engine.families.shared.lora_names import ComfyUI
+from engine.families.shared.lora_names import ComfyUI, Kohya
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ class SDXL(ClipFamily):
     LORA_TARGETS = (
         r".*transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
-    KOHYA = sdxl_kohya
+    KOHYA = Kohya(sdxl_kohya.rename, sdxl_kohya.METADATA)
     COMFYUI = ComfyUI(sdxl_kohya.rename)
     GUIDED_FORWARDS = 1
     NEGATIVES_APART = True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.families.shared.lora_names import Kohya, Layout
+from engine.families.shared.lora_names import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,26 +71,3 @@ def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
         down, up = renamed[_MODULATION]  # BFL shifts first, diffusers scales first
         renamed[_MODULATION] = down, torch.cat(up.chunk(2)[::-1])
     return renamed
-
-
-def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """The same adapter under kohya's names.
-
-    Args:
-        layers: `<module of diffusers>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank).
-        scale: What their product is multiplied with: alpha / rank.
-
-    Returns:
-        `lora_unet_<module of BFL>.lora_down.weight`, `.lora_up.weight` and `.alpha` (a number).
-
-    Raises:
-        UserError: A module has no counterpart in BFL's model.
-    """
-    tensors = Kohya(rename, METADATA).convert(layers, scale)
-    for key in [key for key in tensors if key.startswith("lora_unet_final_layer_")]:
-        # Diffusers' own loader ignores this layer's alpha: scaled like this, it needs none.
-        if key.endswith(".lora_up.weight"):
-            tensors[key] = tensors[key] * scale
-        elif key.endswith(".alpha"):
-            tensors[key] = tensors[key] / scale
-    return tensors

@@ -33,12 +33,12 @@ class LoraStyle(Protocol):
         """What stands in the header of such files."""
         ...
 
-    def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-        """The same adapter under those names.
+    def convert(self, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the same adapter under those names.
 
         Args:
-            layers: `<module>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank).
-            scale: What their product is multiplied with: alpha / rank.
+            layers: `<module>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank), whose
+                product is the change of the weight: no alpha scales it.
         """
         ...
 
@@ -98,14 +98,17 @@ class Kohya:
     rename: Callable[[Mapping[str, Adapter]], Mapping[str, Adapter]]
     METADATA: dict[str, str]
 
-    def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-        """`lora_unet_<module>.lora_down.weight`, `.lora_up.weight` and `.alpha` (a number)."""
+    def convert(self, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return `lora_unet_<module>.lora_down.weight`, `.lora_up.weight` and `.alpha`, the rank.
+
+        An alpha that equals the rank scales nothing; sd-scripts reads no file without alphas.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for module, (down, up) in self.rename(adapters_of(layers)).items():
             key = "lora_unet_" + module.replace(".", "_")
             tensors[f"{key}.lora_down.weight"] = down
             tensors[f"{key}.lora_up.weight"] = up
-            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0] * scale))
+            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0]))
         return tensors
 
 
@@ -124,14 +127,16 @@ class ComfyUI:
     METADATA: dict[str, str] = field(default_factory=dict)
     lokr: str | None = "lycoris_"
 
-    def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-        """`diffusion_model.<module>.lora_A.weight`, `.lora_B.weight` and `.alpha` (a number)."""
+    def convert(self, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return `diffusion_model.<module>.lora_A.weight` and `.lora_B.weight`.
+
+        No alphas: InvokeAI ignores them beside these names, and diffusers refuses them.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for module, (down, up) in self.rename(adapters_of(layers)).items():
             key = f"diffusion_model.{module}"
             tensors[f"{key}.lora_A.weight"] = down
             tensors[f"{key}.lora_B.weight"] = up
-            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0] * scale))
         return tensors
 
 
@@ -170,7 +175,7 @@ def named_singly(style: LoraStyle, shapes: Mapping[str, torch.Size]) -> dict[str
         owners[first] = module
         first += shape[0]
     names: dict[str, str] = {}
-    for key, up in style.convert(probe, 1.0).items():
+    for key, up in style.convert(probe).items():
         if not key.endswith((".lora_up.weight", ".lora_B.weight")):
             continue
         rows = up.flatten()

@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,33 +47,6 @@ _PLACE: Final = re.compile(
     r"(?:(?P<side>down|up)_blocks\.(?P<block>\d+)|mid_block)"
     r"\.(?P<kind>resnets|attentions|downsamplers|upsamplers)\.(?P<layer>\d+)\.(?P<rest>.+)"
 )
-
-
-def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """The same adapter under kohya's names.
-
-    Args:
-        layers: `<module of diffusers>.lora_A.weight` and `.lora_B.weight`, of linear layers
-            (rank, in) and (out, rank), of convolutions with kernels besides.
-        scale: What their product is multiplied with: alpha / rank.
-
-    Returns:
-        `lora_unet_<module of Stability>.lora_down.weight`, `.lora_up.weight` and `.alpha` (a
-        number).
-
-    Raises:
-        UserError: A module has no counterpart in Stability's UNet.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in layers.items():
-        module, _, part = name.rpartition(".lora_")
-        key = "lora_unet_" + _renamed(module).replace(".", "_")
-        if part == "A.weight":
-            tensors[f"{key}.lora_down.weight"] = tensor
-            tensors[f"{key}.alpha"] = torch.tensor(float(tensor.shape[0] * scale))
-        else:
-            tensors[f"{key}.lora_up.weight"] = tensor
-    return tensors
 
 
 def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:

@@ -14,19 +14,27 @@ from jobs.errors import UserError
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
+# What names begin with that are neither diffusers' nor peft's.
+_OTHERS: Final = ("diffusion_model.", "lora_unet_", "lora_te", "lora_transformer_", "lycoris_")
 _RANKS: Final = ("r", "rank_pattern")
 _ALPHAS: Final = ("alpha", "lora_alpha", "alpha_pattern")
 
 
-def read_adapter_config(file: Path, header: Mapping[str, str], prefix: str) -> dict[str, Any]:
-    """What diffusers writes into a file's header, or peft beside the file.
+def read_adapter_config(
+    file: Path, header: Mapping[str, str], modules: Collection[str], prefix: str
+) -> dict[str, Any]:
+    """Read what diffusers writes into a file's header, or peft beside the file.
+
+    ComfyUI's and kohya's names have neither: a configuration beside such a file is of another one,
+    and what their own readers do not look at must not scale anything here.
 
     Args:
         file: The file.
         header: Its header's texts.
+        modules: Its modules, as it names them.
         prefix: What names of diffusers begin with.
 
     Returns:
@@ -35,6 +43,8 @@ def read_adapter_config(file: Path, header: Mapping[str, str], prefix: str) -> d
     Raises:
         UserError: It cannot be read, or has ranks or alphas that are none.
     """
+    if any(name.startswith(_OTHERS) for name in modules):
+        return {}
     beside = file.parent / CONFIG_NAME
     try:
         if text := header.get(LORA_ADAPTER_METADATA_KEY):

@@ -13,7 +13,7 @@ from engine.model.adapters.adapter_config import read_adapter_config
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from engine.families import Family
@@ -81,12 +81,15 @@ def set_adapter(
             lora.fill(parameter, whole * scale if part == "lokr_w1" else whole)
 
 
-def scales_in(file: Path, header: Mapping[str, str], prefix: str) -> Callable[[str, Parts], float]:
+def scales_in(
+    file: Path, header: Mapping[str, str], modules: Collection[str], prefix: str
+) -> Callable[[str, Parts], float]:
     """What a file says of its adapters' scales.
 
     Args:
         file: The file.
         header: Its header's texts.
+        modules: Its modules, as it names them.
         prefix: What names of diffusers begin with.
 
     Returns:
@@ -96,7 +99,7 @@ def scales_in(file: Path, header: Mapping[str, str], prefix: str) -> Callable[[s
     Raises:
         UserError: The configuration cannot be read.
     """
-    config = read_adapter_config(file, header, prefix)
+    config = read_adapter_config(file, header, modules, prefix)
 
     def scale(module: str, parts: Parts) -> float:
         parted = parts.get("lokr_w2_b", parts.get("lokr_w1_b"))

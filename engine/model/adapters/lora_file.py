@@ -21,7 +21,7 @@ from engine.model.adapters.adapter_config import read_adapter_config
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from engine.families import Family
@@ -113,7 +113,7 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
             if missing[0].startswith(_TEXT)
             else "set lora_target_modules to what the file adapts",
         )
-    scale_of = scales_in(file, header, family)
+    scale_of = scales_in(file, header, stored, family)
     for key, rows in named.items():
         for name, part in parted(file, key, stored[key], rows, layers):
             layer = layers[name]
@@ -147,7 +147,7 @@ def _begin_from_lokr(
         return plain + flat + lokr_file.single_names(model, modules, family)
 
     try:
-        scale_of = lokr_file.scales_in(file, header, family.lora_prefix)
+        scale_of = lokr_file.scales_in(file, header, stored, family.lora_prefix)
         lokr_file.set_adapter(model, stored, rename, scale_of)
     except UserError as error:
         raise refusal(file, error.message, error.hint) from None
@@ -240,7 +240,7 @@ def naming(
         if style is None:
             continue
         try:
-            converted = style.convert(probe, 1.0)
+            converted = style.convert(probe)
         except UserError:  # a layer that the tool does not have
             continue
         ways.append(
@@ -323,8 +323,16 @@ def _check(file: Path, name: str, part: Mapping[str, torch.Tensor], layer: Layer
             raise refusal(file, f"{name} has values that are not finite")
 
 
-def scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
-    """What the configuration says that goes with a file's names of diffusers or peft.
+def scales_in(
+    file: Path, header: Mapping[str, str], modules: Collection[str], family: Family
+) -> Any:
+    """Read what the configuration says that goes with a file's names of diffusers or peft.
+
+    Args:
+        file: The file.
+        header: Its header's texts.
+        modules: Its modules, as it names them.
+        family: The model's.
 
     Returns:
         Layer's name and rank → what its product is multiplied by; 1 where nothing says.
@@ -334,7 +342,7 @@ def scales_in(file: Path, header: Mapping[str, str], family: Family) -> Any:
     """
     parts = (family.lora_prefix, *family.facts.text_lora)
     try:
-        configs = {part: read_adapter_config(file, header, part) for part in parts}
+        configs = {part: read_adapter_config(file, header, modules, part) for part in parts}
     except UserError as error:
         raise refusal(file, error.message) from None
 

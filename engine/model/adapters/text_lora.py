@@ -121,23 +121,21 @@ def config_of(spec: JobSpec) -> LoraConfig:
 
 
 def as_kohya(
-    texts: Mapping[str, Mapping[str, torch.Tensor]], family: Family, scales: Mapping[str, float]
+    texts: Mapping[str, Mapping[str, torch.Tensor]], family: Family
 ) -> dict[str, torch.Tensor]:
-    """The text encoders' adapters as kohya's scripts name them.
+    """Return the text encoders' adapters as kohya's scripts name them, with alphas that are ranks.
 
     Args:
         texts: Of `parted`.
         family: The model's.
-        scales: Module of the adapted denoiser → what its adapter's product is multiplied with.
     """
     tensors: dict[str, torch.Tensor] = {}
     for encoder, layers in texts.items():
         for module, (down, up) in adapters_of(layers).items():
-            whole = f"{encoder}.{module}"
-            key = kohya_name(whole, family)
+            key = kohya_name(f"{encoder}.{module}", family)
             tensors[f"{key}.lora_down.weight"] = down
             tensors[f"{key}.lora_up.weight"] = up
-            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0] * scales[whole]))
+            tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0]))
     return tensors
 
 

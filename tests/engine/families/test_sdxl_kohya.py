@@ -14,6 +14,7 @@ from engine.blocks.build import on_meta
 from engine.diffusion.random_numbers import keyed_generator
 from engine.families import load
 from engine.families.shared import sdxl_kohya
+from engine.families.shared.lora_names import Kohya
 from engine.toy import write_toy
 from jobs.errors import UserError
 from jobs.models.blocks.model_config import find_target
@@ -21,8 +22,8 @@ from jobs.models.blocks.model_config import find_target
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCALE = 5 / 3
 RANK = 3
+KOHYA = Kohya(sdxl_kohya.rename, sdxl_kohya.METADATA)
 # What people may name in lora_target_modules: every linear layer and every convolution.
 EVERYTHING = r".*"
 TRANSFORMERS = r".*attentions\.\d+\..*"
@@ -87,7 +88,7 @@ def test_diffusers_reads_the_same_tensors_of_the_same_modules(targets: str, tmp_
     layers = drawn_layers(targets)
     assert layers
     file = tmp_path / "x.safetensors"
-    tensors = sdxl_kohya.convert(layers, SCALE)
+    tensors = KOHYA.convert(layers)
     save_file(tensors, file)
     read, alphas = StableDiffusionXLPipeline.lora_state_dict(
         tmp_path, weight_name=file.name, unet_config=published_layout().config
@@ -96,7 +97,7 @@ def test_diffusers_reads_the_same_tensors_of_the_same_modules(targets: str, tmp_
     assert found.keys() == layers.keys()
     assert all(torch.equal(found[name], layers[name]) for name in layers)
     assert len(alphas) == len(layers) / 2
-    assert all(alpha == pytest.approx(RANK * SCALE) for alpha in alphas.values())
+    assert set(alphas.values()) == {RANK}
 
 
 def _as_peft(name: str) -> str:
@@ -119,7 +120,7 @@ def test_the_names_are_kohyas_own() -> None:
             f"{module}.lora_A.weight": torch.ones(2, 4),
             f"{module}.lora_B.weight": torch.ones(4, 2),
         }
-        assert set(sdxl_kohya.convert(layers, 1.0)) == {
+        assert set(KOHYA.convert(layers)) == {
             f"lora_unet_{name}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")
         }
 
@@ -131,7 +132,7 @@ def test_both_files_make_the_same_picture(tmp_path: Path) -> None:
     pipeline.set_progress_bar_config(disable=True)
     layers = drawn_layers(load("sdxl").LORA_TARGETS, pipeline.unet)
     save_file({f"unet.{n}": t for n, t in layers.items()}, tmp_path / "diffusers.safetensors")
-    save_file(sdxl_kohya.convert(layers, 1.0), tmp_path / "kohya.safetensors")
+    save_file(KOHYA.convert(layers), tmp_path / "kohya.safetensors")
     pictures = []
     for name in (None, "diffusers", "kohya"):
         if name is not None:
@@ -157,4 +158,4 @@ def test_a_module_that_has_no_counterpart_is_named() -> None:
         "down_blocks.0.resnets.0.new.lora_B.weight": torch.ones(4, 2),
     }
     with pytest.raises(UserError, match=r"kohya has no name for down_blocks\.0\.resnets\.0\.new"):
-        sdxl_kohya.convert(layers, 1.0)
+        KOHYA.convert(layers)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +18,7 @@ from engine.diffusion.random_numbers import keyed_generator
 from engine.exports.lora import _named
 from engine.model.adapters import lora
 from engine.model.adapters.lora_file import begin_from
+from engine.model.adapters.training_adapter_file import read_training_adapter
 from jobs.errors import UserError
 from jobs.models.find_lora import find_lora
 from jobs.spec.job_spec import JobSpec
@@ -241,25 +244,34 @@ def test_dora_of_a_part_of_a_layer_has_no_name_elsewhere(flux: Family) -> None:
     layers = {n.removeprefix("transformer."): t for n, t in named(model).items()}
     assert flux.KOHYA is not None
     with pytest.raises(UserError, match="DoRA needs all parts"):
-        _named(flux.KOHYA, layers, lora.scales_of(model))
+        _named(flux.KOHYA, layers)
     whole = small(lora_variant="dora")
     layers = {n.removeprefix("transformer."): t for n, t in named(whole).items()}
-    found, _ = _named(flux.KOHYA, layers, lora.scales_of(whole))
+    found = _named(flux.KOHYA, layers)
     lengths = [t.flatten() for n, t in layers.items() if "magnitude" in n]
     assert torch.equal(
         found["lora_unet_double_blocks_0_img_attn_qkv.dora_scale"], torch.cat(lengths)[:, None]
     )
 
 
-def test_exports_keep_the_scale_of_each_variant(toy: Path, tmp_path: Path) -> None:
-    spec = toy_spec(toy, lora_rank=4, lora_alpha=8, lora_variant="rslora")
+def test_an_export_beside_another_configuration_is_not_scaled_again(
+    toy: Path, tmp_path: Path
+) -> None:
+    """Diffusers' file has a configuration of its own; other tools' names never have one."""
+    formats = ["diffusers", "kohya", "comfyui"]
+    spec = toy_spec(toy, lora_rank=4, lora_alpha=8, export_formats=formats)
     model = trained_model(spec, toy / "model")
-    assert set(lora.scales_of(model).values()) == {4.0}
+    expected = products(model)
     made = export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "export")
-    alphas = {
-        float(tensor) / len(tensors[name.replace("alpha", "lora_down.weight")])
-        for tensors in [load_file(made.path / "t-kohya.safetensors")]
-        for name, tensor in tensors.items()
-        if name.endswith(".alpha") and "final_layer" not in name
-    }
-    assert alphas == {4.0}
+    (made.path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 400}')
+    linears = {n: m.base_layer for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+    for file in sorted(made.path.glob("*.safetensors")):
+        tensors = {n: t for n, t in load_file(file).items() if not n.endswith(".alpha")}
+        with safe_open(file, framework="pt") as opened:
+            save_file(tensors, file, opened.metadata())
+        begin_from(bare(model), file, families.load("flux"))
+        read = dict(read_training_adapter(file, linears, families.load("flux")))
+        for name, value in products(model).items():
+            assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6), (file.name, name)
+            down, up = read[name]
+            assert torch.allclose(up @ down, value, rtol=1e-5, atol=1e-5), (file.name, name)

@@ -93,6 +93,7 @@ def _export(options: Namespace) -> dict[str, Any]:
         ema=ema,
         dtype=options.dtype or spec.export_dtype,
         formats=options.format or spec.export_formats,
+        time=checkpoint.time,
     )
     source = open_checkpoint(checkpoint, ema=ema)
     telling = progress.of("writing")

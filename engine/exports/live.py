@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
@@ -9,6 +10,7 @@ from engine.exports.recipe import Recipe
 from engine.exports.source import LiveModel
 from engine.exports.writing import Writing
 from engine.model.adapters.lora import is_lora
+from jobs.run.checkpoint_files import read_checkpoint
 from jobs.run.events import Export
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ _PLACE: Final = "export"
 def export_trained(run: RunContext, training: TrainState) -> None:
     """Export what a run trained to its end, the average if there is one, and tell of it."""
     spec, telemetry = run.spec, run.telemetry
+    saved = read_checkpoint(run.run_dir.checkpoint(training.step))
     recipe = Recipe(
         spec,
         run.family,
@@ -37,6 +40,8 @@ def export_trained(run: RunContext, training: TrainState) -> None:
         training.has_average,
         spec.export_dtype,
         spec.export_formats,
+        # The last checkpoint's time, so that exporting that one gives the same bytes.
+        saved.time if saved is not None else time.time(),
     )
     with telemetry.phase("export") as progress, training.averaged():
 

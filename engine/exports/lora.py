@@ -13,14 +13,13 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
 from engine.exports import lokr
 from engine.exports.readback import DamagedError, VerifiedFile
-from engine.exports.recipe import describe, trigger_word
+from engine.exports.recipe import describe
 from engine.exports.stock import PEFT_PREFIX, check_lora, loads_loras
 from engine.model.adapters import lora, text_lora
 from engine.model.meta_device import parameters_on_meta
 from jobs.errors import UserError
 from jobs.spec.families import denoiser_config
 from jobs.spec.rules.lora_conflicts import trains_text
-from jobs.spec.values.resolutions import largest_resolution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -187,19 +186,14 @@ class LoraOutput:
         if name == "comfyui":
             encoders = {n: t for n, t in encoders.items() if not n.endswith(".alpha")}
         tensors |= encoders
-        side = largest_resolution(spec)
         facts = {
             "ss_network_dim": str(spec.lora_rank),
             "ss_network_alpha": str(float(spec.lora_rank)),
             "ss_output_name": spec.name,
             "ss_steps": str(self._recipe.step),
-            "modelspec.sai_model_spec": "1.0.0",
-            "modelspec.title": spec.name,
-            "modelspec.resolution": f"{side}x{side}",
-            "modelspec.trigger_phrase": trigger_word(spec) or "",
         }
         own = style.METADATA | (lokr.header(spec) if self._lokr else {})
-        header = describe(self._recipe) | own | {k: v for k, v in facts.items() if v}
+        header = describe(self._recipe, name) | own | facts
         self._write(self._directory / f"{spec.name}-{name}.safetensors", tensors, header).check(
             checked
         )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine.exports.modelspec import DIFFUSERS, model_spec
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -32,6 +34,7 @@ class Recipe:
         ema: Whether it is an average of the weights.
         dtype: The precision to store; the job's own by default.
         formats: The names to export a LoRA under; None: all that the family has.
+        time: When it was trained, in Unix seconds; 0 where that is not known.
     """
 
     spec: JobSpec
@@ -41,6 +44,7 @@ class Recipe:
     ema: bool
     dtype: ExportDtype = "auto"
     formats: list[ExportFormat] | None = None
+    time: float = 0.0
 
     def model_dtype(
         self, trained: torch.dtype, base: torch.dtype, *, keep_fp32: bool
@@ -64,11 +68,15 @@ class Recipe:
         return trained if self.dtype == "auto" else _DTYPES[self.dtype]
 
 
-def describe(recipe: Recipe) -> dict[str, str]:
+def describe(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
     """Make the header of an exported file; strings, as the format requires.
 
     Depends on nothing but the training, so that the same step is the same bytes whenever and
     wherever it is exported.
+
+    Args:
+        recipe: What is exported.
+        style: `diffusers`, `kohya` or `comfyui`: whose names the tensors have.
     """
     spec = recipe.spec
     facts = {
@@ -82,7 +90,8 @@ def describe(recipe: Recipe) -> dict[str, str]:
         "trigger_word": trigger_word(spec) or "",
         "job": json.dumps(_without_places(spec.to_dict(only_set=True)), sort_keys=True),
     }
-    return {"format": "pt"} | {f"fsdp_tui.{name}": text for name, text in facts.items() if text}
+    own = {f"fsdp_tui.{name}": text for name, text in facts.items() if text}
+    return {"format": "pt"} | own | model_spec(recipe, style)
 
 
 def trigger_word(spec: JobSpec) -> str | None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 METADATA: Final = {
     "ss_network_module": "networks.lora_flux",
     "ss_base_model_version": "flux1",
-    "modelspec.architecture": "flux-1-dev/lora",
-    "modelspec.implementation": "https://github.com/black-forest-labs/flux",
 }
 
 # Module of diffusers (# is a block's number) → module of BFL.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 METADATA: Final = {
     "ss_network_module": "networks.lora",
     "ss_base_model_version": "sdxl_base_v1-0",
-    "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",
-    "modelspec.implementation": "https://github.com/Stability-AI/generative-models",
 }
 
 _LAYERS: Final = 2  # `layers_per_block` of SDXL: three entries of a list for each of its blocks

@@ -176,6 +176,12 @@ def architecture_of(recipe: Recipe) -> str:
     return f"{name}/control-lora" if widened_of(spec) else f"{name}/lora"
 
 
+def families_called(architecture: str) -> frozenset[str]:
+    """Return the families with a model of this name, also of an adapter for it."""
+    name = architecture.partition("/")[0]
+    return frozenset(f for f, names in _ARCHITECTURES.items() if name in names.values())
+
+
 def implementation_of(family: str, style: str) -> str:
     """Return whose module names a file has.
 

@@ -43,6 +43,7 @@ COMMANDS: Final[dict[str, dict[str, str]]] = {
         "estimate": "tui.cli.prepare.estimate:estimate_job",
         "resume": "tui.cli.job.checkpoints:resume",
         "export": "tui.cli.job.export:export",
+        "lora": "tui.cli.prepare.lora:lora",
         "push": "tui.cli.job.push:push",
     },
     "Look": {

@@ -93,7 +93,7 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
     layers = _layers_of(model)
     texts = {name: layer for name, layer in layers.items() if text_lora.is_text(name, family)}
     others = {name: layer for name, layer in layers.items() if name not in texts}
-    named = naming(stored, others, family) | _naming_of_texts(stored, texts, family)
+    named = naming(stored, others, family) | naming_of_texts(stored, texts, family)
     if odd := sorted(stored.keys() - named.keys()):
         if odd[0].startswith(_TEXT) and not texts:
             hint = "set text_encoder_lora_rank" if family.facts.text_lora else None
@@ -182,50 +182,79 @@ def read_lora(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str,
         with safe_open(file, framework="pt") as opened:
             header = opened.metadata() or {}
             for key in opened.keys():  # noqa: SIM118 (it is no mapping)
-                match = _END.fullmatch(key)
-                if match is None:
-                    raise refusal(file, f"{key} is no part of a LoRA")
+                module, part = split_name(file, key)
                 tensor = opened.get_tensor(key)
                 if tensor.dtype.itemsize == 1:  # fp8, in which little can be computed
                     tensor = tensor.float()
-                stored.setdefault(match["module"], {})[_ENDS[match["end"]]] = tensor
+                stored.setdefault(module, {})[part] = tensor
     except (SafetensorError, OSError) as error:
         raise refusal(file, f"it cannot be read ({error})") from None
     for module, parts in stored.items():
-        _check_sizes(file, module, parts)
-        if parts.keys() & {*lokr_file.PARTS}:
-            continue
-        if absent := {"down", "up"} - parts.keys():
-            raise refusal(file, f"{module} has no {sorted(absent)[0]} weights")
+        check_sizes(file, module, {part: tuple(tensor.shape) for part, tensor in parts.items()})
+        if "alpha" in parts and not parts["alpha"].isfinite().all():
+            raise refusal(file, f"the alpha of {module} is not a finite number")
     return stored, header
 
 
-def _check_sizes(file: Path, module: str, parts: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors of sizes that no adapter has, whatever the model.
+def split_name(file: Path, key: str) -> tuple[str, str]:
+    """Split the name of a tensor into its module and what part of the adapter it is.
+
+    Returns:
+        The module as the file names it, and `down`, `up`, `lengths`, `alpha` or a part of a LoKr.
 
     Raises:
-        UserError: An alpha is not one finite number, or a matrix is empty or none.
+        UserError: It is no part of a LoRA.
     """
-    for part, tensor in parts.items():
+    match = _END.fullmatch(key)
+    if match is None:
+        loha = re.search(r"\.hada_[wt]\d", key)
+        raise refusal(file, "it is a LoHa" if loha else f"{key} is no part of a LoRA")
+    return match["module"], _ENDS[match["end"]]
+
+
+def check_sizes(file: Path, module: str, parts: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse sizes that no adapter has, whatever the model.
+
+    Args:
+        file: The file.
+        module: One of its modules.
+        parts: Part of its adapter → shape.
+
+    Raises:
+        UserError: An alpha is not one number, a matrix is empty or none, or one is missing.
+    """
+    for part, shape in parts.items():
+        count = math.prod(shape)
         if part == "alpha":
-            if tensor.numel() != 1 or not tensor.isfinite().all():
+            if count != 1:
                 raise refusal(file, f"the alpha of {module} is not a finite number")
-        elif tensor.numel() == 0 or (part != "lengths" and tensor.dim() < 2):
-            raise refusal(file, f"the {part} weights of {module} are {tuple(tensor.shape)}")
+        elif count == 0 or (part != "lengths" and len(shape) < 2):
+            raise refusal(file, f"the {part} weights of {module} are {shape}")
+        elif part == "lengths" and len(shape) > 1 and shape[0] == 1 < shape[1]:
+            raise refusal(
+                file, f"the DoRA of {module} has a length for each input, not for each output"
+            )
+    if not parts.keys() & {*lokr_file.PARTS} and (absent := {"down", "up"} - parts.keys()):
+        raise refusal(file, f"{module} has no {sorted(absent)[0]} weights")
 
 
 def naming(
-    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family
+    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family | None
 ) -> dict[str, torch.Tensor]:
-    """The file's module → the number of the row of each of its outputs, `(out,)`; 0 where none.
+    """Return the file's module → the number of the row of each of its outputs, `(out,)`; 0: none.
 
-    Of all ways to name the job's layers, the one that most modules of the file have.
+    Of all ways to name the layers, the one that most modules of the file have.
+
+    Args:
+        stored: The file's modules.
+        layers: The model's, by their names in it.
+        family: The model's; None for a model that is not in diffusers' layout, whose layers have
+            their authors' names.
     """
+    prefixes = ("transformer.", "unet.") if family is None else (f"{family.lora_prefix}.",)
+    styles = () if family is None else (family.KOHYA, family.COMFYUI)
     own = {n: torch.arange(a.first, a.first + a.outputs) for n, a in layers.items()}
-    ways = [
-        {prefix + name: rows for name, rows in own.items()}
-        for prefix in (*_DOTTED, f"{family.lora_prefix}.")
-    ]
+    ways = [{prefix + name: rows for name, rows in own.items()} for prefix in (*_DOTTED, *prefixes)]
     ways += [
         {prefix + name.replace(".", "_"): rows for name, rows in own.items()}
         for prefix in _UNDERSCORED
@@ -236,7 +265,7 @@ def naming(
         ups = own[name].double().reshape(-1, *[1] * (down.dim() - 1))
         probe[f"{name}.lora_A.weight"] = torch.zeros(1, *down.shape[1:])
         probe[f"{name}.lora_B.weight"] = ups
-    for style in (family.KOHYA, family.COMFYUI):
+    for style in styles:
         if style is None:
             continue
         try:
@@ -253,10 +282,10 @@ def naming(
     return max(ways, key=lambda way: len(way.keys() & stored.keys()))
 
 
-def _naming_of_texts(
+def naming_of_texts(
     stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family
 ) -> dict[str, torch.Tensor]:
-    """The same of text encoders, by the names of diffusers or of kohya's scripts."""
+    """Return the same of text encoders, by the names of diffusers or of kohya's scripts."""
     rows = {n: torch.arange(a.first, a.first + a.outputs) for n, a in layers.items()}
     ways = [rows, {text_lora.kohya_name(name, family): own for name, own in rows.items()}]
     return max(ways, key=lambda way: len(way.keys() & stored.keys()))

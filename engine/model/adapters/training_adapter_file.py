@@ -71,7 +71,7 @@ def _products(
     Raises:
         UserError: A part of the file is for no layer, is no plain LoRA, or has another size.
     """
-    named = _any_naming(stored, layers, family)
+    named = any_naming(stored, layers, family)
     for key, tensors in stored.items():
         if key not in named:
             raise refusal(file, f"it adapts {key}, which the model does not have")
@@ -90,12 +90,12 @@ def _products(
             yield name, (down, up * (scale_of(name, len(down)) if math.isnan(scale) else scale))
 
 
-def _any_naming(
-    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family
+def any_naming(
+    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family | None
 ) -> dict[str, torch.Tensor]:
-    """`naming`, where other tools need not have names for all the layers."""
+    """Return `naming`, where other tools need not have names for all the layers."""
     candidates = [layers]
-    for style in (family.KOHYA, family.COMFYUI):
+    for style in (family.KOHYA, family.COMFYUI) if family is not None else ():
         if style is not None:
             candidates.append({n: a for n, a in layers.items() if _has_name(style, n, a)})
     ways = [naming(stored, some, family) for some in candidates]

@@ -1,0 +1,189 @@
+"""A LoRA that makes one model of another: the truncated SVD of what differs, layer by layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.exports.source import read_stored
+from engine.loras.combine import rank_of
+from engine.loras.lora_file import LoraWriter
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from engine.loras.models import Component, Model
+    from engine.model.files.weight_files import StoredTensor
+
+
+def extract(
+    tuned: Model,
+    base: Model,
+    output: Path,
+    *,
+    rank: int | None,
+    energy: float | None,
+    component: str | None,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Write the LoRA that is nearest to the difference of two models.
+
+    Layers are read twice, one at a time: for their ranks' sizes, and to write them. What differs
+    besides layers (biases, norms) has no place in a LoRA, and is counted.
+
+    Args:
+        tuned: The model after training.
+        base: The same before.
+        output: The file to write.
+        rank: The largest rank of a layer.
+        energy: Instead of a rank, the share of each layer's squared singular values to keep.
+        component: The denoiser, of models with two.
+        dtype: What is stored.
+        progress: Called with layers done, of all that both have, counted twice.
+
+    Returns:
+        The ranks that were written, the shares of the squared norms that they keep, and how many
+        tensors differ that are no layers.
+
+    Raises:
+        UserError: They are not the same model, or do not differ.
+    """
+    after, before = _denoisers(tuned, base, component)
+    if odd := sorted(after.layers.keys() ^ before.layers.keys()):
+        raise UserError(f"{odd[0]} is in only one of the models: they are not the same model")
+    for name, place in after.layers.items():
+        if place.shape != before.layers[name].shape:
+            raise UserError(f"{name} has other sizes in one of the models")
+    pairs = {name: (place, before.layers[name]) for name, place in after.layers.items()}
+    total, ranks = len(pairs), dict[str, int]()
+    for done, (name, both) in enumerate(pairs.items(), 1):
+        difference = _difference(both)
+        if difference.any():
+            ranks[name] = min(rank or max(difference.shape), *difference.shape)
+            if energy is not None:
+                ranks[name] = rank_of(_values(difference), energy)
+        progress(done, 2 * total)
+    if not ranks:
+        raise UserError("the models do not differ in any layer")
+    prefix = after.lora_prefix
+    shapes = {}
+    for name, most in ranks.items():
+        out, *inputs = after.layers[name].shape
+        shapes[prefix + name] = (most, *inputs), (out, most, *[1] * (len(inputs) - 1))
+    shares = []
+    with LoraWriter(output, shapes, dtype, _header(tuned, base)) as writer:
+        for done, (name, most) in enumerate(ranks.items(), 1):
+            down, up, share = nearest(_difference(pairs[name]), most)
+            own_down, own_up = shapes[prefix + name]
+            writer.add(prefix + name, down.reshape(own_down), up.reshape(own_up))
+            shares.append(share)
+            progress(total + done * total // len(ranks), 2 * total)
+    return {
+        "path": str(output),
+        "modules": len(ranks),
+        "ranks": sorted(set(ranks.values())),
+        "kept": {"least": min(shares), "mean": sum(shares) / len(shares)},
+        "left_out": _others(after, before),
+    }
+
+
+def _denoisers(tuned: Model, base: Model, component: str | None) -> tuple[Component, Component]:
+    """Return the network of both models that is compared.
+
+    Raises:
+        UserError: They have two, and none was chosen, or they have different layouts.
+    """
+    names = [component] if component is not None else tuned.denoisers
+    if len(names) > 1:
+        raise UserError(
+            "the models have two denoisers",
+            "--component transformer is for high noise, --component transformer_2 for low",
+        )
+    pair = []
+    for model in (tuned, base):
+        own = model.components.get(names[0])
+        if own is None and len(model.denoisers) == 1:
+            own = model.components[model.denoisers[0]]
+        if own is None:
+            raise UserError(f"{model.root} has no {names[0]}")
+        pair.append(own)
+    if pair[0].original != pair[1].original:
+        raise UserError("one of the models has diffusers' layers, and one its authors'")
+    return pair[0], pair[1]
+
+
+def _difference(both: tuple[StoredTensor, StoredTensor]) -> torch.Tensor:
+    """Return what a layer's weight changed by, `(out, in)` in fp32.
+
+    Raises:
+        UserError: One is packed.
+    """
+    for place in both:
+        if not place.dtype.is_floating_point or place.dtype.itemsize < 2:
+            raise UserError(
+                f"{place.name} is stored as {str(place.dtype).removeprefix('torch.')}",
+                "extract from bf16, fp16 or fp32 models",
+            )
+    after, before = (read_stored(place).float() for place in both)
+    return (after - before).flatten(1)
+
+
+def _values(difference: torch.Tensor) -> torch.Tensor:
+    """Return singular values, largest first, through the smaller Gram matrix in fp64."""
+    wide = difference.double()
+    gram = wide @ wide.T if len(wide) <= wide.shape[1] else wide.T @ wide
+    return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).sqrt()
+
+
+def nearest(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return the truncated SVD of a matrix as two factors.
+
+    The eigenvectors of the smaller Gram matrix are the singular vectors of that side, and to
+    project onto them is the best of that rank. In fp64 this loses nothing that fp32 holds, in a
+    fourth of the time of an SVD.
+
+    Args:
+        difference: `(out, in)`.
+        rank: At most the smaller of both.
+
+    Returns:
+        Down `(rank, in)` and up `(out, rank)` in fp32, both with the root of the singular values;
+        and the share of the squared norm that they keep.
+    """
+    wide = difference.double()
+    flipped = len(wide) > wide.shape[1]
+    wide = wide.T if flipped else wide
+    squares, vectors = torch.linalg.eigh(wide @ wide.T)
+    left = vectors.flip(1)[:, :rank]  # (small, rank), largest first
+    right = left.T @ wide
+    roots = squares.flip(0)[:rank].clamp_min(0).pow(0.25)[:, None]
+    safe = roots.clamp_min(torch.finfo(torch.float64).tiny)
+    up, down = left * roots.T, right / safe
+    share = float(right.square().sum() / wide.square().sum())
+    if flipped:
+        up, down = down.T, up.T
+    return down.float().contiguous(), up.float().contiguous(), min(1.0, share)
+
+
+def _others(after: Component, before: Component) -> int:
+    """Return how many tensors differ that are no layers: biases, norms and the like."""
+    layers = {place.name for place in after.layers.values()}
+    count = 0
+    for name, place in after.tensors.items():
+        other = before.tensors.get(name)
+        if name in layers or other is None or not name.startswith(after.prefix):
+            continue
+        differs = place.shape != other.shape or not torch.equal(
+            read_stored(place).float(), read_stored(other).float()
+        )
+        count += differs
+    return count
+
+
+def _header(tuned: Model, base: Model) -> Mapping[str, str]:
+    family = base.family or tuned.family
+    return {"fsdp_tui.model_family": family} if family else {}

@@ -1,0 +1,232 @@
+"""Add LoRAs to a model's weights: tensor by tensor, summed up in fp32 and rounded once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from safetensors import safe_open
+
+from engine.exports.components import bytes_to_copy, files_of, take_over
+from engine.exports.modelspec import HASH, PREFIX, UNKNOWN_HASH, date_of
+from engine.exports.readback import VerifiedFile
+from engine.exports.source import read_stored
+from engine.loras.output import aside_file, check_room, in_sentences
+from engine.loras.placing import uses_of
+from jobs.errors import UserError
+from jobs.run.rundir import sync
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from engine.loras.lora_file import LoraFile
+    from engine.loras.models import Component, Model
+    from engine.loras.placing import Use
+    from engine.model.files.weight_files import StoredTensor
+
+_STALE: Final = ("sshs_", f"{PREFIX}hash_")
+
+
+def merge_into(
+    files: list[LoraFile],
+    weights: list[float],
+    model: Model,
+    output: Path,
+    *,
+    component: str | None,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Write a model with LoRAs added to its weights.
+
+    Args:
+        files: The LoRAs.
+        weights: What each is multiplied by.
+        model: The model, which is only read.
+        output: The directory or file to write; must not exist.
+        component: The denoiser that they are for, of a model with two.
+        progress: Called with tensors done, of all.
+
+    Returns:
+        How many layers were changed.
+
+    Raises:
+        UserError: A LoRA is not one of this model, or the output cannot be written.
+    """
+    if any(file.is_dora for file in files) and (len(files) > 1 or weights != [1.0]):
+        raise UserError("a DoRA can only be merged alone and at weight 1: it sets lengths")
+    uses: dict[str, dict[str, list[Use]]] = {}
+    for file, weight in zip(files, weights, strict=True):
+        for name, of_layers in uses_of(file, weight, model, component).items():
+            mine = uses.setdefault(name, {})
+            for layer, some in of_layers.items():
+                mine.setdefault(layer, []).extend(some)
+    _check_precision(model, uses)
+    changed = {name: model.components[name] for name in uses}
+    total = sum(len(component.tensors) for component in changed.values())
+    done = 0
+
+    def more() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    if model.root.is_file():
+        (only,) = changed.values()
+        size = sum(_bytes(tensor) for tensor in only.tensors.values())
+        check_room(output, size)
+        facts = {name: (place.dtype, place.shape) for name, place in only.tensors.items()}
+        header = _header(model.root, files, output)
+        with aside_file(output, facts, header) as written:
+            _write(only, only.tensors, uses[only.name], written, more)
+    else:
+        _write_directory(model, changed, uses, files, output, more)
+    layers = sum(len(of_layers) for of_layers in uses.values())
+    return {"path": str(output), "layers": layers, "components": sorted(filter(None, uses))}
+
+
+def _check_precision(model: Model, uses: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse weights that a sum would be rounded away in.
+
+    Raises:
+        UserError: One is packed, or in 8 bits.
+    """
+    for name, of_layers in uses.items():
+        component = model.components[name]
+        for layer in of_layers:
+            dtype = component.layers[layer].dtype
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise UserError(
+                    f"{layer} of {model.root} is stored as {str(dtype).removeprefix('torch.')}",
+                    "merge into the bf16, fp16 or fp32 model",
+                )
+
+
+def _write_directory(
+    model: Model,
+    changed: Mapping[str, Component],
+    uses: Mapping[str, Mapping[str, list[Use]]],
+    files: list[LoraFile],
+    output: Path,
+    more: Callable[[], None],
+) -> None:
+    """Write a directory like the model's, with its files' own names."""
+    own = {tensor.file for c in changed.values() for tensor in c.tensors.values()}
+    size = sum(_bytes(tensor) for c in changed.values() for tensor in c.tensors.values())
+    copies = []
+    if model.index is not None:
+        first, *others = changed
+        copies = [
+            copy
+            for copy in files_of(model.root, dict(model.index), first)
+            if not copy.name.startswith(tuple(f"{name}/" for name in others))
+            or (copy.name.endswith(".json") and ".index." not in copy.name)
+        ]
+        size += bytes_to_copy(copies, output.absolute().parent)
+    check_room(output, size)
+    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    with in_sentences(output):
+        try:
+            aside.mkdir()
+            for copy in copies:
+                take_over(copy, aside)
+            for component in changed.values():
+                place = aside / component.directory.relative_to(model.root)
+                place.mkdir(parents=True, exist_ok=True)
+                _copy_descriptions(component, place)
+                for file in sorted(own):
+                    tensors = {n: t for n, t in component.tensors.items() if t.file == file}
+                    if not tensors:
+                        continue
+                    facts = {name: (t.dtype, t.shape) for name, t in tensors.items()}
+                    written = VerifiedFile(place / file.name, facts, _header(file, files, output))
+                    try:
+                        _write(component, tensors, uses[component.name], written, more)
+                        written.close()
+                        written.check()
+                    finally:
+                        written.abandon()
+            for directory in [*(path for path in aside.rglob("*") if path.is_dir()), aside]:
+                sync(directory)
+            os.rename(aside, output)
+            sync(output.absolute().parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _copy_descriptions(component: Component, place: Path) -> None:
+    """Copy a component's config, and the index of the weights that are written."""
+    sources = {tensor.file.name for tensor in component.tensors.values()}
+    for path in component.directory.glob("*.json"):
+        # Of several sets of weights one is written, so the others' indices would name nothing.
+        if ".index." in path.name and not any(name in path.read_text() for name in sources):
+            continue
+        if not (place / path.name).exists():
+            shutil.copyfile(path, place / path.name)
+
+
+def _write(
+    component: Component,
+    tensors: Mapping[str, StoredTensor],
+    uses: Mapping[str, list[Use]],
+    written: VerifiedFile,
+    more: Callable[[], None],
+) -> None:
+    """Write tensors one by one, those of changed layers with what changes them."""
+    for name, place in sorted(tensors.items(), key=lambda item: item[1].start):
+        layer = name.removeprefix(component.prefix).removesuffix(".weight")
+        tensor = read_stored(place)
+        mine = uses.get(layer, []) if name.endswith(".weight") else []
+        mine = mine if name.startswith(component.prefix) else []
+        written.add(name, changed_weight(tensor, mine) if mine else tensor)
+        more()
+
+
+@torch.no_grad()
+def changed_weight(weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
+    """Return a weight with what adapters add to it, in its own precision.
+
+    Args:
+        weight: `(out, in, …)`; may be changed in place.
+        uses: What changes it.
+    """
+    wide = weight if weight.dtype is torch.float64 else weight.float()
+    flat = wide.flatten(1)
+    for use in uses:
+        parts = use.source.read(use.module)
+        mine = use.rows >= 0
+        rows = use.rows[mine]
+        if "lokr_w1" in parts:
+            delta = torch.kron(parts["lokr_w1"], parts["lokr_w2"].flatten(1))[mine]
+        else:
+            delta = parts["up"].flatten(1)[mine] @ parts["down"].flatten(1)
+        if "lengths" in parts:
+            whole = flat[rows] + delta
+            lengths = parts["lengths"].flatten()[mine]
+            whole *= (lengths / torch.linalg.vector_norm(whole, dim=1))[:, None]
+            delta = whole - flat[rows]
+        flat.index_add_(0, rows, delta.to(flat.dtype), alpha=use.weight)
+    return flat.view(weight.shape).to(weight.dtype)
+
+
+def _header(source: Path, files: list[LoraFile], output: Path) -> dict[str, str]:
+    """Return the texts of a weights file's header that are true of the merged one."""
+    with safe_open(source, framework="pt") as opened:
+        before: dict[str, str] = opened.metadata() or {}
+    header = {"format": "pt"} | {n: t for n, t in before.items() if not n.startswith(_STALE)}
+    if f"{PREFIX}architecture" in header:
+        base = header.get(f"{PREFIX}title") or source.stem
+        titles = [base, *(f.header.get(f"{PREFIX}title") or f.path.stem for f in files)]
+        header |= {
+            f"{PREFIX}title": output.stem,
+            f"{PREFIX}date": date_of(time.time()),
+            f"{PREFIX}merged_from": ", ".join(titles),
+        }
+    return header | {HASH: UNKNOWN_HASH}
+
+
+def _bytes(tensor: StoredTensor) -> int:
+    return tensor.elements * tensor.dtype.itemsize

@@ -1,0 +1,120 @@
+"""Which families a LoRA can be for, by what its header says or how its modules are called."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from engine.exports.modelspec import PREFIX, families_called
+from engine.loras.lora_file import STYLES, TEXT
+from jobs.errors import UserError
+from jobs.spec.families import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from engine.loras.lora_file import LoraFile
+
+_ALL: Final = frozenset(FAMILIES)
+_STREAMS: Final = frozenset(("flux", "chroma", "hunyuanvideo"))
+_AUTHORS: Final = _STREAMS | {"flux2", "hunyuanvideo15"}
+# Names with underscores for dots, without prefixes, and the families that have such.
+_MARKS: Final = tuple(
+    (re.compile(pattern), frozenset(names))
+    for pattern, names in (
+        (r"double_blocks_\d+_(img|txt)_|single_blocks_\d+_", _AUTHORS),
+        (r"single_transformer_blocks_\d+_attn_to_(qkv_mlp_proj|out$)", ("flux2",)),
+        (r"transformer_blocks_\d+_ff(_context)?_linear_(in|out)", ("flux2",)),
+        (r"single_transformer_blocks_\d+_(proj_mlp|proj_out)", _STREAMS),
+        (
+            r"(?<!single_)transformer_blocks_\d+_attn_(to_|add_)",
+            (*_AUTHORS, "sd3", "qwen_image", "auraflow"),
+        ),
+        (r"(?<!single_)transformer_blocks_\d+_(img|txt)_mlp_", ("qwen_image",)),
+        (r"joint_blocks_\d+_", ("sd3",)),
+        (r"joint_transformer_blocks_\d+_|(double|single)_layers_\d+_", ("auraflow",)),
+        (r"(double|single)_stream_blocks_\d+_", ("hidream",)),
+        (r"(layers|(noise|context)_refiner)_\d+_attention_to_", ("z_image",)),
+        (r"(layers|(noise|context)_refiner)_\d+_attn_to_", ("lumina2",)),
+        (
+            r"(layers|(noise|context)_refiner)_\d+_(attention_(qkv|out)|feed_forward)",
+            ("z_image", "lumina2"),
+        ),
+        (r"^blocks_\d+_(self_attn|ffn|attn[12])_", ("wan",)),
+        (r"^blocks_\d+_(attn|cross_attn_(q|kv)_linear|mlp)", ("pixart_sigma",)),
+        (r"^blocks_\d+_cross_attn_[qkvo](_img)?$", ("wan",)),
+        (
+            r"^transformer_blocks_\d+_(attn[12]_to_|ff_net)",
+            (*_STREAMS, "hunyuanvideo15", "sd3", "ltxvideo", "pixart_sigma", "sana"),
+        ),
+        (r"^transformer_blocks_\d+_attn[12]_to_", ("ltxvideo", "pixart_sigma", "sana", "sd3")),
+        (
+            r"(down|up|mid)_blocks?_.*(attentions|resnets|samplers)_"
+            r"|(input|output)_blocks_\d+_|middle_block_",
+            ("sdxl", "stable_diffusion"),
+        ),
+    )
+)
+
+
+def families_of(modules: Collection[str], header: Mapping[str, str]) -> frozenset[str]:
+    """Return the families that a LoRA can be for; empty where nothing tells.
+
+    Args:
+        modules: Its modules, as it names them.
+        header: Its header's texts.
+    """
+    family = header.get("fsdp_tui.model_family", "")
+    if family in _ALL:
+        return frozenset((family,))
+    if called := families_called(header.get(f"{PREFIX}architecture", "")):
+        return called
+    return _named(name for name in modules if not name.startswith(TEXT))
+
+
+def _named(modules: Iterable[str]) -> frozenset[str]:
+    """Return the families that have modules of all these names."""
+    possible, marked = _ALL, False
+    for module in modules:
+        prefix = next((prefix for prefix in STYLES if module.startswith(prefix)), "")
+        name = module.removeprefix(prefix).replace(".", "_")
+        for pattern, names in _MARKS:
+            if pattern.search(name):
+                possible, marked = possible & names, True
+    return possible if marked else frozenset()
+
+
+def check_together(files: list[LoraFile]) -> None:
+    """Refuse files that are for different models, or name modules differently.
+
+    Raises:
+        UserError: They are.
+    """
+    first, styles = files[0], [file.style for file in files]
+    for file, style in zip(files, styles, strict=True):
+        if style != styles[0]:
+            raise UserError(
+                f"{first.path.name} has names of {styles[0]} and {file.path.name} of {style}",
+                "merge files with the same names; an export has several",
+            )
+        mine, theirs = (families_of(each.modules, each.header) for each in (first, file))
+        if mine and theirs and not mine & theirs:
+            raise UserError(
+                f"{first.path.name} is for {_or(mine)} and {file.path.name} for {_or(theirs)}"
+            )
+        for module in first.modules.keys() & file.modules.keys():
+            if _sides(first, module) != _sides(file, module):
+                raise UserError(
+                    f"{module} has other sizes in {file.path.name} than in {first.path.name}: "
+                    "they are for different models"
+                )
+
+
+def _sides(file: LoraFile, module: str) -> tuple[int, ...]:
+    """Return a layer's outputs, inputs and kernel, as an adapter has them."""
+    parts = file.modules[module]
+    return (parts["up"].shape[0], *parts["down"].shape[1:]) if "down" in parts else ()
+
+
+def _or(names: Collection[str]) -> str:
+    return " or ".join(sorted(names))

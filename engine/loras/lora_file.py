@@ -1,0 +1,355 @@
+"""A LoRA file as these tools see it: its layers one at a time, scaled, under its own names."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft import LoraConfig
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+
+from engine.exports.modelspec import HASH, PREFIX, UNKNOWN_HASH, date_of
+from engine.exports.source import read_stored
+from engine.loras.output import aside_file, check_room
+from engine.model.adapters import lokr_file
+from engine.model.adapters.adapter_config import read_adapter_config
+from engine.model.adapters.lora_file import CANNOT, check_sizes, split_name
+from engine.model.files.weight_files import read_header
+from jobs.errors import UserError
+from jobs.models.find_lora import find_lora
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from engine.model.files.weight_files import StoredTensor
+
+Parts = dict[str, torch.Tensor]
+"""Part of an adapter (`down`, `up`, `lengths`, a part of a LoKr) → tensor."""
+
+# What names of modules begin with, and whose names these are.
+STYLES: Final = {
+    "diffusion_model.": "comfyui",
+    "lora_unet_": "kohya",
+    "lora_te": "kohya",
+    "lora_transformer_": "kohya",
+    "lycoris_": "kohya",
+    "base_model.model.": "peft",
+    "transformer.": "diffusers",
+    "transformer_2.": "diffusers",
+    "unet.": "diffusers",
+    "text_encoder.": "diffusers",
+    "text_encoder_2.": "diffusers",
+    "text_encoder_3.": "diffusers",
+}
+TEXT: Final = ("text_encoder", "lora_te")
+_BARE: Final = "diffusers without a prefix"
+_ENDS: Final = {
+    "comfyui": ("lora_A.weight", "lora_B.weight"),
+    "kohya": ("lora_down.weight", "lora_up.weight"),
+}
+# What is true of a file that is made of others that say the same. All else goes: hashes would be
+# those of other tensors, and kohya's scripts write the captions' tags into headers.
+_KEPT: Final = (
+    *("ss_base_model_version", "ss_network_module", "fsdp_tui.base_model"),
+    *("fsdp_tui.model_family", "fsdp_tui.model_flavour", "fsdp_tui.model_type"),
+    *(
+        f"{PREFIX}{name}"
+        for name in (
+            *("sai_model_spec", "architecture", "implementation", "resolution"),
+            *("prediction_type", "timestep_range", "license", "author", "encoder_layer"),
+        )
+    ),
+)
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA on the disk.
+
+    Attributes:
+        path: The file.
+        header: Its header's texts.
+        modules: Module, as the file names it → part of its adapter → where that lies.
+    """
+
+    path: Path
+    header: Mapping[str, str]
+    modules: Mapping[str, Mapping[str, StoredTensor]]
+
+    @property
+    def style(self) -> str:
+        """Whose names it has; of several, those of the denoiser."""
+        styles = [style_of(module) for module in self.modules if not module.startswith(TEXT)]
+        return (styles or [style_of(next(iter(self.modules)))])[0]
+
+    @property
+    def is_lokr(self) -> bool:
+        return any(part in parts for parts in self.modules.values() for part in lokr_file.PARTS)
+
+    @property
+    def is_dora(self) -> bool:
+        return any("lengths" in parts for parts in self.modules.values())
+
+    def rank(self, module: str) -> int:
+        """Return the rank of a module's adapter, which is no LoKr."""
+        return self.modules[module]["down"].shape[0]
+
+    def scale(self, module: str) -> float:
+        """Return what a module's product is multiplied by.
+
+        Raises:
+            UserError: Its alpha is zero, which tools understand differently, or cannot be read.
+        """
+        parts = self.modules[module]
+        if "alpha" in parts:
+            alpha = float(read_stored(parts["alpha"]))
+            if not alpha or not math.isfinite(alpha):
+                raise UserError(
+                    f"{self.path.name}: the alpha of {module} is {alpha:g}, which some tools take "
+                    "for no effect and some for the rank"
+                )
+            if self.is_lokr:
+                parted = parts.get("lokr_w2_b", parts.get("lokr_w1_b"))
+                return 1.0 if parted is None else alpha / parted.shape[0]
+            return alpha / self.rank(module)
+        prefix = next((prefix for prefix in STYLES if module.startswith(prefix)), "")
+        part = "transformer" if prefix == "base_model.model." else prefix.rstrip(".")
+        config = self._config(part)
+        name = module.removeprefix(prefix)
+        if self.is_lokr:
+            rank, alpha = _of(config, "r", name, 1), _of(config, "alpha", name, None)
+            return 1.0 if alpha is None else alpha / rank
+        rank = self.rank(module)
+        alpha = _of(config, "lora_alpha", name, rank)
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        if not scale:
+            raise UserError(f"{self.path.name}: lora_alpha is 0: the file has no effect")
+        return float(scale)
+
+    def read(self, module: str) -> Parts:
+        """Read a module's adapter in fp32, its scale multiplied into `up` or `lokr_w1`.
+
+        Raises:
+            UserError: A number in it is not finite, or the file cannot be read.
+        """
+        parts = {
+            part: read_stored(place).float()
+            for part, place in self.modules[module].items()
+            if part != "alpha"
+        }
+        if not all(tensor.isfinite().all() for tensor in parts.values()):
+            raise UserError(f"{self.path.name}: {module} has values that are not finite")
+        scale = self.scale(module)
+        if "lokr_w1_a" in parts:
+            parts["lokr_w1"] = parts.pop("lokr_w1_a") @ parts.pop("lokr_w1_b")
+        if "lokr_w2_a" in parts:
+            parts["lokr_w2"] = parts.pop("lokr_w2_a") @ parts.pop("lokr_w2_b").flatten(1)
+        scaled = "lokr_w1" if "lokr_w1" in parts else "up"
+        parts[scaled] = parts[scaled] * scale
+        return parts
+
+    def _config(self, part: str) -> dict[str, Any]:
+        try:
+            return read_adapter_config(self.path, self.header, self.modules, part)
+        except UserError as error:
+            raise UserError(f"{self.path.name}: {error.message}") from None
+
+
+def _of(config: Mapping[str, Any], key: str, name: str, default: Any) -> Any:
+    """Return a layer's rank or alpha, as peft's configuration has it."""
+    patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern") or {}
+    return patterns.get(get_pattern_key(list(patterns), name), config.get(key, default))
+
+
+def open_lora(place: str) -> LoraFile:
+    """Open a LoRA; only its header is read.
+
+    Args:
+        place: The file, or a directory with one.
+
+    Raises:
+        UserError: There is none, or it is damaged, empty or no LoRA.
+    """
+    path = find_lora(place)
+    if path is None:
+        raise UserError(f"there is no LoRA at {place}")
+    if not path.stat().st_size:
+        raise UserError(f"{path} is empty")
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    try:
+        for tensor in read_header(path):
+            module, part = split_name(path, tensor.name)
+            modules.setdefault(module, {})[part] = tensor
+        for module, parts in modules.items():
+            check_sizes(path, module, {part: tensor.shape for part, tensor in parts.items()})
+    except UserError as error:
+        raise in_words(error) from None
+    if not modules:
+        raise UserError(f"{path} holds no tensors")
+    alphas = {"alpha" in parts for parts in modules.values()}
+    if len(alphas) > 1:
+        module = next(module for module, parts in modules.items() if "alpha" not in parts)
+        raise UserError(f"{path.name}: {module} has no alpha, and other modules have one")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return LoraFile(path, opened.metadata() or {}, modules)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path.name} cannot be read ({error})") from None
+
+
+def in_words(error: UserError) -> UserError:
+    """Return an error of the readers of `init_lora` as one of these tools."""
+    if not error.message.startswith(CANNOT):
+        return error
+    return UserError(f"cannot use {error.message.removeprefix(CANNOT)}")
+
+
+def style_of(module: str) -> str:
+    """Return whose name a module has."""
+    return next((style for prefix, style in STYLES.items() if module.startswith(prefix)), _BARE)
+
+
+class LoraWriter:
+    """Writes a LoRA, one module at a time, and gives it its name when it has been read back.
+
+    Args:
+        output: The file; must not exist.
+        modules: Module → shapes of its down and up.
+        dtype: What the matrices are stored in.
+        header: Texts that are still true of it.
+
+    Raises:
+        UserError: There is such a file, or no room for it.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+        dtype: torch.dtype,
+        header: Mapping[str, str],
+    ) -> None:
+        self._modules = modules
+        self._output = output
+        facts: dict[str, Any] = {}
+        for module, shapes in modules.items():
+            for name, shape in zip(self._names(module), shapes, strict=True):
+                facts[name] = (dtype, shape)
+            if style_of(module) == "kohya":
+                facts[f"{module}.alpha"] = (torch.float32, ())
+        size = sum(kind.itemsize * math.prod(shape) for kind, shape in facts.values())
+        check_room(output, size)
+        self._config = None
+        if output.name == SAFETENSORS_WEIGHTS_NAME:  # peft looks for its own beside that name
+            self._config = output.with_name(CONFIG_NAME)
+            if self._config.exists():
+                raise UserError(f"{self._config} exists, and {output.name} needs its own")
+        self._opened = aside_file(output, facts, dict(header) | _header(modules))
+        self._file = self._opened.__enter__()
+
+    def add(self, module: str, down: torch.Tensor, up: torch.Tensor) -> None:
+        """Write a module's matrices, whose product is what changes the weight."""
+        for name, tensor in zip(self._names(module), (down, up), strict=True):
+            self._file.add(name, tensor)
+        if style_of(module) == "kohya":
+            self._file.add(f"{module}.alpha", torch.tensor(float(down.shape[0])))
+
+    def __enter__(self) -> LoraWriter:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Finish the file, or remove it after an exception."""
+        self._opened.__exit__(kind, error, trace)
+        if kind is None and self._config is not None:
+            (config,) = _configs(self._modules).values()
+            text = json.dumps(config | {"inference_mode": True}, indent=2, sort_keys=True)
+            self._config.write_text(text + "\n", encoding="utf-8")
+
+    @staticmethod
+    def _names(module: str) -> tuple[str, str]:
+        down, up = _ENDS.get(style_of(module), _ENDS["comfyui"])
+        return f"{module}.{down}", f"{module}.{up}"
+
+
+def header_of(files: list[LoraFile], output: Path) -> dict[str, str]:
+    """Return what the headers of files agree on and what is true of a file made of them.
+
+    Args:
+        files: What it is made of.
+        output: The file.
+    """
+    first = files[0].header
+    header = {
+        name: first[name]
+        for name in _KEPT
+        if name in first and all(file.header.get(name) == first[name] for file in files)
+    }
+    if f"{PREFIX}architecture" not in header:  # the standard takes no file without one
+        return {name: text for name, text in header.items() if not name.startswith(PREFIX)}
+    header |= {f"{PREFIX}title": output.stem, f"{PREFIX}date": date_of(time.time())}
+    if len(files) > 1:
+        titles = [file.header.get(f"{PREFIX}title") or file.path.stem for file in files]
+        header[f"{PREFIX}merged_from"] = ", ".join(titles)
+    return header
+
+
+def _header(modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, str]:
+    """Return the header's own part: ranks, which all readers find where they look for alphas."""
+    ranks = [down[0] for down, _ in modules.values()]
+    most = max(ranks, key=ranks.count)
+    header = {"format": "pt", HASH: UNKNOWN_HASH}
+    if style_of(next(iter(modules))) == "kohya":
+        header |= {"ss_network_dim": str(most), "ss_network_alpha": str(float(most))}
+    # Also under peft's names: an adapter_config.json of another file must not scale this one.
+    values = {
+        f"{part}.{key}" if part else key: value
+        for part, config in _configs(modules).items()
+        for key, value in config.items()
+    }
+    if values:
+        header[LORA_ADAPTER_METADATA_KEY] = json.dumps(values, indent=2, sort_keys=True)
+    return header
+
+
+def _configs(
+    modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+) -> dict[str, dict[str, Any]]:
+    """Return peft's configuration of each part of the pipeline, where the names are diffusers'."""
+    parts: dict[str, dict[str, int]] = {}
+    for module, (down, _) in modules.items():
+        if style_of(module) in ("kohya", "comfyui"):
+            continue
+        prefix = next((prefix for prefix in STYLES if module.startswith(prefix)), "")
+        part = "transformer" if prefix == "base_model.model." else prefix.rstrip(".")
+        parts.setdefault(part, {})[module.removeprefix(prefix)] = down[0]
+    configs = {}
+    for part, ranks in parts.items():
+        most = max(ranks.values(), key=list(ranks.values()).count)
+        # Peft also finds a pattern behind a dot: only anchored, a name is that of one module.
+        pattern = {f"^{name}": rank for name, rank in sorted(ranks.items()) if rank != most}
+        config = LoraConfig(
+            r=most,
+            lora_alpha=most,
+            rank_pattern=pattern,
+            alpha_pattern=dict(pattern),
+            target_modules=sorted(ranks),
+        ).to_dict()
+        config["target_modules"] = sorted(ranks)
+        configs[part] = {
+            key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+        }
+    return configs
+
+
+def modules_of(files: list[LoraFile]) -> Iterator[tuple[str, list[LoraFile]]]:
+    """Yield every module of some files, with the files that have it."""
+    for module in dict.fromkeys(module for file in files for module in file.modules):
+        yield module, [file for file in files if module in file.modules]

@@ -1,0 +1,165 @@
+"""The models that LoRAs are merged into or extracted from: where each weight lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from engine.exports.components import read_index
+from engine.model.files.weight_files import read_header, stored_tensors
+from jobs.errors import UserError
+from jobs.paths import expand
+from jobs.run.rundir import read_json
+from jobs.spec.families import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import Any
+
+    from engine.model.files.weight_files import StoredTensor
+
+INDEX: Final = "model_index.json"
+# What the names of a denoiser's weights begin with in files that hold it in its authors' layout.
+_PREFIXES: Final = ("model.diffusion_model.", "diffusion_model.")
+_SECOND: Final = "transformer_2"
+
+
+@dataclass(frozen=True)
+class Component:
+    """A network of a model.
+
+    Attributes:
+        name: Its name in the pipeline; "" in a model of one file.
+        directory: Where its files are.
+        tensors: Name in the files → where it lies.
+        prefix: What its names begin with in the files.
+        original: Whether the names are the authors' and not those of diffusers.
+    """
+
+    name: str
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+    prefix: str = ""
+    original: bool = False
+
+    @property
+    def layers(self) -> dict[str, StoredTensor]:
+        """Layer → its weight, of all that an adapter can change; embeddings are among them."""
+        return {
+            name.removeprefix(self.prefix).removesuffix(".weight"): place
+            for name, place in self.tensors.items()
+            if name.startswith(self.prefix)
+            and name.endswith(".weight")
+            and len(place.shape) in (2, 4, 5)
+        }
+
+    @property
+    def lora_prefix(self) -> str:
+        """What the names of a LoRA for it begin with; all transformers share one in diffusers."""
+        if self.original:
+            return "diffusion_model."
+        return "transformer." if self.name in ("", _SECOND) else f"{self.name}."
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on the disk: a pipeline, a component of one, or a single file.
+
+    Attributes:
+        root: The directory or file.
+        family: The family's name; None where nothing tells.
+        components: Its denoisers, and the text encoders that a LoRA can be for.
+        index: Of a pipeline; None for others.
+    """
+
+    root: Path
+    family: str | None
+    components: Mapping[str, Component]
+    index: Mapping[str, Any] | None = None
+
+    @property
+    def denoisers(self) -> list[str]:
+        return [name for name in self.components if not name.startswith("text_encoder")]
+
+
+def open_model(place: str) -> Model:
+    """Open a model; only headers are read.
+
+    Args:
+        place: A pipeline's directory, that of its denoiser, or a safetensors file.
+
+    Raises:
+        UserError: There is none, it is damaged, or it is several.
+    """
+    root = expand(place)
+    if root.is_file():
+        return _of_file(root)
+    if not root.is_dir():
+        raise UserError(f"there is no model at {place}")
+    if (root / INDEX).is_file():
+        return _of_pipeline(root)
+    tensors = _checked(stored_tensors(root))
+    if not _class_of(root):
+        return Model(root, None, {"": Component("", root, tensors, _prefix(tensors), True)})
+    name = "unet" if _class_of(root).startswith("UNet") else ""
+    name = _SECOND if root.name == _SECOND else name
+    return Model(root, _family_of_component(root), {name: Component(name, root, tensors)})
+
+
+def _of_pipeline(root: Path) -> Model:
+    index = read_index(root)
+    family = next(
+        (f for f in FAMILIES.values() if index.get("_class_name") in f.pipelines),
+        None,
+    )
+    names = [name for name in ("transformer", "unet", _SECOND) if _has(root, index, name)]
+    if not names:
+        raise UserError(f"{root} has no transformer or unet")
+    if family is not None:
+        names += [name for name in family.text_lora if _has(root, index, name)]
+    components = {
+        name: Component(name, root / name, _checked(stored_tensors(root / name))) for name in names
+    }
+    return Model(root, family.name if family else None, components, index)
+
+
+def _has(root: Path, index: Mapping[str, Any], name: str) -> bool:
+    listed = index.get(name)
+    return isinstance(listed, list) and bool(listed[0]) and (root / name).is_dir()
+
+
+def _of_file(file: Path) -> Model:
+    if not file.stat().st_size:
+        raise UserError(f"{file} is empty")
+    tensors = _checked({tensor.name: tensor for tensor in read_header(file)})
+    prefix = _prefix(tensors)
+    component = _class_of(file.parent) if not prefix else ""
+    name = "unet" if component.startswith("UNet") else ""
+    only = Component(name, file.parent, tensors, prefix, original=not component)
+    return Model(file, _family_of_component(file.parent) if component else None, {name: only})
+
+
+def _prefix(tensors: Mapping[str, StoredTensor]) -> str:
+    """Return what the names of a denoiser begin with, in a file that may have other parts too."""
+    return next((p for p in _PREFIXES if any(name.startswith(p) for name in tensors)), "")
+
+
+def _checked(tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    if not tensors:
+        raise UserError("the model's files hold no tensors")
+    return tensors
+
+
+def _class_of(directory: Path) -> str:
+    """Return the class that a component's config names; "" if it has none."""
+    return str((read_json(directory / "config.json") or {}).get("_class_name") or "")
+
+
+def _family_of_component(directory: Path) -> str | None:
+    """Return the family of a denoiser by its class, where that has one."""
+    config = read_json(directory / "config.json") or {}
+    names = [f.name for f in FAMILIES.values() if f.transformer == config.get("_class_name")]
+    if set(names) == {"sdxl", "stable_diffusion"}:  # SDXL's alone sees sizes
+        names = ["sdxl" if config.get("addition_embed_type") else "stable_diffusion"]
+    return names[0] if len(names) == 1 else None

@@ -1,0 +1,310 @@
+"""Which of a model's weights a LoRA changes, and with what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from engine import families
+from engine.loras.kinds import families_of
+from engine.loras.lora_file import TEXT
+from engine.model.adapters.lora_file import Layer, naming_of_texts
+from engine.model.adapters.training_adapter_file import any_naming
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.loras.lora_file import LoraFile, Parts
+    from engine.loras.models import Component, Model
+    from engine.model.files.weight_files import StoredTensor
+
+_NAMED: Final = 3  # modules in an error
+_SECOND: Final = "transformer_2"
+
+
+class Source(Protocol):
+    """Where adapters come from: a file, or what was made of one."""
+
+    def read(self, module: str) -> Parts:
+        """Return a module's adapter, scaled."""
+        ...
+
+
+@dataclass(frozen=True)
+class Use:
+    """An adapter that changes a layer.
+
+    Attributes:
+        source: Where it is.
+        module: Its name there.
+        rows: Which output of the adapter is which of the layer: `(out of the adapter,)`, the
+            layer's row, or -1 for an output of another layer.
+        weight: What it is multiplied by.
+    """
+
+    source: Source
+    module: str
+    rows: torch.Tensor
+    weight: float
+
+
+class Converted:
+    """A LoRA of diffusers' names under the authors'; it is held in memory.
+
+    Args:
+        file: The LoRA.
+        modules: Those to convert → their names in diffusers.
+        family: The model's.
+    """
+
+    def __init__(self, file: LoraFile, modules: Mapping[str, str], family: str) -> None:
+        style = families.load(family).COMFYUI
+        assert style is not None
+        layers: dict[str, torch.Tensor] = {}
+        for module, name in modules.items():
+            parts = file.read(module)
+            layers[f"{name}.lora_A.weight"] = parts["down"]
+            layers[f"{name}.lora_B.weight"] = parts["up"]
+        self._tensors = style.convert(layers)
+        self.modules = [
+            name.removesuffix(".lora_A.weight")
+            for name in self._tensors
+            if name.endswith(".lora_A.weight")
+        ]
+
+    def read(self, module: str) -> Parts:
+        """Return a module's adapter."""
+        return {
+            "down": self._tensors[f"{module}.lora_A.weight"],
+            "up": self._tensors[f"{module}.lora_B.weight"],
+        }
+
+
+def uses_of(
+    file: LoraFile, weight: float, model: Model, component: str | None
+) -> dict[str, dict[str, list[Use]]]:
+    """Return component → layer → what a file adds to it.
+
+    Raises:
+        UserError: A module of the file is for no layer, or has another size.
+    """
+    possible = families_of(file.modules, file.header)
+    if possible and model.family and model.family not in possible:
+        raise UserError(
+            f"{file.path.name} is for {' or '.join(sorted(possible))}, and the model is "
+            f"{model.family}"
+        )
+    texts = {module: parts for module, parts in file.modules.items() if module.startswith(TEXT)}
+    others = {module: parts for module, parts in file.modules.items() if module not in texts}
+    uses: dict[str, dict[str, list[Use]]] = {}
+    of_denoisers = _by_denoiser(file, others, model, component) if others else {}
+    for name, modules in of_denoisers.items():
+        uses[name] = _of_denoiser(file, modules, weight, model, model.components[name])
+    if texts:
+        _of_texts(file, texts, weight, model, uses)
+    return uses
+
+
+def _by_denoiser(
+    file: LoraFile, modules: Mapping[str, Any], model: Model, component: str | None
+) -> dict[str, dict[str, str]]:
+    """Return denoiser → module → its name for a model with one denoiser.
+
+    Raises:
+        UserError: The model has two, and nothing says which one the file is for.
+    """
+    names = model.denoisers
+    if component is not None and component not in names:
+        raise UserError(
+            f"the model has no {component}", f"it has {' and '.join(filter(None, names)) or 'one'}"
+        )
+    second = {m: m.replace(f"{_SECOND}.", "transformer.", 1) for m in modules if _is_second(m)}
+    if component is not None or len(names) == 1:
+        if second and len(second) < len(modules) and len(names) == 1:
+            raise UserError(f"{file.path.name} is for two denoisers, and the model has one")
+        return {component or names[0]: {m: second.get(m, m) for m in modules}}
+    if second:
+        first = {m: m for m in modules if m not in second}
+        return {_SECOND: second} | ({"transformer": first} if first else {})
+    flavour = file.header.get("fsdp_tui.model_flavour", "")
+    if flavour.endswith(("-high", "-low")):
+        return {_SECOND if flavour.endswith("-low") else "transformer": {m: m for m in modules}}
+    raise UserError(
+        f"the model has two denoisers, and {file.path.name} does not say which one it is for",
+        "--component transformer is for high noise, --component transformer_2 for low",
+    )
+
+
+def _is_second(module: str) -> bool:
+    return module.startswith(f"{_SECOND}.")
+
+
+def _of_denoiser(
+    file: LoraFile,
+    modules: Mapping[str, str],
+    weight: float,
+    model: Model,
+    component: Component,
+) -> dict[str, list[Use]]:
+    """Return layer → what a file adds to it.
+
+    Args:
+        file: The LoRA.
+        modules: Its modules for this denoiser → their names for a model with one.
+        weight: What it is multiplied by.
+        model: The model.
+        component: Its denoiser.
+    """
+    own = {name: module for module, name in modules.items()}
+    layers = _layers(component.layers)
+    family = None
+    if model.family is not None and not component.original:
+        family = families.load(model.family)
+    named = any_naming(own, layers, family)
+    if missing := sorted(own.keys() - named.keys()):
+        if component.original and file.style == "diffusers" and not file.is_lokr:
+            return _of_converted(file, modules, weight, model, component)
+        raise _unknown(file, [own[name] for name in missing], model)
+    uses: dict[str, list[Use]] = {}
+    for name, module in own.items():
+        _check_size(file, module, named[name], component.layers, layers)
+        _spread(uses, Use(file, module, named[name], weight), layers)
+    return uses
+
+
+def _of_converted(
+    file: LoraFile,
+    modules: Mapping[str, str],
+    weight: float,
+    model: Model,
+    component: Component,
+) -> dict[str, list[Use]]:
+    """Return the same where the model has its authors' layers, and the file those of diffusers.
+
+    Raises:
+        UserError: No family that the file can be for has such layers.
+    """
+    if file.is_dora:
+        raise UserError(
+            f"{file.path.name} is a DoRA with diffusers' names, and {model.root} has its authors'",
+            "merge the file with ComfyUI's or kohya's names",
+        )
+    prefixes = ("transformer.", "unet.")
+    inner = {m: n[len(p) :] for m, n in modules.items() for p in prefixes if n.startswith(p)}
+    layers, missing = _layers(component.layers), sorted(modules)
+    for family in sorted(families_of(file.modules, file.header)):
+        if families.load(family).COMFYUI is None or len(inner) < len(modules):
+            continue
+        try:
+            converted = Converted(file, inner, family)
+        except UserError:
+            continue
+        named = any_naming(dict.fromkeys(converted.modules), layers, None)
+        missing = sorted(set(converted.modules) - named.keys())
+        if missing:
+            continue
+        uses: dict[str, list[Use]] = {}
+        for module in converted.modules:
+            _spread(uses, Use(converted, module, named[module], weight), layers)
+        return uses
+    raise _unknown(file, missing, model)
+
+
+def _of_texts(
+    file: LoraFile,
+    texts: Mapping[str, Any],
+    weight: float,
+    model: Model,
+    uses: dict[str, dict[str, list[Use]]],
+) -> None:
+    """Add what a file adds to text encoders."""
+    whole: dict[str, StoredTensor] = {}
+    place: dict[str, tuple[str, str]] = {}
+    for name, component in model.components.items():
+        if not name.startswith("text_encoder"):
+            continue
+        for layer, stored in component.layers.items():
+            inner = layer if layer.startswith("text_model.") else f"text_model.{layer}"
+            whole[f"{name}.{inner}"] = stored
+            place[f"{name}.{inner}"] = name, layer
+    layers = _layers(whole)
+    named: dict[str, torch.Tensor] = {}
+    if model.family is not None and layers:
+        named = naming_of_texts(texts, layers, families.load(model.family))
+    if missing := sorted(texts.keys() - named.keys()):
+        raise _unknown(file, missing, model)
+    by_layer: dict[str, list[Use]] = {}
+    for module in texts:
+        _check_size(file, module, named[module], whole, layers)
+        _spread(by_layer, Use(file, module, named[module], weight), layers)
+    for full, some in by_layer.items():
+        name, layer = place[full]
+        uses.setdefault(name, {}).setdefault(layer, []).extend(some)
+
+
+def _layers(stored: Mapping[str, StoredTensor]) -> dict[str, Layer]:
+    """Return a model's layers for naming: their sizes, and the numbers of their rows."""
+    layers: dict[str, Layer] = {}
+    first = 1
+    for name, place in stored.items():
+        parts: Any = {
+            "down": torch.empty(0, *place.shape[1:]),
+            "up": torch.empty(place.shape[0], 0),
+        }
+        layers[name] = Layer(parts, 1.0, first)
+        first += place.shape[0]
+    return layers
+
+
+def _spread(uses: dict[str, list[Use]], use: Use, layers: Mapping[str, Layer]) -> None:
+    """Add an adapter to each layer that it changes."""
+    names = list(layers)
+    firsts = torch.tensor([layer.first for layer in layers.values()])
+    owners = torch.bucketize(use.rows, firsts, right=True) - 1
+    for owner in owners[use.rows > 0].unique().tolist():
+        name = names[owner]
+        rows = torch.where(owners == owner, use.rows - layers[name].first, -1)
+        uses.setdefault(name, []).append(Use(use.source, use.module, rows, use.weight))
+
+
+def _check_size(
+    file: LoraFile,
+    module: str,
+    rows: torch.Tensor,
+    stored: Mapping[str, StoredTensor],
+    layers: Mapping[str, Layer],
+) -> None:
+    """Compare an adapter's sizes with those of the layers that it changes.
+
+    Raises:
+        UserError: They differ; a 1×1 convolution and a linear layer do not.
+    """
+    names = list(layers)
+    firsts = torch.tensor([layer.first for layer in layers.values()])
+    owners = (torch.bucketize(rows, firsts, right=True) - 1)[rows > 0].unique().tolist()
+    inputs = {math.prod(stored[names[owner]].shape[1:]) for owner in owners}
+    shapes = {part: place.shape for part, place in file.modules[module].items()}
+    if "down" in shapes:
+        ours = shapes["up"][0], math.prod(shapes["down"][1:])
+        fits = math.prod(shapes["up"][1:]) == shapes["down"][0]
+    else:
+        left = shapes.get("lokr_w1") or (shapes["lokr_w1_a"][0], shapes["lokr_w1_b"][1])
+        right = shapes.get("lokr_w2")
+        right = right or (shapes["lokr_w2_a"][0], *shapes["lokr_w2_b"][1:])
+        ours, fits = (left[0] * right[0], left[1] * math.prod(right[1:])), True
+    if not fits or inputs != {ours[1]} or len(rows) != ours[0]:
+        raise UserError(f"{file.path.name}: {module} has another size than the model's layer")
+    if (rows == 0).any() and "up" in shapes and file.read(module)["up"][rows == 0].any():
+        raise UserError(f"{file.path.name}: {module} changes a part that the model does not have")
+
+
+def _unknown(file: LoraFile, modules: list[str], model: Model) -> UserError:
+    more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
+    return UserError(
+        f"{file.path.name} changes {', '.join(modules[:_NAMED])}{more}, which {model.root} does "
+        "not have"
+    )

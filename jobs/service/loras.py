@@ -1,0 +1,192 @@
+"""Look at, merge, resize and extract LoRA files, for the command line."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.errors import UserError
+from jobs.machine.engine_tools import Progress, ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_TOOL = "engine.loras"
+
+
+def info(file: str) -> dict[str, Any]:
+    """Return what a LoRA file is: family, names, ranks, alphas, precision, norms and header.
+
+    Raises:
+        UserError: There is none, or it is damaged.
+    """
+    return _ask(["info", f"{_path(file)}"])
+
+
+def merge(
+    files: Sequence[str],
+    output: Path,
+    *,
+    into: str | None = None,
+    component: str | None = None,
+    rank: int | None = None,
+    dtype: str | None = None,
+    progress: Progress = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Merge LoRAs into one, or into a model.
+
+    Args:
+        files: Each a path, or `PATH=WEIGHT`.
+        output: What to write; must not exist.
+        into: The model; None for one LoRA.
+        component: The denoiser that they are for, of a model with two.
+        rank: The largest rank of the LoRA; None for the sum of all.
+        dtype: `fp32`, `bf16` or `fp16`; None for the first file's.
+        progress: Called with what is done, of all.
+        cancelled: Polled several times a second; True ends it and removes what it wrote.
+
+    Raises:
+        UserError: They do not fit together, or the output cannot be written.
+    """
+    weighted = [_weighted(file) for file in files]
+    if into is not None and (rank is not None or dtype is not None):
+        raise UserError(
+            "--rank and --dtype are for a merged LoRA: a model keeps its own precision",
+            "remove them, or --into",
+        )
+    if into is None and component is not None:
+        raise UserError("--component is for a model with two denoisers", "give it --into")
+    words = ["merge", *(path for path, _ in weighted)]
+    words += [f"--weight={weight!r}" for _, weight in weighted]
+    words += [] if into is None else [f"--into={_path(into)}"]
+    return _ask(words, output, progress, cancelled, component=component, rank=rank, dtype=dtype)
+
+
+def resize(
+    file: str,
+    output: Path,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    dtype: str | None = None,
+    progress: Progress = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Write the nearest LoRA of a lower rank.
+
+    Args:
+        file: The LoRA.
+        output: What to write; must not exist.
+        rank: The largest rank of a layer.
+        energy: Instead of that, the share of each layer's squared singular values to keep.
+        dtype: `fp32`, `bf16` or `fp16`; None for the file's.
+        progress: Called with what is done, of all.
+        cancelled: Polled several times a second; True ends it and removes what it wrote.
+
+    Raises:
+        UserError: It is no plain LoRA, or the output cannot be written.
+    """
+    _check_one(rank, energy)
+    words = ["resize", _path(file)]
+    return _ask(words, output, progress, cancelled, rank=rank, energy=energy, dtype=dtype)
+
+
+def extract(
+    tuned: str,
+    base: str,
+    output: Path,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    component: str | None = None,
+    dtype: str | None = None,
+    progress: Progress = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Write the LoRA that is nearest to the difference of two models.
+
+    Args:
+        tuned: The model after training.
+        base: The same before.
+        output: What to write; must not exist.
+        rank: The largest rank of a layer.
+        energy: Instead of that, the share of each layer's squared singular values to keep.
+        component: The denoiser, of models with two.
+        dtype: `fp32`, `bf16` or `fp16`; bf16 by default.
+        progress: Called with what is done, of all.
+        cancelled: Polled several times a second; True ends it and removes what it wrote.
+
+    Raises:
+        UserError: They are not the same model, or the output cannot be written.
+    """
+    _check_one(rank, energy)
+    words = ["extract", _path(tuned), _path(base)]
+    options = {"rank": rank, "energy": energy, "component": component, "dtype": dtype}
+    return _ask(words, output, progress, cancelled, **options)
+
+
+def _ask(
+    words: list[str],
+    output: Path | None = None,
+    progress: Progress = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+    **options: object,
+) -> dict[str, Any]:
+    """Run the tool of the engine.
+
+    Args:
+        words: The command and its operands.
+        output: What it writes.
+        progress: Called with what is done, of all.
+        cancelled: Polled several times a second.
+        options: Its options; None is not passed on.
+    """
+    if output is not None:
+        options["output"] = _path(str(output))
+    words += [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+    def report(line: str) -> None:
+        match line.split():
+            case ["lora", done, total] if done.isdigit() and total.isdigit():
+                progress(int(done), int(total))
+
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as folder:
+        return ask(_TOOL, words, Path(folder, "answer"), report, cancelled)
+
+
+def _check_one(rank: int | None, energy: float | None) -> None:
+    if (rank is None) == (energy is None):
+        raise UserError("give either --rank or --energy")
+    if energy is not None and not 0 < energy <= 1:
+        raise UserError("--energy is a share of all, above 0 and at most 1")
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """Return a file and its weight, of `PATH` or `PATH=WEIGHT`; a path may have = in it.
+
+    Raises:
+        UserError: The weight is no finite number.
+    """
+    path, equals, last = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return _path(text), 1.0
+    try:
+        weight = float(last)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(
+            f"{text}: {last or 'nothing'} is no weight", "for example style.safetensors=0.8"
+        )
+    return _path(path), weight
+
+
+def _path(text: str) -> str:
+    """Return a path as the tool can take it: absolute, so that none looks like an option."""
+    try:
+        return str(Path(text).expanduser().absolute())
+    except RuntimeError:
+        raise UserError(f"{text}: no such home directory") from None

@@ -8,7 +8,7 @@ import torch
 
 from engine.exports.source import read_stored
 from engine.loras.combine import rank_of
-from engine.loras.lora_file import LoraWriter
+from engine.loras.lora_file import COMPONENT, LoraWriter
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def extract(
         out, *inputs = after.layers[name].shape
         shapes[prefix + name] = (most, *inputs), (out, most, *[1] * (len(inputs) - 1))
     shares = []
-    with LoraWriter(output, shapes, dtype, _header(tuned, base)) as writer:
+    with LoraWriter(output, shapes, dtype, _header(tuned, base, after)) as writer:
         for done, (name, most) in enumerate(ranks.items(), 1):
             down, up, share = nearest(_difference(pairs[name]), most)
             own_down, own_up = shapes[prefix + name]
@@ -184,6 +184,10 @@ def _others(after: Component, before: Component) -> int:
     return count
 
 
-def _header(tuned: Model, base: Model) -> Mapping[str, str]:
-    family = base.family or tuned.family
-    return {"fsdp_tui.model_family": family} if family else {}
+def _header(tuned: Model, base: Model, component: Component) -> Mapping[str, str]:
+    """Return what is known of the model; both denoisers' LoRAs have the same names in them."""
+    values = {
+        "fsdp_tui.model_family": base.family or tuned.family,
+        COMPONENT: component.name if len(base.denoisers) > 1 else "",
+    }
+    return {name: text for name, text in values.items() if text}

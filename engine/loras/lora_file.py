@@ -49,6 +49,8 @@ STYLES: Final = {
     "text_encoder_2.": "diffusers",
     "text_encoder_3.": "diffusers",
 }
+COMPONENT: Final = "fsdp_tui.component"
+"""The header's key that says which of a model's two denoisers a LoRA is for."""
 TEXT: Final = ("text_encoder", "lora_te")
 _BARE: Final = "diffusers without a prefix"
 _ENDS: Final = {
@@ -58,6 +60,7 @@ _ENDS: Final = {
 # What is true of a file that is made of others that say the same. All else goes: hashes would be
 # those of other tensors, and kohya's scripts write the captions' tags into headers.
 _KEPT: Final = (
+    COMPONENT,
     *("ss_base_model_version", "ss_network_module", "fsdp_tui.base_model"),
     *("fsdp_tui.model_family", "fsdp_tui.model_flavour", "fsdp_tui.model_type"),
     *(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from engine import families
+from engine.exports.modelspec import PREFIX
 from engine.loras.kinds import families_of
-from engine.loras.lora_file import TEXT
+from engine.loras.lora_file import COMPONENT, TEXT
 from engine.model.adapters.lora_file import Layer, naming_of_texts
 from engine.model.adapters.training_adapter_file import any_naming
 from jobs.errors import UserError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _NAMED: Final = 3  # modules in an error
 _SECOND: Final = "transformer_2"
+_STEPS: Final = 1000  # that a timestep range is counted in
 
 
 class Source(Protocol):
@@ -75,6 +77,13 @@ class Converted:
             for name in self._tensors
             if name.endswith(".lora_A.weight")
         ]
+
+    def equals(self, other: Converted) -> bool:
+        """Return whether another family's conversion is the same."""
+        mine, theirs = self._tensors, other._tensors
+        return mine.keys() == theirs.keys() and all(
+            torch.equal(tensor, theirs[name]) for name, tensor in mine.items()
+        )
 
     def read(self, module: str) -> Parts:
         """Return a module's adapter."""
@@ -130,13 +139,24 @@ def _by_denoiser(
     if second:
         first = {m: m for m in modules if m not in second}
         return {_SECOND: second} | ({"transformer": first} if first else {})
-    flavour = file.header.get("fsdp_tui.model_flavour", "")
-    if flavour.endswith(("-high", "-low")):
-        return {_SECOND if flavour.endswith("-low") else "transformer": {m: m for m in modules}}
+    if (own := expert_of(file.header)) in names:
+        return {own: {m: m for m in modules}}
     raise UserError(
         f"the model has two denoisers, and {file.path.name} does not say which one it is for",
         "--component transformer is for high noise, --component transformer_2 for low",
     )
+
+
+def expert_of(header: Mapping[str, str]) -> str:
+    """Return which of two denoisers a LoRA is for, by what its header says; "" if nothing."""
+    if component := header.get(COMPONENT):
+        return component
+    low, _, high = header.get(f"{PREFIX}timestep_range", "").partition(",")
+    if low.isdigit() and high.isdigit() and (int(low) == 0) != (int(high) >= _STEPS - 1):
+        return _SECOND if int(low) == 0 else "transformer"
+    flavour = header.get("fsdp_tui.model_flavour", "")
+    experts = {"-high": "transformer", "-low": _SECOND}
+    return next((name for end, name in experts.items() if flavour.endswith(end)), "")
 
 
 def _is_second(module: str) -> bool:
@@ -196,6 +216,7 @@ def _of_converted(
     prefixes = ("transformer.", "unet.")
     inner = {m: n[len(p) :] for m, n in modules.items() for p in prefixes if n.startswith(p)}
     layers, missing = _layers(component.layers), sorted(modules)
+    fitting: dict[str, Converted] = {}
     for family in sorted(families_of(file.modules, file.header)):
         if families.load(family).COMFYUI is None or len(inner) < len(modules):
             continue
@@ -205,13 +226,21 @@ def _of_converted(
             continue
         named = any_naming(dict.fromkeys(converted.modules), layers, None)
         missing = sorted(set(converted.modules) - named.keys())
-        if missing:
-            continue
-        uses: dict[str, list[Use]] = {}
-        for module in converted.modules:
-            _spread(uses, Use(converted, module, named[module], weight), layers)
-        return uses
-    raise _unknown(file, missing, model)
+        if not missing:
+            fitting[family] = converted
+    if not fitting:
+        raise _unknown(file, missing, model)
+    first, *others = fitting.values()
+    if not all(first.equals(other) for other in others):  # some order a layer's halves in another
+        raise UserError(
+            f"{file.path.name} can be for {' or '.join(fitting)}, which is not the same here",
+            "merge the file with ComfyUI's or kohya's names",
+        )
+    uses: dict[str, list[Use]] = {}
+    named = any_naming(dict.fromkeys(first.modules), layers, None)
+    for module in first.modules:
+        _spread(uses, Use(first, module, named[module], weight), layers)
+    return uses
 
 
 def _of_texts(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Progress, ask
+from jobs.models.find_model import find_model
+from jobs.paths import exists
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,7 +63,7 @@ def merge(
         raise UserError("--component is for a model with two denoisers", "give it --into")
     words = ["merge", *(path for path, _ in weighted)]
     words += [f"--weight={weight!r}" for _, weight in weighted]
-    words += [] if into is None else [f"--into={_path(into)}"]
+    words += [] if into is None else [f"--into={_model(into)}"]
     return _ask(words, output, progress, cancelled, component=component, rank=rank, dtype=dtype)
 
 
@@ -123,7 +125,7 @@ def extract(
         UserError: They are not the same model, or the output cannot be written.
     """
     _check_one(rank, energy)
-    words = ["extract", _path(tuned), _path(base)]
+    words = ["extract", _model(tuned), _model(base)]
     options = {"rank": rank, "energy": energy, "component": component, "dtype": dtype}
     return _ask(words, output, progress, cancelled, **options)
 
@@ -182,6 +184,12 @@ def _weighted(text: str) -> tuple[str, float]:
             f"{text}: {last or 'nothing'} is no weight", "for example style.safetensors=0.8"
         )
     return _path(path), weight
+
+
+def _model(text: str) -> str:
+    """Return a model's place: a path, or where the name of a downloaded one is."""
+    path = _path(text)
+    return path if exists(Path(path)) else str(find_model(text))
 
 
 def _path(text: str) -> str:

@@ -270,6 +270,9 @@ def test_a_model_of_two_experts_needs_to_know_which(
     status, _, error = tool(capsys, *words, f"--output={tmp_path / 'no'}")
     assert status == 2
     assert "silent.safetensors does not say which one it is for" in error
+    save_file(load_file(file), silent, {"modelspec.timestep_range": "0,875"})
+    assert tool(capsys, *words, f"--output={tmp_path / 'range'}")[0] == 0
+    assert changed_experts(case, tmp_path / "range") == ["transformer_2"]
     words.append("--component=transformer")
     assert tool(capsys, *words, f"--output={tmp_path / 'asked'}")[0] == 0
     assert changed_experts(case, tmp_path / "asked") == ["transformer"]
@@ -280,6 +283,44 @@ def test_a_model_of_two_experts_needs_to_know_which(
         words = ["merge", tmp_path / "both.safetensors", "--weight=1", into]
         assert tool(capsys, *words, f"--output={tmp_path / 'two'}")[0] == 0
         assert changed_experts(case, tmp_path / "two") == ["transformer", "transformer_2"]
+
+
+@pytest.mark.slow
+def test_an_extracted_lora_says_which_expert_it_is_for(
+    wan: tuple[Case, Path], tmp_path: Path, capsys: Any
+) -> None:
+    case, directory = wan
+    into, tuned = f"--into={case.paths.model}", tmp_path / "tuned"
+    words = ["merge", file_of(directory, "kohya"), "--weight=1", into, f"--output={tuned}"]
+    assert tool(capsys, *words)[0] == 0
+    out = tmp_path / "x.safetensors"
+    words = ["extract", tuned, case.paths.model, "--rank=3", f"--output={out}"]
+    assert "the models have two denoisers" in tool(capsys, *words)[2]
+    assert tool(capsys, *words, "--component=transformer_2")[0] == 0
+    words = ["merge", out, "--weight=1", into, f"--output={tmp_path / 'again'}"]
+    assert tool(capsys, *words)[0] == 0
+    assert changed_experts(case, tmp_path / "again") == ["transformer_2"]
+
+
+def test_several_files_stay_several(
+    case: Case, one: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: Any
+) -> None:
+    """With an index, and through the links of a hub cache."""
+    root, blobs = tmp_path / "base", tmp_path / "blobs"
+    model = FluxTransformer2DModel.from_pretrained(case.paths.model / "transformer")
+    model.save_pretrained(blobs, max_shard_size=300_000)
+    root.mkdir()
+    for path in blobs.iterdir():
+        (root / path.name).symlink_to(path)
+    assert len([*root.glob("*.safetensors")]) > 2
+    words = ["merge", file_of(one[0], "kohya"), "--weight=1", f"--into={root}"]
+    assert tool(capsys, *words, f"--output={tmp_path / 'out'}")[0] == 0
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in root.iterdir()}
+    merged = FluxTransformer2DModel.from_pretrained(tmp_path / "out")
+    before = model.state_dict()
+    changes = {name: tensor - before[name] for name, tensor in merged.state_dict().items()}
+    expected = {f"{name}.weight": delta for name, delta in one[1].items()}
+    assert_close({name: t for name, t in changes.items() if t.any()}, expected, 1e-4)
 
 
 def test_one_of_several_sets_of_weights_is_written(

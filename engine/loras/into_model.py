@@ -196,9 +196,14 @@ def changed_weight(weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
     wide = weight if weight.dtype is torch.float64 else weight.float()
     flat = wide.flatten(1)
     for use in uses:
-        parts = use.source.read(use.module)
+        parts = {name: part.to(flat.dtype) for name, part in use.source.read(use.module).items()}
         mine = use.rows >= 0
         rows = use.rows[mine]
+        first = int(rows[0])
+        if "up" in parts and "lengths" not in parts and _in_order(rows):
+            up, down = parts["up"].flatten(1)[mine], parts["down"].flatten(1)
+            flat[first : first + len(rows)].addmm_(up, down, alpha=use.weight)
+            continue
         if "lokr_w1" in parts:
             delta = torch.kron(parts["lokr_w1"], parts["lokr_w2"].flatten(1))[mine]
         else:
@@ -208,8 +213,13 @@ def changed_weight(weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
             lengths = parts["lengths"].flatten()[mine]
             whole *= (lengths / torch.linalg.vector_norm(whole, dim=1))[:, None]
             delta = whole - flat[rows]
-        flat.index_add_(0, rows, delta.to(flat.dtype), alpha=use.weight)
+        flat.index_add_(0, rows, delta, alpha=use.weight)
     return flat.view(weight.shape).to(weight.dtype)
+
+
+def _in_order(rows: torch.Tensor) -> bool:
+    """Return whether rows follow each other, so that they can be added to without a copy."""
+    return torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows)))
 
 
 def _header(source: Path, files: list[LoraFile], output: Path) -> dict[str, str]:

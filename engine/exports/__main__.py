@@ -43,9 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m engine.exports", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--dtype", choices=get_args(ExportDtype), help="default: the job's")
+    dtypes = (*get_args(ExportDtype), "fp8")
+    parser.add_argument("--dtype", choices=dtypes, help="default: the job's; fp8: single files")
     parser.add_argument("--format", action="append", choices=get_args(ExportFormat))
     parser.add_argument("--no_ema", action="store_true", help="export the raw weights")
+    parser.add_argument("--single_file", action="store_true", help="as ComfyUI and Forge load it")
     options = parser.parse_args(arguments)
     try:
         exported = _export(options)
@@ -94,6 +96,7 @@ def _export(options: Namespace) -> dict[str, Any]:
         dtype=options.dtype or spec.export_dtype,
         formats=options.format or spec.export_formats,
         time=checkpoint.time,
+        single_file=options.single_file,
     )
     source = open_checkpoint(checkpoint, ema=ema)
     telling = progress.of("writing")

@@ -63,7 +63,7 @@ class ModelOutput:
         model, self._stored = weights.build_on_meta(
             recipe.family.transformer_class(), recipe.root / recipe.family.component, recipe.spec
         )
-        _check_fit(model, facts)
+        check_fit(model, facts)
         self._missing = set(self._stored)
         planned = {
             place.name: (_stored_in(recipe, model, name, facts, place.dtype), place.shape)
@@ -142,7 +142,7 @@ class ModelOutput:
         path.write_text(text, encoding="utf-8")
 
 
-def _check_fit(model: torch.nn.Module, facts: Mapping[str, Fact]) -> None:
+def check_fit(model: torch.nn.Module, facts: Mapping[str, Fact]) -> None:
     """Refuse tensors that the base model does not have in this shape.
 
     Raises:

@@ -58,7 +58,7 @@ class VerifiedFile:
         if not _finite(stored):
             if _finite(tensor):
                 raise UserError(
-                    f"{name} contains a value too large for float16",
+                    f"{name} contains a value too large for {str(dtype).removeprefix('torch.')}",
                     "export in bf16 or fp32 (export_dtype, --dtype)",
                 )
             raise NotFiniteError(
@@ -114,6 +114,8 @@ def _finite(tensor: torch.Tensor) -> bool:
     """Whether all numbers are; makes no tensor of the same size."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
+    if tensor.dtype.itemsize == 1:  # torch compares none of these
+        tensor = tensor.bfloat16()
     low, high = torch.aminmax(tensor)  # NaN if one is
     return math.isfinite(low.item()) and math.isfinite(high.item())
 

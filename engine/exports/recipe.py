@@ -6,19 +6,22 @@ import json
 import os
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from engine.exports.modelspec import DIFFUSERS, model_spec
+from jobs.spec.keys.export import ExportDtype
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.families import Family
     from jobs.spec.job_spec import JobSpec
-    from jobs.spec.keys.export import ExportDtype, ExportFormat
+    from jobs.spec.keys.export import ExportFormat
 
+FileDtype = ExportDtype | Literal["fp8"]
+"""Precisions of an export; fp8 of a single file alone."""
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,6 +38,7 @@ class Recipe:
         dtype: The precision to store; the job's own by default.
         formats: The names to export a LoRA under; None: all that the family has.
         time: When it was trained, in Unix seconds; 0 where that is not known.
+        single_file: Whether a full model becomes one file with its authors' layers.
     """
 
     spec: JobSpec
@@ -42,9 +46,10 @@ class Recipe:
     root: Path
     step: int
     ema: bool
-    dtype: ExportDtype = "auto"
+    dtype: FileDtype = "auto"
     formats: list[ExportFormat] | None = None
     time: float = 0.0
+    single_file: bool = False
 
     def model_dtype(
         self, trained: torch.dtype, base: torch.dtype, *, keep_fp32: bool

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Self
 from engine.exports.lora import LoraOutput
 from engine.exports.model import ModelOutput
 from engine.exports.place import aside_of, install
+from engine.exports.single_file import SingleFileOutput
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ class Writing:
         self._done = 0
         with ExitStack() as opened, _in_words(target):
             self._aside = opened.enter_context(aside_of(target))
-            kind = LoraOutput if recipe.spec.model_type == "lora" else ModelOutput
-            self._output = kind(recipe, facts, self._aside)
+            self._output = _output_of(recipe)(recipe, facts, self._aside)
             opened.callback(self._output.abandon)
             self.total = len(facts) + self._output.pieces
             self._check_room(self._output.bytes)
@@ -135,6 +135,13 @@ class Writing:
                 f"{free / 1e9:.2f} GB are free",
                 _HINT,
             )
+
+
+def _output_of(recipe: Recipe) -> type[LoraOutput | ModelOutput | SingleFileOutput]:
+    """Return what writes an export."""
+    if recipe.single_file:
+        return SingleFileOutput
+    return LoraOutput if recipe.spec.model_type == "lora" else ModelOutput
 
 
 @contextmanager

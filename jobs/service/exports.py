@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Progress, ask
@@ -48,9 +48,10 @@ def export_checkpoint(
     step: int | None = None,
     *,
     output: Path | None = None,
-    dtype: ExportDtype | None = None,
+    dtype: ExportDtype | Literal["fp8"] | None = None,
     formats: Sequence[ExportFormat] = (),
     ema: bool = True,
+    single_file: bool = False,
     progress: Progress = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Export:
@@ -64,6 +65,7 @@ def export_checkpoint(
         dtype: The precision to store; the job's `export_dtype` by default.
         formats: The names to export a LoRA under; the job's `export_formats` by default.
         ema: Take the average of the weights, if there is one.
+        single_file: Write a full model as one file that ComfyUI and Forge load.
         progress: Called with the percentage done, and 100.
         cancelled: Polled several times a second in the caller's thread; True cancels the export
             and removes what it wrote.
@@ -74,6 +76,10 @@ def export_checkpoint(
         ToolError: The export failed for another reason.
         Cancelled: `cancelled` returned True.
     """
+    if dtype == "fp8" and not single_file:
+        raise UserError(
+            "fp8 is for single files", "add --as single-file, or choose another --dtype"
+        )
     whose, newest = f"job {job.id}", [saved.step for saved in list_checkpoints(job.run_dir)][-1:]
     checkpoint = find_checkpoint(job.run_dir, step, whose)
     state = read_state(checkpoint.path)
@@ -88,12 +94,15 @@ def export_checkpoint(
             ema_left_out=averaged and not ema,
         )
     )
+    if single_file and output is None:  # beside the directory that diffusers loads
+        target = target.with_name(f"{target.name}-single-file")
     name = (state.get("spec") or {}).get("name")
     check_place(target, {"job": name, "step": checkpoint.step, "ema": averaged and ema})
     arguments = [str(checkpoint.path), str(target)]
     arguments += [f"--dtype={dtype}"] if dtype else []
     arguments += [f"--format={each}" for each in formats]
     arguments += [] if ema else ["--no_ema"]
+    arguments += ["--single_file"] if single_file else []
 
     def report(line: str) -> None:
         match line.split():

@@ -219,6 +219,16 @@ def test_every_choice_reaches_the_tool(job: Job, run: Run, asked: list[list[str]
     ]
 
 
+def test_a_single_file_goes_beside_the_directory_and_may_be_fp8(
+    job: Job, run: Run, asked: list[list[str]]
+) -> None:
+    assert run(job.id, "--as", "single-file", "--dtype", "fp8")[0] == 0
+    assert asked[0][2] == f"{job.run_dir.export}-single-file"
+    assert asked[0][3:] == ["--dtype=fp8", "--single_file"]
+    status, _, err = run(job.id, "--dtype", "fp8")
+    assert (status, "fp8 is for single files" in err) == (2, True)
+
+
 def test_an_export_goes_where_nothing_else_is(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     own, step = run_dir.export, tmp_path / "export-step-4"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import click
 
@@ -32,8 +32,15 @@ from tui.cli.common.progress_line import ProgressLine
 )
 @click.option(
     "--dtype",
-    type=click.Choice(get_args(ExportDtype)),
-    help="Precision (default: the job's export_dtype).",
+    type=click.Choice([*get_args(ExportDtype), "fp8"]),
+    help="Precision (default: the job's export_dtype); fp8 for single files.",
+)
+@click.option(
+    "--as",
+    "kind",
+    type=click.Choice(["diffusers", "single-file"]),
+    default="diffusers",
+    help="A full model as a diffusers directory, or as one file for ComfyUI and Forge.",
 )
 @click.option(
     "--format",
@@ -48,7 +55,8 @@ def export(
     job_id: int,
     step: int | None,
     output: Path | None,
-    dtype: ExportDtype | None,
+    dtype: ExportDtype | Literal["fp8"] | None,
+    kind: str,
     formats: tuple[ExportFormat, ...],
     no_ema: bool,
     as_json: bool,
@@ -56,7 +64,8 @@ def export(
     """Export a checkpoint for other tools and print its path.
 
     The job may be running. A LoRA is written with the key names of diffusers and of other tools, a
-    full model as a pipeline for from_pretrained. Every file is read back and compared.
+    full model as a pipeline for from_pretrained, or with --as single-file as one file of its
+    transformer for ComfyUI and Forge. Every file is read back and compared.
     """
     with ProgressLine("exporting") as line:
         made = export_checkpoint(
@@ -66,6 +75,7 @@ def export(
             dtype=dtype,
             formats=formats,
             ema=not no_ema,
+            single_file=kind == "single-file",
             progress=lambda done, total: line(done, total, f"{done} %"),
         )
     for warning in made.warnings:

@@ -1,0 +1,118 @@
+"""A full model as one file: what diffusers' own converters make of it is the model again."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders import single_file_utils
+from safetensors.torch import load_file
+
+from engine.blocks.build import on_meta
+from engine.exports.authors_layout import RENAMES, authors_layout
+from engine.families import load
+from jobs.errors import UserError
+from jobs.spec.families import FAMILIES
+from tests.support.engine.exports import export_alone, recipe_of, trained_model
+from tests.support.engine.toy_jobs import toy_spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Published config, changes to have one block of each kind, and diffusers' converter.
+PUBLISHED = {
+    "flux": (
+        "black-forest-labs--FLUX.1-dev",
+        {"num_layers": 2, "num_single_layers": 2},
+        "convert_flux_transformer_checkpoint_to_diffusers",
+    ),
+    "flux schnell": (
+        "black-forest-labs--FLUX.1-dev",
+        {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": False},
+        "convert_flux_transformer_checkpoint_to_diffusers",
+    ),
+    "qwen_image": ("Qwen--Qwen-Image", {"num_layers": 1}, None),
+    "z_image": (
+        "Tongyi-MAI--Z-Image",
+        {"n_layers": 2, "n_refiner_layers": 1},
+        "convert_z_image_transformer_checkpoint_to_diffusers",
+    ),
+    "wan": (
+        "Wan-AI--Wan2.1-I2V-14B-480P-Diffusers",
+        {"num_layers": 2},
+        "convert_wan_transformer_to_diffusers",
+    ),
+    "wan 2.2": (
+        "Wan-AI--Wan2.2-TI2V-5B-Diffusers",
+        {"num_layers": 1},
+        "convert_wan_transformer_to_diffusers",
+    ),
+}
+
+
+def narrow(name: str) -> dict[str, torch.Tensor]:
+    """A model's tensors with all their rows, but few inputs: none is converted by those."""
+    config, changes, _ = PUBLISHED[name]
+    path = files("jobs") / "models" / "published" / f"{config}.json"
+    values = json.loads(path.read_text(encoding="utf-8")) | changes
+    family = name.partition(" ")[0]
+    with on_meta():
+        model = getattr(diffusers, FAMILIES[family].transformer).from_config(values)
+    draw = torch.Generator().manual_seed(1)
+    return {
+        key: torch.randn([t.shape[0], *(min(n, 2) for n in t.shape[1:])], generator=draw)
+        for key, t in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_diffusers_reads_the_model_back(name: str) -> None:
+    tensors = narrow(name)
+    family = load(name.partition(" ")[0])
+    layout = authors_layout(family, {key: tuple(t.shape) for key, t in tensors.items()})
+    written = {key: made.make(tensors) for key, made in layout.items()}
+    assert sum(t.numel() for t in written.values()) == sum(t.numel() for t in tensors.values())
+    converter = PUBLISHED[name][2]
+    read = getattr(single_file_utils, converter)(written) if converter else written
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
+    assert not converter or not written, "diffusers has no place for some"
+
+
+def test_other_families_are_refused() -> None:
+    assert set(RENAMES) == {name.partition(" ")[0] for name in PUBLISHED}
+    with pytest.raises(UserError, match="sdxl has no single-file export"):
+        authors_layout(load("sdxl"), {})
+    with pytest.raises(UserError, match=r"file of flux has no place for new\.weight"):
+        authors_layout(load("flux"), {"new.weight": (4, 4)})
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp16", "fp8"])
+def test_an_export_is_one_file_of_the_trained_model(toy: Path, tmp_path: Path, dtype: str) -> None:
+    spec = toy_spec(toy, model_type="full", name="cats", model_flavour="schnell")
+    model = trained_model(spec, toy / "model")
+    recipe = recipe_of(spec, toy / "model", dtype=dtype, single_file=True)
+    made = export_alone(model, recipe, tmp_path / "export")
+    assert {path.name for path in made.path.iterdir()} == {"cats.safetensors", "export.json"}
+    found = load_file(made.path / "cats.safetensors")
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    layout = authors_layout(recipe.family, {n: tuple(t.shape) for n, t in tensors.items()})
+    assert found.keys() == layout.keys()
+    assert "double_blocks.0.img_attn.norm.query_norm.scale" in found
+    usual: dict[str, Any] = {"auto": torch.float32, "fp16": torch.float16, "fp8": torch.bfloat16}
+    for name, part in layout.items():
+        layer = dtype == "fp8" and part.layer
+        expected = part.make(tensors).to(torch.float8_e4m3fn if layer else usual[dtype])
+        assert found[name].dtype is expected.dtype
+        assert torch.equal(found[name].float(), expected.float()), name
+
+
+def test_a_lora_is_refused(toy: Path, tmp_path: Path) -> None:
+    spec = toy_spec(toy)
+    model = trained_model(spec, toy / "model")
+    with pytest.raises(UserError, match="a single file is for a full model"):
+        export_alone(model, recipe_of(spec, toy / "model", single_file=True), tmp_path / "export")

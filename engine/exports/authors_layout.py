@@ -8,11 +8,12 @@ whose ups hold numbers of rows says which row of which layer stands where. What 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from engine.exports.made import Made
+from engine.exports.sdxl_layout import sdxl_layout
 from engine.families.shared.lora_names import ComfyUI
 from jobs.errors import UserError
 
@@ -67,46 +68,24 @@ RENAMES: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Made:
-    """A tensor of the authors' layout.
-
-    Attributes:
-        members: The names in diffusers of what it consists of, in order.
-        order: Which row of all of theirs each of its rows is; None where they follow each other.
-        layer: Whether it is a layer's weight, so that it can be stored in 8 bits.
-    """
-
-    members: tuple[str, ...]
-    order: torch.Tensor | None = None
-    layer: bool = False
-
-    def make(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put it together.
-
-        Args:
-            tensors: At least its members, by their names in diffusers.
-        """
-        parts = [tensors[name] for name in self.members]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole if self.order is None else whole[self.order]
-
-
 def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
     """Return the authors' names, and what each tensor consists of.
 
     Args:
         family: The model's.
-        shapes: Name in diffusers → shape, of all its tensors.
+        shapes: Name in diffusers → shape, of all its tensors; of SDXL's components besides the
+            U-Net, `<component>/<name>`.
 
     Raises:
         UserError: The family has no such layout here, or the model a tensor that it does not.
     """
     name, style = family.facts.name, family.COMFYUI
+    if name == "sdxl":
+        return sdxl_layout(shapes)
     if name not in RENAMES or style is None:
         raise UserError(
             f"{name} has no single-file export",
-            f"{', '.join(RENAMES)} have; other families export as a diffusers directory",
+            f"{', '.join(RENAMES)} and sdxl have; others export as a diffusers directory",
         )
     made: dict[str, Made] = {}
     rest = set(shapes)

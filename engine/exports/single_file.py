@@ -10,6 +10,7 @@ from engine.exports.authors_layout import authors_layout
 from engine.exports.model import check_fit
 from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import describe
+from engine.exports.sdxl_layout import PARTS
 from engine.exports.source import read_stored
 from engine.model.files import weights
 from jobs.errors import UserError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from engine.exports.authors_layout import Made
+    from engine.exports.made import Made
     from engine.exports.recipe import Recipe
     from engine.exports.source import Fact
 
@@ -28,8 +29,8 @@ _FP8: Final = torch.float8_e4m3fn
 class SingleFileOutput:
     """Takes a transformer's tensors one by one, and writes them under the authors' names.
 
-    Text encoders and the autoencoder are not in it: both tools load them from files of their own.
-    Only parts of layers that are one there are kept until all have come.
+    Text encoders and the autoencoder are in SDXL's alone: of others, both tools load them from
+    files of their own. Only parts of layers that are one there are kept until all have come.
 
     Args:
         recipe: What is exported.
@@ -58,6 +59,10 @@ class SingleFileOutput:
             recipe.family.transformer_class(), recipe.root / recipe.family.component, recipe.spec
         )
         check_fit(model, facts)
+        if recipe.spec.model_family == "sdxl":
+            for part in PARTS:
+                tensors = weights.stored_tensors(recipe.root / part)
+                self._stored = self._stored | {f"{part}/{name}": t for name, t in tensors.items()}
         shapes = {name: place.shape for name, place in self._stored.items()}
         self._layout = authors_layout(recipe.family, shapes)
         self._owners = {
@@ -67,11 +72,9 @@ class SingleFileOutput:
         for name, made in self._layout.items():
             first = made.members[0]
             trained = facts[first][0] if first in facts else self._stored[first].dtype
-            rows = sum(shapes[member][0] for member in made.members)
-            shape = (rows, *shapes[first][1:]) if shapes[first] else ()
-            planned[name] = (self._dtype(recipe, made, trained), shape)
+            planned[name] = (self._dtype(recipe, made, trained), made.shape(shapes))
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
-        self._missing = set(self._stored)
+        self._missing = set(self._owners)
         self.bytes = sum(
             dtype.itemsize * torch.Size(shape).numel() for dtype, shape in planned.values()
         )

@@ -26,6 +26,8 @@ METADATA: Final = {
 _LAYERS: Final = 2  # `layers_per_block` of SDXL: three entries of a list for each of its blocks
 # Layers of a ResnetBlock2D.
 _RESNET: Final = {
+    "norm1": "in_layers.0",
+    "norm2": "out_layers.0",
     "conv1": "in_layers.2",
     "conv2": "out_layers.3",
     "time_emb_proj": "emb_layers.1",
@@ -34,6 +36,7 @@ _RESNET: Final = {
 # Modules outside of the blocks, and the middle block.
 _SINGLE: Final = {
     "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
     "conv_out": "out.2",
     "time_embedding.linear_1": "time_embed.0",
     "time_embedding.linear_2": "time_embed.2",
@@ -53,7 +56,7 @@ def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
     Raises:
         UserError: A module has no counterpart in Stability's UNet.
     """
-    return {_renamed(module): adapter for module, adapter in adapters.items()}
+    return {module_of_stability(module): adapter for module, adapter in adapters.items()}
 
 
 def rename_of_four_blocks(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
@@ -69,8 +72,12 @@ def rename_of_four_blocks(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]
     return renamed
 
 
-def _renamed(module: str) -> str:
-    """Module of diffusers → module of Stability."""
+def module_of_stability(module: str) -> str:
+    """Return the module of Stability for one of diffusers.
+
+    Raises:
+        UserError: There is none.
+    """
     if module in _SINGLE:
         return _SINGLE[module]
     if match := _PLACE.fullmatch(module):

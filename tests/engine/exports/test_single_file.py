@@ -14,13 +14,18 @@ from safetensors.torch import load_file
 
 from engine.blocks.build import on_meta
 from engine.exports.authors_layout import RENAMES, authors_layout
+from engine.exports.made import Made
+from engine.exports.recipe import Recipe
+from engine.exports.sdxl_layout import PARTS, UNET
 from engine.families import load
 from jobs.errors import UserError
 from jobs.spec.families import FAMILIES
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
+from tests.support.engine.families import Case, toys_root
 from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 # Published config, changes to have one block of each kind, and diffusers' converter.
@@ -85,10 +90,62 @@ def test_diffusers_reads_the_model_back(name: str) -> None:
 
 def test_other_families_are_refused() -> None:
     assert set(RENAMES) == {name.partition(" ")[0] for name in PUBLISHED}
-    with pytest.raises(UserError, match="sdxl has no single-file export"):
-        authors_layout(load("sdxl"), {})
+    with pytest.raises(UserError, match="sana has no single-file export"):
+        authors_layout(load("sana"), {})
     with pytest.raises(UserError, match=r"file of flux has no place for new\.weight"):
         authors_layout(load("flux"), {"new.weight": (4, 4)})
+
+
+def test_an_sdxl_checkpoint_holds_the_whole_pipeline(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Trained U-Net, autoencoder and text encoders, as diffusers' converters read them."""
+    case = Case("sdxl", toys_root(tmp_path_factory))
+    root, spec = case.paths.model, case.spec(model_type="full")
+    model = case.family.transformer_class().from_pretrained(root, subfolder="unet")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    recipe = Recipe(spec, case.family, root, 4, ema=False, single_file=True)
+    made = export_alone(model, recipe, tmp_path / "export")
+    written = load_file(made.path / "sdxl.safetensors")
+    unet = single_file_utils.convert_ldm_unet_checkpoint(dict(written), dict(model.config))
+    assert_same(unet, dict(model.named_parameters()))
+    stock = case.stock()
+    vae = single_file_utils.convert_ldm_vae_checkpoint(dict(written), dict(stock.vae.config))
+    assert_same(vae, dict(stock.vae.named_parameters()))
+    prefix = "conditioner.embedders.0.transformer."
+    clip = single_file_utils.convert_ldm_clip_checkpoint(dict(written), remove_prefix=prefix)
+    assert_same(clip, stored(root / "text_encoder"))
+    prefix = "conditioner.embedders.1.model."
+    big = single_file_utils.convert_open_clip_checkpoint(
+        stock.text_encoder_2, dict(written), prefix=prefix
+    )
+    assert_same(big, stored(root / "text_encoder_2"))
+    assert len(PARTS) == 3
+    assert sum(name.startswith(UNET) for name in written) == len(unet)
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """A text encoder's tensors, by the names that every version of transformers reads."""
+    (file,) = directory.glob("*.safetensors")
+    return {
+        name if name.startswith("text_") else f"text_model.{name}": tensor
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_tensor_is_joined_turned_and_given_a_kernel() -> None:
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1, 3)}
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    for made in (Made(("a", "b")), Made(("a",), transposed=True), Made(("a",), kernel=True)):
+        assert tuple(made.make(tensors).shape) == made.shape(shapes)
+    assert torch.equal(Made(("a",), transposed=True).make(tensors), tensors["a"].T)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp16", "fp8"])

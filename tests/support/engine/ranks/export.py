@@ -25,6 +25,7 @@ from engine.ranks.world import World
 from engine.run_job import build_model, start_training
 from engine.train.schedule_free import is_schedule_free
 from jobs.errors import UserError
+from jobs.run.checkpoint_files import read_checkpoint
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
 from tests.support.engine.run_context import run_context
@@ -89,7 +90,9 @@ class _Case:
             self._export("raw", "t2")
 
     def _export(self, name: str, token: str) -> None:
-        recipe = Recipe(self.spec, self.family, self.root, STEP, ema=False)
+        saved = read_checkpoint(self.run_dir.checkpoint(STEP))
+        when = saved.time if saved is not None else 0.0
+        recipe = Recipe(self.spec, self.family, self.root, STEP, ema=False, time=when)
         barrier = FileBarrier(self.run_dir, token, self.world.rank, self.world.size)
         export(self.training.model, recipe, self.run_dir.root / name, self.world, barrier)
 

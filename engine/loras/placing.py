@@ -250,7 +250,16 @@ def _of_texts(
     model: Model,
     uses: dict[str, dict[str, list[Use]]],
 ) -> None:
-    """Add what a file adds to text encoders."""
+    """Add what a file adds to text encoders.
+
+    Raises:
+        UserError: The model has none here, or not these layers.
+    """
+    if not any(name.startswith("text_encoder") for name in model.components):
+        raise UserError(
+            f"{file.path.name} also changes text encoders, and {model.root} is merged without them",
+            "merge it --into a diffusers directory of the model",
+        )
     whole: dict[str, StoredTensor] = {}
     place: dict[str, tuple[str, str]] = {}
     for name, component in model.components.items():

@@ -16,6 +16,7 @@ from peft.tuners.lokr import LoKrLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from engine.exports.sdxl_layout import sdxl_layout
 from engine.families.shared import flux_kohya
 from engine.loras import into_model
 from engine.model.adapters import lora
@@ -342,3 +343,27 @@ def test_one_of_several_sets_of_weights_is_written(
         "diffusion_pytorch_model.safetensors",
     }
     assert not (out / "flux1-dev.safetensors").exists()
+
+
+@pytest.mark.parametrize("names", ["diffusers", "kohya"])
+def test_an_sdxl_checkpoint_gets_what_its_unet_does(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: Any, names: str
+) -> None:
+    case = Case("sdxl", toys_root(tmp_path_factory))
+    directory, deltas = exported(case, tmp_path / "a")
+    weights = {n: tuple(t.shape) for n, t in weights_of(case.paths.model / "unet").items()}
+    layout = sdxl_layout(weights)
+    files = {}
+    for name, change in (("base", 0.0), ("expected", 1.0)):
+        tensors = dict(weights_of(case.paths.model / "unet"))
+        for module, delta in deltas.items():
+            weight = tensors[f"{module}.weight"]
+            tensors[f"{module}.weight"] = weight + change * delta.view(weight.shape)
+        files[name] = tmp_path / f"{name}.safetensors"
+        made = {key: part.make(tensors).contiguous() for key, part in layout.items()}
+        save_file({key: tensor.clone() for key, tensor in made.items()}, files[name])
+    out = tmp_path / "out.safetensors"
+    words = ["merge", file_of(directory, names), "--weight=1", f"--into={files['base']}"]
+    status, _, error = tool(capsys, *words, f"--output={out}")
+    assert (status, error) == (0, "")
+    assert_close(load_file(out), load_file(files["expected"]), 1e-6)

@@ -175,6 +175,12 @@ def dora_weighted(root: Path) -> list[Any]:
     return ["merge", f"{file}=0.5", "--into", root / "base.safetensors", "--output", root / "m"]
 
 
+def text_layers(root: Path) -> list[Any]:
+    save_file({FLUX_MODEL: torch.zeros(6, 4)}, root / "base.safetensors")
+    file = lora_file(root / "a.safetensors", "lora_te1_text_model_encoder_layers_0_mlp_fc1")
+    return ["merge", file, "--into", root / "base.safetensors", "--output", root / "m"]
+
+
 REFUSED: dict[str, Callable[[Path], list[Any]]] = {
     "the alpha of lora_unet_double_blocks.0.img_attn.qkv is 0": bad_alpha,
     "lora_unet_y has no alpha, and other modules have one": no_alpha,
@@ -183,6 +189,7 @@ REFUSED: dict[str, Callable[[Path], list[Any]]] = {
     f"{QKV} has other sizes in b.safetensors": other_size,
     f"a.safetensors changes {QKV}, which": unknown_layer,
     f"a.safetensors: {QKV} has another size than the model's layer": wrong_layer,
+    "a.safetensors also changes text encoders, and": text_layers,
     "is stored as float8_e4m3fn; merge into the bf16": packed,
     "a.safetensors exists; choose another --output": exists,
     "gone is not a directory": no_folder,

@@ -58,9 +58,11 @@ def merge(
         for module, having in modules_of(files):
             downs, ups = [], []
             for file in having:
-                parts = file.read(module)
-                downs.append(parts["down"])
-                ups.append(parts["up"] * weight_of[id(file)])
+                parts, first = file.read(module), having[0].modules[module]
+                rank = parts["down"].shape[0]
+                downs.append(parts["down"].reshape(rank, *first["down"].shape[1:]))
+                up = parts["up"] * weight_of[id(file)]
+                ups.append(up.reshape(up.shape[0], rank, *first["up"].shape[2:]))
             yield module, (torch.cat(downs), torch.cat(ups, dim=1))
 
     shapes = {}

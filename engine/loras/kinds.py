@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -111,9 +112,9 @@ def check_together(files: list[LoraFile]) -> None:
 
 
 def _sides(file: LoraFile, module: str) -> tuple[int, ...]:
-    """Return a layer's outputs, inputs and kernel, as an adapter has them."""
+    """Return a layer's outputs and inputs; a 1x1 convolution may be a linear layer elsewhere."""
     parts = file.modules[module]
-    return (parts["up"].shape[0], *parts["down"].shape[1:]) if "down" in parts else ()
+    return (parts["up"].shape[0], math.prod(parts["down"].shape[1:])) if "down" in parts else ()
 
 
 def _or(names: Collection[str]) -> str:

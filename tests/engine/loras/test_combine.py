@@ -180,3 +180,30 @@ def test_info_says_what_a_file_is(two: tuple[Path, Path], capsys: Any) -> None:
         assert found["alphas"] == found["ranks"]
         largest = max(float(delta.norm()) for delta in deltas.values())
         assert max(found["norm"]["largest"].values()) == pytest.approx(largest, rel=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [(), (1, 1)])
+def test_a_convolution_of_1x1_may_be_a_linear_layer(
+    tmp_path: Path, capsys: Any, kernel: tuple[int, ...]
+) -> None:
+    """In either file, and in the model."""
+    draw, key = torch.Generator().manual_seed(3), "lora_unet_input_blocks_4_1_proj_in"
+    files, weights = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], []
+    for file, shape in zip(files, (kernel, (1, 1)[len(kernel) :]), strict=True):
+        down = torch.randn(2, 4, *shape, generator=draw)
+        up = torch.randn(6, 2, *shape, generator=draw)
+        tensors = {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+        save_file(tensors | {f"{key}.alpha": torch.tensor(2.0)}, file)
+        weights.append(up.flatten(1) @ down.flatten(1))
+    out = tmp_path / "m.safetensors"
+    words = ["merge", *files, "--weight=1", "--weight=2"]
+    assert tool(capsys, *words, f"--output={out}")[0] == 0
+    expected = weights[0] + 2 * weights[1]
+    assert_close(deltas_of(out), {key: expected})
+    assert load_file(out)[f"{key}.lora_down.weight"].shape == (4, 4, *kernel)
+    name = "model.diffusion_model.input_blocks.4.1.proj_in.weight"
+    for shape in ((6, 4), (6, 4, 1, 1)):
+        base, merged = tmp_path / f"base{len(shape)}", tmp_path / f"out{len(shape)}"
+        save_file({name: torch.zeros(shape)}, base)
+        assert tool(capsys, *words, f"--into={base}", f"--output={merged}")[0] == 0
+        assert_close(load_file(merged), {name: expected.view(shape)})

@@ -58,7 +58,8 @@ def extract(
     for name, place in after.layers.items():
         if place.shape != before.layers[name].shape:
             raise UserError(f"{name} has other sizes in one of the models")
-    pairs = {name: (place, before.layers[name]) for name, place in after.layers.items()}
+    theirs = before.layers
+    pairs = {name: (place.tensor, theirs[name].tensor) for name, place in after.layers.items()}
     total, ranks = len(pairs), dict[str, int]()
     for done, (name, both) in enumerate(pairs.items(), 1):
         difference = _difference(both)
@@ -171,7 +172,7 @@ def nearest(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
 
 def _others(after: Component, before: Component) -> int:
     """Return how many tensors differ that are no layers: biases, norms and the like."""
-    layers = {place.name for place in after.layers.values()}
+    layers = {place.tensor.name for place in after.layers.values()}
     count = 0
     for name, place in after.tensors.items():
         other = before.tensors.get(name)

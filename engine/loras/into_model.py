@@ -81,7 +81,7 @@ def merge_into(
         facts = {name: (place.dtype, place.shape) for name, place in only.tensors.items()}
         header = _header(model.root, files, output)
         with aside_file(output, facts, header) as written:
-            _write(only, only.tensors, uses[only.name], written, more)
+            _write(only.tensors, uses[only.name], written, more)
     else:
         _write_directory(model, changed, uses, files, output, more)
     layers = sum(len(of_layers) for of_layers in uses.values())
@@ -94,10 +94,10 @@ def _check_precision(model: Model, uses: Mapping[str, Mapping[str, Any]]) -> Non
     Raises:
         UserError: One is packed, or in 8 bits.
     """
-    for name, of_layers in uses.items():
+    for name, of_tensors in uses.items():
         component = model.components[name]
-        for layer in of_layers:
-            dtype = component.layers[layer].dtype
+        for layer in of_tensors:
+            dtype = component.tensors[layer].dtype
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise UserError(
                     f"{layer} of {model.root} is stored as {str(dtype).removeprefix('torch.')}",
@@ -144,7 +144,7 @@ def _write_directory(
                     facts = {name: (t.dtype, t.shape) for name, t in tensors.items()}
                     written = VerifiedFile(place / file.name, facts, _header(file, files, output))
                     try:
-                        _write(component, tensors, uses[component.name], written, more)
+                        _write(tensors, uses[component.name], written, more)
                         written.close()
                         written.check()
                     finally:
@@ -169,18 +169,14 @@ def _copy_descriptions(component: Component, place: Path) -> None:
 
 
 def _write(
-    component: Component,
     tensors: Mapping[str, StoredTensor],
     uses: Mapping[str, list[Use]],
     written: VerifiedFile,
     more: Callable[[], None],
 ) -> None:
-    """Write tensors one by one, those of changed layers with what changes them."""
+    """Write tensors one by one, with what changes them."""
     for name, place in sorted(tensors.items(), key=lambda item: item[1].start):
-        layer = name.removeprefix(component.prefix).removesuffix(".weight")
-        tensor = read_stored(place)
-        mine = uses.get(layer, []) if name.endswith(".weight") else []
-        mine = mine if name.startswith(component.prefix) else []
+        tensor, mine = read_stored(place), uses.get(name, [])
         written.add(name, changed_weight(tensor, mine) if mine else tensor)
         more()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +24,43 @@ INDEX: Final = "model_index.json"
 # What the names of a denoiser's weights begin with in files that hold it in its authors' layout.
 _PREFIXES: Final = ("model.diffusion_model.", "diffusion_model.")
 _SECOND: Final = "transformer_2"
+# What tells the checkpoints of families that have their text encoders in the file.
+_CHECKPOINTS: Final = {
+    "conditioner.embedders.1.model.": "sdxl",
+    "cond_stage_model.transformer.text_model.": "stable_diffusion",
+}
+_CLIP: Final = re.compile(
+    r"(?:conditioner\.embedders\.0|cond_stage_model)\.transformer\.(text_model\..+)\.weight"
+)
+_OPEN_CLIP: Final = re.compile(
+    r"conditioner\.embedders\.1\.model\.transformer\.resblocks\.(\d+)\.(.+_weight|.+\.weight)"
+)
+_OPEN_LAYERS: Final = {
+    "attn.out_proj.weight": "self_attn.out_proj",
+    "mlp.c_fc.weight": "mlp.fc1",
+    "mlp.c_proj.weight": "mlp.fc2",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's weight is: a tensor of the model, or some of its rows.
+
+    Attributes:
+        tensor: The tensor.
+        first: Its first row that is the layer's.
+        rows: How many are; None for all.
+    """
+
+    tensor: StoredTensor
+    first: int = 0
+    rows: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's."""
+        whole = self.tensor.shape
+        return whole if self.rows is None else (self.rows, *whole[1:])
 
 
 @dataclass(frozen=True)
@@ -44,10 +82,10 @@ class Component:
     original: bool = False
 
     @property
-    def layers(self) -> dict[str, StoredTensor]:
+    def layers(self) -> dict[str, Place]:
         """Layer → its weight, of all that an adapter can change; embeddings are among them."""
         return {
-            name.removeprefix(self.prefix).removesuffix(".weight"): place
+            name.removeprefix(self.prefix).removesuffix(".weight"): Place(place)
             for name, place in self.tensors.items()
             if name.startswith(self.prefix)
             and name.endswith(".weight")
@@ -81,6 +119,20 @@ class Model:
     @property
     def denoisers(self) -> list[str]:
         return [name for name in self.components if not name.startswith("text_encoder")]
+
+    @property
+    def texts(self) -> dict[str, tuple[str, Place]]:
+        """Layer of a text encoder, as diffusers' LoRAs name it → its component and weight."""
+        if self.root.is_file():
+            (name,) = self.components
+            return {layer: (name, p) for layer, p in _texts(self.components[name].tensors).items()}
+        layers = {}
+        for name, component in self.components.items():
+            if name.startswith("text_encoder"):
+                for layer, place in component.layers.items():
+                    inner = layer if layer.startswith("text_model.") else f"text_model.{layer}"
+                    layers[f"{name}.{inner}"] = name, place
+        return layers
 
 
 def open_model(place: str) -> Model:
@@ -137,7 +189,33 @@ def _of_file(file: Path) -> Model:
     component = _class_of(file.parent) if not prefix else ""
     name = "unet" if component.startswith("UNet") else ""
     only = Component(name, file.parent, tensors, prefix, original=not component)
-    return Model(file, _family_of_component(file.parent) if component else None, {name: only})
+    family = next(
+        (f for p, f in _CHECKPOINTS.items() if any(n.startswith(p) for n in tensors)), None
+    )
+    if component:
+        family = _family_of_component(file.parent)
+    return Model(file, family, {name: only})
+
+
+def _texts(tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
+    """Return the layers of the text encoders in a checkpoint of one file.
+
+    The second of SDXL has its authors' layers, in which query, key and value are one.
+    """
+    layers: dict[str, Place] = {}
+    for name, tensor in tensors.items():
+        if (match := _CLIP.fullmatch(name)) and len(tensor.shape) == 2:
+            layers[f"text_encoder.{match[1]}"] = Place(tensor)
+        elif match := _OPEN_CLIP.fullmatch(name):
+            block = f"text_encoder_2.text_model.encoder.layers.{match[1]}"
+            if match[2] == "attn.in_proj_weight":
+                rows = tensor.shape[0] // 3
+                for number, part in enumerate("qkv"):
+                    place = Place(tensor, number * rows, rows)
+                    layers[f"{block}.self_attn.{part}_proj"] = place
+            elif match[2] in _OPEN_LAYERS:
+                layers[f"{block}.{_OPEN_LAYERS[match[2]]}"] = Place(tensor)
+    return layers
 
 
 def _prefix(tensors: Mapping[str, StoredTensor]) -> str:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.loras.lora_file import LoraFile, Parts
-    from engine.loras.models import Component, Model
-    from engine.model.files.weight_files import StoredTensor
+    from engine.loras.models import Component, Model, Place
 
 _NAMED: Final = 3  # modules in an error
 _SECOND: Final = "transformer_2"
@@ -96,7 +95,7 @@ class Converted:
 def uses_of(
     file: LoraFile, weight: float, model: Model, component: str | None
 ) -> dict[str, dict[str, list[Use]]]:
-    """Return component → layer → what a file adds to it.
+    """Return component → name of a tensor → what a file adds to it.
 
     Raises:
         UserError: A module of the file is for no layer, or has another size.
@@ -170,7 +169,7 @@ def _of_denoiser(
     model: Model,
     component: Component,
 ) -> dict[str, list[Use]]:
-    """Return layer → what a file adds to it.
+    """Return name of a tensor → what a file adds to it.
 
     Args:
         file: The LoRA.
@@ -192,7 +191,7 @@ def _of_denoiser(
     uses: dict[str, list[Use]] = {}
     for name, module in own.items():
         _check_size(file, module, named[name], component.layers, layers)
-        _spread(uses, Use(file, module, named[name], weight), layers)
+        _spread(uses, Use(file, module, named[name], weight), layers, component.layers)
     return uses
 
 
@@ -239,7 +238,7 @@ def _of_converted(
     uses: dict[str, list[Use]] = {}
     named = any_naming(dict.fromkeys(first.modules), layers, None)
     for module in first.modules:
-        _spread(uses, Use(first, module, named[module], weight), layers)
+        _spread(uses, Use(first, module, named[module], weight), layers, component.layers)
     return uses
 
 
@@ -255,36 +254,34 @@ def _of_texts(
     Raises:
         UserError: The model has none here, or not these layers.
     """
-    if not any(name.startswith("text_encoder") for name in model.components):
+    places = model.texts
+    if not places:
         raise UserError(
             f"{file.path.name} also changes text encoders, and {model.root} is merged without them",
             "merge it --into a diffusers directory of the model",
         )
-    whole: dict[str, StoredTensor] = {}
-    place: dict[str, tuple[str, str]] = {}
-    for name, component in model.components.items():
-        if not name.startswith("text_encoder"):
-            continue
-        for layer, stored in component.layers.items():
-            inner = layer if layer.startswith("text_model.") else f"text_model.{layer}"
-            whole[f"{name}.{inner}"] = stored
-            place[f"{name}.{inner}"] = name, layer
+    whole = {layer: place for layer, (_, place) in places.items()}
     layers = _layers(whole)
     named: dict[str, torch.Tensor] = {}
-    if model.family is not None and layers:
+    if model.family is not None:
         named = naming_of_texts(texts, layers, families.load(model.family))
     if missing := sorted(texts.keys() - named.keys()):
         raise _unknown(file, missing, model)
-    by_layer: dict[str, list[Use]] = {}
     for module in texts:
         _check_size(file, module, named[module], whole, layers)
-        _spread(by_layer, Use(file, module, named[module], weight), layers)
-    for full, some in by_layer.items():
-        name, layer = place[full]
-        uses.setdefault(name, {}).setdefault(layer, []).extend(some)
+        by_tensor: dict[str, list[Use]] = {}
+        _spread(by_tensor, Use(file, module, named[module], weight), layers, whole)
+        owner = torch.bucketize(named[module][:1], _firsts(layers), right=True) - 1
+        component, _ = places[list(layers)[int(owner)]]
+        for name, some in by_tensor.items():
+            uses.setdefault(component, {}).setdefault(name, []).extend(some)
 
 
-def _layers(stored: Mapping[str, StoredTensor]) -> dict[str, Layer]:
+def _firsts(layers: Mapping[str, Layer]) -> torch.Tensor:
+    return torch.tensor([layer.first for layer in layers.values()])
+
+
+def _layers(stored: Mapping[str, Place]) -> dict[str, Layer]:
     """Return a model's layers for naming: their sizes, and the numbers of their rows."""
     layers: dict[str, Layer] = {}
     first = 1
@@ -298,22 +295,28 @@ def _layers(stored: Mapping[str, StoredTensor]) -> dict[str, Layer]:
     return layers
 
 
-def _spread(uses: dict[str, list[Use]], use: Use, layers: Mapping[str, Layer]) -> None:
-    """Add an adapter to each layer that it changes."""
+def _spread(
+    uses: dict[str, list[Use]],
+    use: Use,
+    layers: Mapping[str, Layer],
+    stored: Mapping[str, Place],
+) -> None:
+    """Add an adapter to each tensor that it changes, by the tensor's name in the files."""
     names = list(layers)
-    firsts = torch.tensor([layer.first for layer in layers.values()])
-    owners = torch.bucketize(use.rows, firsts, right=True) - 1
+    owners = torch.bucketize(use.rows, _firsts(layers), right=True) - 1
     for owner in owners[use.rows > 0].unique().tolist():
-        name = names[owner]
-        rows = torch.where(owners == owner, use.rows - layers[name].first, -1)
-        uses.setdefault(name, []).append(Use(use.source, use.module, rows, use.weight))
+        place = stored[names[owner]]
+        first = layers[names[owner]].first - place.first
+        rows = torch.where(owners == owner, use.rows - first, -1)
+        mine = uses.setdefault(place.tensor.name, [])
+        mine.append(Use(use.source, use.module, rows, use.weight))
 
 
 def _check_size(
     file: LoraFile,
     module: str,
     rows: torch.Tensor,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Place],
     layers: Mapping[str, Layer],
 ) -> None:
     """Compare an adapter's sizes with those of the layers that it changes.
@@ -322,8 +325,7 @@ def _check_size(
         UserError: They differ; a 1×1 convolution and a linear layer do not.
     """
     names = list(layers)
-    firsts = torch.tensor([layer.first for layer in layers.values()])
-    owners = (torch.bucketize(rows, firsts, right=True) - 1)[rows > 0].unique().tolist()
+    owners = (torch.bucketize(rows, _firsts(layers), right=True) - 1)[rows > 0].unique().tolist()
     inputs = {math.prod(stored[names[owner]].shape[1:]) for owner in owners}
     shapes = {part: place.shape for part, place in file.modules[module].items()}
     if "down" in shapes:

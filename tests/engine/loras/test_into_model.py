@@ -367,3 +367,48 @@ def test_an_sdxl_checkpoint_gets_what_its_unet_does(
     status, _, error = tool(capsys, *words, f"--output={out}")
     assert (status, error) == (0, "")
     assert_close(load_file(out), load_file(files["expected"]), 1e-6)
+
+
+def test_an_sdxl_checkpoints_text_encoders_get_theirs(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: Any
+) -> None:
+    """Of the second, query, key and value are one layer there."""
+    case = Case("sdxl", toys_root(tmp_path_factory))
+    root, tensors = case.paths.model, {}
+    for part in ("vae", "text_encoder", "text_encoder_2"):
+        (file,) = (root / part).glob("*.safetensors")
+        tensors |= {f"{part}/{name}": tensor for name, tensor in load_file(file).items()}
+    layout = sdxl_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    before = {name: part.make(tensors).clone() for name, part in layout.items()}
+    base, out = tmp_path / "base.safetensors", tmp_path / "out.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in before.items()}, base)
+    first = (
+        "conditioner.embedders.0.transformer.text_model.encoder.layers.0.self_attn.q_proj.weight"
+    )
+    (block,) = {
+        name.partition("attn.")[0]
+        for name in before
+        if name.endswith("resblocks.0.attn.in_proj_weight")
+    }
+    wide = before[f"{block}attn.in_proj_weight"].shape[1]
+    targets = {
+        "lora_te1_text_model_encoder_layers_0_self_attn_q_proj": (first, slice(None)),
+        "lora_te2_text_model_encoder_layers_0_self_attn_k_proj": (
+            f"{block}attn.in_proj_weight",
+            slice(wide, 2 * wide),
+        ),
+        "lora_te2_text_model_encoder_layers_0_mlp_fc2": (f"{block}mlp.c_proj.weight", slice(None)),
+    }
+    lora_tensors, expected = {}, {name: tensor.clone() for name, tensor in before.items()}
+    for module, (name, rows) in targets.items():
+        height, width = before[name][rows].shape
+        down, up = torch.randn(2, width), torch.randn(height, 2)
+        lora_tensors[f"{module}.lora_down.weight"] = down
+        lora_tensors[f"{module}.lora_up.weight"] = up
+        lora_tensors[f"{module}.alpha"] = torch.tensor(4.0)
+        expected[name][rows] += 2 * up @ down
+    save_file(lora_tensors, tmp_path / "te.safetensors")
+    words = ["merge", tmp_path / "te.safetensors", "--weight=1", f"--into={base}"]
+    status, _, error = tool(capsys, *words, f"--output={out}")
+    assert (status, error) == (0, "")
+    assert_close(load_file(out), expected, 1e-6)

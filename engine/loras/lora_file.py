@@ -105,6 +105,10 @@ class LoraFile:
         """Return the rank of a module's adapter, which is no LoKr."""
         return self.modules[module]["down"].shape[0]
 
+    def shapes(self, module: str) -> dict[str, tuple[int, ...]]:
+        """Return part of a module's adapter → shape."""
+        return {part: place.shape for part, place in self.modules[module].items()}
+
     def scale(self, module: str) -> float:
         """Return what a module's product is multiplied by.
 
@@ -197,6 +201,9 @@ def open_lora(place: str) -> LoraFile:
         raise in_words(error) from None
     if not modules:
         raise UserError(f"{path} holds no tensors")
+    for module, parts in modules.items():
+        if not _fits({part: tensor.shape for part, tensor in parts.items()}):
+            raise UserError(f"{path.name}: the matrices of {module} do not fit each other")
     alphas = {"alpha" in parts for parts in modules.values()}
     if len(alphas) > 1:
         module = next(module for module, parts in modules.items() if "alpha" not in parts)
@@ -206,6 +213,18 @@ def open_lora(place: str) -> LoraFile:
             return LoraFile(path, opened.metadata() or {}, modules)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path.name} cannot be read ({error})") from None
+
+
+def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether the parts of an adapter can be multiplied, and none is missing."""
+    pairs = [("up", "down")]
+    if "down" not in shapes:
+        whole = {"lokr_w1", "lokr_w2"} - shapes.keys()
+        pairs = [(f"{part}_a", f"{part}_b") for part in whole]
+    return all(
+        left in shapes and right in shapes and math.prod(shapes[left][1:]) == shapes[right][0]
+        for left, right in pairs
+    )
 
 
 def in_words(error: UserError) -> UserError:

@@ -18,6 +18,7 @@ from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from engine.loras.lora_file import LoraFile, Parts
     from engine.loras.models import Component, Model, Place
@@ -29,6 +30,15 @@ _STEPS: Final = 1000  # that a timestep range is counted in
 
 class Source(Protocol):
     """Where adapters come from: a file, or what was made of one."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    def shapes(self, module: str) -> Mapping[str, tuple[int, ...]]:
+        """Return part of a module's adapter → shape."""
+        ...
 
     def read(self, module: str) -> Parts:
         """Return a module's adapter, scaled."""
@@ -63,6 +73,7 @@ class Converted:
     """
 
     def __init__(self, file: LoraFile, modules: Mapping[str, str], family: str) -> None:
+        self.path = file.path
         style = families.load(family).COMFYUI
         assert style is not None
         layers: dict[str, torch.Tensor] = {}
@@ -83,6 +94,10 @@ class Converted:
         return mine.keys() == theirs.keys() and all(
             torch.equal(tensor, theirs[name]) for name, tensor in mine.items()
         )
+
+    def shapes(self, module: str) -> Mapping[str, tuple[int, ...]]:
+        """Return part of a module's adapter → shape."""
+        return {part: tuple(tensor.shape) for part, tensor in self.read(module).items()}
 
     def read(self, module: str) -> Parts:
         """Return a module's adapter."""
@@ -238,6 +253,7 @@ def _of_converted(
     uses: dict[str, list[Use]] = {}
     named = any_naming(dict.fromkeys(first.modules), layers, None)
     for module in first.modules:
+        _check_size(first, module, named[module], component.layers, layers)
         _spread(uses, Use(first, module, named[module], weight), layers, component.layers)
     return uses
 
@@ -313,7 +329,7 @@ def _spread(
 
 
 def _check_size(
-    file: LoraFile,
+    source: Source,
     module: str,
     rows: torch.Tensor,
     stored: Mapping[str, Place],
@@ -322,12 +338,13 @@ def _check_size(
     """Compare an adapter's sizes with those of the layers that it changes.
 
     Raises:
-        UserError: They differ; a 1×1 convolution and a linear layer do not.
+        UserError: They differ; a 1x1 convolution and a linear layer do not. Or it changes a part of
+            a fused layer that the model does not have.
     """
     names = list(layers)
     owners = (torch.bucketize(rows, _firsts(layers), right=True) - 1)[rows > 0].unique().tolist()
     inputs = {math.prod(stored[names[owner]].shape[1:]) for owner in owners}
-    shapes = {part: place.shape for part, place in file.modules[module].items()}
+    shapes = source.shapes(module)
     if "down" in shapes:
         ours = shapes["up"][0], math.prod(shapes["down"][1:])
         fits = math.prod(shapes["up"][1:]) == shapes["down"][0]
@@ -337,9 +354,9 @@ def _check_size(
         right = right or (shapes["lokr_w2_a"][0], *shapes["lokr_w2_b"][1:])
         ours, fits = (left[0] * right[0], left[1] * math.prod(right[1:])), True
     if not fits or inputs != {ours[1]} or len(rows) != ours[0]:
-        raise UserError(f"{file.path.name}: {module} has another size than the model's layer")
-    if (rows == 0).any() and "up" in shapes and file.read(module)["up"][rows == 0].any():
-        raise UserError(f"{file.path.name}: {module} changes a part that the model does not have")
+        raise UserError(f"{source.path.name}: {module} has another size than the model's layer")
+    if (rows == 0).any() and "up" in shapes and source.read(module)["up"][rows == 0].any():
+        raise UserError(f"{source.path.name}: {module} changes a part that the model does not have")
 
 
 def _unknown(file: LoraFile, modules: list[str], model: Model) -> UserError:

@@ -133,6 +133,28 @@ def wrong_layer(root: Path) -> list[Any]:
     return [*words, "--output", root / "m"]
 
 
+def wrong_converted(root: Path) -> list[Any]:
+    """A LoRA of diffusers' names for a model of another width in its authors' layout."""
+    save_file(
+        {"double_blocks.0.img_attn.proj.weight": torch.zeros(6, 5)}, root / "base.safetensors"
+    )
+    key = "transformer.transformer_blocks.0.attn.to_out.0"
+    words = ["merge", lora_file(root / "a.safetensors", key), "--into", root / "base.safetensors"]
+    return [*words, "--output", root / "m"]
+
+
+def wrong_rank(root: Path) -> list[Any]:
+    tensors = load_file(lora_file(root / "a.safetensors"))
+    tensors[f"{QKV}.lora_B.weight"] = torch.ones(6, 3)
+    save_file(tensors, root / "a.safetensors")
+    return ["resize", root / "a.safetensors", "--rank=1", "--output", root / "m"]
+
+
+def half_a_lokr(root: Path) -> list[Any]:
+    save_file({f"{QKV}.lokr_w1": torch.ones(2, 2)}, root / "a.safetensors")
+    return ["info", root / "a.safetensors"]
+
+
 def packed(root: Path) -> list[Any]:
     narrow = torch.zeros(6, 4).to(torch.float8_e4m3fn)
     save_file({FLUX_MODEL: narrow}, root / "base.safetensors")
@@ -190,6 +212,9 @@ REFUSED: dict[str, Callable[[Path], list[Any]]] = {
     f"a.safetensors changes {QKV}, which": unknown_layer,
     f"a.safetensors: {QKV} has another size than the model's layer": wrong_layer,
     "a.safetensors also changes text encoders, and": text_layers,
+    "a.safetensors: diffusion_model.double_blocks.0.img_attn.proj has another": wrong_converted,
+    f"a.safetensors: the matrices of {QKV} do not": wrong_rank,
+    f"the matrices of {QKV} do not fit each other": half_a_lokr,
     "is stored as float8_e4m3fn; merge into the bf16": packed,
     "a.safetensors exists; choose another --output": exists,
     "gone is not a directory": no_folder,

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from jobs.errors import SpecError, UserError
 
 _OTHERS: Final = 0o077  # what a directory lets group and others do
+_OTHERS_WRITE: Final = 0o022
+_OURS: Final = (
+    *("calibration", "clipboard", "demo", "dispatch", "fetches", "jobs", "runner", "runs"),
+    *("selftest", "slurm"),
+)
+"""How the names in a state directory begin."""
 
 
 def state_home() -> Path:
@@ -83,13 +92,11 @@ def ensure_private_dir(path: Path) -> Path:
 
 
 def ensure_state_home() -> Path:
-    """The state directory, created (0700) and writable, and nobody else's.
-
-    One that others may read or write is narrowed: job files name tokens' places and prompts, and
-    whoever writes there decides what runs.
+    """The state directory, created (0700) and writable, and nobody else's. No mode is changed.
 
     Raises:
-        UserError: It cannot be created or written, or is another user's.
+        UserError: It cannot be created or written, is another user's, or is a place such as /tmp,
+            where others may write.
     """
     path = ensure_private_dir(state_home())
     status = path.stat()
@@ -98,14 +105,51 @@ def ensure_state_home() -> Path:
             f"the state directory {path} belongs to another user",
             "point FSDP_TUI_HOME at a directory of your own",
         )
-    if status.st_mode & _OTHERS and status.st_uid == os.geteuid():
-        path.chmod(0o700)
-        print(
-            f"fsdp-tui: other users could read or write {path}; its mode was "
-            f"{status.st_mode & 0o777:o} and is now 700",
-            file=sys.stderr,
+    if status.st_mode & _OTHERS_WRITE and not _is_ours(path):
+        raise UserError(
+            f"other users may write to {path}, which is to be the state directory",
+            f"set FSDP_TUI_HOME={path / 'fsdp-tui'}, which is then created for you alone",
         )
     return path
+
+
+@cache
+def close_to_others(home: Path) -> None:
+    """Keep job files, which name tokens' places and prompts, from others; before one is written.
+
+    A directory that is ours alone, and where others may write, is narrowed. Where they may only
+    read, it may be one such as /workspace, and what we have in it is narrowed instead.
+    """
+    try:
+        status = home.stat()
+    except OSError:  # the write says what is wrong
+        return
+    if status.st_uid != os.geteuid() or not status.st_mode & _OTHERS:
+        return
+    places = [home] if status.st_mode & _OTHERS_WRITE else [home / "jobs.db", home / "runs"]
+    for place in places:
+        with suppress(FileNotFoundError):
+            mode = place.stat().st_mode & 0o777
+            if mode & _OTHERS:
+                place.chmod(mode & ~_OTHERS)
+    if places == [home]:
+        print(
+            f"fsdp-tui: other users could write to {home}; its mode was "
+            f"{status.st_mode & 0o777:o} and is now {status.st_mode & 0o700:o}",
+            file=sys.stderr,
+        )
+
+
+def _is_ours(home: Path) -> bool:
+    """Whether a directory holds our database and nothing foreign, and is none that people share."""
+    if home.stat().st_mode & stat.S_ISVTX or not (home / "jobs.db").is_file():
+        return False
+    with os.scandir(home) as entries:
+        return all(
+            entry.name.startswith(_OURS)
+            and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+            for entry in entries
+        )
 
 
 def refuse_unwritable(path: Path) -> None:

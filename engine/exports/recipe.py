@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -93,7 +93,7 @@ def describe(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
         "step": str(recipe.step),
         "ema": str(recipe.ema).lower(),
         "trigger_word": trigger_word(spec) or "",
-        "job": json.dumps(_without_places(spec.to_dict(only_set=True)), sort_keys=True),
+        "job": json.dumps(spec.public_values(), sort_keys=True),
     }
     own = {f"fsdp_tui.{name}": text for name, text in facts.items() if text}
     return {"format": "pt"} | own | model_spec(recipe, style)
@@ -112,15 +112,6 @@ def _version() -> str:
         return "fsdp-tui"
 
 
-def _without_places(value: Any) -> Any:
-    """The same with the last part of every absolute path: exports are published, homes are not."""
-    if isinstance(value, dict):
-        return {key: _without_places(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_places(each) for each in value]
-    return _last_part(value) if isinstance(value, str) else value
-
-
 def _last_part(text: str) -> str:
-    """The last part of a path; a hub id, and any other text, stays as it is."""
+    """The last part of a path: exports are published, homes are not. A hub id stays as it is."""
     return os.path.basename(text.rstrip("/")) if text.startswith(("/", "~", ".")) else text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
+from jobs.spec.job_spec import is_public
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -48,11 +50,11 @@ def memory_values(ranks: Iterable[RankStatus]) -> dict[str, float]:
 
 
 def config_values(spec: JobSpec) -> dict[str, bool | int | float | str]:
-    """The job's keys as trackers take them: no lists, no mappings, nothing that is not set."""
+    """The job's public keys as trackers take them: texts for lists, and nothing that is not set."""
     return {
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in spec.to_dict().items()
-        if value is not None
+        if value is not None and is_public(key)
     }
 
 

@@ -1,6 +1,7 @@
 """The model card of what is pushed: what it was trained on, how, and how to use it. Pure.
 
-It names no path, no caption and no machine. Each validation prompt is shown with its image.
+It shows public keys of the job alone (see `KeyFacts.public`), and each validation prompt with its
+image.
 """
 
 from __future__ import annotations
@@ -22,21 +23,8 @@ if TYPE_CHECKING:
 LORA_WEIGHTS: Final = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS: Final = "adapter_model.safetensors"  # of pipelines without a LoRA loader
 _LICENSE: Final = ("license", "license_name", "license_link")
-# Paths, names and machines, and settings that have their own section of the card.
-_NOT_SHOWN: Final = (
-    *("name", "pretrained_model_name_or_path", "dataset", "datasets", "cache_dir", "logging_dir"),
-    *("resume_from_checkpoint", "init_lora", "validation_prompts", "validation_negative_prompt"),
-    *(
-        "training_adapter",
-        "trigger_word",
-        "gpus",
-        "device",
-        "report_to",
-        "tracker_project_name",
-        "tracker_run_name",
-    ),
-    *("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_private_repo", "priority"),
-)
+# Said in other parts of the card.
+_ELSEWHERE: Final = ("name", "model_family", "model_flavour", "trigger_word")
 _ALWAYS: Final = (
     *("resolution", "learning_rate", "optimizer", "lr_scheduler", "train_batch_size"),
     *("gradient_accumulation_steps", "mixed_precision", "seed"),
@@ -150,20 +138,14 @@ def _data(spec: JobSpec, facts: CardFacts) -> str:
 
 
 def _settings(spec: JobSpec, facts: CardFacts) -> dict[str, Any]:
-    """What differs from the defaults, and what everyone asks about."""
-    changed, values = spec.to_dict(only_set=True), spec.to_dict()
+    """What differs from the defaults and anyone may read, and what everyone asks about."""
+    values = {key: getattr(spec, key) for key in _ALWAYS} | spec.public_values()
     values["gradient_accumulation_steps"] = accumulation_steps(spec, facts.ranks)
     shown = {"steps": facts.step, "ranks": facts.ranks} | ({"ema": True} if facts.ema else {})
-    for key in (*_ALWAYS, *changed):
-        value = values.get(key)
-        if key not in _NOT_SHOWN and value not in (None, [], "") and not _is_place(value):
+    for key, value in values.items():
+        if key not in _ELSEWHERE and value not in (None, [], ""):
             shown.setdefault(key, value)
     return shown
-
-
-def _is_place(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return any(isinstance(text, str) and ("/" in text or text.startswith("~")) for text in texts)
 
 
 def _table(rows: Mapping[str, Any]) -> str:

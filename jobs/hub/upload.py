@@ -62,11 +62,16 @@ def upload(
             name = HubName("model", f"{api.whoami()['name']}/{target}")
         hidden = spec.hub_private_repo if private is None else private
         api.create_repo(name.repo, private=hidden, exist_ok=True)
+        if hidden and not api.model_info(name.repo).private:
+            raise HubError(
+                f"{name.repo} is public, and this is to be pushed to a private repository",
+                "name another repository, or make that one private on the hub",
+            )
         facts, pictures = _facts(job, spec, export, name.repo)
         files: dict[str, Path | bytes] = {
             str(path.relative_to(export)): path
             for path in sorted(export.rglob("*"))
-            if path.is_file() and path.name != FACTS_FILE
+            if path.name != FACTS_FILE and _is_own_file(path)
         }
         files |= pictures | {"README.md": write_card(spec, facts).encode()}
         done = api.create_commit(
@@ -77,6 +82,20 @@ def upload(
     except Exception as error:  # of a network, a server, a library
         raise explain(error, name) from error
     return name.repo, str(done.commit_url)
+
+
+def _is_own_file(path: Path) -> bool:
+    """Whether a file is to be pushed.
+
+    Raises:
+        HubError: It is a link: what it leads to may be anything on this machine.
+    """
+    if path.is_symlink():
+        raise HubError(
+            f"{path} is a link, and links are not pushed",
+            "delete it, or replace it with a copy of what is to be published",
+        )
+    return path.is_file()
 
 
 def _facts(
@@ -106,7 +125,11 @@ def _facts(
         },
         weights=next((name for name in _LORAS if (export / name).is_file()), ""),
         ema=bool(exported.get("ema")),
-    ), {f"images/{sample.number}.png": sample.picture for sample in newest}
+    ), {
+        f"images/{sample.number}.png": sample.picture
+        for sample in newest
+        if _is_own_file(sample.picture)
+    }
 
 
 def _base(spec: JobSpec) -> tuple[str, dict[str, Any]]:

@@ -54,6 +54,22 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     Raises:
         DamagedError: It cannot be read.
     """
+    header, room = _read(path)
+    header.pop("__metadata__", None)
+    return header, room
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What a file's header says besides its tensors.
+
+    Raises:
+        DamagedError: It cannot be read.
+    """
+    metadata = _read(path)[0].get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _read(path: Path) -> tuple[dict[str, Any], int]:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -71,7 +87,6 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise DamagedError("its header is damaged") from None
     if not isinstance(header, dict):
         raise DamagedError("its header is damaged")
-    header.pop("__metadata__", None)
     return header, room - length
 
 

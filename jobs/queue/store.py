@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.residence import residence
-from jobs.paths import ensure_state_home
+from jobs.paths import close_to_others, ensure_state_home
 from jobs.queue.job import Change, Job, Terms, job_of_row, moved
 from jobs.queue.states import State, may_follow
 from jobs.queue.tables import (
@@ -340,6 +340,7 @@ class Store:
     def write(self, patience: float | None = None) -> Iterator[sqlite3.Connection]:
         """A write transaction: takes the lock at the start, so that what is read holds."""
         self.check_writable()
+        close_to_others(self.home)
         with self.connect(patience=patience) as db:
             db.execute("BEGIN IMMEDIATE")
             try:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Final, get_args
+from types import UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, model_validator
 
@@ -115,6 +116,10 @@ class JobSpec(
             )
         return {key: value for key, value in values.items() if value != usual[key]}
 
+    def public_values(self) -> dict[str, Any]:
+        """What differs from the default and anyone may read."""
+        return {key: value for key, value in self.to_dict(only_set=True).items() if is_public(key)}
+
     def digest(self) -> str:
         """A hash of what decides the result; used to tell whether a resume changes anything."""
         # -0.0 equals 0.0, so files that leave defaults out cannot keep it.
@@ -158,6 +163,20 @@ def field_names() -> list[str]:
 def key_facts(name: str) -> KeyFacts:
     """What a key's definition says about it."""
     return facts_of(JobSpec)[name]
+
+
+def is_public(name: str) -> bool:
+    """Whether anyone may read a field's value; see `KeyFacts`."""
+    answer = key_facts(name).public
+    return _is_plain(JobSpec.model_fields[name].annotation) if answer is None else answer
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether values of a type are numbers, switches and words of ours alone."""
+    origin = get_origin(kind)
+    if origin is Literal or kind in (bool, int, float, type(None)):
+        return True
+    return origin in (Union, UnionType, list) and all(map(_is_plain, get_args(kind)))
 
 
 def field_group(name: str) -> str:

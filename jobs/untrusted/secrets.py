@@ -11,12 +11,15 @@ if TYPE_CHECKING:
 
 HIDDEN: Final = "(not shown)"
 SECRET_NAME: Final = re.compile(
-    r"token(?!iz|s|_drop|_len)|secret|passw|credential|api_?key|access_?key|auth(?!or)|webhook|dsn",
+    r"token(?!iz|s|_drop|_len)|secret|passw|credential|(?<![a-z])(pass|pat|key|pwd)(?![a-z])|apikey"
+    r"|accesskey|auth(?!or)|webhook|dsn",
     re.IGNORECASE,
 )
-# Tokens by their beginnings, and addresses with a password.
+# Tokens by their beginnings, and addresses with a user, whose password may hold any character.
 SECRET_VALUE: Final = re.compile(
-    r"\b(hf|ghp|gho|sk|nvapi|wandb_v\d)[-_][A-Za-z0-9_-]{30,}|AKIA[A-Z0-9]{12,}|://[^/\s@]+@"
+    r"\b(hf|ghp|gho|ghs|sk|nvapi|wandb_v\d|glpat|github_pat)[-_][A-Za-z0-9_-]{20,}"
+    r"|\bxox[a-z]-[A-Za-z0-9-]{10,}|\bAIza[A-Za-z0-9_-]{30,}|\bya29\.[A-Za-z0-9_-]{20,}"
+    r"|AKIA[A-Z0-9]{12,}|://[^/\s@]+@|://[^/\s:@]*:\S+@"
 )
 _SHORTEST: Final = 8  # characters; shorter values are words
 

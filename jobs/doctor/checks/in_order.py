@@ -9,7 +9,7 @@ from jobs.doctor.checks.disks import check_cache_disk, check_room, check_state_d
 from jobs.doctor.checks.gpus import check_gpus, check_names
 from jobs.doctor.checks.hub import check_hub
 from jobs.doctor.checks.job import check_job, read_job
-from jobs.doctor.checks.keeper import check_database, check_keeper
+from jobs.doctor.checks.keeper import check_database, check_exports, check_keeper
 from jobs.doctor.checks.limits import (
     check_locked_memory,
     check_memory,
@@ -55,6 +55,7 @@ CHECKS: Final[Sequence[Check]] = (
     Check("hub", "hub", check_hub, seconds=30),
     Check("environment", "variables", check_variables),
     Check("queue", "database", check_database),
+    Check("queue", "exports", check_exports),
     Check("queue", "queue keeper", check_keeper),
     Check("job", "job file", read_job),
     Check("job", "preflight", check_job, stage=_JUDGE, seconds=120),

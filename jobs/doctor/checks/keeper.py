@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from contextlib import closing, suppress
@@ -13,16 +14,20 @@ import psutil
 import jobs
 from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.machine.file_lock import LOCKS, holders
+from jobs.models.damaged_weights import DamagedError, read_metadata
 from jobs.paths import state_home
 from jobs.queue.states import ACTIVE, State
 from jobs.queue.store import Store
 from jobs.queue.tables import is_locked, trouble
+from jobs.spec.job_spec import field_names, is_public
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jobs.doctor.patient import Patient
 
+_EXPORTS: Final = 500  # files that are looked at, of the newest jobs
+_NAMED: Final = 5  # of them
 _BUSY: Final = 5.0  # seconds that the database may be locked by others
 
 
@@ -57,6 +62,27 @@ def check_database(_: Patient) -> Iterator[Finding]:
     yield ok("database", words, jobs=len(everything), active=active, queued=queued)
     if store.paused and queued:
         yield warn("queue", "is paused", "`fsdp-tui pause --off` resumes it")
+
+
+def check_exports(_: Patient) -> Iterator[Finding]:
+    """Whether files of earlier versions say in their headers what is private."""
+    exports = sorted((state_home() / "runs").glob("*/export/*.safetensors"))[-_EXPORTS:]
+    found = {path.parent.parent.name: keys for path in exports if (keys := _private_keys(path))}
+    if not found:
+        return
+    keys = sorted(set().union(*found.values()))
+    names = ", ".join(list(found)[:_NAMED]) + (" and others" if len(found) > _NAMED else "")
+    words = f"those of {names} name private settings in their headers ({', '.join(keys)})"
+    yield warn("exports", words, "export them again before you publish them", runs=list(found))
+
+
+def _private_keys(path: Path) -> set[str]:
+    """The keys in an exported file's header that nobody else is to read."""
+    try:
+        job = json.loads(str(read_metadata(path).get("fsdp_tui.job") or "{}"))
+    except (DamagedError, ValueError):  # not ours
+        return set()
+    return {key for key in field_names() if key in job and not is_public(key)}
 
 
 def check_keeper(_: Patient) -> Iterator[Finding]:

@@ -211,6 +211,7 @@ class DataKeys(Keys):
         resume="changes",
         blank="none",
         memory=False,
+        public=True,
     )
     shuffle_captions: Bool = field(
         False,

@@ -38,7 +38,11 @@ class DeviceKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     device: Annotated[Device, choice(Device)] = field(
-        "auto", DEVICES, "auto: GPUs if there are any, else CPU ranks over gloo.", resume="same"
+        "auto",
+        DEVICES,
+        "auto: GPUs if there are any, else CPU ranks over gloo.",
+        resume="same",
+        public=False,
     )
     gpus: Annotated[int | list[int | str] | None, BeforeValidator(read_gpus)] = field(
         None,
@@ -55,6 +59,7 @@ class DeviceKeys(Keys):
         resume="same",
         no_effect=(on_cpu, with_slurm),
         memory=False,
+        public=False,
     )
     priority: int = field(
         0,
@@ -65,6 +70,7 @@ class DeviceKeys(Keys):
         memory=False,
         ge=-1_000_000,
         le=1_000_000,
+        public=False,
     )
     num_processes: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,
@@ -153,6 +159,7 @@ class DeviceKeys(Keys):
         memory=False,
         ge=0,
         le=4095,
+        public=False,
     )
     main_process_ip: OptionalText = field(
         None,
@@ -172,4 +179,5 @@ class DeviceKeys(Keys):
         memory=False,
         ge=0,
         le=65535,
+        public=False,
     )

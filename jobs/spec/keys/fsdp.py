@@ -124,4 +124,5 @@ class FsdpKeys(Keys):
         blank="the family's blocks; F2 to choose",
         no_effect=(not_sharded, other_policy_than("TRANSFORMER_BASED_WRAP")),
         label="blocks",
+        public=True,
     )

@@ -18,6 +18,7 @@ class HubKeys(Keys):
         "`hf auth login` first.",
         resume="same",
         memory=False,
+        public=False,
     )
     push_checkpoints_to_hub: Bool = field(
         False,
@@ -26,6 +27,7 @@ class HubKeys(Keys):
         resume="same",
         no_effect=not_pushed,
         memory=False,
+        public=False,
     )
     hub_model_id: OptionalText = field(
         None,
@@ -42,4 +44,5 @@ class HubKeys(Keys):
         resume="same",
         no_effect=not_pushed,
         memory=False,
+        public=False,
     )

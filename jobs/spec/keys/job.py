@@ -21,6 +21,7 @@ class JobKeys(Keys):
         "Short name of the job; part of its run directory.",
         resume="same",
         memory=False,
+        public=True,
         min_length=1,
         max_length=64,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
@@ -40,6 +41,7 @@ class JobKeys(Keys):
         resume="impossible",
         mismatch="its weights belong to another model",
         label="family",
+        public=True,
     )
     model_flavour: OptionalText = field(
         None,
@@ -48,6 +50,7 @@ class JobKeys(Keys):
         resume="ruled",
         mismatch="it trains a different denoiser of the model",
         label="flavour",
+        public=True,
     )
     pretrained_model_name_or_path: str = field(
         "",

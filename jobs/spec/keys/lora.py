@@ -99,6 +99,7 @@ class LoraKeys(Keys):
         resume="impossible",
         mismatch="the adapter's weights have a different shape",
         no_effect=(not_lora, with_full_matrix),
+        public=True,
     )
     lora_alpha_pattern: OptionalNumbers = field(
         None,
@@ -108,6 +109,7 @@ class LoraKeys(Keys):
         resume="changes",
         no_effect=(not_lora, with_full_matrix),
         memory=False,
+        public=True,
     )
     lora_dropout: float = field(
         0.0,
@@ -184,6 +186,7 @@ class LoraKeys(Keys):
         "decides).",
         resume="changes",
         no_effect=(not_lora, not_quantized),
+        public=True,
     )
     modulation_precision: Annotated[ModulationPrecision, choice(ModulationPrecision)] = field(
         "auto",
@@ -218,6 +221,7 @@ class LoraKeys(Keys):
         resume="ruled",
         blank="the family's",
         no_effect=not_lora,
+        public=True,
     )
     lora_exclude_modules: OptionalTextList = field(
         None,
@@ -226,6 +230,7 @@ class LoraKeys(Keys):
         "lora_target_modules or the family names them.",
         resume="ruled",
         no_effect=not_lora,
+        public=True,
     )
     init_lora: OptionalText = field(
         None,

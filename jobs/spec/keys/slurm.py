@@ -33,6 +33,7 @@ class SlurmKeys(Keys):
         "must be shared with.",
         resume="same",
         memory=False,
+        public=False,
     )
     slurm_partition: OptionalText = field(
         None,
@@ -87,6 +88,7 @@ class SlurmKeys(Keys):
         label="save before limit",
         ge=10,
         le=65535,
+        public=False,
     )
     slurm_requeue: Bool = field(
         True,
@@ -97,6 +99,7 @@ class SlurmKeys(Keys):
         no_effect=not_slurm,
         memory=False,
         label="requeue",
+        public=False,
     )
     slurm_extra_args: OptionalWords = field(
         None,

@@ -48,6 +48,7 @@ class TrackingKeys(Keys):
         resume="same",
         memory=False,
         words=get_args(Tracker),
+        public=False,
     )
     tracker_project_name: str = field(
         "fsdp-tui",

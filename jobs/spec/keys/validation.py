@@ -75,6 +75,7 @@ class ValidationKeys(Keys):
         resume="same",
         blank="as in training",
         no_effect=no_prompts,
+        public=True,
     )
     validation_seed: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,

@@ -70,6 +70,9 @@ class KeyFacts:
         blank: What an empty input of the form shows: what a job does then, or what may be typed;
             "" for the default.
         mismatch: Why a checkpoint cannot be used with another value.
+        public: Whether its value is shown where anyone may read it: in model cards, headers of
+            exported files and trackers. None: if it is a number, a switch or a choice, which hold
+            no secret; a text is not, nor is what may contain one.
     """
 
     group: Group
@@ -81,6 +84,7 @@ class KeyFacts:
     words: tuple[str, ...] = ()
     blank: str = ""
     mismatch: str = ""
+    public: bool | None = None
 
 
 def field(
@@ -96,6 +100,7 @@ def field(
     words: Sequence[str] = (),
     blank: str = "",
     mismatch: str = "other modules would be trained",
+    public: bool | None = None,
     **limits: Any,
 ) -> Any:
     """A field of the job.
@@ -112,12 +117,22 @@ def field(
         words: See `KeyFacts`.
         blank: See `KeyFacts`.
         mismatch: See `KeyFacts`.
+        public: See `KeyFacts`.
         limits: As pydantic's `Field`.
     """
     reasons = (no_effect,) if callable(no_effect) else tuple(no_effect)
     info = cast("FieldInfo", Field(default, description=help_text, **limits))
     facts = KeyFacts(
-        group, resume, reasons, memory, path, label, tuple(words), blank=blank, mismatch=mismatch
+        group,
+        resume,
+        reasons,
+        memory,
+        path,
+        label,
+        tuple(words),
+        blank=blank,
+        mismatch=mismatch,
+        public=public,
     )
     info.metadata.append(facts)
     return info

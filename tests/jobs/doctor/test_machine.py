@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import inspect
+import json
 import os
 import re
 import sqlite3
+import struct
 import subprocess
 import sys
 from contextlib import closing
@@ -513,6 +515,20 @@ def test_no_database_is_none_made(home: Path) -> None:
     assert told(keeper.check_keeper(Patient())) == [("ok", "queue keeper")]
     assert keeper.claimed() == {}
     assert list(home.iterdir()) == []
+
+
+def test_exports_of_earlier_versions_that_name_what_is_private(home: Path) -> None:
+    assert list(keeper.check_exports(Patient())) == []
+    jobs = {"1-a": {"lora_rank": 4}, "2-b": {"slurm_setup": ["export KEY=x"], "lora_rank": 4}}
+    for name, job in jobs.items():
+        (home / "runs" / name / "export").mkdir(parents=True)
+        header = json.dumps({"__metadata__": {"fsdp_tui.job": json.dumps(job)}}).encode()
+        text = struct.pack("<Q", len(header)) + header
+        (home / "runs" / name / "export" / "x.safetensors").write_bytes(text)
+    (home / "runs" / "1-a" / "export" / "damaged.safetensors").write_bytes(b"x")
+    finding = one(keeper.check_exports(Patient()))
+    assert finding.verdict is Verdict.WARN
+    assert "those of 2-b name private settings in their headers (slurm_setup)" in finding.found
 
 
 def test_a_database_that_is_none(home: Path) -> None:

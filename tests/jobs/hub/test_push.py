@@ -98,6 +98,31 @@ def test_an_export_is_pushed_once_with_a_card(hub: Hub, store: Store, job: Job) 
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes()
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_private_push_goes_into_no_public_repository(
+    by_hand: bool, hub: Hub, job: Job, spec: JobSpec
+) -> None:
+    hub.add("me/taken", {"x": b"y"})
+    if not by_hand:
+        changes = {"hub_private_repo": True, "hub_model_id": "me/taken"}
+        job.run_dir.job_file.write_text(dump_spec(spec.model_copy(update=changes)))
+    with pytest.raises(HubError, match="me/taken is public, and this is to be pushed to a private"):
+        push_step(job, **({"repo": "me/taken", "private": True} if by_hand else {}))
+    assert list(hub.repos["models/me/taken"].files) == ["x"]
+
+
+@pytest.mark.parametrize("place", ["jobs.db", "folder/jobs.db"])
+def test_no_link_is_followed(place: str, hub: Hub, job: Job, tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "jobs.db").write_text("private")
+    link = job.run_dir.export / place.partition("/")[0]
+    target = tmp_path / "secret"
+    link.symlink_to(target if "/" in place else target / "jobs.db")
+    with pytest.raises(HubError, match=f"{link.name} is a link, and links are not pushed"):
+        push_step(job)
+    assert not any(b"private" in blob for blob in hub.blobs.values())
+
+
 def test_by_hand_to_another_private_repository(hub: Hub, job: Job) -> None:
     push_step(job, repo="me/other", private=True)
     assert hub.repos["models/me/other"].private

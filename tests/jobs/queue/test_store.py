@@ -18,6 +18,7 @@ import pytest
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.processes import ProcessId
 from jobs.machine.residence import residence
+from jobs.paths import close_to_others
 from jobs.queue.states import ACTIVE, ENDED, State
 from jobs.queue.store import PERSON, SERVICE, Job, Store, Terms
 from jobs.queue.tables import trouble, update
@@ -540,16 +541,62 @@ while not (home / "go").exists():
 # -- who may look into it ------------------------------------------------------------------
 
 
-def test_a_state_directory_that_others_can_get_at_is_narrowed(
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+def test_a_state_directory_that_others_can_write_is_narrowed_before_something_is_written(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    made = add(Store()).id
     home.chmod(0o777)
-    Store()
-    assert home.stat().st_mode & 0o777 == 0o700
-    said = f"fsdp-tui: other users could read or write {home}; its mode was 777 and is now 700\n"
+    Store().all()
+    assert mode_of(home) == 0o777, "who reads changes no mode"
+    close_to_others.cache_clear()
+    Store().set_priority(made, 3)
+    assert mode_of(home) == 0o700
+    said = f"fsdp-tui: other users could write to {home}; its mode was 777 and is now 700\n"
     assert capsys.readouterr().err == said
-    Store()
+    Store().set_priority(made, 4)
     assert capsys.readouterr().err == ""
+
+
+def test_a_place_where_others_may_write_is_no_state_directory(home: Path) -> None:
+    """Such as /tmp or /workspace: nobody is locked out, whatever is in it."""
+    for mode, content in ((0o777, None), (0o777, "theirs.txt"), (0o1777, "jobs.db")):
+        if content:
+            (home / content).touch()
+        home.chmod(mode)
+        with pytest.raises(UserError, match=rf"set FSDP_TUI_HOME={home}/fsdp-tui"):
+            Store()
+        assert mode_of(home) == mode
+        if content:
+            (home / content).unlink()
+    assert not list(home.iterdir())
+
+
+def test_a_place_that_others_may_read_keeps_its_mode_and_tells_nothing(home: Path) -> None:
+    home.chmod(0o755)
+    (home / "theirs.txt").touch()
+    store = Store()
+    made = add(store).id
+    close_to_others.cache_clear()
+    store.set_priority(made, 3)
+    assert mode_of(home) == 0o755
+    assert mode_of(store.path) == 0o600
+    assert mode_of(home / "runs") == 0o700
+
+
+def test_a_link_to_a_place_of_others_changes_no_mode(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    (tmp_path / "link").symlink_to(tmp_path / "shared")
+    monkeypatch.setenv("FSDP_TUI_HOME", str(tmp_path / "link"))
+    with pytest.raises(UserError, match="other users may write"):
+        Store()
+    assert mode_of(tmp_path / "shared") == 0o1777
 
 
 def test_a_state_directory_of_another_user_is_refused(

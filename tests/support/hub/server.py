@@ -211,7 +211,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, entries)
             return
         siblings = [{"rfilename": path} for path in files]
-        self._answer(200, {"id": name, "sha": commit, "siblings": siblings, "tags": []})
+        said = {"id": name, "sha": commit, "siblings": siblings, "tags": []}
+        self._answer(200, said | {"private": repo.private})
 
     def _send(self, repo: Repo, revision: str, path: str) -> None:
         if repo.gated and self.headers.get("Authorization") is None:

@@ -81,16 +81,7 @@ class JobSpec(
         """
         if not isinstance(data, dict):
             return data
-        if _is_earlier(data, "lora_experts"):
-            data = data | {"lora_experts": True, "size_conditioning": "target"}
-        if _is_earlier(data, "max_aspect_ratio"):
-            data = data | {"max_aspect_ratio": 0}
-        if _is_earlier(data, "bucket_step"):
-            data = data | {"bucket_step": 0}
-        if _is_earlier(data, "modulation_precision"):
-            data = data | {"modulation_precision": "none"}
-        if _is_earlier(data, "huber_schedule"):
-            data = data | {"huber_schedule": "constant"} | _shift_before(data)
+        data = upgraded(data)
         given = {key: value for key, value in data.items() if value is not None}
         family = given.get("model_family", cls.model_fields["model_family"].default)
         for key, other in FOLLOWS.items():
@@ -131,6 +122,25 @@ class JobSpec(
         return hashlib.sha256(payload).hexdigest()[:16]
 
 
+def upgraded(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a job that was written down whole by an earlier version as it trains since.
+
+    Once, before anything is laid over it: what it returns is not earlier, and stays as it is.
+    """
+    if _is_earlier(data, "lora_experts"):
+        data = data | {"lora_experts": True, "size_conditioning": "target"}
+    if _is_earlier(data, "max_aspect_ratio"):
+        data = data | {"max_aspect_ratio": 0}
+    if _is_earlier(data, "bucket_step"):
+        data = data | {"bucket_step": 0}
+    if _is_earlier(data, "modulation_precision"):
+        data = data | {"modulation_precision": "none"}
+    if _is_earlier(data, "huber_schedule"):
+        constant = data.get("loss_type") in ("huber", "smooth_l1")
+        data = data | {"huber_schedule": "constant" if constant else None} | _shift_before(data)
+    return data
+
+
 def _is_earlier(data: dict[str, Any], key: str) -> bool:
     """Whether a whole job was written down before this was a key (and others of its time were).
 
@@ -144,15 +154,12 @@ def _is_earlier(data: dict[str, Any], key: str) -> bool:
 def _shift_before(data: dict[str, Any]) -> dict[str, Any]:
     """Return the shift of a job that drew by its sampler's: all did, before training had its own.
 
-    Only of families for which that is another one: by their own, or beyond the tokens that the
-    scheduler's was fitted for.
+    Of every family, since only the model's scheduler says whether the two differ.
     """
     family = FAMILIES.get(str(data.get("model_family")))
     drew = data.get("timestep_sampling") in SHIFTED and as_none(data.get("flow_shift")) is None
-    if family is None or not drew:
-        return {}
-    differs = family.trained_shift is not None or family.shifts_by_tokens
-    return {"flow_shift": "sampler"} if differs else {}
+    shifts = drew and family is not None and family.objective == "flow"
+    return {"flow_shift": "sampler"} if shifts else {}
 
 
 def field_names() -> list[str]:

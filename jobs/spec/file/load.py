@@ -16,7 +16,7 @@ from jobs.spec.file.accelerate_file import KEY as ACCELERATE
 from jobs.spec.file.accelerate_file import lay_over
 from jobs.spec.file.old_keys import translate
 from jobs.spec.file.value_errors import in_words, key_of
-from jobs.spec.job_spec import FOLLOWS, JobSpec, field_names, key_facts
+from jobs.spec.job_spec import FOLLOWS, JobSpec, field_names, key_facts, upgraded
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.values.spellings import as_none, did_you_mean, normal_key
 from jobs.spec.values.value_types import read_settings
@@ -70,7 +70,7 @@ def load_spec(
     notes: list[str] = []
     for part in (written, flags):
         done = translate(part)
-        values |= done.values
+        values = upgraded(values) | done.values
         notes += done.notes
         problems += done.problems
     problems += _unreadable(values)

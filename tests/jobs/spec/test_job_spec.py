@@ -336,12 +336,18 @@ def test_a_shift_is_a_number_or_the_samplers(written: Any, shift: Any) -> None:
     assert JobSpec(timestep_sampling="shift", flow_shift=written).flow_shift == shift
 
 
-@pytest.mark.parametrize("written", ["samplr", 0, -1.0, "nan", float("inf"), True, [1]])
+@pytest.mark.parametrize("written", ["samplr", 0, -1.0, 1e39, "nan", float("inf"), True, [1]])
 def test_any_other_shift_is_refused_in_one_sentence(written: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         JobSpec(timestep_sampling="shift", flow_shift=written)
     (error,) = caught.value.errors()
-    assert "is not a number above 0, or sampler" in error["msg"]
+    assert "is not a number above 0 and up to 1,000,000, or sampler" in error["msg"]
+
+
+@pytest.mark.parametrize("c", [1e-46, 1e30])
+def test_thresholds_whose_gradients_fp32_cannot_hold_are_refused(c: float) -> None:
+    with pytest.raises(ValidationError):
+        JobSpec(loss_type="huber", huber_c=c)
 
 
 @pytest.mark.parametrize(

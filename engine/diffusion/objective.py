@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-import torch
 from torch.nn import functional
 
 from engine.diffusion.huber import scheduled
@@ -15,6 +14,8 @@ from jobs.run.rundir import read_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    import torch
 
     from engine.families import Family
     from jobs.spec.job_spec import JobSpec
@@ -144,9 +145,10 @@ def _pseudo_huber(prediction: torch.Tensor, problem: Problem, spec: JobSpec) -> 
     For an error d, huber is 2c(√(d² + c²) - c): d² where d is small, as mse, and 2c|d| where it is
     large. smooth_l1 is huber / c.
     """
-    threshold = problem.threshold
-    if threshold is None:
-        threshold = prediction.new_full((1,), spec.huber_c)
-    c = threshold.view(-1, *[1] * (prediction.dim() - 1))
-    beyond = torch.hypot(prediction - problem.target, c) - c
+    c: torch.Tensor | float = spec.huber_c
+    if problem.threshold is not None:
+        c = problem.threshold.view(-1, *[1] * (prediction.dim() - 1))
+    squared = (prediction - problem.target).square()
+    # √(d² + c²) - c, without the difference of two large numbers.
+    beyond = squared / ((squared + c**2).sqrt() + c)
     return beyond * (2 * c if spec.loss_type == "huber" else 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import BeforeValidator
 
@@ -28,6 +28,7 @@ from jobs.spec.values.value_types import (
     Loss,
     LossWeighting,
     SamplersShift,
+    Shift,
     SizeConditioning,
     TimestepSampling,
     choice,
@@ -77,12 +78,13 @@ class NoiseKeys(Keys):
         ge=-1,
         le=1.75,
     )
-    flow_shift: Annotated[float | SamplersShift | None, BeforeValidator(read_shift)] = field(
+    flow_shift: Annotated[Shift | SamplersShift | None, BeforeValidator(read_shift)] = field(
         None,
         NOISE,
-        "Shift of sigma, above 0 (default: the family's, by resolution); sampler: the one that the "
-        "model's pipeline samples with.",
+        "Shift of sigma (default: the family's, by resolution); sampler: the one that the model's "
+        "pipeline samples with.",
         resume="changes",
+        words=get_args(SamplersShift),
         blank="the family's",
         no_effect=not_shifted,
         memory=False,
@@ -121,11 +123,13 @@ class NoiseKeys(Keys):
     huber_c: float = field(
         0.1,
         NOISE,
-        "Error at which huber and smooth_l1 turn from square to linear.",
+        "Error d at which huber and smooth_l1 turn from square to linear: huber is d² for small "
+        "errors and 2·huber_c·|d| for large ones; smooth_l1 is that divided by huber_c.",
         resume="changes",
         no_effect=mse_loss,
         memory=False,
-        gt=0,
+        ge=1e-6,
+        le=1000,
     )
     huber_schedule: Annotated[HuberSchedule, choice(HuberSchedule)] = field(
         "snr",

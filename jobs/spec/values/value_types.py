@@ -53,6 +53,8 @@ Device = Literal["auto", "cuda", "cpu"]
 Loss = Literal["mse", "huber", "smooth_l1"]
 HuberSchedule = Literal["snr", "exponential", "constant"]
 SamplersShift = Literal["sampler"]
+_LARGEST_SHIFT: Final = 1_000_000  # beyond 1e38, fp32 has no number for it
+Shift = Annotated[float, Field(gt=0, le=_LARGEST_SHIFT)]
 CheckpointPolicy = Literal["full", "selective"]
 AttentionBackend = Literal["auto", "flash", "flash3", "efficient", "cudnn", "math"]
 EmaDevice = Literal["accelerator", "cpu"]
@@ -132,7 +134,7 @@ def read_loss(value: Any) -> Any:
 
 
 def read_shift(value: Any) -> Any:
-    """Read a shift of sigma: a number above 0, the word sampler, or nothing.
+    """Read a shift of sigma: a number in its limits, the word sampler, or nothing.
 
     Checked here, since pydantic would report a problem for each type that the value is not.
     """
@@ -143,8 +145,12 @@ def read_shift(value: Any) -> Any:
         number = float(unquoted(value) if isinstance(value, str) else value)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, bool) or not 0 < number < math.inf:
-        raise refuse(value, get_args(SamplersShift), "a number above 0, or sampler")
+    if isinstance(value, bool) or not 0 < number <= _LARGEST_SHIFT:
+        raise refuse(
+            value,
+            get_args(SamplersShift),
+            f"a number above 0 and up to {_LARGEST_SHIFT:,}, or sampler",
+        )
     return number
 
 

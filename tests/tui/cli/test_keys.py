@@ -50,6 +50,7 @@ def test_every_key_is_listed_once_with_its_group() -> None:
     [
         ("lora_rank", "number ≥ 1 ≤ 4096"),
         ("learning_rate", "number > 0 ≤ 10"),
+        ("flow_shift", "number > 0 ≤ 1000000, or sampler"),
         ("mixed_precision", "no · bf16 · fp16"),
         ("fsdp_enable", "true or false"),
         ("fsdp_reshard_after_forward", "true or false, or a number"),
@@ -171,6 +172,7 @@ def complete(shell: str, *words: str) -> list[str]:
         (["submit", "--optimizer=adamw_8"], ["adamw_8bit"]),
         (["submit", "--optimizer", "=", "adamw_8"], ["adamw_8bit"]),
         (["submit", "--strategy", "FS"], ["fsdp2"]),
+        (["submit", "--flow_shift", "s"], ["sampler"]),
         (["data", "--fsdp_enable", "t"], ["true"]),
         (["resume", "3", "--model_family", "qw"], ["qwen_image"]),
         (["submit", "--fsdp_auto_wrap_policy", "size"], ["SIZE_BASED_WRAP"]),

@@ -6,7 +6,8 @@ import json
 import re
 import shutil
 import textwrap
-from typing import TYPE_CHECKING, Any, Final
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
@@ -68,24 +69,29 @@ def facts(name: str) -> dict[str, Any]:
 def values_of(name: str) -> str:
     """Describe a key's allowed values in a few words."""
     field, words = JobSpec.model_fields[name], field_words(name)
-    if words and not is_switch(name) and name != "model_family":
-        return " · ".join(words) + (" · pkg.mod.name" if name == "fsdp_auto_wrap_policy" else "")
     annotation = str(field.annotation)
+    kinds = [word for part, word in _KINDS.items() if re.search(rf"\b{part}\b", annotation)]
+    kind = " ".join([" or ".join(dict.fromkeys(kinds)), *_limits(name)])
+    if words and not is_switch(name) and name != "model_family":
+        if "number" in kinds:
+            return f"{kind}, or {' or '.join(words)}"
+        return " · ".join(words) + (" · pkg.mod.name" if name == "fsdp_auto_wrap_policy" else "")
     if "dict[" in annotation:
         return "file or mapping" if annotation.startswith("str |") else "mapping"
     if takes_many(name):
         return "number or list" if name in ("gpus", "resolution") else "list"
     if is_switch(name):
         return "true or false, or a number" if "int" in annotation else "true or false"
-    kinds = [word for part, word in _KINDS.items() if re.search(rf"\b{part}\b", annotation)]
-    return " ".join([" or ".join(dict.fromkeys(kinds)), *_limits(name)])
+    return kind
 
 
 def _limits(name: str) -> list[str]:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    field = JobSpec.model_fields[name]
+    parts = chain(*(getattr(part, "__metadata__", ()) for part in get_args(field.annotation)))
     return [
         f"{sign} {getattr(limit, word)}"
-        for limit in JobSpec.model_fields[name].metadata
+        for limit in chain(field.metadata, *(part.metadata for part in parts))
         for word, sign in signs.items()
         if hasattr(limit, word)
     ]

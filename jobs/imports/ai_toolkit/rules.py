@@ -243,7 +243,11 @@ def accumulation(draft: Draft, key: str, value: Any) -> None:
 
 
 # The shift of its own schedulers, where training has another by default here.
-_SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0}
+_SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0, "chroma": 3.2}
+_BY_SIZE: Final = (
+    "there, Chroma's shift follows the size, 3.2 at 512x512 and 25 at 1024x1024; it is 3.2 here "
+    "unless you set flow_shift"
+)
 _LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
 
 
@@ -257,10 +261,14 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only for flow-matching models")
     elif word in ours:
-        draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
-        shift = _SHIFTS.get(models.family_of(draft).name)
-        if ours[word] == "uniform_shift" and shift is not None:
-            draft.values["flow_shift"] = shift
+        family = models.family_of(draft).name
+        shift = _SHIFTS.get(family) if ours[word] == "uniform_shift" else None
+        draft.values |= {} if shift is None else {"flow_shift": shift}
+        if family == "chroma" and shift is not None:
+            draft.values["timestep_sampling"] = ours[word]
+            draft.unsupported(key, _BY_SIZE)
+        else:
+            draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
     elif word == "weighted":
         draft.take(key, "timestep_sampling", "uniform", "with loss_weighting: weighted")
         draft.values["loss_weighting"] = "weighted"

@@ -29,6 +29,9 @@ def weighting(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only for flow-matching models")
+    elif word == "mode" and models.family_of(draft).name in _SHIFTS:
+        draft.values["timestep_sampling"] = "mode"
+        draft.unsupported(key, "timestep_sampling: mode is not shifted, and the script's is")
     elif word == "mode":
         draft.take(key, "timestep_sampling", "mode")
     elif word in ("none", "logit_normal", "sigma_sqrt", "cosmap"):
@@ -58,6 +61,13 @@ def preconditioned(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, f"loss_weighting: {scheme} is used alone, not times sigma squared")
     else:
         draft.take(key, "loss_weighting", weight, f"with weighting_scheme: {scheme}")
+
+
+def mode_scale(draft: Draft, key: str, value: Any) -> None:
+    if str(draft.get("weighting_scheme")).strip().lower() == "mode":
+        draft.take(key, "mode_scale", value)
+    else:
+        draft.unneeded(key, "only for weighting_scheme: mode")
 
 
 def mean(draft: Draft, key: str, value: Any) -> None:

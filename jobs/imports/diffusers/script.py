@@ -302,7 +302,7 @@ _RULES: Final[dict[str, Rule]] = {
     "guidance_scale": _guidance,
     "weighting_scheme": noise.weighting,
     "logit_mean": noise.mean,
-    "mode_scale": needless("only for weighting_scheme: mode"),
+    "mode_scale": noise.mode_scale,
     "snr_gamma": training_keys.snr,
     "precondition_outputs": noise.preconditioned,
     "prediction_type": needless("set by the model's scheduler_config.json"),

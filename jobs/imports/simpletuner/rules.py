@@ -189,10 +189,38 @@ def clip_method(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "gradients are clipped by norm, not by value")
 
 
+# Of Wan 2.2's flavours, which set it over the configuration's.
+_FORCED_SHIFT: Final = 5.0
+_FORCED: Final = ("i2v-14b-2.2-", "flf2v-14b-2.2-")
+
+
+def _is_forced(draft: Draft) -> bool:
+    """Whether the flavour decides the shift."""
+    return str(draft.get("model_flavour")).strip().lower().startswith(_FORCED)
+
+
+def unless_sana(rule: Rule) -> Rule:
+    """A key of how sigma is drawn, which the tool ignores for Sana."""
+
+    def chosen(draft: Draft, key: str, value: Any) -> None:
+        if models.family_of(draft).name == "sana":
+            draft.unneeded(key, "ignored for Sana there")
+        else:
+            rule(draft, key, value)
+
+    return chosen
+
+
 def shift(draft: Draft, key: str, value: Any) -> None:
     """The shift of sigma, which also applies to the uniform schedule there."""
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only for flow-matching models")
+    elif models.family_of(draft).name == "sana":
+        draft.take(key, "timestep_sampling", "uniform", "ignored for Sana there, drawn evenly")
+    elif _is_forced(draft):
+        draft.take(key, "flow_shift", _FORCED_SHIFT, "the flavour's, whatever is set")
+        if not draft.on("flow_use_uniform_schedule"):
+            draft.values["timestep_sampling"] = "shift"
     elif draft.on("flow_schedule_auto_shift"):
         draft.unneeded(key, "flow_schedule_auto_shift is used")
     elif draft.on("flow_use_uniform_schedule"):
@@ -210,12 +238,15 @@ def auto_shift(draft: Draft, key: str, value: Any) -> None:
     """The shift by resolution, which is the family's own here."""
     if is_off(value):
         draft.unneeded(key, "off is the default")
+        return
+    family = models.family_of(draft)
+    line = isinstance(family.trained_shift, ShiftLine) or family.shifts_by_tokens
+    how = "by resolution" if line else "the family's shift, the same at all resolutions"
+    if _is_forced(draft):
+        draft.unneeded(key, "the flavour sets its own shift")
     elif draft.on("flow_use_uniform_schedule"):
-        draft.unneeded(key, "timestep_sampling: uniform_shift is by resolution")
+        draft.unneeded(key, f"timestep_sampling: uniform_shift; {how}")
     else:
-        family = models.family_of(draft)
-        line = isinstance(family.trained_shift, ShiftLine) or family.shifts_by_tokens
-        how = "by resolution" if line else "the family's shift, the same at all resolutions"
         draft.take(key, "timestep_sampling", "shift", how)
 
 
@@ -225,7 +256,8 @@ def uniform(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "off is the default")
         return
     shift = draft.number("flow_schedule_shift")
-    shifted = draft.on("flow_schedule_auto_shift") or shift not in (None, 0, 1)
+    auto = draft.on("flow_schedule_auto_shift")
+    shifted = auto or shift not in (None, 0, 1) or _is_forced(draft)
     how = "uniform_shift" if shifted else "uniform"
     draft.take(key, "timestep_sampling", how, "drawn evenly, then shifted" if shifted else "")
 

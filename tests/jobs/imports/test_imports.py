@@ -380,6 +380,32 @@ def test_a_script_draws_and_weights_as_it_does_there(
     assert (spec.timestep_sampling, spec.flow_shift, spec.loss_weighting) == drawn
 
 
+@pytest.mark.parametrize("script", ["sd3", "lumina2", "z_image", "hidream"])
+def test_a_script_loses_the_shift_of_mode(script: str) -> None:
+    line = f"train_dreambooth_lora_{script}.py --seed=1 --weighting_scheme=mode"
+    imported = import_script([line])
+    assert (imported.spec.timestep_sampling, imported.spec.flow_shift) == ("mode", None)
+    assert entry(imported, "weighting_scheme").kind is Lost
+
+
+def test_a_shift_of_simpletuner_is_said_as_the_family_has_it(tmp_path: Path) -> None:
+    for family, how in (("flux", "by resolution"), ("hidream", "the same at all resolutions")):
+        keys = {"flow_schedule_auto_shift": 1, "flow_use_uniform_schedule": True}
+        imported = simple(tmp_path, model_family=family, **keys)
+        assert how in entry(imported, "flow_schedule_auto_shift").why
+
+
+def test_simpletuner_draws_evenly_for_sana_where_nothing_is_set(tmp_path: Path) -> None:
+    imported = simple(tmp_path, model_family="sana")
+    assert (imported.spec.timestep_sampling, imported.spec.flow_shift) == ("uniform", None)
+    assert "flow_schedule_shift" in {assumed.key for assumed in imported.report.assumed}
+
+
+def test_ai_toolkits_chroma_is_shifted_as_at_the_smallest_size(tmp_path: Path) -> None:
+    spec = process(tmp_path, train__timestep_type="shift", model__arch="chroma").spec
+    assert (spec.timestep_sampling, spec.flow_shift) == ("uniform_shift", 3.2)
+
+
 def test_a_script_whose_noise_levels_count_from_the_other_end() -> None:
     imported = example("diffusers-script", "sd3-lora.txt")
     job = imported.to_dict()
@@ -519,6 +545,38 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     (
         {"flow_schedule_auto_shift": 1, "model_family": "hidream"},
         {"timestep_sampling": "shift", "flow_shift": None},
+    ),
+    (
+        {"flow_schedule_shift": 2, "model_family": "sana"},
+        {"timestep_sampling": "uniform", "flow_shift": None},
+    ),
+    ({"flow_schedule_auto_shift": 1, "model_family": "sana"}, Needless),
+    ({"flow_use_uniform_schedule": True, "model_family": "sana"}, Needless),
+    ({"flow_sigmoid_scale": 0.8, "model_family": "sana"}, Needless),
+    (
+        {
+            "flow_schedule_shift": 2,
+            "model_family": "wan",
+            "model_flavour": "i2v-14b-2.2-high",
+        },
+        {"timestep_sampling": "shift", "flow_shift": 5.0},
+    ),
+    (
+        {
+            "flow_use_uniform_schedule": True,
+            "flow_schedule_shift": 0,
+            "model_family": "wan",
+            "model_flavour": "i2v-14b-2.2-low",
+        },
+        {"timestep_sampling": "uniform_shift", "flow_shift": 5.0},
+    ),
+    (
+        {
+            "flow_schedule_auto_shift": True,
+            "model_family": "wan",
+            "model_flavour": "i2v-14b-2.2-high",
+        },
+        Needless,
     ),
     ({"flow_schedule_shift": 3, "model_family": "sdxl"}, Needless),
     ({"flow_sigmoid_scale": 0.8}, {"logit_std": 0.8}),
@@ -829,6 +887,12 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"timestep_sampling": "uniform_shift", "flow_shift": 3.0},
     ),
     (
+        {"train__timestep_type": "sigmoid", "model__arch": "chroma"},
+        {"timestep_sampling": "logit_normal", "flow_shift": None},
+    ),
+    ({"train__timestep_type": "shift", "model__arch": "chroma"}, Lost),
+    ({"train__timestep_type": "flux_shift", "model__arch": "chroma"}, Lost),
+    (
         {"train__timestep_type": "shift", "model__arch": "lumina2"},
         {"timestep_sampling": "uniform_shift", "flow_shift": 6.0},
     ),
@@ -966,6 +1030,8 @@ SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
         {"timestep_sampling": "uniform", "loss_weighting": "cosmap"},
     ),
     ("--weighting_scheme=mode", {"timestep_sampling": "mode"}),
+    ("--mode_scale=0.5 --weighting_scheme=mode", {"mode_scale": 0.5}),
+    ("--mode_scale=0.5", Needless),
     ("--logit_mean=-1 --weighting_scheme logit_normal", {"logit_mean": 1.0}),
     ("--train_text_encoder", Lost),
     ("--with_prior_preservation", Lost),  # without a class prompt

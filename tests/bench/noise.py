@@ -200,15 +200,34 @@ def _theirs() -> list[str]:
     return rows
 
 
-def _row(family: str, entry: dict[str, Any]) -> str:
+def peers_draw(family: str, entry: dict[str, Any]) -> tuple[str, Shares]:
+    """Return what a trainer draws for a family at its native size: in words, and its shares.
+
+    Args:
+        family: One of the entry's.
+        entry: Of `peers`. "line" is a `ShiftLine`, which "extrapolate" follows beyond its points;
+            "uniform" is the share of draws that are even instead.
+    """
     count = tokens(family, next(iter(FAMILIES[family].flavours)), sizes(family)[-1])
     shift, by = entry.get("shift", 1.0), ""
     if "line" in entry:
         line = ShiftLine(*entry["line"])
-        shift = line.at(count)
+        beyond = entry.get("extrapolate", False)
+        shift = line.at(count, extrapolate=beyond)
         by = f", by tokens: {line.low:g} at {line.few:,} to {line.high:g} at {line.many:,}"
+        by += " and beyond" if beyond else ""
     drawn = f"`{entry['how']}`" + (f", {shift:.3g}{by}" if shift != 1 else "")
     shares = _shares(lambda quantile: sigma_at(quantile, entry["how"], shift=shift))
+    if even := entry.get("uniform", 0.0):
+        drawn += f"; {even * 100:.0f} % `uniform`"
+        shares = Shares(
+            (1 - even) * shares.high + even * (1 - HIGH), (1 - even) * shares.low + even * MIDDLE
+        )
+    return drawn, shares
+
+
+def _row(family: str, entry: dict[str, Any]) -> str:
+    drawn, shares = peers_draw(family, entry)
     note = f" ({entry['note']})" if "note" in entry else ""
     source = f"`{entry['file']}` of {entry['repo']}{note}"
     return f"{entry['peer']} | {drawn} | {shares} | {source}"
@@ -216,16 +235,16 @@ def _row(family: str, entry: dict[str, Any]) -> str:
 
 _HEAD: Final = """# Noise levels of each family
 
-Which sigmas a flow-matching job draws that sets nothing but its model, and what other trainers
-draw. [A script](../tests/bench/README.md) makes this page, and looks up each fact about another
-trainer in its checkout. [Noise levels](training.md#noise-levels) has the words and the reasons.
+The sigmas a job draws when it sets only its model, and what other trainers draw.
+[A script](../tests/bench/README.md) makes this page, and looks up each fact about another trainer
+in its checkout. [Noise levels](training.md#noise-levels) explains the terms and the choices.
 
 ## Here
 
 The share of draws above sigma 0.9, which decide the composition, and the share below 0.5, which
 decide detail.
 
-| family | draws | 512x512 | 1024x1024 | native size | which is |
+| family | draws | 512x512 | 1024x1024 | native size | native size is |
 |---|---|---|---|---|---|
 """
 _BETWEEN: Final = """
@@ -234,8 +253,8 @@ Wan 2.2's experts draw only the sigmas that they are for.
 
 ## Elsewhere
 
-By default, or as the trainer's guide or preset for the family has it; at the native size. The
-number is the shift.
+By default, or as the trainer's guide or preset for the family has it; at the native size. Numbers
+are shifts.
 
 | family | trainer | draws | above 0.9, below 0.5 | source |
 |---|---|---|---|---|

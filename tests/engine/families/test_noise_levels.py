@@ -13,6 +13,7 @@ from engine import families
 from engine.diffusion.objective import build_objective
 from engine.diffusion.random_numbers import sample_generators
 from engine.families.shared.base import Family
+from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 from tests.bench import noise
 from tests.support.engine.families import FAST, Case, toys_root
@@ -40,6 +41,28 @@ def test_no_default_draws_nearly_all_on_one_side_without_a_reason() -> None:
 
 def test_the_page_is_what_the_script_makes() -> None:
     assert noise.PAGE.read_text(encoding="utf-8") == noise.page(), "run tests/bench/noise.py"
+
+
+def test_lightricks_lines_go_on_beyond_their_points() -> None:
+    """At the native size, 13,376 tokens; one of the two draws a tenth evenly."""
+    drawn = [
+        noise.peers_draw("ltxvideo", entry)
+        for entry in noise.peers()
+        if entry["peer"] == "Lightricks"
+    ]
+    assert all("215" in words for words, _ in drawn)
+    (shifted, stretched) = (shares for _, shares in drawn)
+    assert (shifted.high, shifted.low) == pytest.approx((0.999, 0), abs=2e-3)
+    assert (stretched.high, stretched.low) == pytest.approx((0.549, 0.077), abs=5e-3)
+
+
+def test_no_other_trainers_line_is_left_at_a_native_size() -> None:
+    """Those that go on beyond their points and those that do not differ only there."""
+    for entry in noise.peers():
+        for family in entry["families"] if "line" in entry and "extrapolate" not in entry else ():
+            flavour = next(iter(FAMILIES[family].flavours))
+            count = noise.tokens(family, flavour, noise.sizes(family)[-1])
+            assert count <= entry["line"][2], entry
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from jobs.doctor.patient import Patient
 
-_EXPORTS: Final = 500  # files that are looked at, of the newest jobs
+_EXPORTS: Final = 500  # files that are read, of the newest jobs
 _NAMED: Final = 5  # of them
 _BUSY: Final = 5.0  # seconds that the database may be locked by others
 
@@ -67,13 +67,14 @@ def check_database(_: Patient) -> Iterator[Finding]:
 def check_exports(_: Patient) -> Iterator[Finding]:
     """Whether files of earlier versions say in their headers what is private."""
     exports = sorted((state_home() / "runs").glob("*/export/*.safetensors"))[-_EXPORTS:]
-    found = {path.parent.parent.name: keys for path in exports if (keys := _private_keys(path))}
-    if not found:
+    private = {path.parent.parent.name: keys for path in exports if (keys := _private_keys(path))}
+    if not private:
         return
-    keys = sorted(set().union(*found.values()))
-    names = ", ".join(list(found)[:_NAMED]) + (" and others" if len(found) > _NAMED else "")
-    words = f"those of {names} name private settings in their headers ({', '.join(keys)})"
-    yield warn("exports", words, "export them again before you publish them", runs=list(found))
+    runs = list(private)
+    names = ", ".join(runs[:_NAMED]) + (" and others" if len(runs) > _NAMED else "")
+    settings = ", ".join(sorted(set().union(*private.values())))
+    words = f"those of {names} name private settings in their headers ({settings})"
+    yield warn("exports", words, "export them again before you publish them", runs=runs)
 
 
 def _private_keys(path: Path) -> set[str]:

@@ -519,10 +519,10 @@ def test_no_database_is_none_made(home: Path) -> None:
 
 def test_exports_of_earlier_versions_that_name_what_is_private(home: Path) -> None:
     assert list(keeper.check_exports(Patient())) == []
-    jobs = {"1-a": {"lora_rank": 4}, "2-b": {"slurm_setup": ["export KEY=x"], "lora_rank": 4}}
-    for name, job in jobs.items():
+    said = {"1-a": {"lora_rank": 4}, "2-b": {"slurm_setup": ["export KEY=x"], "lora_rank": 4}}
+    for name, values in said.items():
         (home / "runs" / name / "export").mkdir(parents=True)
-        header = json.dumps({"__metadata__": {"fsdp_tui.job": json.dumps(job)}}).encode()
+        header = json.dumps({"__metadata__": {"fsdp_tui.job": json.dumps(values)}}).encode()
         text = struct.pack("<Q", len(header)) + header
         (home / "runs" / name / "export" / "x.safetensors").write_bytes(text)
     (home / "runs" / "1-a" / "export" / "damaged.safetensors").write_bytes(b"x")

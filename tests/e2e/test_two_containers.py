@@ -6,7 +6,6 @@ commands.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from jobs import service
 from jobs.machine.processes import with_run_id
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog
+from tests.support.containers import CONTAINER, has_namespaces
 from tests.support.jobs.lab import opened
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
@@ -29,18 +29,9 @@ if TYPE_CHECKING:
     from jobs.queue.store import Store
     from tests.support.jobs.lab import Lab
 
-CONTAINER = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
-
-
-def _has_namespaces() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    return subprocess.run([*CONTAINER, "true"], capture_output=True, check=False).returncode == 0
-
-
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not _has_namespaces(), reason="no pid namespaces for this user"),
+    pytest.mark.skipif(not has_namespaces(), reason="no pid namespaces for this user"),
 ]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Store
 
 _COLOUR_SYSTEMS: Final = {"16": "standard", "256": "256", "truecolor": "truecolor"}
+_SIGNAL_TAKES: Final = 1.0  # seconds
 _PARENT_EVERY: Final = 2.0  # seconds
 _LOCALE: Final = ("LC_ALL", "LC_CTYPE", "LANG")
 # Terminals that have no other characters, or too few of them.
@@ -74,7 +75,7 @@ def _end_with(parent: int) -> None:
     """In a thread: end when the web server does, however it does; its pipes do not tell."""
     while os.getppid() == parent:
         time.sleep(_PARENT_EVERY)
-    os.kill(os.getpid(), signal.SIGHUP)
+    _hang_up()
 
 
 def _end_without(terminal: int) -> None:
@@ -86,7 +87,14 @@ def _end_without(terminal: int) -> None:
     watch = select.poll()
     watch.register(terminal, 0)  # a hang-up is reported unasked
     watch.poll()
+    _hang_up()
+
+
+def _hang_up() -> None:
+    """End as by a hang-up; also as the first process of a container, which no signal ends."""
     os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(_SIGNAL_TAKES)
+    os._exit(128 + signal.SIGHUP)
 
 
 def needs_ascii(environ: Mapping[str, str]) -> bool:

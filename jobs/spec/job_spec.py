@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from types import UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, model_validator
 
@@ -181,6 +181,8 @@ def is_public(name: str) -> bool:
 def _is_plain(kind: Any) -> bool:
     """Whether values of a type are numbers, switches and words of ours alone."""
     origin = get_origin(kind)
+    if origin is Annotated:
+        return _is_plain(get_args(kind)[0])
     if origin is Literal or kind in (bool, int, float, type(None)):
         return True
     return origin in (Union, UnionType, list) and all(map(_is_plain, get_args(kind)))

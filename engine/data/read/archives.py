@@ -24,6 +24,9 @@ from jobs.untrusted.files import LARGEST_PICTURE
 if TYPE_CHECKING:
     from jobs.spec.values.datasets import Dataset
 
+# Of an archive's own size, what its files may take: images do not shrink, and text does by ten.
+_LARGEST_RATIO: Final = 100
+_ANYWAY: Final = 1 << 30  # bytes that any archive may have
 _WANTED: Final = PICTURE_SUFFIXES | VIDEO_SUFFIXES | {name.lower() for name in CAPTION_SUFFIXES}
 
 
@@ -74,8 +77,13 @@ def _unpacked(archive: Path, cache: Path) -> Path:
     aside = cache / f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp"
     try:
         aside.mkdir(parents=True)
+        left = _ANYWAY + _LARGEST_RATIO * status.st_size
         with tarfile.open(archive, "r|*") as stream:  # never goes back, as slow disks like it
             for member in stream:
+                left -= member.size
+                if left < 0:  # compressed so that it takes hours to read, or to pass over
+                    ratio = f"{_LARGEST_RATIO} times its own size"
+                    raise tarfile.ReadError(f"its files take more than {ratio}")
                 place = _place(member)
                 if place is not None and (content := stream.extractfile(member)) is not None:
                     target = aside / place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import os
 import tarfile
 import unicodedata
@@ -460,6 +461,11 @@ def test_archives_of_webdataset_are_unpacked_once_and_stay_in_their_folder(
         link = tarfile.TarInfo("0006.png")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
+    with lzma.open(root / "bomb.tar", "wb") as bomb:  # 2 GiB of a file that is not even wanted
+        info = tarfile.TarInfo("zeros.bin")
+        info.size = 2 << 30
+        bomb.write(info.tobuf())
+        bomb.write(bytes(1 << 20))
     (root / "shard-1.tar").write_bytes(b"not a tar")
     assert check_dataset(job()) == 0
     index = build_index(job())
@@ -467,8 +473,11 @@ def test_archives_of_webdataset_are_unpacked_once_and_stay_in_their_folder(
         "shard-0.tar/0001.png": ("one",),
         "shard-0.tar/x/0002.png": ("two",),
     }
-    (skipped,) = index.skipped
-    assert (skipped.name, skipped.why.partition(" (")[0]) == ("shard-1.tar", "a damaged archive")
+    assert [(skipped.name, skipped.why) for skipped in index.skipped] == [
+        ("bomb.tar", "a damaged archive (its files take more than 100 times its own size)"),
+        ("shard-1.tar", index.skipped[1].why),
+    ]
+    assert index.skipped[1].why.startswith("a damaged archive")
     unpacked = list((tmp_path / "cache" / "webdataset").iterdir())
     assert len(unpacked) == 1
     assert not list(tmp_path.rglob("000[456].png"))

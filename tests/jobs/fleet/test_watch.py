@@ -209,6 +209,11 @@ def test_how_ssh_is_called(boxes: FakeBoxes, short: Path) -> None:
         (255, "", "the connection was lost"),
         (255, "me@big: Permission denied (publickey).", "log in once (enter)"),
         (255, "a\nHost key verification failed.\n", "its host key is not known"),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.\n",
+            "its host key has changed",
+        ),
         (1, "fsdp-tui: the disk is full\n", "the disk is full"),
         (137, "", "fsdp-tui there ended with status 137"),
         (-9, "", "ssh was ended by signal 9"),

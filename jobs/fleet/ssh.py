@@ -151,7 +151,7 @@ def why_failed(box: Box, status: int, stderr: str) -> str:
             return f"{last}; log in once (enter), or use a key or an agent"
         if "IDENTIFICATION HAS CHANGED" in stderr:
             return (
-                "its host key has changed: it was installed anew, or another machine answers; "
+                "its host key has changed: it was installed again, or another machine answers; "
                 f"if you know that it is new, `ssh-keygen -R` its name and connect: ssh {box.ssh}"
             )
         if "Host key verification failed" in stderr:

@@ -6,7 +6,9 @@ that are complete are never fetched again; a broken connection is resumed where 
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -33,6 +35,8 @@ _LONGEST_PAUSE: Final = 60.0
 _GIVES_UP: Final = 20  # failures in a row, about 15 minutes, without a file that came through
 _CHECKED_WITHIN: Final = 1.0  # seconds; a process that only checks the lock holds it briefly
 _STALE: Final = 3600.0  # seconds since the last byte of a partial file that nobody resumes
+_HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHA256: Final = 64  # characters
 _PARTIAL: Final = ".incomplete"  # what `huggingface_hub` appends to files under way
 
 
@@ -53,11 +57,12 @@ def fetch(
         HubError: It cannot be fetched.
     """
     failures, best = 0, 0
+    intact = {path.name for path in _blobs(name).glob("*")}  # what was there was compared then
     while True:
         try:
             listing = list_files(name)
             check_room(listing, name)
-            return _download(name, listing, tell)
+            return _download(name, listing, intact, tell)
         except Exception as error:
             trouble = explain(error, name)
             done = _bytes_there(name)
@@ -69,7 +74,9 @@ def fetch(
             pause(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1)))
 
 
-def _download(name: HubName, listing: Listing, tell: Callable[[Fetch], None]) -> Path:
+def _download(
+    name: HubName, listing: Listing, intact: set[str], tell: Callable[[Fetch], None]
+) -> Path:
     from huggingface_hub import snapshot_download
 
     _remove_stale(_blobs(name))
@@ -101,7 +108,25 @@ def _download(name: HubName, listing: Listing, tell: Callable[[Fetch], None]) ->
     for path, count in listing.files.items():
         if not _has(Path(folder, path), count):
             raise HubError(f"{path} of {name.repo} did not come through", passing=True)
+    for path in listing.files:
+        blob = Path(folder, path).resolve()
+        if blob.name not in intact and not _is_intact(blob):
+            blob.unlink()
+            raise HubError(f"{path} of {name.repo} came through damaged", passing=True)
+        intact.add(blob.name)
     return Path(folder, name.folder)
+
+
+def _is_intact(blob: Path) -> bool:
+    """Whether a file has the contents by which the cache names it: their SHA-256, or git's hash."""
+    if not _HASH.fullmatch(blob.name):  # a cache without links
+        return True
+    with open(blob, "rb") as file:
+        if len(blob.name) == _SHA256:
+            return hashlib.file_digest(file, "sha256").hexdigest() == blob.name
+        digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
+        digest.update(file.read())
+        return digest.hexdigest() == blob.name
 
 
 def _has(path: Path, count: int) -> bool:

@@ -6,8 +6,10 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import pytest
 
 from jobs import service
@@ -31,8 +33,6 @@ from tests.support.hub.repos import CHOSEN, flux_like
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from jobs.hub.fetches import Fetch
     from jobs.queue.store import Store
     from tests.support.hub.server import Hub
@@ -96,6 +96,31 @@ def test_of_a_dataset_what_readers_read_is_chosen() -> None:
     assert set(choose(DATA, files)) == set(files) - {".gitattributes", "x.py", "c/model.bin"}
     folder = HubName("dataset", "someone/cats", folder="a")
     assert choose(folder, files) == ["README.md", "a/1.png", "a/1.txt", "a/metadata.jsonl"]
+
+
+@pytest.mark.parametrize("path", ["model_index.json", "transformer/config.json", "large"])
+def test_wrong_bytes_of_the_right_size_are_fetched_again(
+    path: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = flux_like()
+    hub.add(MODEL.repo, files)
+    if path == "large":  # such as the hub names by its SHA-256
+        path = max(CHOSEN, key=lambda name: len(files[name]))
+    told: list[Fetch] = []
+    snapshot, spoils = huggingface_hub.snapshot_download, [True]
+
+    def spoil(*words: Any, **options: Any) -> str:
+        folder = snapshot(*words, **options)
+        if spoils.pop() if spoils else False:
+            blob = Path(folder, path).resolve()
+            blob.write_bytes(bytes(blob.stat().st_size))
+        return folder
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", spoil)
+    root = fetching.fetch(MODEL, told.append, pause=lambda seconds: None)
+    assert (root / path).read_bytes() == files[path]
+    reasons = [now.reason for now in told if now.state == "waiting"]
+    assert reasons == [f"{path} of {MODEL.repo} came through damaged"]
 
 
 def test_a_fetched_model_is_found_and_nothing_is_fetched_twice(hub: Hub) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
@@ -234,15 +234,15 @@ def _cpu_slots() -> int:
 @contextmanager
 def _one_at_a_time(store: Store) -> Iterator[bool]:
     """Take the queue's lock; False if another process keeps it."""
-    with open(store.home / "dispatch.lock", "a+") as lock:
+    with open(store.home / "dispatch.lock", "ab+", buffering=0) as lock:
         free = file_lock.take(lock, _QUEUE_IS_FREE_WITHIN)
         if free:
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
+            with suppress(OSError):  # a full disk; the number is only to be shown
+                lock.truncate(0)
+                lock.write(b"%d" % os.getpid())
         else:
             lock.seek(0)
-            pid = lock.read(_LONGEST_PID).strip()
+            pid = (lock.read(_LONGEST_PID) or b"").decode(errors="replace").strip()
             holder = f"process {pid}" if pid else "another process"
             reason = f"{holder} holds the queue and does not respond"
             store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})

@@ -138,7 +138,7 @@ class Store:
             row |= {"run_id": run_id, "created": now, "queued": now}
             job_id = insert(db, "jobs", row | terms.columns())
             run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
-            if run_dir.root.exists():
+            if run_dir.root.exists() and not run_dir.set_aside():
                 raise UserError(
                     f"{run_dir.root} already exists, left by a database that was deleted",
                     "move it away, or its checkpoints would be mistaken for the new job's",

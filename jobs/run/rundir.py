@@ -295,6 +295,13 @@ class RunDir:
     def clear_request(self, name: str) -> None:
         (self.control / name).unlink(missing_ok=True)
 
+    def set_aside(self) -> bool:
+        """Move away what a submit left that was killed; False where anything has run here."""
+        if any(path.exists() for path in (self.launch_file, self.events, self.checkpoints)):
+            return False
+        self.root.rename(self.root.with_name(f".{self.root.name}.{time.time_ns()}"))
+        return True
+
     # -- ranks -----------------------------------------------------------------------------
 
     def rank_statuses(self) -> list[RankStatus]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sqlite3
 import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -83,7 +84,10 @@ def carry_out(store: Store, plan: Plan) -> Job:
         prepare = partial(_prepare, store, plan.job.run_dir, plan)
         terms = Terms.of(plan.spec, plan.wanted)
         job = store.requeue(plan.job.id, _how_it_goes_on(plan), terms, prepare)
-    return start_if_free(store, job.id)
+    try:
+        return start_if_free(store, job.id)
+    except (OSError, sqlite3.Error):
+        return job  # it is queued, and whoever looks next starts it: a refusal would be a lie
 
 
 def _write_files(text: str, absent: Sequence[HubName], run_dir: RunDir) -> None:

@@ -112,6 +112,9 @@ def main() -> NoReturn:
     except BrokenPipeError:  # `fsdp-tui list | head`
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:  # of a disk that is full, or that does not respond
+        place = f"{error.filename}: " if error.filename else ""
+        _complain(f"{place}{error.strerror or error}", 1)
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import os
 import shutil
 import signal
@@ -405,3 +407,18 @@ def test_a_process_that_is_being_killed_is_as_good_as_dead(monkeypatch: pytest.M
     assert me.is_dead()
     status[b"ShdPnd"] = b"0000000000004000"  # SIGTERM
     assert not me.is_dead()
+
+
+def test_a_full_disk_keeps_nobody_from_taking_the_queue(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked to hold a process number that is only shown."""
+
+    class Full(io.FileIO):
+        def write(self, _: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(dispatching, "open", lambda path, *_, **__: Full(path, "a+"), raising=False)
+    job = add()
+    dispatch(store)
+    assert started == [job]

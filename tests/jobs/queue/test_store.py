@@ -22,13 +22,12 @@ from jobs.paths import close_to_others
 from jobs.queue.states import ACTIVE, ENDED, State
 from jobs.queue.store import PERSON, SERVICE, Job, Store, Terms
 from jobs.queue.tables import trouble, update
+from jobs.run.rundir import RunDir
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from jobs.run.rundir import RunDir
 
 A, B = "GPU-a", "GPU-b"
 
@@ -536,6 +535,20 @@ while not (home / "go").exists():
     finally:
         for worker in workers:
             worker.kill()
+
+
+def test_what_a_killed_submit_left_is_in_nobodys_way(store: Store) -> None:
+    left = RunDir(store.home / "runs" / "1-t")
+    left.create()
+    left.job_file.write_text("name: t\n")
+    assert add(store).id == 1
+    (aside,) = (store.home / "runs").glob(".1-t.*")
+    assert (aside / "job.yaml").read_text() == "name: t\n", "nothing is lost"
+    ran = RunDir(store.home / "runs" / "2-t")
+    ran.create()
+    ran.launch_file.write_text("{}")
+    with pytest.raises(UserError, match="already exists, left by a database that was deleted"):
+        add(store)
 
 
 # -- who may look into it ------------------------------------------------------------------

@@ -222,6 +222,31 @@ def test_a_database_that_is_none(shell: Shell) -> None:
     assert "is damaged (file is not a database)" in shell.refused("list")
 
 
+def test_an_error_of_the_disk_is_a_sentence(shell: Shell) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/state/jobs.lock")
+
+    shell.monkeypatch.setattr("jobs.service.refresh", fail)
+    result = shell("list")
+    assert (result.status, result.err) == (
+        1,
+        "fsdp-tui: /state/jobs.lock: No space left on device\n",
+    )
+
+
+def test_a_job_that_is_queued_is_told_as_queued(shell: Shell) -> None:
+    """Whatever hinders its start: who is told that it was refused submits it again."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    shell.monkeypatch.setattr("jobs.service.dispatch", fail)
+    (shell.home / "job.yaml").write_text(yaml.safe_dump(shell.job_values))
+    result = shell("submit", shell.home / "job.yaml")
+    assert result.status == 0, result.err
+    assert Store(shell.home).get(1).state is State.QUEUED
+
+
 def test_a_reader_that_goes_away_is_no_error(shell: Shell) -> None:
     shell.ended(State.COMPLETED, step=5)  # a waiting one would be started by whoever looks
     read, write = os.pipe()

@@ -44,7 +44,7 @@ def ask(
     on_line: Callable[[str], None],
     cancelled: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Run a tool and read the JSON object that it prints.
+    """Run a tool and read the JSON object that is the last line of what it prints.
 
     Its answer goes to a file, so that it never waits for us; what it says of its progress goes
     through a pipe, so that it ends when we are killed and the pipe breaks.
@@ -72,8 +72,8 @@ def ask(
         what = f"it was killed by {signal.Signals(-status).name}" if status < 0 else last_line
         raise ToolError(f"python -m {module} failed: {what or f'exit status {status}'}")
     try:
-        result: dict[str, Any] = json.loads(answer.read_bytes())
-    except ValueError:
+        result: dict[str, Any] = json.loads(answer.read_bytes().splitlines()[-1])
+    except (ValueError, IndexError):
         raise ToolError(f"python -m {module} failed: its answer is not a JSON object") from None
     return result
 

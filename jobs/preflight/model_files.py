@@ -59,6 +59,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
         _check_whole(root / part)
     _check_supplied(root, family)
     for part in _text_encoders(index):
+        _check_code(root, part, index)
         _check_encoder(root, part)
         _check_whole(root / part)
     _check_image_inputs(root, index)
@@ -119,6 +120,16 @@ def _check_image_inputs(root: Path, index: Mapping[str, Any]) -> None:
                 f"{root} is incomplete: {part}/preprocessor_config.json is missing or damaged",
                 "download it again",
             )
+
+
+def _check_code(root: Path, part: str, index: Mapping[str, Any]) -> None:
+    """Refuse what needs code that comes with the model: none of it is run."""
+    library, name = (*map(str, index[part]), "?")[:2]
+    if library not in ("diffusers", "transformers"):
+        raise SpecError(
+            f"the {part} of {root} is {library}.{name}, which needs code of the model's own",
+            "use a model whose encoders are transformers' own; code of models is not run",
+        )
 
 
 def _check_encoder(root: Path, part: str) -> None:

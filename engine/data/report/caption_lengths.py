@@ -49,7 +49,7 @@ def _slow(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception:  # whatever its many readers raise: tokens are then not counted
         return None
     return lambda text: len(tokenizer(text, truncation=False).input_ids)

@@ -58,6 +58,18 @@ def complaint(job_values: dict[str, Any]) -> Callable[..., str | None]:
     return check
 
 
+@pytest.mark.parametrize("entry", [["modeling_mine", "Encoder"], ["modeling_mine"]])
+def test_encoders_with_code_of_their_own_are_refused(
+    entry: list[str], model: Callable[..., Path], complaint: Callable[..., str | None]
+) -> None:
+    """And not by the ranks, whose libraries advise to run it."""
+    root = model("FluxPipeline", index={"text_encoder": entry}, transformer={})
+    said = complaint("flux", root)
+    assert said is not None
+    assert "is modeling_mine." in said
+    assert "code of models is not run" in said
+
+
 # -- the flavour that a name says ----------------------------------------------------------
 
 

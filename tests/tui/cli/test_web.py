@@ -46,10 +46,27 @@ if TYPE_CHECKING:
         ("127.0.0.1", "127.0.0.1:8000", "null", True),
         ("0.0.0.0", "node7:8000", "http://node7:8000", False),
         ("0.0.0.0", "node7:8000", "https://evil.example", True),
+        ("0.0.0.0", "10.0.0.7:8000", "http://10.0.0.7:8000", False),
+        ("0.0.0.0", "evil.example:8000", "http://evil.example:8000", True),  # whose name is ours
+        ("box.lan", "box.lan:8000", "http://box.lan:8000", False),
     ],
 )
-def test_who_may_use_it(listening: str, host: str, origin: str | None, refused: bool) -> None:
-    assert bool(web_server.refuse(listening, host, origin)) is refused
+def test_who_may_use_it(
+    listening: str,
+    host: str,
+    origin: str | None,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(web_server, "_own_names", lambda: ("node7",))
+    assert bool(web_server.refuse(listening, host, origin, token=False)) is refused
+
+
+def test_with_a_token_any_name_will_do() -> None:
+    """A page that calls us by its own name does not know it."""
+    for host in ("evil.example:8000", "alias.lan:8000"):
+        assert not web_server.refuse("0.0.0.0", host, f"http://{host}", token=True)
+    assert web_server.refuse("0.0.0.0", "a.lan:8000", "http://evil.example", token=True)
 
 
 def run(
@@ -136,6 +153,16 @@ async def test_with_a_token_only_who_knows_it_gets_in(monkeypatch: pytest.Monkey
         page = await client.get("/")
         assert page.status == 200
         assert "open-sesame" not in await page.text()
+
+
+async def test_so_many_dashboards_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pytest.importorskip("aiohttp.test_utils")
+    server = web_server.DashboardServer("true", "127.0.0.1", 8000)
+    server.open = web_server._MOST
+    async with made.TestClient(made.TestServer(await server._make_app())) as client:
+        refused = await client.get("/ws")
+        assert (refused.status, await refused.text()) == (503, "16 dashboards are open; close one")
+        assert server.open == web_server._MOST
 
 
 def test_a_port_that_is_taken_is_one_line(

@@ -6,7 +6,9 @@ import ipaddress
 import os
 import secrets
 import shlex
+import socket
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _GRACE: Final = 1.0  # seconds that open browsers get when it ends
+_MOST: Final = 16  # dashboards at a time, of 30 to 70 MiB each
 _TOKEN: Final = "token"
 _NAMES_OF_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
@@ -69,6 +72,7 @@ class DashboardServer(Server):
     """
 
     token = ""
+    open = 0  # dashboards
 
     async def _make_app(self) -> web.Application:
         app = await super()._make_app()
@@ -77,7 +81,8 @@ class DashboardServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if refusal := refuse(self.host, request.host, request.headers.get("Origin")):
+        origin = request.headers.get("Origin")
+        if refusal := refuse(self.host, request.host, origin, token=bool(self.token)):
             raise web.HTTPForbidden(text=refusal)
         if not self.token:
             return await handler(request)
@@ -87,7 +92,7 @@ class DashboardServer(Server):
         if not self._is_token(request.query.get(_TOKEN, "")):
             raise web.HTTPForbidden(text="open the address with the token that fsdp-tui printed")
         # To an address without it, which may be seen.
-        welcome = web.HTTPFound(request.path)
+        welcome = web.HTTPFound("/" + request.path.lstrip("/"))
         welcome.set_cookie(cookie, self.token, httponly=True, samesite="Strict")
         raise welcome
 
@@ -99,24 +104,44 @@ class DashboardServer(Server):
         self.public_url = f"{request.scheme}://{request.host}"
         return await super().handle_index(request)
 
+    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+        """Give a browser its dashboard, unless very many have one."""
+        if self.open >= _MOST:
+            raise web.HTTPServiceUnavailable(text=f"{_MOST} dashboards are open; close one")
+        self.open += 1
+        try:
+            return await super().handle_websocket(request)
+        finally:
+            self.open -= 1
+
     async def on_startup(self, app: web.Application) -> None:
         """Without textual-serve's own banner."""
 
 
-def refuse(listening: str, host: str, origin: str | None) -> str:
+def refuse(listening: str, host: str, origin: str | None, *, token: bool) -> str:
     """Why a request is refused, or "". Pure.
 
     Args:
         listening: The address that is listened at.
         host: Whom the browser thinks it talks to, with the port.
         origin: The site whose page asks, if the browser says.
+        token: Whether only who knows a token gets in. A page of another site does not, by whatever
+            name it calls this machine.
     """
     name = urlsplit(f"//{host}").hostname or ""
-    if _is_loopback(listening) and name not in _NAMES_OF_LOOPBACK and not _is_address(name):
-        return f"this is not {name}; open http://127.0.0.1 with its port"
+    here = _is_loopback(listening)
+    names = _NAMES_OF_LOOPBACK if here else (*_NAMES_OF_LOOPBACK, listening, *_own_names())
+    if (here or not token) and name not in names and not _is_address(name):
+        where = "http://127.0.0.1" if here else "this machine's IP address"
+        return f"this is not {name}; open {where} with its port"
     if origin is not None and urlsplit(origin).netloc != host:
         return "pages of other sites may not use the dashboard"
     return ""
+
+
+@cache
+def _own_names() -> tuple[str, ...]:
+    return socket.gethostname().lower(), socket.getfqdn().lower()
 
 
 def _is_loopback(listening: str) -> bool:

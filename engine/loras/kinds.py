@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from engine.exports.modelspec import PREFIX, families_called
-from engine.loras.lora_file import STYLES, TEXT
+from engine.loras.lora_file import COMPONENT, STYLES, TEXT
 from jobs.errors import UserError
 from jobs.spec.families import FAMILIES
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     from engine.loras.lora_file import LoraFile
 
+SECOND: Final = "transformer_2"
+"""The denoiser for low noise, of models with two."""
+_FIRST: Final = "transformer"
+_STEPS: Final = 1000  # that a timestep range is counted in
 _ALL: Final = frozenset(FAMILIES)
 _STREAMS: Final = frozenset(("flux", "chroma", "hunyuanvideo"))
 _AUTHORS: Final = _STREAMS | {"flux2", "hunyuanvideo15"}
@@ -86,29 +90,71 @@ def _named(modules: Iterable[str]) -> frozenset[str]:
 
 
 def check_together(files: list[LoraFile]) -> None:
-    """Refuse files that are for different models, or name modules differently.
+    """Refuse files that are for different models or denoisers, or name modules differently.
 
     Raises:
         UserError: They are.
     """
+    _check_denoisers(files)
     first, styles = files[0], [file.style for file in files]
     for file, style in zip(files, styles, strict=True):
         if style != styles[0]:
             raise UserError(
-                f"{first.path.name} has names of {styles[0]} and {file.path.name} of {style}",
+                f"{first.path} has names of {styles[0]} and {file.path} of {style}",
                 "merge files with the same names; an export has several",
             )
         mine, theirs = (families_of(each.modules, each.header) for each in (first, file))
         if mine and theirs and not mine & theirs:
-            raise UserError(
-                f"{first.path.name} is for {_or(mine)} and {file.path.name} for {_or(theirs)}"
-            )
+            raise UserError(f"{first.path} is for {_or(mine)} and {file.path} for {_or(theirs)}")
         for module in first.modules.keys() & file.modules.keys():
             if _sides(first, module) != _sides(file, module):
                 raise UserError(
-                    f"{module} has other sizes in {file.path.name} than in {first.path.name}: "
+                    f"{module} has other sizes in {file.path} than in {first.path}: "
                     "they are for different models"
                 )
+
+
+def expert_of(header: Mapping[str, str]) -> str:
+    """Return which of two denoisers a LoRA is for, by what its header says; "" if nothing."""
+    if component := header.get(COMPONENT):
+        return component
+    low, _, high = header.get(f"{PREFIX}timestep_range", "").partition(",")
+    if low.isdigit() and high.isdigit() and (int(low) == 0) != (int(high) >= _STEPS - 1):
+        return SECOND if int(low) == 0 else _FIRST
+    flavour = header.get("fsdp_tui.model_flavour", "")
+    experts = {"-high": _FIRST, "-low": SECOND}
+    return next((name for end, name in experts.items() if flavour.endswith(end)), "")
+
+
+def is_second(module: str) -> bool:
+    """Return whether the name of a module says that it is of the denoiser for low noise."""
+    return module.startswith(f"{SECOND}.")
+
+
+def _check_denoisers(files: list[LoraFile]) -> None:
+    """Refuse LoRAs of both denoisers of a model: in one file, both would act on one.
+
+    Raises:
+        UserError: They are.
+    """
+    names = [_named_denoiser(file) for file in files]
+    if SECOND not in names:  # then `transformer.` may be any: ours of the second have it too
+        names = [expert_of(file.header) for file in files]
+    experts = [(file, name) for file, name in zip(files, names, strict=True) if name]
+    for file, name in experts[1:]:
+        first, other = experts[0]
+        if name != other:
+            raise UserError(
+                f"{first.path} is for {other} and {file.path} for {name}, which are two denoisers",
+                "keep a file for each, or merge them --into the model",
+            )
+
+
+def _named_denoiser(file: LoraFile) -> str:
+    """Return the denoiser that all names of a LoRA are of; "" if they do not say."""
+    modules = [module for module in file.modules if not module.startswith(TEXT)]
+    prefixes = {module.partition(".")[0] for module in modules}
+    return next(iter(prefixes)) if prefixes in ({SECOND}, {_FIRST}) else ""
 
 
 def _sides(file: LoraFile, module: str) -> tuple[int, ...]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from engine import families
-from engine.exports.modelspec import PREFIX
-from engine.loras.kinds import families_of
-from engine.loras.lora_file import COMPONENT, TEXT
+from engine.loras.kinds import SECOND, expert_of, families_of, is_second
+from engine.loras.lora_file import TEXT
 from engine.model.adapters.lora_file import Layer, naming_of_texts
 from engine.model.adapters.training_adapter_file import any_naming
 from jobs.errors import UserError
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from engine.loras.models import Component, Model, Place
 
 _NAMED: Final = 3  # modules in an error
-_SECOND: Final = "transformer_2"
-_STEPS: Final = 1000  # that a timestep range is counted in
 
 
 class Source(Protocol):
@@ -145,36 +142,20 @@ def _by_denoiser(
         raise UserError(
             f"the model has no {component}", f"it has {' and '.join(filter(None, names)) or 'one'}"
         )
-    second = {m: m.replace(f"{_SECOND}.", "transformer.", 1) for m in modules if _is_second(m)}
+    second = {m: m.replace(f"{SECOND}.", "transformer.", 1) for m in modules if is_second(m)}
     if component is not None or len(names) == 1:
         if second and len(second) < len(modules) and len(names) == 1:
             raise UserError(f"{file.path.name} is for two denoisers, and the model has one")
         return {component or names[0]: {m: second.get(m, m) for m in modules}}
     if second:
         first = {m: m for m in modules if m not in second}
-        return {_SECOND: second} | ({"transformer": first} if first else {})
+        return {SECOND: second} | ({"transformer": first} if first else {})
     if (own := expert_of(file.header)) in names:
         return {own: {m: m for m in modules}}
     raise UserError(
         f"the model has two denoisers, and {file.path.name} does not say which one it is for",
         "--component transformer is for high noise, --component transformer_2 for low",
     )
-
-
-def expert_of(header: Mapping[str, str]) -> str:
-    """Return which of two denoisers a LoRA is for, by what its header says; "" if nothing."""
-    if component := header.get(COMPONENT):
-        return component
-    low, _, high = header.get(f"{PREFIX}timestep_range", "").partition(",")
-    if low.isdigit() and high.isdigit() and (int(low) == 0) != (int(high) >= _STEPS - 1):
-        return _SECOND if int(low) == 0 else "transformer"
-    flavour = header.get("fsdp_tui.model_flavour", "")
-    experts = {"-high": "transformer", "-low": _SECOND}
-    return next((name for end, name in experts.items() if flavour.endswith(end)), "")
-
-
-def _is_second(module: str) -> bool:
-    return module.startswith(f"{_SECOND}.")
 
 
 def _of_denoiser(

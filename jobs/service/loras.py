@@ -173,7 +173,7 @@ def _weighted(text: str) -> tuple[str, float]:
         UserError: The weight is no finite number.
     """
     path, equals, last = text.rpartition("=")
-    if not equals or Path(text).exists():
+    if not equals or exists(Path(_path(text))):
         return _path(text), 1.0
     try:
         weight = float(last)

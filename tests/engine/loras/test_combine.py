@@ -65,6 +65,32 @@ def test_a_merged_lora_adds_what_all_add(
     assert "fsdp_tui.job" not in header
 
 
+@pytest.mark.parametrize(
+    ("key", "first", "second"),
+    [
+        ("fsdp_tui.component", "transformer", "transformer_2"),
+        ("modelspec.timestep_range", "875,1000", "0,875"),
+        ("fsdp_tui.model_flavour", "2.2-t2v-a14b-high", "2.2-t2v-a14b-low"),
+    ],
+)
+def test_loras_of_two_denoisers_are_not_merged_into_one(
+    tmp_path: Path, capsys: Any, key: str, first: str, second: str
+) -> None:
+    """Also where a file between them does not say which it is for."""
+    tensors = {
+        "diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.ones(2, 4),
+        "diffusion_model.blocks.0.self_attn.q.lora_B.weight": torch.ones(4, 2),
+    }
+    headers = {"x": None, "a": {key: first}, "b": {key: second}}
+    for name, header in headers.items():
+        save_file(tensors, tmp_path / name, header)
+    words = ["--weight=1", "--weight=1", f"--output={tmp_path / 'm'}"]
+    files = {name: tmp_path / name for name in headers}
+    status, _, error = tool(capsys, "merge", *files.values(), "--weight=1", *words)
+    assert (status, "which are two denoisers; keep a file for each" in error) == (2, True)
+    assert tool(capsys, "merge", files["x"], files["b"], *words)[0] == 0
+
+
 def test_diffusers_loads_a_merged_lora_like_two_adapters(
     case: Case, two: tuple[Path, Path], tmp_path: Path, capsys: Any
 ) -> None:

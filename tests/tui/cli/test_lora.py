@@ -110,6 +110,12 @@ def other_family(root: Path) -> list[Any]:
     return ["merge", one, other, "--output", root / "m"]
 
 
+def other_denoiser(root: Path) -> list[Any]:
+    one = lora_file(root / "a.safetensors", "transformer.blocks.0.attn1.to_q")
+    other = lora_file(root / "b.safetensors", "transformer_2.blocks.0.attn1.to_q")
+    return ["merge", one, other, "--output", root / "m"]
+
+
 def other_names(root: Path) -> list[Any]:
     one = lora_file(root / "a.safetensors")
     other = lora_file(root / "b.safetensors", "lora_unet_double_blocks_0_img_attn_qkv")
@@ -207,8 +213,9 @@ REFUSED: dict[str, Callable[[Path], list[Any]]] = {
     "the alpha of lora_unet_double_blocks.0.img_attn.qkv is 0": bad_alpha,
     "lora_unet_y has no alpha, and other modules have one": no_alpha,
     "a.safetensors is for flux, chroma": other_family,
-    "a.safetensors has names of comfyui and b.safetensors of kohya": other_names,
-    f"{QKV} has other sizes in b.safetensors": other_size,
+    "a.safetensors is for transformer and ": other_denoiser,
+    "a.safetensors has names of comfyui and ": other_names,
+    f"{QKV} has other sizes in ": other_size,
     f"a.safetensors changes {QKV}, which": unknown_layer,
     f"a.safetensors: {QKV} has another size than the model's layer": wrong_layer,
     "a.safetensors also changes text encoders, and": text_layers,
@@ -253,6 +260,27 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, shell: Shell, why: 
 def test_words_that_make_no_sense_are_refused(shell: Shell, words: list[str], why: str) -> None:
     result = run(shell, *words)
     assert (result.status, why in result.err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "~/style=b.safetensors", "shut/a=x.safetensors"])
+def test_a_place_that_cannot_be_read_is_one_sentence(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A path with = in it is one where there is such a file, also below a home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    lora_file(tmp_path / "style=b.safetensors")
+
+    def shut(path: Path) -> bool:
+        if "shut" in path.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return os.path.exists(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.exists", shut)
+        result = run(shell, "merge", name, "--output", tmp_path / "m.safetensors")
+    assert result.status == (0 if name.startswith("~") else 2)
+    assert result.err.splitlines()[-1].startswith("fsdp-tui: ")
 
 
 def test_a_full_disk_leaves_nothing(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from engine.exports.made import Made
-from engine.exports.sdxl_layout import sdxl_layout
+from engine.exports.sdxl_layout import UNET, sdxl_layout
 from engine.families.shared.lora_names import ComfyUI
 from jobs.errors import UserError
 
@@ -59,6 +59,14 @@ _WAN: Final = (
     (r"proj_out\.(\w+)", r"head.head.\1"),
     (r"(patch_embedding\.\w+)", r"\1"),
 )
+# Family → how the names of what is in its repeated blocks begin.
+_BLOCKS: Final = {
+    "flux": r"(double|single)_blocks\.\d+\.",
+    "qwen_image": r"transformer_blocks\.\d+\.",
+    "z_image": r"(layers|noise_refiner|context_refiner)\.\d+\.",
+    "wan": r"blocks\.\d+\.",
+    "sdxl": re.escape(UNET) + r"(input_blocks\.[1-9]|middle_block\.|output_blocks\.)",
+}
 # Family → patterns of the names that no LoRA has, and what the authors call these.
 RENAMES: Final = {
     "flux": _FLUX,
@@ -93,7 +101,7 @@ def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dic
         for end in ("weight", "bias"):
             sources = tuple(f"{member}.{end}" for member in members)
             if all(source in shapes for source in sources):
-                made[f"{target}.{end}"] = Made(sources, order, layer=end == "weight")
+                made[f"{target}.{end}"] = Made(sources, order)
                 rest -= {*sources}
     for source in sorted(rest):
         for pattern, theirs in RENAMES[name]:
@@ -103,6 +111,18 @@ def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dic
         else:
             raise UserError(f"the single file of {name} has no place for {source}")
     return made
+
+
+def fits_8_bits(family: str, name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is a matrix of a repeated block, and so can be stored in fp8.
+
+    Args:
+        family: The model's.
+        name: The authors' name.
+        shape: The tensor's.
+    """
+    block = re.match(_BLOCKS[family], name)
+    return block is not None and name.endswith(".weight") and len(shape) > 1
 
 
 def _layers(

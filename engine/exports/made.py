@@ -18,14 +18,12 @@ class Made:
     Attributes:
         members: The names in diffusers of what it consists of, in order.
         order: Which row of all of theirs each of its rows is; None where they follow each other.
-        layer: Whether it is a layer's weight, so that it can be stored in 8 bits.
         transposed: Whether it is a matrix with its sides swapped.
         kernel: Whether it is a linear layer as a 1x1 convolution.
     """
 
     members: tuple[str, ...]
     order: torch.Tensor | None = None
-    layer: bool = False
     transposed: bool = False
     kernel: bool = False
 

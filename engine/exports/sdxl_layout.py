@@ -69,8 +69,7 @@ def sdxl_layout(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
         elif component == "text_encoder_2":
             _add_open_clip(made, name, inner.removeprefix("text_model."), shapes)
         else:
-            layer = end == "weight" and len(shape) > 1
-            made[f"{UNET}{module_of_stability(module)}.{end}"] = Made((name,), layer=layer)
+            made[f"{UNET}{module_of_stability(module)}.{end}"] = Made((name,))
     return made
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.exports.authors_layout import authors_layout
+from engine.exports.authors_layout import authors_layout, fits_8_bits
 from engine.exports.model import check_fit
 from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import describe
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from engine.exports.made import Made
     from engine.exports.recipe import Recipe
     from engine.exports.source import Fact
 
@@ -68,11 +67,17 @@ class SingleFileOutput:
         self._owners = {
             member: name for name, made in self._layout.items() for member in made.members
         }
-        planned = {}
+        planned: dict[str, Fact] = {}
         for name, made in self._layout.items():
             first = made.members[0]
             trained = facts[first][0] if first in facts else self._stored[first].dtype
-            planned[name] = (self._dtype(recipe, made, trained), made.shape(shapes))
+            shape = made.shape(shapes)
+            if recipe.dtype == "fp8":
+                narrow = fits_8_bits(recipe.spec.model_family, name, shape)
+                planned[name] = (_FP8 if narrow else torch.bfloat16, shape)
+            else:
+                base = self._stored[first].dtype
+                planned[name] = (recipe.model_dtype(trained, base, keep_fp32=False), shape)
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
         self._missing = set(self._owners)
         self.bytes = sum(
@@ -81,13 +86,6 @@ class SingleFileOutput:
         self.pieces = len(planned)
         path = directory / f"{recipe.spec.name}.safetensors"
         self._file = VerifiedFile(path, planned, describe(recipe, "comfyui"))
-
-    def _dtype(self, recipe: Recipe, made: Made, trained: torch.dtype) -> torch.dtype:
-        """Return what a tensor is stored in: of fp8, layers alone, as in ComfyUI's own files."""
-        if recipe.dtype == "fp8":
-            return _FP8 if made.layer else torch.bfloat16
-        base = self._stored[made.members[0]].dtype
-        return recipe.model_dtype(trained, base, keep_fp32=False)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor, and write the layer that it completes."""

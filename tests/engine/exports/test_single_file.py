@@ -13,7 +13,7 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file
 
 from engine.blocks.build import on_meta
-from engine.exports.authors_layout import RENAMES, authors_layout
+from engine.exports.authors_layout import RENAMES, authors_layout, fits_8_bits
 from engine.exports.made import Made
 from engine.exports.recipe import Recipe
 from engine.exports.sdxl_layout import PARTS, UNET
@@ -86,6 +86,53 @@ def test_diffusers_reads_the_model_back(name: str) -> None:
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
     assert not converter or not written, "diffusers has no place for some"
+
+
+WIDE = {
+    "flux": (
+        *("img_in", "txt_in", "time_in.in_layer", "time_in.out_layer", "vector_in.in_layer"),
+        *("vector_in.out_layer", "guidance_in.in_layer", "guidance_in.out_layer"),
+        *("final_layer.linear", "final_layer.adaLN_modulation.1"),
+    ),
+    "qwen_image": (
+        *("img_in", "txt_in", "norm_out.linear", "proj_out"),
+        *(f"time_text_embed.timestep_embedder.linear_{number}" for number in (1, 2)),
+    ),
+    "z_image": (
+        *("x_embedder", "cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"),
+        *("final_layer.linear", "final_layer.adaLN_modulation.1"),
+    ),
+    "wan": (
+        *("patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0"),
+        *("time_embedding.2", "time_projection.1", "img_emb.proj.1", "img_emb.proj.3", "head.head"),
+    ),
+    "sdxl": (
+        *("input_blocks.0.0", "time_embed.0", "time_embed.2", "label_emb.0.0", "label_emb.0.2"),
+        "out.2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_fp8_is_for_the_matrices_of_repeated_blocks(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """All of them, and nothing else: no embedding, no first or last layer, no norm."""
+    if name == "sdxl":
+        case = Case("sdxl", toys_root(tmp_path_factory))
+        unet = case.family.transformer_class().from_pretrained(case.paths.model, subfolder="unet")
+        shapes = {key: tuple(t.shape) for key, t in unet.named_parameters()}
+        shapes["vae/encoder.conv_in.weight"] = (4, 3, 3, 3)
+    else:
+        shapes = {key: tuple(t.shape) for key, t in narrow(name).items()}
+    prefix = UNET if name == "sdxl" else ""
+    layout = authors_layout(load(name), shapes)
+    found = {target: made.shape(shapes) for target, made in layout.items()}
+    wide = {t for t, shape in found.items() if not fits_8_bits(name, t, shape)}
+    matrices = {t for t, shape in found.items() if len(shape) > 1 and t.endswith(".weight")}
+    others = {"first_stage_model.encoder.conv_in.weight"} if prefix else set()
+    assert wide & matrices - others == {f"{prefix}{module}.weight" for module in WIDE[name]}
+    assert found.keys() - matrices <= wide
 
 
 def test_other_families_are_refused() -> None:
@@ -162,8 +209,9 @@ def test_an_export_is_one_file_of_the_trained_model(toy: Path, tmp_path: Path, d
     assert "double_blocks.0.img_attn.norm.query_norm.scale" in found
     usual: dict[str, Any] = {"auto": torch.float32, "fp16": torch.float16, "fp8": torch.bfloat16}
     for name, part in layout.items():
-        layer = dtype == "fp8" and part.layer
-        expected = part.make(tensors).to(torch.float8_e4m3fn if layer else usual[dtype])
+        whole = part.make(tensors)
+        layer = dtype == "fp8" and fits_8_bits("flux", name, tuple(whole.shape))
+        expected = whole.to(torch.float8_e4m3fn if layer else usual[dtype])
         assert found[name].dtype is expected.dtype
         assert torch.equal(found[name].float(), expected.float()), name
 

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from engine.loras.models import Component, Model
+    from engine.loras.models import Component, Model, Place
     from engine.model.files.weight_files import StoredTensor
+
+    Pair = tuple[Place, Place]
 
 
 def extract(
@@ -32,8 +34,9 @@ def extract(
 ) -> dict[str, Any]:
     """Write the LoRA that is nearest to the difference of two models.
 
-    Layers are read twice, one at a time: for their ranks' sizes, and to write them. What differs
-    besides layers (biases, norms) has no place in a LoRA, and is counted.
+    Layers are read twice, one at a time: for their ranks' sizes, and to write them. Text encoders
+    are compared where both models have those that a LoRA can be for. What differs besides layers
+    (biases, norms) has no place in a LoRA, and is counted.
 
     Args:
         tuned: The model after training.
@@ -53,13 +56,10 @@ def extract(
         UserError: They are not the same model, or do not differ.
     """
     after, before = _denoisers(tuned, base, component)
-    if odd := sorted(after.layers.keys() ^ before.layers.keys()):
-        raise UserError(f"{odd[0]} is in only one of the models: they are not the same model")
-    for name, place in after.layers.items():
-        if place.shape != before.layers[name].shape:
-            raise UserError(f"{name} has other sizes in one of the models")
-    theirs = before.layers
-    pairs = {name: (place.tensor, theirs[name].tensor) for name, place in after.layers.items()}
+    prefix = after.lora_prefix
+    pairs = _pairs(*({prefix + name: p for name, p in c.layers.items()} for c in (after, before)))
+    if tuned.texts and base.texts:
+        pairs |= _pairs(_texts(tuned), _texts(base))
     total, ranks = len(pairs), dict[str, int]()
     for done, (name, both) in enumerate(pairs.items(), 1):
         difference = _difference(both)
@@ -70,17 +70,16 @@ def extract(
         progress(done, 2 * total)
     if not ranks:
         raise UserError("the models do not differ in any layer")
-    prefix = after.lora_prefix
     shapes = {}
     for name, most in ranks.items():
-        out, *inputs = after.layers[name].shape
-        shapes[prefix + name] = (most, *inputs), (out, most, *[1] * (len(inputs) - 1))
+        out, *inputs = pairs[name][0].shape
+        shapes[name] = (most, *inputs), (out, most, *[1] * (len(inputs) - 1))
     shares = []
     with LoraWriter(output, shapes, dtype, _header(tuned, base, after)) as writer:
         for done, (name, most) in enumerate(ranks.items(), 1):
             down, up, share = nearest(_difference(pairs[name]), most)
-            own_down, own_up = shapes[prefix + name]
-            writer.add(prefix + name, down.reshape(own_down), up.reshape(own_up))
+            own_down, own_up = shapes[name]
+            writer.add(name, down.reshape(own_down), up.reshape(own_up))
             shares.append(share)
             progress(total + done * total // len(ranks), 2 * total)
     return {
@@ -88,7 +87,7 @@ def extract(
         "modules": len(ranks),
         "ranks": sorted(set(ranks.values())),
         "kept": {"least": min(shares), "mean": sum(shares) / len(shares)},
-        "left_out": _others(after, before),
+        "left_out": _others(tuned, base, (after, before), pairs),
     }
 
 
@@ -117,19 +116,39 @@ def _denoisers(tuned: Model, base: Model, component: str | None) -> tuple[Compon
     return pair[0], pair[1]
 
 
-def _difference(both: tuple[StoredTensor, StoredTensor]) -> torch.Tensor:
+def _texts(model: Model) -> dict[str, Place]:
+    """Return the layers of text encoders that LoRAs change; none has embeddings or projections."""
+    layers = {layer: place for layer, (_, place) in model.texts.items()}
+    return {layer: place for layer, place in layers.items() if ".encoder.layers." in layer}
+
+
+def _pairs(after: Mapping[str, Place], before: Mapping[str, Place]) -> dict[str, Pair]:
+    """Return layer → its weight in both models.
+
+    Raises:
+        UserError: They have other layers, or of other sizes.
+    """
+    if odd := sorted(after.keys() ^ before.keys()):
+        raise UserError(f"{odd[0]} is in only one of the models: they are not the same model")
+    for name, place in after.items():
+        if place.shape != before[name].shape:
+            raise UserError(f"{name} has other sizes in one of the models")
+    return {name: (place, before[name]) for name, place in after.items()}
+
+
+def _difference(both: Pair) -> torch.Tensor:
     """Return what a layer's weight changed by, `(out, in)` in fp32.
 
     Raises:
         UserError: One is packed.
     """
-    for place in both:
+    for place in (each.tensor for each in both):
         if not place.dtype.is_floating_point or place.dtype.itemsize < 2:
             raise UserError(
                 f"{place.name} is stored as {str(place.dtype).removeprefix('torch.')}",
                 "extract from bf16, fp16 or fp32 models",
             )
-    after, before = (read_stored(place).float() for place in both)
+    after, before = (each.rows_of(read_stored(each.tensor)).float() for each in both)
     return (after - before).flatten(1)
 
 
@@ -170,19 +189,36 @@ def nearest(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
     return down.float().contiguous(), up.float().contiguous(), min(1.0, share)
 
 
-def _others(after: Component, before: Component) -> int:
-    """Return how many tensors differ that are no layers: biases, norms and the like."""
-    layers = {place.tensor.name for place in after.layers.values()}
+def _others(
+    tuned: Model,
+    base: Model,
+    denoisers: tuple[Component, Component],
+    pairs: Mapping[str, Pair],
+) -> int:
+    """Return how many tensors differ that are no layers: biases, norms, an autoencoder's.
+
+    Of two denoisers, the other is not compared.
+    """
+    compared = [denoisers]
+    compared += [
+        (component, base.components[name])
+        for name, component in tuned.components.items()
+        if name not in tuned.denoisers and name in base.components
+    ]
+    layers = {(place.tensor.file, place.tensor.name) for place, _ in pairs.values()}
     count = 0
-    for name, place in after.tensors.items():
-        other = before.tensors.get(name)
-        if name in layers or other is None or not name.startswith(after.prefix):
-            continue
-        differs = place.shape != other.shape or not torch.equal(
-            read_stored(place).float(), read_stored(other).float()
-        )
-        count += differs
+    for after, before in compared:
+        for name, place in after.tensors.items():
+            other = before.tensors.get(name)
+            if other is not None and (place.file, name) not in layers:
+                count += _differ(place, other)
     return count
+
+
+def _differ(after: StoredTensor, before: StoredTensor) -> bool:
+    return after.shape != before.shape or not torch.equal(
+        read_stored(after).float(), read_stored(before).float()
+    )
 
 
 def _header(tuned: Model, base: Model, component: Component) -> Mapping[str, str]:

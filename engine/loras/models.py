@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
+    import torch
+
     from engine.model.files.weight_files import StoredTensor
 
 INDEX: Final = "model_index.json"
@@ -61,6 +63,10 @@ class Place:
         """The weight's."""
         whole = self.tensor.shape
         return whole if self.rows is None else (self.rows, *whole[1:])
+
+    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the layer's weight, of the whole tensor."""
+        return whole if self.rows is None else whole[self.first : self.first + self.rows]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from diffusers import FluxPipeline
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
+from engine.exports.recipe import Recipe
 from engine.loras.extract import nearest
+from tests.support.engine.exports import export_alone
 from tests.support.engine.families import Case, quiet, toys_root
 from tests.support.engine.loras import assert_close, deltas_of, exported, tool
 
@@ -151,6 +153,54 @@ def test_a_unets_lora_is_called_unet(
     status, _, error = tool(capsys, *words)
     assert (status, error) == (0, "")
     assert list(deltas_of(out)) == ["unet.conv_in"]
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_text_encoders_are_extracted_too(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: Any, single: bool
+) -> None:
+    """Of a directory and of a checkpoint, where query, key and value of one are one tensor."""
+    case = Case("sdxl", toys_root(tmp_path_factory))
+    base, tuned, merged = (tmp_path / name for name in ("base", "tuned", "merged"))
+    if single:
+        model = case.family.transformer_class().from_pretrained(case.paths.model, subfolder="unet")
+        spec = case.spec(model_type="full")
+        recipe = Recipe(spec, case.family, case.paths.model, 4, ema=False, single_file=True)
+        base = export_alone(model, recipe, base).path / "sdxl.safetensors"
+        merged, weights = tmp_path / "merged.safetensors", load_file(base)
+        first, second = "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
+        changed = [
+            f"{first}text_model.encoder.layers.0.self_attn.q_proj.weight",
+            f"{second}transformer.resblocks.0.attn.in_proj_weight",
+        ]
+        left_out = [f"{first}text_model.embeddings.token_embedding.weight"]
+        left_out += [f"{second}text_projection", "first_stage_model.encoder.conv_in.weight"]
+        tuned = tmp_path / "tuned.safetensors"
+        save_file({n: t + (n in changed + left_out) for n, t in weights.items()}, tuned)
+    else:
+        shutil.copytree(case.paths.model, base)
+        shutil.copytree(case.paths.model, tuned)
+        left_out = ["token_embedding.weight"]
+        for part in ("text_encoder", "text_encoder_2"):
+            (file,) = (tuned / part).glob("*.safetensors")
+            ends = ("layers.0.self_attn.q_proj.weight", *left_out)
+            save_file({n: t + n.endswith(ends) for n, t in load_file(file).items()}, file)
+        left_out *= 2
+    out = tmp_path / "x.safetensors"
+    words = ["extract", tuned, base, "--rank=1", "--dtype=fp32", f"--output={out}"]
+    status, answer, error = tool(capsys, *words)
+    assert (status, error) == (0, "")
+    parts = "qkv" if single else "q"
+    layer = "text_model.encoder.layers.0.self_attn"
+    expected = {f"text_encoder.{layer}.q_proj"}
+    expected |= {f"text_encoder_2.{layer}.{part}_proj" for part in parts}
+    assert deltas_of(out).keys() == expected
+    assert json.loads(answer)["left_out"] == len(left_out)
+    words = ["merge", out, "--weight=1", f"--into={base}", f"--output={merged}"]
+    assert tool(capsys, *words)[::2] == (0, "")
+    words = ["extract", merged, base, "--rank=1", f"--output={tmp_path / 'again'}"]
+    again = json.loads(tool(capsys, *words)[1])
+    assert (again["modules"], again["left_out"]) == (len(expected), 0)
 
 
 REFUSED = {

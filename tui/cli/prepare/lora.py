@@ -135,7 +135,12 @@ def extract(
     output: Path,
     as_json: bool,
 ) -> None:
-    """Write the LoRA that is nearest to the difference of a tuned model and its base."""
+    """Write the LoRA that is nearest to the difference of a tuned model and its base.
+
+    Compares the denoiser and, of SDXL and Stable Diffusion 1 and 2, the text encoders, if both
+    models have them. Biases, norms and embeddings have no place in a LoRA; those that differ are
+    counted. Other parts of a directory are not compared.
+    """
     with ProgressLine("extracting") as line:
         made = loras.extract(
             tuned,
@@ -149,8 +154,8 @@ def extract(
         )
     if left := made["left_out"]:
         echo(
-            f"fsdp-tui: warning: {left} other tensors differ (biases, norms), which have no place "
-            "in a LoRA",
+            f"fsdp-tui: warning: {left} other tensors differ (biases, norms, embeddings and the "
+            "like), which have no place in a LoRA",
             err=True,
         )
     _tell(made, as_json)

@@ -106,6 +106,7 @@ class Writing:
                 "model_type": spec.model_type,
                 "model_family": spec.model_family,
                 "dtype": recipe.dtype,
+                "single_file": recipe.single_file,
             }
             install(self._aside, self._target, facts)
         return Exported(self._target, tuple(self._output.warnings))

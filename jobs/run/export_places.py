@@ -46,7 +46,7 @@ def check_place(path: Path, facts: dict[str, Any]) -> None:
 
     Args:
         path: Where an export is to go.
-        facts: What will be there: `job`, `step` and `ema`.
+        facts: What will be there: `job`, `step`, `ema`, `dtype` and `single_file`.
 
     Raises:
         UserError: Something else is there.
@@ -59,14 +59,18 @@ def check_place(path: Path, facts: dict[str, Any]) -> None:
     before = export_facts(path)
     if before is None:
         raise UserError(f"{path} already exists and is not an export", "choose another --output")
-    if any(before.get(name) != value for name, value in facts.items()):
-        average = (
-            ""
-            if before.get("ema") == facts["ema"]
-            else (" with averaged weights" if before.get("ema") else " without averaged weights")
-        )
+    # Exports of earlier versions do not say which kind they are: all were directories.
+    before = {"single_file": False} | before
+    other = {name for name, value in facts.items() if before.get(name) != value}
+    if other:
+        words = {
+            "ema": "with averaged weights" if before.get("ema") else "without averaged weights",
+            "dtype": f"in dtype {before.get('dtype')}",
+            "single_file": f"as {'a single file' if before['single_file'] else 'a directory'}",
+        }
+        how = "".join(f" {text}" for name, text in words.items() if name in other)
         raise UserError(
             f"{path} contains an export of job {before.get('job')} after step {before.get('step')}"
-            f"{average}",
+            f"{how}",
             "choose another --output, or remove it",
         )

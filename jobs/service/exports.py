@@ -61,7 +61,7 @@ def export_checkpoint(
         job: Running or not.
         step: Of the checkpoint; the newest intact one by default.
         output: The directory; by default `jobs.run.export_places.default_place`. An earlier
-            export of the same step is replaced once the new one is complete.
+            export of the same step, precision and kind is replaced once the new one is complete.
         dtype: The precision to store; the job's `export_dtype` by default.
         formats: The names to export a LoRA under; the job's `export_formats` by default.
         ema: Take the average of the weights, if there is one.
@@ -80,6 +80,10 @@ def export_checkpoint(
         raise UserError(
             "fp8 is for single files", "add --as single-file, or choose another --dtype"
         )
+    if formats and single_file:
+        raise UserError(
+            "--format is for LoRAs, and --as single-file for full models", "remove one of them"
+        )
     whose, newest = f"job {job.id}", [saved.step for saved in list_checkpoints(job.run_dir)][-1:]
     checkpoint = find_checkpoint(job.run_dir, step, whose)
     state = read_state(checkpoint.path)
@@ -96,8 +100,15 @@ def export_checkpoint(
     )
     if single_file and output is None:  # beside the directory that diffusers loads
         target = target.with_name(f"{target.name}-single-file")
-    name = (state.get("spec") or {}).get("name")
-    check_place(target, {"job": name, "step": checkpoint.step, "ema": averaged and ema})
+    spec = state.get("spec") or {}
+    facts = {
+        "job": spec.get("name"),
+        "step": checkpoint.step,
+        "ema": averaged and ema,
+        "dtype": dtype or spec.get("export_dtype", "auto"),
+        "single_file": single_file,
+    }
+    check_place(target, facts)
     arguments = [str(checkpoint.path), str(target)]
     arguments += [f"--dtype={dtype}"] if dtype else []
     arguments += [f"--format={each}" for each in formats]

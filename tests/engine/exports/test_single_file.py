@@ -19,6 +19,7 @@ from engine.exports.recipe import Recipe
 from engine.exports.sdxl_layout import PARTS, UNET
 from engine.families import load
 from jobs.errors import UserError
+from jobs.run.export_places import export_facts
 from jobs.spec.families import FAMILIES
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
 from tests.support.engine.families import Case, toys_root
@@ -202,6 +203,7 @@ def test_an_export_is_one_file_of_the_trained_model(toy: Path, tmp_path: Path, d
     recipe = recipe_of(spec, toy / "model", dtype=dtype, single_file=True)
     made = export_alone(model, recipe, tmp_path / "export")
     assert {path.name for path in made.path.iterdir()} == {"cats.safetensors", "export.json"}
+    assert (export_facts(made.path) or {})["single_file"] is True
     found = load_file(made.path / "cats.safetensors")
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     layout = authors_layout(recipe.family, {n: tuple(t.shape) for n, t in tensors.items()})

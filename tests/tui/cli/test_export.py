@@ -248,7 +248,7 @@ def test_an_export_goes_where_nothing_else_is(tmp_path: Path) -> None:
 
 
 def test_only_an_export_of_the_same_is_replaced(tmp_path: Path) -> None:
-    wanted = {"job": "cats", "step": 4, "ema": True}
+    wanted = {"job": "cats", "step": 4, "ema": True, "dtype": "bf16", "single_file": False}
     target = tmp_path / "out"
     check_place(target, wanted)
     target.mkdir()
@@ -262,10 +262,29 @@ def test_only_an_export_of_the_same_is_replaced(tmp_path: Path) -> None:
         ({"step": 3}, "of job cats after step 3;"),
         ({"ema": False}, "after step 4 without averaged weights;"),
         ({"job": "dogs"}, "of job dogs after step 4;"),
+        ({"dtype": "fp8"}, "after step 4 in dtype fp8;"),
+        ({"dtype": "fp8", "single_file": True}, "after step 4 in dtype fp8 as a single file;"),
     ):
         (target / "export.json").write_text(json.dumps(wanted | changes))
         with pytest.raises(UserError, match=words):
             check_place(target, wanted)
+    del wanted["single_file"]
+    (target / "export.json").write_text(json.dumps(wanted))
+    check_place(target, wanted | {"single_file": False})
+
+
+def test_an_export_in_another_precision_or_kind_is_kept(
+    job: Job, run: Run, asked: list[list[str]], tmp_path: Path
+) -> None:
+    facts = {"job": "cats", "step": 4, "ema": True, "dtype": "fp8", "single_file": True}
+    (tmp_path / "export.json").write_text(json.dumps(facts))
+    words = [job.id, "--output", tmp_path, "--as", "single-file"]
+    for more, said in ((["--dtype", "bf16"], "in dtype fp8;"), ([], "in dtype fp8;")):
+        status, _, err = run(*words, *more)
+        assert (status, said in err, asked) == (2, True, [])
+    status, _, err = run(*words[:3])
+    assert "in dtype fp8 as a single file;" in err
+    assert run(*words, "--dtype", "fp8")[0] == 0
 
 
 # -- what is refused -----------------------------------------------------------------------
@@ -279,6 +298,7 @@ def test_only_an_export_of_the_same_is_replaced(tmp_path: Path) -> None:
         (["1", "--step", "-3"], "--step"),
         (["1", "--dtype", "int4"], "int4"),
         (["1", "--format", "a1111"], "a1111"),
+        (["1", "--as", "single-file", "--format", "kohya"], "--format is for LoRAs"),
         (["1", "--output", "~nobody-of-that-name/x"], "no such home directory"),
         (["cats"], "cats"),
     ],

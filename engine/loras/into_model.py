@@ -207,7 +207,8 @@ def changed_weight(weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
         if "lengths" in parts:
             whole = flat[rows] + delta
             lengths = parts["lengths"].flatten()[mine]
-            whole *= (lengths / torch.linalg.vector_norm(whole, dim=1))[:, None]
+            norms = torch.linalg.vector_norm(whole, dim=1)
+            whole *= torch.where(norms > 0, lengths / norms, 0)[:, None]  # a row of zeros stays
             delta = whole - flat[rows]
         flat.index_add_(0, rows, delta, alpha=use.weight)
     return flat.view(weight.shape).to(weight.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,7 @@ from engine.model.adapters.lora_file import CANNOT, check_sizes, split_name
 from engine.model.files.weight_files import read_header
 from jobs.errors import UserError
 from jobs.models.find_lora import find_lora
+from jobs.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,10 +120,12 @@ class LoraFile:
         parts = self.modules[module]
         if "alpha" in parts:
             alpha = float(read_stored(parts["alpha"]))
-            if not alpha or not math.isfinite(alpha):
+            if not math.isfinite(alpha):
+                raise UserError(f"{self.path.name}: the alpha of {module} is not a finite number")
+            if not alpha:
                 raise UserError(
-                    f"{self.path.name}: the alpha of {module} is {alpha:g}, which some tools take "
-                    "for no effect and some for the rank"
+                    f"{self.path.name}: the alpha of {module} is 0, which some tools take for no "
+                    "effect and some for the rank"
                 )
             if self.is_lokr:
                 parted = parts.get("lokr_w2_b", parts.get("lokr_w1_b"))
@@ -192,7 +196,13 @@ def open_lora(place: str) -> LoraFile:
         raise UserError(f"{path} is empty")
     modules: dict[str, dict[str, StoredTensor]] = {}
     try:
-        for tensor in read_header(path):
+        tensors = read_header(path)
+    except UserError as error:
+        again = "model" in (error.hint or "")  # it is none
+        hint = "give a LoRA in a safetensors file" if again else error.hint
+        raise UserError(error.message, hint) from None
+    try:
+        for tensor in tensors:
             module, part = split_name(path, tensor.name)
             modules.setdefault(module, {})[part] = tensor
         for module, parts in modules.items():
@@ -289,11 +299,18 @@ class LoraWriter:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Finish the file, or remove it after an exception."""
-        self._opened.__exit__(kind, error, trace)
-        if kind is None and self._config is not None:
-            (config,) = _configs(self._modules).values()
-            text = json.dumps(config | {"inference_mode": True}, indent=2, sort_keys=True)
-            self._config.write_text(text + "\n", encoding="utf-8")
+        if kind is not None or self._config is None:
+            self._opened.__exit__(kind, error, trace)
+            return
+        (config,) = _configs(self._modules).values()
+        text = json.dumps(config | {"inference_mode": True}, indent=2, sort_keys=True)
+        try:
+            with ExitStack() as weights:  # get their name last: they are nothing without it
+                weights.push(self._opened)
+                write_atomic(self._config, text + "\n", durable=True)
+        except BaseException:
+            self._config.unlink(missing_ok=True)
+            raise
 
     @staticmethod
     def _names(module: str) -> tuple[str, str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from engine.exports.readback import VerifiedFile
+from jobs import units
 from jobs.errors import UserError
 from jobs.run.rundir import sync
 
@@ -21,12 +23,12 @@ if TYPE_CHECKING:
 _SPARE_BYTES: Final = 16 * 2**20  # of headers, JSON and the file system's own
 
 
-def check_room(output: Path, size: int) -> None:
+def check_room(output: Path, needed: int) -> None:
     """Refuse an output that exists, or that the disk has no room for.
 
     Args:
         output: The file or directory.
-        size: Bytes.
+        needed: Bytes.
 
     Raises:
         UserError: So it is.
@@ -35,10 +37,11 @@ def check_room(output: Path, size: int) -> None:
         raise UserError(f"{output} exists", "choose another --output, or remove it")
     if not output.parent.is_dir():
         raise UserError(f"{output.parent} is not a directory")
-    free = shutil.disk_usage(output.parent).free
-    if size + _SPARE_BYTES > free:
+    with in_sentences(output), tempfile.TemporaryFile(dir=output.parent):
+        free = shutil.disk_usage(output.parent).free
+    if needed + _SPARE_BYTES > free:
         raise UserError(
-            f"{output} takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free",
+            f"{output} takes {units.size(needed)}, and {units.size(free)} are free",
             "free some space, or choose an --output elsewhere",
         )
 

@@ -170,8 +170,10 @@ def test_factors_are_those_of_the_product_where_the_rank_exceeds_the_layer() -> 
     assert rank_of(torch.zeros(3), 0.9) == 1
 
 
-def test_a_peft_file_gets_its_own_configuration(tmp_path: Path, capsys: Any) -> None:
-    """Beside an old one, peft and we would scale by that."""
+def test_a_peft_file_gets_its_own_configuration(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside an old one, peft and we would scale by that. Both files are there, or none is."""
     names = "base_model.model.transformer_blocks.0.attn1.to_q"
     tensors = {
         f"{names}.lora_A.weight": torch.ones(2, 4),
@@ -188,6 +190,11 @@ def test_a_peft_file_gets_its_own_configuration(tmp_path: Path, capsys: Any) -> 
     other = tmp_path / "new"
     other.mkdir()
     whole = other / "adapter_model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.loras.output.os.rename", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tool(capsys, *words, f"--output={whole}")
+    assert list(other.iterdir()) == []
     assert tool(capsys, *words, f"--output={whole}")[0] == 0
     assert json.loads((other / "adapter_config.json").read_text())["lora_alpha"] == 1
     whole.unlink()

@@ -92,9 +92,22 @@ def test_it_says_what_was_made(tmp_path: Path, shell: Shell) -> None:
     assert "1 other tensors differ" in back.err
 
 
-def bad_alpha(root: Path) -> list[Any]:
+def bad_alpha(root: Path, alpha: float = 0.0) -> list[Any]:
     key = QKV.replace("diffusion_model.", "lora_unet_").replace(".blocks", "_blocks")
-    return ["info", lora_file(root / "a.safetensors", key, alpha=torch.tensor(0.0))]
+    return ["info", lora_file(root / "a.safetensors", key, alpha=torch.tensor(alpha))]
+
+
+def nan_alpha(root: Path) -> list[Any]:
+    return bad_alpha(root, float("nan"))
+
+
+def a_text(root: Path) -> list[Any]:
+    (root / "notes.txt").write_text("a text that is no LoRA")
+    return ["info", root / "notes.txt"]
+
+
+def unwritable(root: Path) -> list[Any]:
+    return ["resize", lora_file(root / "a.safetensors"), "--rank=1", "--output", "/proc/x"]
 
 
 def no_alpha(root: Path) -> list[Any]:
@@ -210,7 +223,10 @@ def text_layers(root: Path) -> list[Any]:
 
 
 REFUSED: dict[str, Callable[[Path], list[Any]]] = {
-    "the alpha of lora_unet_double_blocks.0.img_attn.qkv is 0": bad_alpha,
+    "the alpha of lora_unet_double_blocks.0.img_attn.qkv is 0, which some tools": bad_alpha,
+    "qkv is not a finite number": nan_alpha,
+    "is damaged (its header exceeds the file); give a LoRA in a safetensors file": a_text,
+    "cannot write /proc/x (": unwritable,
     "lora_unet_y has no alpha, and other modules have one": no_alpha,
     "a.safetensors is for flux, chroma": other_family,
     "a.safetensors is for transformer and ": other_denoiser,
@@ -298,7 +314,7 @@ def test_a_full_disk_leaves_nothing(
         before = run(shell, *words)
     monkeypatch.setattr("engine.model.files.safetensors_writer.os.pwrite", full)
     during = run(shell, *words)
-    assert "0.00 GB are free; free some space" in before.err
+    assert "takes 40 B, and 9 B are free; free some space" in before.err
     assert "No space left on device" in during.err
     assert (before.status, during.status) == (2, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]

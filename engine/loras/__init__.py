@@ -2,5 +2,5 @@
 
 `lora_file` reads and writes one, `kinds` guesses which model one is for, `combine` makes LoRAs of
 LoRAs, `models` and `into_model` add them to a model's weights, `extract` goes the other way.
-Everything is read and written one layer at a time; `python -m engine.loras` is the tool.
+Models are read and written one layer at a time; `python -m engine.loras` is the tool.
 """

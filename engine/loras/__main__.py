@@ -1,6 +1,6 @@
 """`python -m engine.loras COMMAND …`: look at, merge, resize or extract LoRAs; prints JSON.
 
-Reads one layer at a time, and needs no GPU.
+Reads models one layer at a time, and needs no GPU.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def merge(
         progress: Called with modules done, of all.
 
     Returns:
-        The ranks and modules that were written.
+        The ranks and modules that were written, and how many were cut to a lower rank.
 
     Raises:
         UserError: They do not fit together, or are no plain LoRAs.
@@ -84,6 +84,8 @@ def resize(
 ) -> dict[str, Any]:
     """Write the nearest LoRA of a lower rank: each layer's truncated SVD.
 
+    With an energy, all layers are held in memory.
+
     Args:
         file: The LoRA.
         output: The file to write.
@@ -93,7 +95,8 @@ def resize(
         progress: Called with modules done, of all.
 
     Returns:
-        The ranks that were written, and the shares of the squared norms that they keep.
+        The ranks that were written, how many modules were cut to a lower one, and the shares of the
+        squared norms that they keep.
 
     Raises:
         UserError: It is no plain LoRA.
@@ -109,8 +112,10 @@ def resize(
         module: (parts["down"].shape, parts["up"].shape, parts["down"].shape[0])
         for module, parts in file.modules.items()
     }
-    header = header_of([file], output)
-    return _write(pairs(), shapes, header, output, rank, energy, dtype, progress)
+    made = _write(pairs(), shapes, header_of([file], output), output, rank, energy, dtype, progress)
+    if not made["cut"]:
+        made["warnings"] = [f"{file.path} has no layer of a higher rank: nothing was cut"]
+    return made
 
 
 def _check_plain(file: LoraFile, what: str) -> None:
@@ -172,6 +177,7 @@ def _write(
         "path": str(output),
         "modules": len(facts),
         "ranks": sorted(set(ranks.values())),
+        "cut": sum(rank < shapes[module][2] for module, rank in ranks.items()),
         "kept": {"least": min(shares), "mean": sum(shares) / len(shares)},
     }
 

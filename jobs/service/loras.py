@@ -64,7 +64,10 @@ def merge(
     words = ["merge", *(path for path, _ in weighted)]
     words += [f"--weight={weight!r}" for _, weight in weighted]
     words += [] if into is None else [f"--into={_model(into)}"]
-    return _ask(words, output, progress, cancelled, component=component, rank=rank, dtype=dtype)
+    options = {"component": component, "rank": rank, "dtype": dtype}
+    made = _ask(words, output, progress, cancelled, **options)
+    idle = [path for path, weight in weighted if not weight]
+    return made | {"warnings": [f"{path} has weight 0 and adds nothing" for path in idle]}
 
 
 def resize(

@@ -73,7 +73,7 @@ def test_it_says_what_was_made(tmp_path: Path, shell: Shell) -> None:
     out = tmp_path / "m.safetensors"
     made = run(shell, "merge", f"{first}=0.5", second, "--output", out)
     assert (made.status, made.out) == (0, f"{out}\n")
-    assert "1 modules of rank 3 keep 100.00% of the squared norm" in made.err
+    assert made.err.splitlines()[-1] == "fsdp-tui: 1 modules of rank 3"
     small = run(shell, "resize", out, "--rank=1", "--output", tmp_path / "r", "--json")
     assert json.loads(small.out)["ranks"] == [1]
     shown = run(shell, "info", out)
@@ -90,6 +90,26 @@ def test_it_says_what_was_made(tmp_path: Path, shell: Shell) -> None:
     back = run(shell, *words, "--output", tmp_path / "x.safetensors")
     assert back.status == 0
     assert "1 other tensors differ" in back.err
+
+
+def test_what_has_no_effect_is_said(tmp_path: Path, shell: Shell) -> None:
+    files = [lora_file(tmp_path / f"{name}.safetensors") for name in "ab"]
+    made = run(shell, "merge", files[0], f"{files[1]}=0", "--output", tmp_path / "m")
+    assert f"warning: {files[1]} has weight 0 and adds nothing" in made.err
+    words = ["resize", files[0], "--rank=64", "--output", tmp_path / "r"]
+    made = run(shell, *words)
+    assert f"warning: {files[0]} has no layer of a higher rank: nothing was cut" in made.err
+    assert (made.status, "keep" in made.err) == (0, False)
+    cut = run(shell, "resize", files[0], "--rank=1", "--output", tmp_path / "s")
+    assert ("warning" in cut.err, "modules of rank 1 keep " in cut.err) == (False, True)
+
+
+def test_pefts_configuration_is_shown_in_json_alone(tmp_path: Path, shell: Shell) -> None:
+    file = lora_file(tmp_path / "a.safetensors", "transformer.x")
+    out = tmp_path / "m.safetensors"
+    assert run(shell, "merge", file, "--output", out).status == 0
+    assert "lora_adapter_metadata" not in run(shell, "info", out).out
+    assert "lora_adapter_metadata" in json.loads(run(shell, "info", out, "--json").out)["header"]
 
 
 def bad_alpha(root: Path, alpha: float = 0.0) -> list[Any]:

@@ -42,12 +42,16 @@ _COMPONENT = click.option(
 )
 
 
+_CONFIG = "lora_adapter_metadata"  # peft's configuration, many lines of JSON
+
+
 @click.group()
 def lora() -> None:
     """Look at LoRA files; merge, resize or extract them.
 
-    Files may have the names of diffusers, peft, kohya's scripts or ComfyUI. Weights are read one
-    layer at a time, and what is written is read back before it gets its name.
+    Files may have the names of diffusers, peft, kohya's scripts or ComfyUI. Models are read one
+    layer at a time; a LoRA may be held in memory. What is written is read back before it gets its
+    name.
     """
 
 
@@ -162,17 +166,17 @@ def extract(
 
 
 def _tell(made: Mapping[str, Any], as_json: bool) -> None:
+    for warning in made.get("warnings", ()):
+        echo(f"fsdp-tui: warning: {warning}", err=True)
     if as_json:
         echo(json.dumps(made))
         return
     if kept := made.get("kept"):
         ranks = made["ranks"]
         shown = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        echo(
-            f"fsdp-tui: {made['modules']} modules of rank {shown} keep {kept['mean']:.2%} of the "
-            f"squared norm, at least {kept['least']:.2%}",
-            err=True,
-        )
+        share = f" keep {kept['mean']:.2%} of the squared norm, at least {kept['least']:.2%}"
+        share = share if made.get("cut", True) else ""
+        echo(f"fsdp-tui: {made['modules']} modules of rank {shown}{share}", err=True)
     else:
         echo(f"fsdp-tui: {made['layers']} layers changed", err=True)
     echo(made["path"])
@@ -186,12 +190,12 @@ def _described(facts: Mapping[str, Any]) -> str:
             return next(iter(values))
         return ", ".join(f"{value} ({count})" for value, count in values.items())
 
-    texts = facts["text_modules"]
+    of_texts = facts["text_modules"]
     lines = [
         f"{facts['path']} ({size(facts['bytes'])})",
         f"  family     {' or '.join(facts['families']) or 'unknown'}",
         f"  kind       {facts['kind']}, with names of {facts['names']}",
-        f"  modules    {facts['modules']}" + (f", {texts} of text encoders" if texts else ""),
+        f"  modules    {facts['modules']}" + (f", {of_texts} of text encoders" if of_texts else ""),
     ]
     if facts["ranks"]:
         lines.append(f"  rank       {counted(facts['ranks'])}")
@@ -200,7 +204,8 @@ def _described(facts: Mapping[str, Any]) -> str:
     norms = facts["norm"]
     lines.append(f"  norm       {norms['mean']:.4g} on average; largest:")
     lines += [f"    {value:.4g}  {module}" for module, value in norms["largest"].items()]
-    if facts["header"]:
+    if facts["header"].keys() - {_CONFIG}:
         lines.append("  header")
-        lines += [f"    {name}: {text}" for name, text in facts["header"].items()]
+        texts = {name: text for name, text in facts["header"].items() if name != _CONFIG}
+        lines += [f"    {name}: {text}" for name, text in texts.items()]
     return "\n".join(lines)

@@ -176,6 +176,26 @@ def architecture_of(recipe: Recipe) -> str:
     return f"{name}/control-lora" if widened_of(spec) else f"{name}/lora"
 
 
+def lora_spec(family: str, style: str, title: str, seconds: float) -> dict[str, str]:
+    """Return the standard's keys for a LoRA of which only the family is known.
+
+    Args:
+        family: The model's.
+        style: `diffusers`, `kohya` or `comfyui`: whose names the tensors have.
+        title: What it is called.
+        seconds: When it was made, in Unix seconds.
+    """
+    values = {
+        "sai_model_spec": "1.0.1",
+        "architecture": f"{_ARCHITECTURES[family]['']}/lora",
+        "implementation": implementation_of(family, style),
+        "title": title,
+        "date": date_of(seconds),
+        "hash_sha256": UNKNOWN_HASH,
+    }
+    return {PREFIX + name: text for name, text in values.items()}
+
+
 def families_called(architecture: str) -> frozenset[str]:
     """Return the families with a model of this name, also of an adapter for it."""
     name = architecture.partition("/")[0]

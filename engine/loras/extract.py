@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.exports.modelspec import DIFFUSERS, lora_spec
 from engine.exports.source import read_stored
 from engine.loras.combine import rank_of
 from engine.loras.lora_file import COMPONENT, LoraWriter
@@ -75,7 +77,7 @@ def extract(
         out, *inputs = pairs[name][0].shape
         shapes[name] = (most, *inputs), (out, most, *[1] * (len(inputs) - 1))
     shares = []
-    with LoraWriter(output, shapes, dtype, _header(tuned, base, after)) as writer:
+    with LoraWriter(output, shapes, dtype, _header(tuned, base, after, output)) as writer:
         for done, (name, most) in enumerate(ranks.items(), 1):
             down, up, share = nearest(_difference(pairs[name]), most)
             own_down, own_up = shapes[name]
@@ -221,10 +223,13 @@ def _differ(after: StoredTensor, before: StoredTensor) -> bool:
     )
 
 
-def _header(tuned: Model, base: Model, component: Component) -> Mapping[str, str]:
+def _header(tuned: Model, base: Model, component: Component, output: Path) -> Mapping[str, str]:
     """Return what is known of the model; both denoisers' LoRAs have the same names in them."""
+    family = base.family or tuned.family
     values = {
-        "fsdp_tui.model_family": base.family or tuned.family,
+        "fsdp_tui.model_family": family,
         COMPONENT: component.name if len(base.denoisers) > 1 else "",
     }
-    return {name: text for name, text in values.items() if text}
+    own = {name: text for name, text in values.items() if text}
+    style = "comfyui" if component.original else DIFFUSERS
+    return own | (lora_spec(family, style, output.stem, time.time()) if family else {})

@@ -231,8 +231,9 @@ def _header(source: Path, files: list[LoraFile], output: Path) -> dict[str, str]
             f"{PREFIX}title": output.stem,
             f"{PREFIX}date": date_of(time.time()),
             f"{PREFIX}merged_from": ", ".join(titles),
+            HASH: UNKNOWN_HASH,
         }
-    return header | {HASH: UNKNOWN_HASH}
+    return header
 
 
 def _bytes(tensor: StoredTensor) -> int:

@@ -334,6 +334,7 @@ def header_of(files: list[LoraFile], output: Path) -> dict[str, str]:
     if f"{PREFIX}architecture" not in header:  # the standard takes no file without one
         return {name: text for name, text in header.items() if not name.startswith(PREFIX)}
     header |= {f"{PREFIX}title": output.stem, f"{PREFIX}date": date_of(time.time())}
+    header[HASH] = UNKNOWN_HASH
     if len(files) > 1:
         titles = [file.header.get(f"{PREFIX}title") or file.path.stem for file in files]
         header[f"{PREFIX}merged_from"] = ", ".join(titles)
@@ -344,7 +345,7 @@ def _header(modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> d
     """Return the header's own part: ranks, which all readers find where they look for alphas."""
     ranks = [down[0] for down, _ in modules.values()]
     most = max(ranks, key=ranks.count)
-    header = {"format": "pt", HASH: UNKNOWN_HASH}
+    header = {"format": "pt"}
     if style_of(next(iter(modules))) == "kohya":
         header |= {"ss_network_dim": str(most), "ss_network_alpha": str(float(most))}
     # Also under peft's names: an adapter_config.json of another file must not scale this one.

@@ -197,6 +197,7 @@ def test_a_peft_file_gets_its_own_configuration(
     assert list(other.iterdir()) == []
     assert tool(capsys, *words, f"--output={whole}")[0] == 0
     assert json.loads((other / "adapter_config.json").read_text())["lora_alpha"] == 1
+    assert "modelspec.hash_sha256" not in read_lora(whole)[1]
     whole.unlink()
     assert "adapter_config.json exists" in tool(capsys, *words, f"--output={whole}")[2]
 

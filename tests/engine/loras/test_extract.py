@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.exports.recipe import Recipe
 from engine.loras.extract import nearest
+from engine.model.adapters.lora_file import read_lora
 from tests.support.engine.exports import export_alone
 from tests.support.engine.families import Case, quiet, toys_root
 from tests.support.engine.loras import assert_close, deltas_of, exported, tool
@@ -56,6 +57,10 @@ def test_what_a_lora_changed_is_extracted_again(
     found = {name.removeprefix("transformer."): delta for name, delta in deltas_of(out).items()}
     assert_close(found, deltas, 1e-4)
     assert json.loads(answer)["left_out"] == 1
+    _, header = read_lora(out)
+    assert header["modelspec.architecture"] == "flux-1/lora"
+    assert (header["modelspec.implementation"], header["modelspec.title"]) == ("diffusers", "x")
+    assert header["modelspec.hash_sha256"] != "0x" + 64 * "0"
     assert json.loads(answer)["kept"]["least"] > 0.9999
     pipeline = FluxPipeline.from_pretrained(case.paths.model)
     with quiet():
@@ -137,6 +142,7 @@ def test_files_of_the_authors_layers_give_comfyuis_names(
     )
     down = load_file(out)["diffusion_model.input_blocks.0.0.lora_A.weight"]
     assert down.shape == (1, 3, 3, 3)
+    assert not any(name.startswith("modelspec.") for name in read_lora(out)[1])
 
 
 def test_a_unets_lora_is_called_unet(

@@ -279,11 +279,13 @@ class LoraWriter:
                 facts[f"{module}.alpha"] = (torch.float32, ())
         size = sum(kind.itemsize * math.prod(shape) for kind, shape in facts.values())
         check_room(output, size)
-        self._config = None
+        self._config: Path | None = None
         if output.name == SAFETENSORS_WEIGHTS_NAME:  # peft looks for its own beside that name
-            self._config = output.with_name(CONFIG_NAME)
-            if self._config.exists():
-                raise UserError(f"{self._config} exists, and {output.name} needs its own")
+            config = output.with_name(CONFIG_NAME)
+            if config.exists():
+                raise UserError(f"{config} exists, and {output.name} needs its own")
+            plain = {style_of(module) for module in modules}.isdisjoint(_ENDS)
+            self._config = config if plain and len(_configs(modules)) == 1 else None
         self._opened = aside_file(output, facts, dict(header) | _header(modules))
         self._file = self._opened.__enter__()
 
@@ -369,12 +371,14 @@ def _configs(
             continue
         prefix = next((prefix for prefix in STYLES if module.startswith(prefix)), "")
         part = "transformer" if prefix == "base_model.model." else prefix.rstrip(".")
-        parts.setdefault(part, {})[module.removeprefix(prefix)] = down[0]
+        name = module.removeprefix(prefix).removeprefix("text_model.")  # not in transformers 5
+        parts.setdefault(part, {})[name] = down[0]
     configs = {}
     for part, ranks in parts.items():
         most = max(ranks.values(), key=list(ranks.values()).count)
         # Peft also finds a pattern behind a dot: only anchored, a name is that of one module.
-        pattern = {f"^{name}": rank for name, rank in sorted(ranks.items()) if rank != most}
+        start = r"^(text_model\.)?" if part.startswith(TEXT) else "^"
+        pattern = {start + name: rank for name, rank in sorted(ranks.items()) if rank != most}
         config = LoraConfig(
             r=most,
             lora_alpha=most,

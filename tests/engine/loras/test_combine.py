@@ -199,6 +199,15 @@ def test_a_peft_file_gets_its_own_configuration(
     assert json.loads((other / "adapter_config.json").read_text())["lora_alpha"] == 1
     assert "modelspec.hash_sha256" not in read_lora(whole)[1]
     whole.unlink()
+    comfyui = {
+        name.replace("base_model.model", "diffusion_model"): t for name, t in tensors.items()
+    }
+    save_file(comfyui, tmp_path / "comfyui.safetensors")
+    (tmp_path / "bare").mkdir()
+    bare = tmp_path / "bare" / whole.name
+    more = ["resize", tmp_path / "comfyui.safetensors", "--rank=1", f"--output={bare}"]
+    assert tool(capsys, *more)[0] == 0
+    assert list(bare.parent.iterdir()) == [bare], "these names need none"
     assert "adapter_config.json exists" in tool(capsys, *words, f"--output={whole}")[2]
 
 

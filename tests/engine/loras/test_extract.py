@@ -189,19 +189,36 @@ def test_text_encoders_are_extracted_too(
         left_out = ["token_embedding.weight"]
         for part in ("text_encoder", "text_encoder_2"):
             (file,) = (tuned / part).glob("*.safetensors")
-            ends = ("layers.0.self_attn.q_proj.weight", *left_out)
-            save_file({n: t + n.endswith(ends) for n, t in load_file(file).items()}, file)
+            weights = load_file(file)
+            for name, tensor in weights.items():
+                if name.endswith(("layers.0.self_attn.q_proj.weight", *left_out)):
+                    weights[name] = tensor + 1
+                elif name.endswith("layers.0.self_attn.v_proj.weight"):  # of another rank
+                    weights[name] = tensor + torch.eye(len(tensor))
+            save_file(weights, file)
         left_out *= 2
     out = tmp_path / "x.safetensors"
-    words = ["extract", tuned, base, "--rank=1", "--dtype=fp32", f"--output={out}"]
+    words = ["extract", tuned, base, "--energy=0.9999", "--dtype=fp32", f"--output={out}"]
     status, answer, error = tool(capsys, *words)
     assert (status, error) == (0, "")
-    parts = "qkv" if single else "q"
     layer = "text_model.encoder.layers.0.self_attn"
-    expected = {f"text_encoder.{layer}.q_proj"}
-    expected |= {f"text_encoder_2.{layer}.{part}_proj" for part in parts}
+    parts = ("q", "qkv") if single else ("qv", "qv")
+    expected = {f"text_encoder.{layer}.{part}_proj" for part in parts[0]}
+    expected |= {f"text_encoder_2.{layer}.{part}_proj" for part in parts[1]}
     assert deltas_of(out).keys() == expected
     assert json.loads(answer)["left_out"] == len(left_out)
+    if not single:
+        pipeline = case.stock()
+        with quiet():
+            pipeline.load_lora_weights(tmp_path, weight_name=out.name)
+        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
+            found = {
+                name.rpartition(".")[2]: module.get_delta_weight(next(iter(module.scaling)))
+                for name, module in encoder.named_modules()
+                if isinstance(module, LoraLayer)
+            }
+            eye = torch.eye(len(found["v_proj"]))
+            assert_close(found, {"q_proj": torch.ones_like(eye), "v_proj": eye}, 0.02)
     words = ["merge", out, "--weight=1", f"--into={base}", f"--output={merged}"]
     assert tool(capsys, *words)[::2] == (0, "")
     words = ["extract", merged, base, "--rank=1", f"--output={tmp_path / 'again'}"]

@@ -105,9 +105,9 @@ def export_checkpoint(
         "job": spec.get("name"),
         "step": checkpoint.step,
         "ema": averaged and ema,
-        "dtype": dtype or spec.get("export_dtype", "auto"),
-        "single_file": single_file,
     }
+    if output is not None:  # the run's own place is for the latest, in whatever precision
+        facts |= {"dtype": dtype or spec.get("export_dtype", "auto"), "single_file": single_file}
     check_place(target, facts)
     arguments = [str(checkpoint.path), str(target)]
     arguments += [f"--dtype={dtype}"] if dtype else []

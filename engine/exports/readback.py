@@ -100,7 +100,7 @@ class VerifiedFile:
             # Synced, so these pages can go: what follows is then what the disk holds.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             for place in sorted(places.values(), key=lambda place: place.start):
-                if _sum(file.fileno(), place, whole) != self._sums[place.name]:
+                if _sum(file.fileno(), place, whole.update) != self._sums[place.name]:
                     raise DamagedError(f"{self.path}: {place.name} differs from memory")
                 checked()
             first = min(place.start for place in places.values())
@@ -120,8 +120,8 @@ def _finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def _sum(descriptor: int, place: StoredTensor, whole: hashlib._Hash) -> int:
-    """Return a tensor's CRC-32, and add its bytes to the hash of all."""
+def _sum(descriptor: int, place: StoredTensor, add: Callable[[bytes], object]) -> int:
+    """Return a tensor's CRC-32, and add its bytes to what all have."""
     checksum = 0
     at, left = place.start, place.elements * place.dtype.itemsize
     while left:
@@ -129,6 +129,6 @@ def _sum(descriptor: int, place: StoredTensor, whole: hashlib._Hash) -> int:
         if not data:
             return -1  # shorter than it should be
         checksum = zlib.crc32(data, checksum)
-        whole.update(data)
+        add(data)
         at, left = at + len(data), left - len(data)
     return checksum

@@ -55,6 +55,10 @@ _STOP_WORDS: Final = {
 }
 
 
+class FilesLeftError(UserError):
+    """A job is removed, and files of it are still there."""
+
+
 def submit(store: Store, spec: JobSpec) -> Job:
     """Check a job, put it into the queue, and start it if it may start now.
 
@@ -307,11 +311,18 @@ def prune(store: Store, keep_last: int) -> list[Job]:
 
     Raises:
         StateError: A queued or running job starts from a checkpoint of one; none is removed.
+        UserError: All are removed, but not all of their files could be deleted.
     """
     leaving = [job for job in store.all() if job.state.ended][keep_last:]
     check_unneeded(store, [job.run_dir.root for job in leaving])
+    left = None
     for job in leaving:
-        remove(store, job.id)
+        try:
+            remove(store, job.id)
+        except FilesLeftError as error:
+            left = error
+    if left is not None:
+        raise left
     return leaving
 
 
@@ -320,12 +331,18 @@ def remove(store: Store, job_id: int, *, files: bool = True) -> None:
 
     Raises:
         StateError: The job has not ended, or another job starts from a checkpoint of it.
+        FilesLeftError: It is removed, but not all of its files could be deleted.
     """
     if files:
         check_unneeded(store, [store.get(job_id).run_dir.root], leaving=[job_id])
     job = store.remove(job_id)
     if files:
         shutil.rmtree(job.run_dir.root, ignore_errors=True)
+        if job.run_dir.root.exists():
+            raise FilesLeftError(
+                f"job {job_id} is removed, but not all of {job.run_dir.root} could be deleted",
+                "delete it by hand",
+            )
 
 
 def refresh(store: Store) -> None:

@@ -257,6 +257,21 @@ def test_a_removed_job_takes_its_files_with_it_or_leaves_them(
     assert store.all() == []
 
 
+def test_files_that_cannot_be_deleted_are_told(
+    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [ended(store, job_spec) for _ in range(2)]
+    delete = service.shutil.rmtree
+    stuck = jobs[0].run_dir.root
+    monkeypatch.setattr(
+        service.shutil, "rmtree", lambda root, **how: None if root == stuck else delete(root, **how)
+    )
+    with pytest.raises(service.FilesLeftError, match=f"is removed, but not all of {stuck}"):
+        service.prune(store, 0)
+    assert store.all() == []
+    assert not jobs[1].run_dir.root.exists(), "the others are deleted all the same"
+
+
 def test_a_running_job_is_not_removed(store: Store, job_spec: JobSpec) -> None:
     job = service.submit(store, job_spec)
     with pytest.raises(StateError):

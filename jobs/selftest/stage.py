@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -192,7 +193,8 @@ class Stage:
                 service.stop(self.store, number, now=True)
                 job = self.until(job, lambda job: job.state.ended)
             if number not in self.failed:
-                service.remove(self.store, number)
+                with suppress(service.FilesLeftError):
+                    service.remove(self.store, number)
         self.jobs = sorted(self.failed)
 
 

@@ -141,7 +141,7 @@ def _remove(store: Store, job_id: int) -> None:
     """Kill the run, wait until no process of it is left, and delete it."""
     with suppress(StateError):
         service.stop(store, job_id, now=True)
-    with suppress(NotFoundError):
+    with suppress(NotFoundError, service.FilesLeftError):
         while not store.get(job_id).state.ended:
             service.refresh(store)
             time.sleep(_LOOK_EVERY)

@@ -184,11 +184,8 @@ def _of_denoiser(
         if component.original and file.style == "diffusers" and not file.is_lokr:
             return _of_converted(file, modules, weight, model, component)
         raise _unknown(file, [own[name] for name in missing], model)
-    uses: dict[str, list[Use]] = {}
-    for name, module in own.items():
-        _check_size(file, module, named[name], component.layers, layers)
-        _spread(uses, Use(file, module, named[name], weight), layers, component.layers)
-    return uses
+    rows = {module: named[name] for name, module in own.items()}
+    return _spread(file, rows, weight, layers, component.layers)
 
 
 def _of_converted(
@@ -231,12 +228,9 @@ def _of_converted(
             f"{file.path.name} can be for {' or '.join(fitting)}, which is not the same here",
             "merge the file with ComfyUI's or kohya's names",
         )
-    uses: dict[str, list[Use]] = {}
     named = any_naming(dict.fromkeys(first.modules), layers, None)
-    for module in first.modules:
-        _check_size(first, module, named[module], component.layers, layers)
-        _spread(uses, Use(first, module, named[module], weight), layers, component.layers)
-    return uses
+    rows = {module: named[module] for module in first.modules}
+    return _spread(first, rows, weight, layers, component.layers)
 
 
 def _of_texts(
@@ -265,9 +259,7 @@ def _of_texts(
     if missing := sorted(texts.keys() - named.keys()):
         raise _unknown(file, missing, model)
     for module in texts:
-        _check_size(file, module, named[module], whole, layers)
-        by_tensor: dict[str, list[Use]] = {}
-        _spread(by_tensor, Use(file, module, named[module], weight), layers, whole)
+        by_tensor = _spread(file, {module: named[module]}, weight, layers, whole)
         owner = torch.bucketize(named[module][:1], _firsts(layers), right=True) - 1
         component, _ = places[list(layers)[int(owner)]]
         for name, some in by_tensor.items():
@@ -293,20 +285,35 @@ def _layers(stored: Mapping[str, Place]) -> dict[str, Layer]:
 
 
 def _spread(
-    uses: dict[str, list[Use]],
-    use: Use,
+    source: Source,
+    modules: Mapping[str, torch.Tensor],
+    weight: float,
     layers: Mapping[str, Layer],
     stored: Mapping[str, Place],
-) -> None:
-    """Add an adapter to each tensor that it changes, by the tensor's name in the files."""
+) -> dict[str, list[Use]]:
+    """Return which adapters change each tensor, by the tensor's name in the files.
+
+    Args:
+        source: Where the adapters are.
+        modules: Their names there → the rows of the model's layers that they change.
+        weight: What they are multiplied by.
+        layers: The model's layers.
+        stored: Where these are.
+
+    Raises:
+        UserError: One has another size than the layers that it changes.
+    """
+    uses: dict[str, list[Use]] = {}
     names = list(layers)
-    owners = torch.bucketize(use.rows, _firsts(layers), right=True) - 1
-    for owner in owners[use.rows > 0].unique().tolist():
-        place = stored[names[owner]]
-        first = layers[names[owner]].first - place.first
-        rows = torch.where(owners == owner, use.rows - first, -1)
-        mine = uses.setdefault(place.tensor.name, [])
-        mine.append(Use(use.source, use.module, rows, use.weight))
+    for module, rows in modules.items():
+        _check_size(source, module, rows, stored, layers)
+        owners = torch.bucketize(rows, _firsts(layers), right=True) - 1
+        for owner in owners[rows > 0].unique().tolist():
+            place = stored[names[owner]]
+            first = layers[names[owner]].first - place.first
+            own = torch.where(owners == owner, rows - first, -1)
+            uses.setdefault(place.tensor.name, []).append(Use(source, module, own, weight))
+    return uses
 
 
 def _check_size(

@@ -1,4 +1,4 @@
-"""How a tensor of a model's authors is made of those of diffusers."""
+"""Say how one of the authors' tensors is assembled from diffusers' tensors."""
 
 from __future__ import annotations
 

@@ -123,8 +123,10 @@ def _mend(store: Store) -> None:
     Those that live elsewhere are judged there.
     """
     for job in store.in_states(ACTIVE):
+        if job.on_slurm:
+            continue
         standing = stand(job.boot_id, store.home)
-        if job.on_slurm or standing is Standing.ELSEWHERE:
+        if standing is Standing.ELSEWHERE:
             continue
         if standing is Standing.REBOOTED:
             lost = store.change(job.id, State.LOST, "the machine rebooted", only_from=ACTIVE)

@@ -91,7 +91,8 @@ def carry_out(store: Store, plan: Plan) -> Job:
     try:
         return start_if_free(store, job.id)
     except (OSError, sqlite3.Error):
-        return job  # it is queued, and whoever looks next starts it: a refusal would be a lie
+        # It is queued, and the next look starts it; an error here would make people queue it twice.
+        return job
 
 
 def _write_files(text: str, absent: Sequence[HubName], run_dir: RunDir) -> None:

@@ -178,8 +178,8 @@ def environment() -> dict[str, str]:
     """The environment for Slurm's commands: ours, without what would change their answers.
 
     `SQUEUE_PARTITION` in a shell hides jobs of other partitions, and `SBATCH_*` beat the lines of
-    a batch script. The keeper has the shell of whoever started it, which need not be the one that
-    submitted.
+    a batch script. The keeper also inherits the shell of whoever started it, who need not be the
+    one who submitted.
     """
     return {
         name: value

@@ -91,7 +91,7 @@ def test_cudnn_attention_has_nan_gradients_still() -> None:
             found = torch.autograd.grad(result, leaves, gradient)
         if not all(torch.isfinite(x).all() for x in found):
             return
-    pytest.fail("finite: measure cuDNN's attention anew, and let torch choose it")
+    pytest.fail("finite: measure cuDNN's attention again, then let torch choose it")
 
 
 @pytest.mark.parametrize("rows", [1, 77, 4608])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from jobs.doctor.patient import Patient
 
-_EXPORTS: Final = 500  # files that are read, of the newest jobs
+_EXPORTS: Final = 500  # files that are read at most
 _NAMED: Final = 5  # of them
 _BUSY: Final = 5.0  # seconds that the database may be locked by others
 

@@ -235,7 +235,7 @@ def test_an_error_of_the_disk_is_a_sentence(shell: Shell) -> None:
 
 
 def test_a_job_that_is_queued_is_told_as_queued(shell: Shell) -> None:
-    """Whatever hinders its start: who is told that it was refused submits it again."""
+    """Even if starting it fails: people who see an error submit the job again."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -19,6 +19,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAt
 from engine.families.shared import flux_kohya
 from engine.families.shared.lora_names import ComfyUI, Kohya
 from engine.families.shared.packing import PackedFamily, pack, unpack
+from engine.families.shared.text_masks import without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,14 +77,7 @@ class Chroma(PackedFamily):
         Tokens of text have no positions, so this changes nothing but speed: fewer tokens, and
         kernels that take no mask.
         """
-        mask = condition.get("prompt_attention_mask")
-        if mask is None:
-            return condition
-        if not mask.all():
-            condition = {name: text[:, mask.any(dim=0)] for name, text in condition.items()}
-        if condition["prompt_attention_mask"].all():
-            return {"prompt_embeds": condition["prompt_embeds"]}
-        return condition
+        return without_padding(condition)
 
     def predict(
         self,
@@ -105,7 +99,7 @@ class Chroma(PackedFamily):
             image_ids = ChromaPipeline._prepare_latent_image_ids(
                 batch, height // 2, width // 2, noisy.device, noisy.dtype
             )
-        with _masked_when_checkpointed(transformer, mask):
+        with _masked_when_checkpointed(transformer, mask), _guided_on_device(transformer, noisy):
             velocity = transformer(
                 hidden_states=tokens,
                 timestep=level,
@@ -158,6 +152,23 @@ def _attend_to_seen(transformer: torch.nn.Module) -> None:
             processor = _SeenKeys()
             processor.__dict__.update(vars(module.processor))  # the kernel that was chosen
             module.set_processor(processor)
+
+
+@contextmanager
+def _guided_on_device(transformer: Any, noisy: torch.Tensor) -> Iterator[None]:
+    """Within this context the guidance that is embedded, always 0, is made where it is needed.
+
+    Diffusers (0.42) embeds it on the host and copies that, which waits for the GPU.
+    """
+
+    def zeros(_: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
+        return torch.zeros(args[0].shape, dtype=args[0].dtype, device=noisy.device)
+
+    hook = transformer.time_text_embed.guidance_proj.register_forward_pre_hook(zeros)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.families.shared.base import Family
-from engine.families.shared.hidream_pipeline import AnySizePipeline, call_every_expert
+from engine.families.shared.hidream_experts import call_every_expert, sizes_on_host
+from engine.families.shared.hidream_pipeline import AnySizePipeline
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from jobs.errors import UserError
 
@@ -100,15 +101,16 @@ class HiDream(Family):
                 f"set resolution: {16 * math.isqrt(transformer.max_seq)}",
             )
         call_every_expert(transformer)
-        velocity = transformer(
-            hidden_states=noisy,
-            timesteps=level * 1000,
-            encoder_hidden_states_t5=condition["prompt_embeds_t5"],
-            # The transformer wants the layers first.
-            encoder_hidden_states_llama3=condition["prompt_embeds_llama3"].transpose(0, 1),
-            pooled_embeds=condition["pooled_prompt_embeds"],
-            return_dict=False,
-        )[0]
+        with sizes_on_host(transformer):
+            velocity = transformer(
+                hidden_states=noisy,
+                timesteps=level * 1000,
+                encoder_hidden_states_t5=condition["prompt_embeds_t5"],
+                # The transformer wants the layers first.
+                encoder_hidden_states_llama3=condition["prompt_embeds_llama3"].transpose(0, 1),
+                pooled_embeds=condition["pooled_prompt_embeds"],
+                return_dict=False,
+            )[0]
         if transformer.training and not transformer.config.force_inference_output:
             velocity = _unpack(velocity, height, width)
         return -velocity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -9,7 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.families.shared import flux_kohya
 from engine.families.shared.base import Family
+from engine.families.shared.hunyuanvideo_forward import WholeTextPipeline, without_masks
 from engine.families.shared.lora_names import ComfyUI, Kohya
+from engine.families.shared.text_masks import mask_or_ones, without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from engine.families.shared.lora_names import Adapter
     from jobs.spec.keys.prompts import SampleRequest
 
+_MASK: Final = "prompt_attention_mask"
 
 # Layers of which ComfyUI has the name that they have in FLUX.1, and musubi-tuner Tencent's.
 _TENCENT: Final = {
@@ -50,6 +54,9 @@ class HunyuanVideo(Family):
     COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename, lokr=None)
     COMFYUI_READS_KOHYA = False
 
+    def pipeline_class(self) -> Any:
+        return WholeTextPipeline
+
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """With the tokenizer as it was published.
 
@@ -73,8 +80,12 @@ class HunyuanVideo(Family):
         return {
             "prompt_embeds": embeds[0, :length].contiguous(),
             "pooled_prompt_embeds": pooled[0].contiguous(),
-            "prompt_attention_mask": mask[0, :length].contiguous(),
+            _MASK: mask[0, :length].contiguous(),
         }
+
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without a mask where no text of the batch is filled up."""
+        return without_padding(condition)
 
     def predict(
         self,
@@ -87,15 +98,17 @@ class HunyuanVideo(Family):
         strength = None
         if transformer.config.guidance_embeds:
             strength = torch.full_like(level, guidance) * 1000
-        return transformer(
-            hidden_states=noisy,
-            timestep=level * 1000,
-            encoder_hidden_states=condition["prompt_embeds"],
-            encoder_attention_mask=condition["prompt_attention_mask"],
-            pooled_projections=condition["pooled_prompt_embeds"],
-            guidance=strength,
-            return_dict=False,
-        )[0]
+        text, mask = condition["prompt_embeds"], condition.get(_MASK)
+        with without_masks(transformer) if mask is None else nullcontext():
+            return transformer(
+                hidden_states=noisy,
+                timestep=level * 1000,
+                encoder_hidden_states=text,
+                encoder_attention_mask=mask_or_ones(mask, text),
+                pooled_projections=condition["pooled_prompt_embeds"],
+                guidance=strength,
+                return_dict=False,
+            )[0]
 
     def sample_arguments(
         self,
@@ -103,8 +116,13 @@ class HunyuanVideo(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """`guidance_scale` is the strength that the model takes as an input."""
+        """`guidance_scale` is the strength that the model takes as an input; texts have no masks.
+
+        They are encoded without padding.
+        """
         arguments = super().sample_arguments(request, condition, negative)
+        for kind in ("", "negative_"):
+            arguments.pop(f"{kind}{_MASK}", None)
         if negative is not None:
             arguments["true_cfg_scale"] = request.true_cfg_scale
         return arguments

@@ -12,12 +12,15 @@ from engine.families.shared.base import Family
 from engine.families.shared.hunyuanvideo15_forward import without_waiting
 from engine.families.shared.hunyuanvideo15_pipeline import GuidedPipeline
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
+from engine.families.shared.text_masks import mask_or_ones, without_padding
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec.keys.prompts import SampleRequest
 
+_TEXT: Final = "prompt_embeds"
+_TEXT_MASK: Final = "prompt_embeds_mask"
 _GLYPHS: Final = "prompt_embeds_2"
 _GLYPHS_MASK: Final = "prompt_embeds_mask_2"
 
@@ -74,7 +77,7 @@ class HunyuanVideo15(Family):
         """
         pipeline.tokenizer_max_length = max_sequence_length  # an attribute without an argument
         text, mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompt)
-        return _cut("prompt_embeds", "prompt_embeds_mask", text, mask) | _cut(
+        return _cut(_TEXT, _TEXT_MASK, text, mask) | _cut(
             _GLYPHS, _GLYPHS_MASK, glyphs, glyphs_mask
         )
 
@@ -88,10 +91,11 @@ class HunyuanVideo15(Family):
         return vae
 
     def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Without ByT5's tokens where no prompt of the batch has any."""
-        if condition[_GLYPHS_MASK].any():
-            return condition
-        return condition | {name: condition[name][:, :0] for name in (_GLYPHS, _GLYPHS_MASK)}
+        """Without ByT5's tokens where no prompt of the batch has any.
+
+        And without the masks of texts of which none is filled up.
+        """
+        return without_padding(condition)
 
     def predict(
         self,
@@ -106,16 +110,18 @@ class HunyuanVideo15(Family):
         All tokens of the embedding are masked then, and so there are none here.
         """
         batch, channels, *size = noisy.shape
-        text = condition["prompt_embeds"]
+        text, glyphs = condition[_TEXT], condition[_GLYPHS]
+        mask, glyphs_mask = condition.get(_TEXT_MASK), condition.get(_GLYPHS_MASK)
         first_frame = noisy.new_zeros(batch, transformer.config.in_channels - channels, *size)
-        with without_waiting(transformer):
+        masked = mask is not None or glyphs_mask is not None
+        with without_waiting(transformer, refined=mask is not None, masked=masked):
             return transformer(
                 hidden_states=torch.cat([noisy, first_frame], dim=1),
                 timestep=level * 1000,
                 encoder_hidden_states=text,
-                encoder_attention_mask=condition["prompt_embeds_mask"],
-                encoder_hidden_states_2=condition[_GLYPHS],
-                encoder_attention_mask_2=condition[_GLYPHS_MASK],
+                encoder_attention_mask=mask_or_ones(mask, text),
+                encoder_hidden_states_2=glyphs,
+                encoder_attention_mask_2=mask_or_ones(glyphs_mask, glyphs),
                 image_embeds=text.new_zeros(batch, 0, transformer.config.image_embed_dim),
                 return_dict=False,
             )[0]
@@ -129,8 +135,15 @@ class HunyuanVideo15(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """At a scale of 1, the guider makes one prediction; at any other, below 1 too, two."""
+        """At a scale of 1, the guider makes one prediction; at any other, below 1 too, two.
+
+        Texts have no masks: they are encoded without padding, but for the single token of a prompt
+        that has nothing in quotes.
+        """
         arguments = super().sample_arguments(request, condition, negative)
+        for kind in ("", "negative_"):
+            for mask in (_TEXT_MASK, _GLYPHS_MASK):
+                arguments.pop(f"{kind}{mask}", None)
         return arguments if request.guided else arguments | {"guidance_scale": 1.0}
 
 

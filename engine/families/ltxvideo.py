@@ -10,6 +10,7 @@ from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from engine.families.shared.references import held_first
+from engine.families.shared.text_masks import without_padding
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class LTXVideo(Family):
 
     # -- training --------------------------------------------------------------------------
 
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without the padding that no sample sees; without a mask where none is left to mask."""
+        return without_padding(condition)
+
     def predict(
         self,
         transformer: Any,
@@ -95,7 +100,7 @@ class LTXVideo(Family):
             hidden_states=LTXPipeline._pack_latents(noisy, *patches),
             encoder_hidden_states=condition["prompt_embeds"],
             timestep=timestep,
-            encoder_attention_mask=condition["prompt_attention_mask"],
+            encoder_attention_mask=condition.get("prompt_attention_mask"),
             **self._places(size, noisy.device, len(noisy)),
             return_dict=False,
         )[0]

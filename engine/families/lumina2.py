@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from engine.families.shared.base import Family
 from engine.families.shared.equal_length import equal_length
@@ -11,9 +15,8 @@ from jobs.errors import UserError
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
-
-    import torch
 
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -96,6 +99,14 @@ class Lumina2(Family):
             "prompt_attention_mask": mask[0, :length].clone(),
         }
 
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Each sample's own text `(L, D)`, by its number: lengths can only be seen on the host."""
+        masks = condition.get("prompt_attention_mask")
+        if masks is None:
+            return condition
+        texts = zip(condition["prompt_embeds"], masks.bool(), strict=True)
+        return {f"prompt_embeds.{number}": text[mask] for number, (text, mask) in enumerate(texts)}
+
     def predict(
         self,
         transformer: Any,
@@ -104,14 +115,20 @@ class Lumina2(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        # Its time is 0 for noise and 1 for images, and its velocity points from one to the other.
-        return -transformer(
-            hidden_states=noisy,
-            timestep=1 - level,
-            encoder_hidden_states=condition["prompt_embeds"],
-            encoder_attention_mask=condition["prompt_attention_mask"],
-            return_dict=False,
-        )[0]
+        texts = list(self.arrange(condition).values())
+        lengths = [len(text) for text in texts]
+        places = torch.arange(max(lengths), device=noisy.device)
+        mask = torch.stack([places < length for length in lengths])
+        with _told_lengths(transformer, lengths):
+            # Its time is 0 for noise and 1 for images, and its velocity points from one to the
+            # other.
+            return -transformer(
+                hidden_states=noisy,
+                timestep=1 - level,
+                encoder_hidden_states=pad_sequence(texts, batch_first=True),
+                encoder_attention_mask=mask,
+                return_dict=False,
+            )[0]
 
     def sample_arguments(
         self,
@@ -123,6 +140,35 @@ class Lumina2(Family):
         if negative is not None:
             condition, negative = equal_length(condition, negative)
         return super().sample_arguments(request, condition, negative)
+
+
+@contextmanager
+def _told_lengths(transformer: Any, lengths: list[int]) -> Iterator[None]:
+    """Within this context, the forward does not wait for the GPU to count tokens of texts.
+
+    Diffusers (0.42) counts them by the mask as it computes positions, for which it copies its
+    tables to the GPU each time. And it masks texts where none is shorter than another.
+    """
+    longest = max(lengths)
+
+    def count(embedder: Any, args: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        latents, mask = args
+        embedder.freqs_cis = [table.to(latents.device) for table in embedder.freqs_cis]
+        on_host = [[place < length for place in range(longest)] for length in lengths]
+        return latents, torch.tensor(on_host, dtype=mask.dtype)
+
+    def unmask(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        texts, _, *others = args
+        return texts, None, *others
+
+    with ExitStack() as stack:
+        hooks = [transformer.rope_embedder.register_forward_pre_hook(count)]
+        if min(lengths) == longest:
+            refiners = transformer.context_refiner
+            hooks += [refiner.register_forward_pre_hook(unmask) for refiner in refiners]
+        for hook in hooks:
+            stack.callback(hook.remove)
+        yield
 
 
 FAMILY = Lumina2

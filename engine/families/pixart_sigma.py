@@ -8,6 +8,7 @@ from peft import PeftModel
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, Layout
+from engine.families.shared.text_masks import without_padding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,6 +66,10 @@ class PixArtSigma(Family):
             "prompt_attention_mask": mask[0].contiguous(),
         }
 
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without the padding that no sample sees; without a mask where none is left to mask."""
+        return without_padding(condition)
+
     def predict(
         self,
         transformer: Any,
@@ -76,7 +81,7 @@ class PixArtSigma(Family):
         prediction = transformer(
             noisy,
             encoder_hidden_states=condition["prompt_embeds"],
-            encoder_attention_mask=condition["prompt_attention_mask"],
+            encoder_attention_mask=condition.get("prompt_attention_mask"),
             timestep=level,
             added_cond_kwargs={"resolution": None, "aspect_ratio": None},
             return_dict=False,

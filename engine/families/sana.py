@@ -9,6 +9,7 @@ from diffusers import SanaPipeline
 
 from engine.families.shared.base import Family
 from engine.families.shared.equal_length import equal_length
+from engine.families.shared.text_masks import without_padding
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,10 @@ class Sana(Family):
         """Its VAE knows one encoding, and no distribution of them."""
         return self.normalise(vae, vae.encode(pixels).latent)
 
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without a mask where no text of the batch is filled up."""
+        return without_padding(condition)
+
     def predict(
         self,
         transformer: Any,
@@ -68,7 +73,7 @@ class Sana(Family):
             noisy,
             encoder_hidden_states=condition["prompt_embeds"],
             timestep=level * 1000 * transformer.config.timestep_scale,
-            encoder_attention_mask=condition["prompt_attention_mask"],
+            encoder_attention_mask=condition.get("prompt_attention_mask"),
             return_dict=False,
         )[0]
 

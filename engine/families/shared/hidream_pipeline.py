@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import torch
 from diffusers import HiDreamImagePipeline
-from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
+
+from engine.families.shared.hidream_experts import call_every_expert, sizes_on_host
 
 _ABOVE: Final = 1 + 1e-9  # rounding must not take a step away from a side
 
@@ -37,20 +38,10 @@ class AnySizePipeline(HiDreamImagePipeline):
         self.default_sample_size = math.sqrt(width * height) * _ABOVE / self.vae_scale_factor
         call_every_expert(self.transformer)
         device = self._execution_device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        drawn = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with drawn, sizes_on_host(self.transformer):
             if generator is not None:
                 torch.manual_seed(generator.initial_seed())
             return super().__call__(
                 *words, height=height, width=width, generator=generator, **names
             )
-
-
-def call_every_expert(transformer: torch.nn.Module) -> None:
-    """Have a model call its experts as in training, whatever mode it is in.
-
-    Otherwise it leaves out an expert that no token was sent to, while another rank may be waiting
-    for its weights; and with `force_inference_output` nothing would be learned from their output.
-    """
-    for module in transformer.modules():
-        if isinstance(module, MOEFeedForwardSwiGLU):
-            module.training, module._force_inference_output = True, False

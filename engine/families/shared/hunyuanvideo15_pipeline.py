@@ -1,12 +1,22 @@
-"""HunyuanVideo 1.5's stock pipeline, bent in two places (diffusers 0.42)."""
+"""HunyuanVideo 1.5's stock pipeline, bent in three places (diffusers 0.42)."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from diffusers import HunyuanVideo15Pipeline
+
+from engine.families.shared.hunyuanvideo15_forward import without_waiting
+from engine.families.shared.text_masks import mask_or_ones
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What has a token for each of a text's, by the end of its name in the pipeline, and its mask.
+_TEXTS: Final = {"prompt_embeds": "prompt_embeds_mask", "prompt_embeds_2": "prompt_embeds_mask_2"}
 
 
 class _NoVae:
@@ -21,6 +31,7 @@ class GuidedPipeline(HunyuanVideo15Pipeline):
     """Take the guidance scale as an argument, and do without a VAE where only texts are encoded.
 
     The stock pipeline has the scale in its guider, a component, and cannot be built without a VAE.
+    And take encoded prompts without masks, as having no padding; of ByT5's, a single token is none.
     """
 
     # `from_pretrained` reads the names and classes of a pipeline's parts from its signature.
@@ -33,4 +44,39 @@ class GuidedPipeline(HunyuanVideo15Pipeline):
     def __call__(self, *words: Any, guidance_scale: float | None = None, **names: Any) -> Any:
         if guidance_scale is not None:
             self.guider.guidance_scale = guidance_scale
-        return super().__call__(*words, **names)
+        kinds = [
+            kind for kind in ("", "negative_") if names.get(f"{kind}prompt_embeds") is not None
+        ]
+        masks = {
+            f"{kind}{mask}": f"{kind}{text}" for kind in kinds for text, mask in _TEXTS.items()
+        }
+        if not masks or any(names.get(mask) is not None for mask in masks):
+            return super().__call__(*words, **names)
+        names |= {mask: mask_or_ones(None, names[text]) for mask, text in masks.items()}
+        with _as_trained(self.transformer):
+            return super().__call__(*words, **names)
+
+
+@contextmanager
+def _as_trained(transformer: Any) -> Iterator[None]:
+    """Have forwards get what they get in training, which is the same to them: no masked tokens.
+
+    The pipeline adds 729 of an image that there is not, and is given one of ByT5 where a prompt has
+    nothing in quotes.
+    """
+
+    def leave_out(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        glyphs = kwargs["encoder_hidden_states_2"]
+        kept = glyphs.shape[1] if glyphs.shape[1] > 1 else 0
+        return args, kwargs | {
+            "image_embeds": kwargs["image_embeds"][:, :0],
+            "encoder_hidden_states_2": glyphs[:, :kept],
+            "encoder_attention_mask_2": kwargs["encoder_attention_mask_2"][:, :kept],
+        }
+
+    hook = transformer.register_forward_pre_hook(leave_out, with_kwargs=True)
+    try:
+        with without_waiting(transformer, refined=False, masked=False):
+            yield
+    finally:
+        hook.remove()

@@ -9,6 +9,7 @@ to, for which some attention kernels have NaN.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAt
 from engine.families.shared import flux_kohya
 from engine.families.shared.lora_names import ComfyUI, Kohya
 from engine.families.shared.packing import PackedFamily, pack, unpack
-from engine.families.shared.text_masks import without_padding
+from engine.families.shared.text_masks import fill_masks, without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,11 +29,30 @@ if TYPE_CHECKING:
 
 
 class MaskedChromaPipeline(ChromaPipeline):
-    """The stock pipeline with a mask of text tokens that masks; also for negative prompts."""
+    """The stock pipeline with a mask of text tokens that masks; also for negative prompts.
+
+    It also takes encoded prompts without masks, as having no padding.
+    """
 
     def _get_t5_prompt_embeds(self, *words: Any, **names: Any) -> tuple[torch.Tensor, torch.Tensor]:
         embeds, mask = super()._get_t5_prompt_embeds(*words, **names)
         return embeds, mask.bool()
+
+    # Docstring and signature are those of the stock pipeline.
+    @wraps(ChromaPipeline.__call__)
+    def __call__(self, *words: Any, **names: Any) -> Any:
+        scale, texts = names.get("guidance_scale"), {"prompt_attention_mask": "prompt_embeds"}
+        if words or not fill_masks(names, texts, guided=scale is None or scale > 1):
+            return super().__call__(*words, **names)
+
+        def unmask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return args, kwargs | {"attention_mask": None}
+
+        hook = self.transformer.register_forward_pre_hook(unmask, with_kwargs=True)
+        try:
+            return super().__call__(*words, **names)
+        finally:
+            hook.remove()
 
 
 class Chroma(PackedFamily):
@@ -117,14 +137,14 @@ class Chroma(PackedFamily):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """Each text without its padding."""
+        """Each text without its padding, and without a mask, which would mask nothing."""
         return super().sample_arguments(request, _seen(condition), negative and _seen(negative))
 
 
 def _seen(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A text `(L, …)` without what its mask leaves out."""
+    """A text `(L, …)` without what its mask leaves out, and without the mask."""
     mask = text.get("prompt_attention_mask")
-    return {name: tensor[mask] for name, tensor in text.items()} if mask is not None else text
+    return text if mask is None else {"prompt_embeds": text["prompt_embeds"][mask]}
 
 
 class _SeenKeys(FluxAttnProcessor):

@@ -54,9 +54,6 @@ class HunyuanVideo(Family):
     COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename, lokr=None)
     COMFYUI_READS_KOHYA = False
 
-    def pipeline_class(self) -> Any:
-        return WholeTextPipeline
-
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """With the tokenizer as it was published.
 
@@ -109,6 +106,13 @@ class HunyuanVideo(Family):
                 guidance=strength,
                 return_dict=False,
             )[0]
+
+    def sampling_pipeline(
+        self, root: Path, transformer: Any, vae: Any, /, **components: Any
+    ) -> Any:
+        """One that takes texts without masks."""
+        stock = super().sampling_pipeline(root, transformer, vae, **components)
+        return WholeTextPipeline(**stock.components)
 
     def sample_arguments(
         self,

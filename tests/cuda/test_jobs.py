@@ -56,7 +56,7 @@ def _families() -> Iterator[tuple[str, Job]]:
             yield f"{family} {kind}", Job(1, values, _READS_WHILE_TRAINING.get(family, ()))
 
 
-BUDGETED: Final = ("flux", "flux2", "qwen_image", "sdxl", "wan")
+BUDGETED: Final = tuple(FAMILIES)
 # Each family in one kind; `fsdp2` and `fsdp2 full` are FLUX.1's.
 SHARDED: Final = {"flux2": "lora", "qwen_image": "full", "sdxl": "lora", "wan": "full"}
 

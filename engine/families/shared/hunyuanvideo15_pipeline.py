@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from diffusers import HunyuanVideo15Pipeline
 
 from engine.families.shared.hunyuanvideo15_forward import without_waiting
-from engine.families.shared.text_masks import mask_or_ones
+from engine.families.shared.text_masks import fill_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What has a token for each of a text's, by the end of its name in the pipeline, and its mask.
-_TEXTS: Final = {"prompt_embeds": "prompt_embeds_mask", "prompt_embeds_2": "prompt_embeds_mask_2"}
+# Masks, and what each is the mask of.
+_TEXTS: Final = {"prompt_embeds_mask": "prompt_embeds", "prompt_embeds_mask_2": "prompt_embeds_2"}
 
 
 class _NoVae:
@@ -44,15 +44,8 @@ class GuidedPipeline(HunyuanVideo15Pipeline):
     def __call__(self, *words: Any, guidance_scale: float | None = None, **names: Any) -> Any:
         if guidance_scale is not None:
             self.guider.guidance_scale = guidance_scale
-        kinds = [
-            kind for kind in ("", "negative_") if names.get(f"{kind}prompt_embeds") is not None
-        ]
-        masks = {
-            f"{kind}{mask}": f"{kind}{text}" for kind in kinds for text, mask in _TEXTS.items()
-        }
-        if not masks or any(names.get(mask) is not None for mask in masks):
+        if words or not fill_masks(names, _TEXTS, guided=self.guider.num_conditions > 1):
             return super().__call__(*words, **names)
-        names |= {mask: mask_or_ones(None, names[text]) for mask, text in masks.items()}
         with _as_trained(self.transformer):
             return super().__call__(*words, **names)
 

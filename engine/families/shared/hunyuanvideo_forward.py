@@ -11,7 +11,7 @@ from diffusers import HunyuanVideoPipeline
 from torch.overrides import TorchFunctionMode
 
 from engine.families.shared.function_window import window
-from engine.families.shared.text_masks import mask_or_ones
+from engine.families.shared.text_masks import fill_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,13 +58,7 @@ class WholeTextPipeline(HunyuanVideoPipeline):
     # Docstring and signature are those of the stock pipeline.
     @wraps(HunyuanVideoPipeline.__call__)
     def __call__(self, *words: Any, **names: Any) -> Any:
-        whole = set()
-        for kind in ("", "negative_"):
-            embeds, mask = names.get(f"{kind}prompt_embeds"), f"{kind}prompt_attention_mask"
-            if embeds is not None:
-                whole.add(names.get(mask) is None)
-                names[mask] = mask_or_ones(names.get(mask), embeds)
-        if whole != {True}:
+        if words or not fill_masks(names, {"prompt_attention_mask": "prompt_embeds"}, guided=False):
             return super().__call__(*words, **names)
         with without_masks(self.transformer):
             return super().__call__(*words, **names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,6 +49,33 @@ def _cut(
 def _has_tokens(text: torch.Tensor, mask: torch.Tensor, itself: bool) -> bool:
     """Whether a tensor has one row for each token; what is of a text as a whole has none."""
     return itself or (text.dim() > 2 and text.shape[1] == mask.shape[1])
+
+
+def fill_masks(names: dict[str, Any], texts: Mapping[str, str], *, guided: bool) -> bool:
+    """Give a pipeline the masks that it insists on, for encoded prompts that came without.
+
+    Args:
+        names: What the pipeline is called with; masks are added.
+        texts: Name of a mask → name of what it is the mask of; of negative prompts both begin with
+            `negative_` besides.
+        guided: Whether the pipeline encodes a negative prompt if it is given none.
+
+    Returns:
+        Whether the pipeline encodes nothing, and no prompt came with a mask: none is padded.
+    """
+    given = {
+        kind + mask: names[kind + text]
+        for kind in ("", "negative_")
+        for mask, text in texts.items()
+        if names.get(kind + text) is not None
+    }
+    whole = (
+        len(given) >= len(texts) * (1 + guided)
+        and all(names.get(mask) is None for mask in given)
+        and all(names.get(words) is None for words in ("prompt", "negative_prompt"))
+    )
+    names.update({mask: mask_or_ones(names.get(mask), text) for mask, text in given.items()})
+    return whole
 
 
 def mask_or_ones(mask: torch.Tensor | None, text: torch.Tensor) -> torch.Tensor:

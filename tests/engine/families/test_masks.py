@@ -1,0 +1,149 @@
+"""Which attention gets a mask: where texts of a batch differ in length, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from engine.toy.components.weights import one_thread
+from tests.support.engine.families import (
+    NEGATIVE,
+    PROMPT,
+    Case,
+    batch_of,
+    cases,
+    chosen,
+    toys_root,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHORT: Final = "a star"
+LONG: Final = " ".join([PROMPT] * 5)
+
+# Layout → in a forward of its toy with a short and a long text in the batch: calls of attention
+# with a mask, and all of them. Of others none has a mask.
+PADDED: Final = {
+    "qwen_image": (2, 2),
+    "z_image": (3, 4),  # not where it refines the image alone
+    "chroma": (5, 5),
+    "lumina2": (4, 6),  # the same
+    "sana": (3, 3),
+    "sana:1.6b": (3, 3),
+    "pixart_sigma": (3, 6),  # cross-attention
+    "ltxvideo": (2, 4),  # the same
+    "ltxvideo:13b-0.9.7-dev": (2, 4),
+    "hunyuanvideo": (5, 5),
+    "hunyuanvideo15": (3, 3),
+}
+
+# Layout → calls with a mask that masks nothing while its pipeline makes a sample without guidance
+# and one with it, in two steps each. These pipelines insist on a mask, and the masked attention is
+# short: of Lumina's text with itself, of an image with Sana's text.
+IN_VAIN: Final = {"lumina2": (4, 4), "sana": (6, 0), "sana:1.6b": (6, 0)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module", params=chosen(cases()))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, toys_root(tmp_path_factory))
+
+
+class Attention(TorchFunctionMode):
+    """Counts calls of torch's attention while it is entered.
+
+    Attributes:
+        calls: All of them.
+        masked: Those with a mask.
+        in_vain: Those with a mask that masks nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.masked = self.in_vain = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            self.calls += 1
+            if mask is not None:
+                self.masked += 1
+                self.in_vain += bool((mask if mask.dtype is torch.bool else mask == 0).all())
+        return func(*args, **kwargs)
+
+
+def noise_for(case: Case, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noisy latents of a toy's size, and a level for each."""
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    frames = (1,) if case.facts.frame_step else ()
+    latents = case.family.encode_pictures(vae, torch.zeros(1, 3, *frames, case.side, case.side))
+    noisy = torch.randn(count, *latents.shape[1:], generator=torch.Generator().manual_seed(count))
+    levels = torch.linspace(0.3, 0.8, count)
+    return noisy, (levels * 1000).long() if case.facts.objective == "denoising" else levels
+
+
+@torch.no_grad()
+def attention_of(case: Case, *prompts: str) -> Attention:
+    """Of a forward as training makes it, with a batch of these prompts."""
+    denoiser = getattr(case.stock(), case.family.component)
+    noisy, levels = noise_for(case, len(prompts))
+    condition = case.family.arrange(batch_of(*map(case.encoded, prompts)))
+    with Attention() as seen:
+        case.family.predict(denoiser, noisy, levels, condition, 2.0)
+    assert seen.calls, "it attends"
+    return seen
+
+
+@pytest.mark.parametrize("prompts", [(SHORT,), (LONG,), (SHORT, SHORT)])
+def test_no_attention_has_a_mask_where_nothing_is_padded(
+    case: Case, prompts: tuple[str, ...]
+) -> None:
+    """A mask rules out flash attention, whatever is in it."""
+    assert attention_of(case, *prompts).masked == 0
+
+
+def test_attention_has_a_mask_where_a_text_is_padded(case: Case) -> None:
+    seen = attention_of(case, SHORT, LONG)
+    assert (seen.masked, seen.calls) == PADDED.get(case.name, (0, seen.calls))
+    assert seen.in_vain == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guided", [False, True])
+def test_masks_of_samples_mask_something(case: Case, guided: bool) -> None:
+    changes: dict[str, Any] = {"num_frames": case.frames}
+    if guided:
+        changes |= {"guidance": 3.0, "true_cfg_scale": 3.0, "negative_prompt": NEGATIVE}
+    request = case.request(**changes)
+    if request.guided is not guided:
+        pytest.skip("it has no classifier-free guidance")
+    negative = case.encoded(NEGATIVE, negative=True) if guided else None
+    arguments = case.family.sample_arguments(request, case.encoded(PROMPT), negative)
+    stock = case.stock()
+    denoiser = getattr(stock, case.family.component)
+    pipeline = case.family.sampling_pipeline(case.paths.model, denoiser, stock.vae)
+    pipeline.set_progress_bar_config(disable=True)
+    with Attention() as seen:
+        pipeline(
+            **arguments,
+            width=request.width,
+            height=request.height,
+            num_inference_steps=2,
+            output_type="latent",
+            generator=torch.Generator().manual_seed(request.seed),
+        )
+    assert seen.in_vain == IN_VAIN.get(case.name, (0, 0))[guided]
+    if case.name in ("chroma", "hunyuanvideo", "hunyuanvideo15"):
+        assert seen.masked == 0, "of tokens with tokens, in every block"

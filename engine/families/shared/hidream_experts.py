@@ -33,12 +33,14 @@ def call_every_expert(transformer: torch.nn.Module) -> None:
 def _forward(experts: MOEFeedForwardSwiGLU, x: torch.Tensor) -> torch.Tensor:
     """What the shared and the chosen experts make of tokens `(B, L, D)`.
 
-    Tokens are sorted by expert once. How many each expert has is read once a block: the next block
-    chooses by what this one makes. While the host waits for it, the GPU has the shared experts to
-    compute, so that it does not idle. What would need no reading costs more: every expert on every
-    token is 1.6 times the products of a block of HiDream-I1, about 90 ms a forward on an H100 at
-    1024 px by their number; and `grouped_mm` takes weights in one tensor, so that each forward
-    would copy 0.4 GB a block, and it knows neither adapters, packed weights nor FSDP's units.
+    Tokens are sorted by expert once. How many each expert has is read once a block, since a block
+    chooses by what the one before it made. While the host waits for that, the GPU has the shared
+    experts to compute, so that it does not run dry; backward waits for nothing.
+
+    What would need no reading costs more. Every expert on every token, with a weight of zero for
+    most, is 1.6 times the products of a block of HiDream-I1. `grouped_mm` takes the weights of all
+    experts in one tensor: each forward would copy 0.4 GB a block, and it knows neither adapters nor
+    packed weights nor FSDP's units.
     """
     chosen, weights, _ = experts.gate(x)  # (B * L, k) each
     tokens = x.reshape(-1, 1, x.shape[-1]).expand(-1, chosen.shape[1], -1).flatten(0, 1)

@@ -127,3 +127,26 @@ def test_gradient_checkpointing_keeps_the_mask(case: Case, policy: str) -> None:
     assert torch.allclose(prediction, plain, atol=1e-6)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_guidance_is_embedded_where_it_is_needed(case: Case, masked: bool) -> None:
+    """Diffusers (0.42) embeds it on the host, and waits until that is copied."""
+    with quiet():
+        model = case.family.transformer_class().from_pretrained(
+            case.paths.model, subfolder="transformer"
+        )
+    model.to("meta")
+    made: list[str] = []
+    module = model.time_text_embed.guidance_proj
+    module.register_forward_hook(lambda *given: made.append(given[2].device.type))
+    prompts = (PROMPT, "a star") if masked else (PROMPT,)
+    condition = case.family.arrange(batch_of(*map(case.encoded, prompts)))
+    condition = {name: text.to("meta") for name, text in condition.items()}
+    assert len(condition) == 1 + masked
+    noisy = torch.empty(len(prompts), 16, 8, 8, device="meta")
+    level = torch.empty(len(prompts), device="meta")
+    case.family.predict(model, noisy, level, condition, 1.0)
+    assert made == ["meta"]
+    model.time_text_embed(level)
+    assert made == ["meta", "cpu"], "once it is made there, `_guided_on_device` can go"

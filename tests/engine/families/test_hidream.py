@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -13,6 +14,8 @@ from diffusers import HiDreamImagePipeline, HiDreamImageTransformer2DModel
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 
 from engine import families
+from engine.families.shared import hidream_experts
+from engine.families.shared.hidream_experts import call_every_expert
 from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError, UserError
 from jobs.preflight.check_job import check_model
@@ -140,6 +143,66 @@ def test_every_expert_is_called_though_no_token_is_for_it(case: Case, transforme
         with torch.no_grad():
             case.family.predict(transformer.train(mode), noisy, level, condition, 1.0)
         assert len(called) == 4 * 4, "four experts in each of four blocks"
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_experts_compute_and_learn_what_those_of_diffusers_do(empty: bool) -> None:
+    """Also where no token is for two of them."""
+    torch.manual_seed(0)
+    theirs = MOEFeedForwardSwiGLU(16, 24, num_routed_experts=4, num_activated_experts=2).train()
+    if empty:
+        theirs.gate.weight.data[2:] = -9 * theirs.gate.weight.data[:2].sum(dim=0)
+    ours = copy.deepcopy(theirs)
+    call_every_expert(ours)
+    found = []
+    for experts in (ours, theirs, copy.deepcopy(ours)):
+        x = torch.rand(2, 20, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        made = experts(x)
+        made.square().mean().backward()
+        gradients = {name: parameter.grad for name, parameter in experts.named_parameters()}
+        found.append(gradients | {"": made.detach(), "x": x.grad})
+    chosen = ours.gate(x)[0]
+    assert (len(chosen.unique()) == 2) is empty
+    for name, wanted in found[1].items():
+        for other in (found[0], found[2]):
+            assert torch.allclose(other[name], wanted, rtol=1e-5, atol=1e-6), name
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("size", [(64, 64), (96, 64)])
+def test_a_forward_reads_the_device_once_a_block(
+    case: Case,
+    transformer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: bool,
+    size: tuple[int, int],
+) -> None:
+    """Tensors without numbers go through it, but for the bounds of experts' tokens."""
+    read: list[torch.Size] = []
+
+    def read_later(bounds: torch.Tensor) -> Any:
+        read.append(bounds.shape)
+        return lambda: [3, 5, 5]
+
+    monkeypatch.setattr(hidream_experts, "_read_later", read_later)
+    noisy, level, condition = draw(case, *size)
+    found = case.family.predict(
+        transformer.train(mode).to("meta"),
+        noisy.to("meta"),
+        level.to("meta"),
+        {name: text.to("meta") for name, text in condition.items()},
+        1.0,
+    )
+    assert found.shape == noisy.shape
+    assert read == [(3,)] * 4
+
+
+def test_diffusers_asks_which_tokens_are_whose_still(case: Case, transformer: Any) -> None:
+    """Once it does not, `call_every_expert` can go (docs/upstream.md)."""
+    experts = next(m for m in transformer.modules() if isinstance(m, MOEFeedForwardSwiGLU))
+    with pytest.raises(NotImplementedError, match="nonzero"):
+        experts.train().to("meta")(torch.empty(1, 4, experts.gate.gating_dim, device="meta"))
 
 
 def test_a_picture_with_more_tokens_than_are_filled_up_is_refused(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def window(
     begins: Callable[[Callable[..., None]], Any], before: Module, mode: type[TorchFunctionMode]
 ) -> Iterator[None]:
-    """Within this context, every forward runs under a mode for a while.
+    """Within this context, a part of every forward runs under a mode.
 
     For what diffusers does between two of its modules, where it has no hook. Blocks must be
     outside: what is recomputed in backward, or compiled, must not depend on a mode.

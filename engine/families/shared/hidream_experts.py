@@ -74,8 +74,8 @@ def _read_later(numbers: torch.Tensor) -> Callable[[], list[int]]:
 
     def read() -> list[int]:
         copied.synchronize()
-        found: list[int] = host.tolist()
-        return found
+        bounds: list[int] = host.tolist()
+        return bounds
 
     return read
 

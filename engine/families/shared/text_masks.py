@@ -1,4 +1,4 @@
-"""Padding of texts that no sample sees, and masks that mask nothing: left out on the host."""
+"""Padding of texts that no sample sees, and masks that mask nothing: dropped on the host."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fill_masks(names: dict[str, Any], texts: Mapping[str, str], *, guided: bool)
 
 
 def mask_or_ones(mask: torch.Tensor | None, text: torch.Tensor) -> torch.Tensor:
-    """The mask of a text `(B, L, D)`; where it was left out, one that masks nothing.
+    """The mask of a text `(B, L, D)`; where it was dropped, one that masks nothing.
 
     For models that count tokens by it. It is made on the device, to which nothing is copied.
     """

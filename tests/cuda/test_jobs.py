@@ -37,8 +37,6 @@ SELECTIVE: Final = {
     "gradient_checkpointing_policy": "selective",
 }
 KINDS: Final = ("lora", "full")
-# The host reads a mask of the device in every forward.
-_READS_WHILE_TRAINING: Final = {"z_image": ("forward",)}
 # Steps from which on a scheduler does all that it ever does: UniPC solves equations in the third.
 _SAMPLED_IN: Final = {"wan": 4}
 
@@ -53,7 +51,7 @@ def _families() -> Iterator[tuple[str, Job]]:
                 "validation_prompts": [prompt_of(family)],
                 "validation_num_inference_steps": _SAMPLED_IN.get(family, 2),
             }
-            yield f"{family} {kind}", Job(1, values, _READS_WHILE_TRAINING.get(family, ()))
+            yield f"{family} {kind}", Job(1, values)
 
 
 # How often a step of these waits for the device; one of every other family never does.

@@ -1,4 +1,7 @@
-"""Which attention gets a mask: where texts of a batch differ in length, and nowhere else."""
+"""Which attention gets a mask: where texts of a batch differ in length, and nowhere else.
+
+That is decided on the host, without asking the device.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from engine.families.shared import hidream_experts
 from engine.toy.components.weights import one_thread
 from tests.support.engine.families import (
     NEGATIVE,
@@ -118,6 +122,21 @@ def test_attention_has_a_mask_where_a_text_is_padded(case: Case) -> None:
     seen = attention_of(case, SHORT, LONG)
     assert (seen.masked, seen.calls) == PADDED.get(case.name, (0, seen.calls))
     assert seen.in_vain == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompts", [(SHORT,), (SHORT, LONG)])
+def test_a_forward_reads_nothing_from_the_device(
+    case: Case, prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without numbers go through it; HiDream reads how many tokens an expert has."""
+    monkeypatch.setattr(hidream_experts, "_read_later", lambda bounds: lambda: [3, 5, 5])
+    denoiser = getattr(case.stock(), case.family.component).to("meta")
+    noisy, levels = (tensor.to("meta") for tensor in noise_for(case, len(prompts)))
+    condition = case.family.arrange(batch_of(*map(case.encoded, prompts)))
+    condition = {name: text.to("meta") for name, text in condition.items()}
+    velocity = case.family.predict(denoiser, noisy, levels, condition, 2.0)
+    assert velocity.shape == noisy.shape
 
 
 @torch.no_grad()

@@ -158,6 +158,28 @@ def test_compiled_blocks_take_masks_and_none(case: Case) -> None:
         assert_equal(unmasked(case, model, prompts), masked(case, prompts))
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_blocks_are_outside_of_what_is_intercepted(case: Case) -> None:
+    """In the first forward, which compiles them, and in the next."""
+    modes: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            modes.append(torch._C._len_torch_function_stack())
+            return graph(*inputs)
+
+        return run
+
+    model = load(case)
+    model.compile_repeated_blocks(backend=backend)
+    for _ in range(2):
+        modes.clear()
+        ours(case, model, *draw(case, WHOLE[0]))
+        assert len(modes) > 2
+        assert set(modes) == {0}
+
+
 @pytest.mark.parametrize("prompts", [WHOLE[0], PADDED[1]])
 def test_a_lora_learns_the_same(case: Case, prompts: tuple[str, ...]) -> None:
     found = []

@@ -36,11 +36,11 @@ _FILLED: Final = "…"
 _HEADINGS: Final = (
     ("jobs/imports", "Other tools' configs"),
     ("jobs/spec", "Job file"),
-    ("jobs/preflight", "Before a job is queued"),
+    ("jobs/preflight|jobs/models/model_files", "Before a job is queued"),
     ("jobs/models|jobs/memory|engine/blocks|engine/memory", "Models and memory predictions"),
     ("engine/data|engine/toy", "Data"),
     ("jobs/resume|jobs/run|engine/checkpoint", "Checkpoints and resume"),
-    ("engine/exports|engine/families/shared|jobs/service/exports", "Exports"),
+    ("engine/exports|engine/families/shared|jobs/export.py", "Exports"),
     ("engine", "Ranks"),
     ("tui/cli", "Command line"),
     ("tui", "Dashboard"),

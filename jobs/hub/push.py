@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import NotFoundError, UserError
+from jobs.export import export_checkpoint
 from jobs.hub.pushes import Push
 from jobs.hub.upload import upload
 from jobs.machine import file_lock
@@ -22,9 +23,8 @@ from jobs.queue.states import State
 from jobs.queue.store import SERVICE, Store
 from jobs.run.checkpoint_files import list_checkpoints
 from jobs.run.export_places import export_facts
-from jobs.service.exports import export_checkpoint
 from jobs.spec.file.load import load_spec
-from jobs.untrusted.secrets import without_secrets
+from jobs.untrusted.text import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable

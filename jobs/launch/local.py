@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
@@ -11,28 +12,36 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 from jobs.errors import UserError
-from jobs.launch.accelerate_config import accelerate_config, fsdp_options
 from jobs.machine import devices
 from jobs.machine.bytecode import bytecode_variables
 from jobs.machine.processes import RUN_ID_VARIABLE
-from jobs.memory.auto import chosen_before, predicted_ddp
+from jobs.memory.calibration import read_calibration
+from jobs.memory.fit import Verdict, fit_of, room_of, worst
+from jobs.memory.question import recall
 from jobs.models.find_model import count_parameters, find_model
 from jobs.run.diagnosis import flight_records
-from jobs.spec.families import component_of
+from jobs.run.rundir import read_json
+from jobs.spec.families import component_of, wrapped_classes
 from jobs.spec.rules.extra_args import words_of
 from jobs.spec.rules.no_effect import counts
 from jobs.spec.rules.strategy import (
+    AS_ASKED,
     REASON_VARIABLE,
     SHARDING,
     STRATEGY_VARIABLE,
     Room,
+    Whole,
     chosen_strategy,
+    depends_on_memory,
+    launched_strategy,
+    own_policy,
     world_size,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from jobs.machine.gpu import Gpu
     from jobs.run.rundir import RunDir
     from jobs.spec.job_spec import JobSpec
 
@@ -73,7 +82,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         run_id: Marks every process of the run in its environment.
     """
     ranks = world_size(spec)
-    strategy, reason = chosen_before(spec, run_dir) or chosen_strategy(spec, room_of(spec, gpus))
+    strategy, reason = chosen_before(spec, run_dir) or chosen_strategy(spec, auto_room(spec, gpus))
     cores = psutil.cpu_count() or 1
     threads = max(1, cores // ranks if not gpus else min(8, cores // ranks))
     flags = {
@@ -176,7 +185,7 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in variables.items() if key not in environment}
 
 
-def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
+def auto_room(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
     """What `strategy: auto` decides by; None where there are no GPUs or nothing can be told."""
     if spec.strategy != "auto" or not gpus:
         return None
@@ -217,3 +226,119 @@ def full_environment(launch: Launch) -> dict[str, str]:
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- accelerate's file -------------------------------------------------------------------
+
+
+def accelerate_config(spec: JobSpec, strategy: str, *, gpus: Sequence[str]) -> dict[str, Any]:
+    """What `accelerate launch --config_file` reads.
+
+    Without a file, it would merge whatever the person's own default config says into the flags it
+    was not given.
+
+    Args:
+        spec: The job; what it keeps of an accelerate config of the person's is in the file too.
+        strategy: What will run.
+        gpus: One per rank, by UUID or number; empty for CPU ranks.
+    """
+    kept = dict(spec.accelerate_config) if isinstance(spec.accelerate_config, dict) else {}
+    dynamo = dict(kept.pop("dynamo_config", None) or {})
+    ours: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _distributed_type(spec, strategy),
+        "num_machines": spec.num_machines,
+        "machine_rank": spec.machine_rank,
+        "num_processes": world_size(spec),
+        "main_process_port": spec.main_process_port or 0,
+        "mixed_precision": spec.mixed_precision,
+        "use_cpu": not gpus,
+    }
+    if spec.main_process_ip:
+        ours["main_process_ip"] = spec.main_process_ip
+    if gpus:
+        ours["gpu_ids"] = ",".join(gpus)
+    if strategy in SHARDING:
+        ours["fsdp_config"] = fsdp_options(spec)
+    if dynamo and spec.torch_compile:
+        ours["dynamo_config"] = dynamo
+    return {"debug": False} | kept | ours
+
+
+def fsdp_options(spec: JobSpec) -> dict[str, Any]:
+    """The job's FSDP options as accelerate calls them, in its files and as flags."""
+    options: dict[str, Any] = {
+        "fsdp_version": 2,
+        # Accelerate knows yes and no; the number of shards is the engine's to see to.
+        "fsdp_reshard_after_forward": bool(spec.fsdp_reshard_after_forward),
+        "fsdp_state_dict_type": spec.fsdp_state_dict_type,
+        # A callable, of which accelerate's launcher does not know, is called by the engine.
+        "fsdp_auto_wrap_policy": "NO_WRAP" if own_policy(spec) else spec.fsdp_auto_wrap_policy,
+        "fsdp_offload_params": spec.fsdp_cpu_offload,
+        "fsdp_activation_checkpointing": spec.fsdp_activation_checkpointing,
+        # The engine always reads only each rank's own shard. Accelerate's switch of this name
+        # would make transformers leave text encoders empty on every rank but the first.
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
+    if spec.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
+        options["fsdp_transformer_layer_cls_to_wrap"] = ",".join(wrapped_classes(spec))
+    if spec.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
+        options["fsdp_min_num_params"] = spec.fsdp_min_num_params
+    return options
+
+
+def _distributed_type(spec: JobSpec, strategy: str) -> str:
+    if strategy in SHARDING:
+        return "FSDP"
+    return "MULTI_GPU" if world_size(spec) > 1 else "NO"
+
+
+_KEPT: Final = ", as on its first launch"
+
+
+def chosen_before(spec: JobSpec, run_dir: RunDir) -> tuple[str, str] | None:
+    """Read what `auto` chose at the job's last launch, and why.
+
+    A restart or a resumed job keeps it: what else is on the GPUs by then, or has been
+    predicted meanwhile, is no reason to train in another way.
+
+    Returns:
+        Strategy and reason; None where it was not launched yet, or on another number of ranks, or
+        where its settings leave no choice.
+    """
+    if not depends_on_memory(spec):
+        return None
+    record = read_json(run_dir.launch_file) or {}
+    environment, gpus = record.get("environment"), record.get("gpus")
+    if not (isinstance(environment, dict) and isinstance(gpus, list)):
+        return None
+    strategy, reason = launched_strategy(environment)
+    chosen = strategy in ("ddp", "fsdp2") and reason != AS_ASKED  # before it said auto
+    if len(gpus) != world_size(spec) or not chosen:
+        return None
+    return strategy, reason.removesuffix(_KEPT) + _KEPT
+
+
+def predicted_ddp(spec: JobSpec, gpus: Sequence[Gpu]) -> Whole | None:
+    """Predict the memory of a full copy of the model on each rank.
+
+    Args:
+        spec: The job.
+        gpus: Those it has, at the moment at which it is launched.
+
+    Returns:
+        The prediction where it is tightest; None while the job was never estimated, in the form
+        or with `fsdp-tui estimate`.
+    """
+    with suppress(Exception):  # whatever is wrong with a file of ours, the job starts
+        predicted = recall(spec, "ddp", world_size(spec), on_gpus=True)
+        if predicted is None or not gpus:
+            return None
+        here = read_calibration()
+        needed, factor = here.corrected(predicted), here.factor
+        fit = worst(
+            fit_of(needed, room_of(gpu, (), {}, shares=True), on_gpus=True, factor=factor)
+            for gpu in gpus
+        )
+        return Whole(fit.high, fit.room.free, fit.verdict is Verdict.FITS)
+    return None

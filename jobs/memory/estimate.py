@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
 
@@ -14,13 +14,12 @@ from jobs.machine import devices
 from jobs.machine.gpu import find
 from jobs.memory.calibration import Calibration, read_calibration
 from jobs.memory.candidates import Candidate, candidates, fastest, fewest, group_of
-from jobs.memory.cards import CARDS, USUAL, room_of_type
+from jobs.memory.cards import CARDS, USUAL
 from jobs.memory.fit import Fit, Room, Verdict, fit_of, room_of, worst
 from jobs.memory.host_memory import host_bytes
 from jobs.memory.ladder import climb, loosen
 from jobs.memory.question import Refused, arranged, predict
 from jobs.paths import cache_home, state_home
-from jobs.slurm.partitions import chosen as chosen_partitions
 from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from jobs.memory.client import Server
     from jobs.memory.ladder import Step
     from jobs.memory.predicted import Predicted
-    from jobs.slurm.partitions import Partition
     from jobs.spec.job_spec import JobSpec
 
     Found = Predicted | Refused
@@ -63,6 +61,16 @@ class Place:
         return worst(fit_of(predicted, r, on_gpus=self.on_gpus, factor=factor) for r in rooms)
 
 
+class Cards(NamedTuple):
+    """GPUs of another place than this machine: what they hold, and where that is known from."""
+
+    rooms: tuple[Room, ...]
+    note: str
+
+
+UNKNOWN_CARDS: Final = Cards((), "its GPUs are unknown")
+
+
 def place_of(
     spec: JobSpec,
     present: Sequence[Gpu],
@@ -71,7 +79,7 @@ def place_of(
     claims: Mapping[str, int] | None = None,
     card: int | None = None,
     imagine: bool = True,
-    partitions: Sequence[Partition] = (),
+    cards: Cards = UNKNOWN_CARDS,
 ) -> Place:
     """Determine where a job would run.
 
@@ -83,18 +91,17 @@ def place_of(
         card: Fit it to GPUs with this many GB (see `CARDS`), whatever this machine has.
         imagine: Without GPUs, hold it against those that most people train on, and not against
             the CPU.
-        partitions: The cluster's partitions, for a Slurm job; () if Slurm did not answer.
+        cards: Of the cluster, for a job that does not run on this machine.
     """
     if card is not None:
         return Place(True, (CARDS[card],), here=False)
-    if spec.launcher == "slurm" and spec.device != "cpu":
-        rooms, note = _of_partitions(chosen_partitions(spec, partitions))
-        if rooms:
-            return Place(True, rooms, here=False, note=note)
+    if spec.launcher != "local" and spec.device != "cpu":
+        if cards.rooms:
+            return Place(True, cards.rooms, here=False, note=cards.note)
         local = spec.model_copy(update={"launcher": "local"})
         place = place_of(local, present, ours=ours, claims=claims)  # a login node may have none
         name = "this machine's" if place.here else f"{place.rooms[0].name} each"
-        return replace(place, note=f"{note}; held against GPUs of {name}")
+        return replace(place, note=f"{cards.note}; held against GPUs of {name}")
     usable = [gpu for gpu in present if gpu.unusable is None and gpu.memory_total]
     if spec.device == "cpu" or not (usable or imagine):
         room = psutil.virtual_memory()
@@ -108,27 +115,6 @@ def place_of(
         room_of(gpu, ours, claims or {}, shares=spec.share_gpus) for gpu in (chosen or usable)
     ]
     return Place(True, tuple(gpu_rooms), chosen=bool(chosen))
-
-
-def _of_partitions(partitions: Sequence[Partition]) -> tuple[tuple[Room, ...], str]:
-    """The smallest GPU that a Slurm job may get, and where that is known from.
-
-    Nothing is known if one of the types is not: it may be the smallest.
-    """
-    where = f"partition {','.join(partition.name for partition in partitions)}"
-    types = list(dict.fromkeys(name for partition in partitions for name in partition.gpus))
-    rooms = [room for name in types if (room := room_of_type(name)) is not None]
-    if not partitions:
-        return (), "the GPUs of the partition are unknown"
-    if not types or not all(partition.gpus for partition in partitions):
-        return (), f"Slurm lists no GPUs in {where}"
-    if len(rooms) < len(types):
-        named = [name for name in types if name and room_of_type(name) is None]
-        kind = f": type {', '.join(named)}" if named else ", since they have no type"
-        return (), f"the memory of the GPUs in {where} is unknown{kind}"
-    smallest = min(rooms, key=lambda room: room.total)
-    least = ", the smallest there" if len(types) > 1 else ""
-    return (smallest,), f"GPUs of {where}: {smallest.name}{least}"
 
 
 @dataclass
@@ -290,7 +276,7 @@ def estimate(
     claims: Mapping[str, int] | None = None,
     card: int | None = None,
     imagine: bool = True,
-    partitions: Sequence[Partition] = (),
+    cards: Cards = UNKNOWN_CARDS,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Estimate:
     """Answers about a job on this machine.
@@ -303,11 +289,9 @@ def estimate(
         claims: UUID → the job of ours that holds the GPU.
         card: As in `place_of`.
         imagine: As in `place_of`.
-        partitions: As in `place_of`.
+        cards: As in `place_of`.
         cancelled: Asked many times a second, in the thread of the caller.
     """
     gpus = devices.gpus() if present is None else present
-    place = place_of(
-        spec, gpus, ours=ours, claims=claims, card=card, imagine=imagine, partitions=partitions
-    )
+    place = place_of(spec, gpus, ours=ours, claims=claims, card=card, imagine=imagine, cards=cards)
     return Estimate(spec, place, server, cancelled=cancelled)

@@ -12,7 +12,7 @@ from jobs.machine.engine_tools import ToolError
 from jobs.memory import cache
 from jobs.memory.predicted import Predicted
 from jobs.models.blocks.model_config import find_target
-from jobs.preflight.model_files import check_config
+from jobs.models.model_files import check_config
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.conflicts import find_conflicts

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.errors import SpecError
-from jobs.launch.trackers import check_trackers
 from jobs.machine import devices
 from jobs.memory.host_memory import check_host_memory
 from jobs.models.find_lora import find_lora
+from jobs.models.model_files import check_model
 from jobs.paths import cache_home, exists, expand, refuse_unwritable
 from jobs.preflight.compiler import check_compiler
 from jobs.preflight.dataset import check_dataset
-from jobs.preflight.model_files import check_model
-from jobs.queue.job import SLURM
-from jobs.slurm.commands import installed
 from jobs.spec.rules.kernels import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
 from jobs.spec.values.hub_names import HubName, is_offline
+from jobs.trackers import check_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,24 +27,19 @@ if TYPE_CHECKING:
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
 
-def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | None:
-    """Check model, data, caches and devices.
+def check(spec: JobSpec, absent: Collection[HubName] = ()) -> None:
+    """Check what is the same wherever the job runs: model, data, caches, trackers and pushes.
 
     Args:
         spec: The job.
         absent: What will be fetched before it starts, and is checked then.
 
-    Returns:
-        What the job wants of the machine: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
-
     Raises:
         UserError: The first thing that would make the job fail, in one line.
     """
     # Not imported with this module, which they need themselves.
-    from jobs.preflight.wrap_policy import check_wrap_policy
-    from jobs.preflight.wrapped_classes import check_block_names
+    from jobs.preflight.wrapped_classes import check_block_names, check_wrap_policy
 
-    on_slurm = spec.launcher == "slurm"
     if not any(name.kind == "model" for name in absent):
         check_model(spec, settings=True)
         check_block_names(spec)
@@ -54,31 +47,24 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     if not any(name.kind == "dataset" for name in absent):
         check_dataset(spec)
     refuse_unwritable(cache_of(spec))
-    if on_slurm:  # what this machine has says nothing about the nodes
-        check_trackers(spec)
-        _check_push(spec)  # from this machine
-        return check_slurm()
+    check_trackers(spec)
+    _check_push(spec)
+
+
+def check_here(spec: JobSpec) -> int | list[str] | None:
+    """Check what a job needs of this machine: devices, a compiler, kernels and memory.
+
+    Returns:
+        GPU UUIDs, a count of any GPUs, or None for CPU ranks.
+
+    Raises:
+        SpecError: It has not what the job needs.
+    """
     requested = check_devices(spec)
     check_compiler(spec, on_gpus=requested is not None)
     _check_kernel(spec)
-    check_trackers(spec)
-    _check_push(spec)
     check_host_memory(spec, on_gpus=requested is not None)
     return requested
-
-
-def check_slurm() -> list[str]:
-    """Check what a Slurm job needs of this machine.
-
-    Raises:
-        SpecError: It has no Slurm.
-    """
-    if not installed():
-        raise SpecError(
-            "launcher: slurm needs Slurm's commands; sbatch is not installed on this machine",
-            "submit on a login node of the cluster, or set launcher: local",
-        )
-    return SLURM
 
 
 def cache_of(spec: JobSpec) -> Path:

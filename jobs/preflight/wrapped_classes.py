@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
-from jobs.machine.engine_tools import ToolError
+from jobs.machine.engine_tools import Cancelled, ToolError, ask
 from jobs.models.blocks.detection import detect_blocks
 from jobs.spec.families import get_family
-from jobs.spec.rules.strategy import depends_on_memory, shards
+from jobs.spec.rules.strategy import depends_on_memory, may_import, own_policy, shards
 from jobs.spec.values.spellings import nearest
 
 if TYPE_CHECKING:
@@ -63,3 +66,33 @@ def check_names(names: list[str], detection: Detection) -> None:
             f'fsdp_transformer_layer_cls_to_wrap: "{name}" {why}{meant}',
             f"{detection.model_class} has {likely}; `fsdp-tui detect` shows them",
         )
+
+
+KEY: Final = "fsdp_auto_wrap_policy"
+LONGEST: Final = 60.0  # seconds for the import; torch alone may take ten from a cold disk
+
+
+def check_wrap_policy(spec: JobSpec, *, longest: float = LONGEST) -> None:
+    """Import the job's own wrap policy, if it has one that may be, as its ranks will.
+
+    Another is imported by the ranks alone, see `may_import`.
+
+    Raises:
+        SpecError: It cannot be imported or called, or importing it does not end.
+    """
+    path, deadline = own_policy(spec), time.monotonic() + longest
+    if path is None or not may_import(path) or not (shards(spec) or depends_on_memory(spec)):
+        return
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
+        try:
+            ask(
+                "engine.parallel.wrap_policy",
+                [path],
+                Path(name, "answer"),
+                lambda line: None,
+                lambda: time.monotonic() > deadline,
+            )
+        except Cancelled:
+            raise SpecError(f"{KEY}: importing {path} did not finish in {longest:.0f} s") from None
+        except ToolError as error:
+            raise SpecError(f"{KEY}: importing {path} failed ({error})") from None

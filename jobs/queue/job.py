@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 Place = Literal["first", "up", "down", "last"]
-SLURM: Final = ["slurm"]
-"""What a Slurm job wants of this machine: a device that no machine has."""
+LOCAL: Final = "local"
+"""The backend of jobs that want CPU ranks or GPUs of this machine."""
 _APART: Final = 1e-3  # seconds between two jobs that were queued at the same time
 
 
@@ -34,9 +34,9 @@ class Job:
 
     `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. `total_steps` is 0 for
     a length in epochs: its ranks say how many steps that are (`Progress`). The queue is ordered
-    by descending `priority`, then by `queued`; `held` jobs are skipped. A job for
-    Slurm wants `SLURM`. `elsewhere` names the container or machine where an active one runs, if it
-    is not this one: `boot_id` is its `jobs.machine.residence`.
+    by descending `priority`, then by `queued`; `held` jobs are skipped. A job of
+    another backend wants only its name. `elsewhere` names the container or machine where an active
+    one runs, if it is not this one: `boot_id` is its `jobs.machine.residence`.
     """
 
     id: int
@@ -64,9 +64,14 @@ class Job:
     elsewhere: str = ""
 
     @property
-    def on_slurm(self) -> bool:
-        """Whether Slurm runs it; this machine then neither places nor supervises it."""
-        return self.wanted == SLURM
+    def backend(self) -> str:
+        """Who places and supervises it, by its name in `jobs.backends`."""
+        return backend_of(self.wanted)
+
+    @property
+    def here(self) -> bool:
+        """Whether this machine does."""
+        return self.backend == LOCAL
 
     @property
     def request(self) -> tuple[object, ...]:
@@ -110,6 +115,16 @@ class Change:
     before: State | None
     after: State
     reason: str
+
+
+def backend_of(wanted: int | list[str] | None) -> str:
+    """Return whose job it is that wants these devices: a backend's name, or what is here.
+
+    A name of a backend is a folder's, in lower case and without a hyphen; that of a GPU begins with
+    `GPU-` or `MIG-`.
+    """
+    name = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else ""
+    return name if name.isidentifier() and name.islower() else LOCAL
 
 
 def moved(job: Job, queue: Sequence[Job], to: Place) -> dict[int, float]:
@@ -156,7 +171,8 @@ def _job(columns: tuple[str, ...], row: tuple[Any, ...]) -> Job:
     pid, started = values.pop("supervisor_pid"), values.pop("supervisor_started")
     state, run_dir = State(values["state"]), RunDir(Path(values["run_dir"]))
     there = ""
-    if state.active and json.loads(values["wanted"]) != SLURM:
+    wanted = json.loads(values["wanted"])
+    if state.active and backend_of(wanted) == LOCAL:
         there = elsewhere(values["boot_id"], run_dir.root.parent.parent)
     if there:
         values["reason"] = f"runs in another container or machine ({there})"
@@ -165,7 +181,7 @@ def _job(columns: tuple[str, ...], row: tuple[Any, ...]) -> Job:
         | {
             "state": state,
             "elsewhere": there,
-            "wanted": json.loads(values["wanted"]),
+            "wanted": wanted,
             "gpus": json.loads(values["gpus"]),
             "held": bool(values["held"]),
             "shares": bool(values["shares"]),

@@ -52,8 +52,17 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.FAILED: frozenset({State.QUEUED}),
     State.LOST: frozenset({State.QUEUED}),
 }
+# A cluster may put a job back into its own queue, from which it starts again.
+PUT_BACK = frozenset({(state, State.QUEUED) for state in ACTIVE})
 
 
-def may_follow(current: State, following: State) -> bool:
-    """Whether a job may go from `current` to `following`."""
-    return following in TRANSITIONS[current]
+def may_follow(current: State, following: State, *, here: bool = True) -> bool:
+    """Whether a job may go from `current` to `following`.
+
+    Args:
+        current: The state.
+        following: The next.
+        here: Whether this machine places and supervises the job.
+    """
+    put_back = not here and (current, following) in PUT_BACK
+    return put_back or following in TRANSITIONS[current]

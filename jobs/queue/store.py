@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.residence import residence
 from jobs.paths import close_to_others, ensure_state_home
-from jobs.queue.job import Change, Job, Terms, job_of_row, moved
-from jobs.queue.states import State, may_follow
+from jobs.queue.job import Change, Job, Terms, backend_of, job_of_row, moved
+from jobs.queue.states import ACTIVE, State, may_follow
 from jobs.queue.tables import (
     PERSON,
     SERVICE,
@@ -95,6 +95,14 @@ class Store:
         """Jobs in any of these states, in queue order."""
         with self.connect() as db:
             return self._in_states(db, states)
+
+    def unended_backends(self) -> set[str]:
+        """List the backends that have queued or active jobs; cheap enough for every second."""
+        states = [State.QUEUED, *ACTIVE]
+        marks = ",".join("?" * len(states))
+        with self.connect() as db:
+            rows = db.execute(f"SELECT DISTINCT wanted FROM jobs WHERE state IN ({marks})", states)
+            return {backend_of(json.loads(row["wanted"])) for row in rows}
 
     def history(self, job_id: int) -> list[Change]:
         """Every change of state, oldest first."""
@@ -229,8 +237,8 @@ class Store:
                 for device in gpus:
                     insert(db, "claims", {"device": device, "job": job_id})
                 self._change(db, job, State.STARTING, reason)
-                row = {"gpus": json.dumps(list(gpus)), "started": time.time()}
-                update(db, job_id, row | {"boot_id": str(residence())})
+                row = {"gpus": json.dumps(list(gpus)), "boot_id": str(residence())}
+                update(db, job_id, row)
                 return True
         except sqlite3.IntegrityError:
             return False
@@ -379,10 +387,12 @@ class Store:
     @classmethod
     def _change(cls, db: sqlite3.Connection, job: Job, after: State, reason: str) -> None:
         reason = harmless(reason)
-        if not may_follow(job.state, after):
+        if not may_follow(job.state, after, here=job.here):
             raise StateError(f"job {job.id} is {job.state} and cannot become {after}")
         now = time.time()
         update(db, job.id, {"state": after, "reason": reason})
+        if (job.state, after) == (State.QUEUED, State.STARTING):
+            update(db, job.id, {"started": now})
         if after.ended:
             update(db, job.id, {"ended": now})
             db.execute("DELETE FROM claims WHERE job=?", (job.id,))

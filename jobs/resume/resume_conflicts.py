@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.errors import UserError
-from jobs.models.same_model import looks_same, place_of
+from jobs.errors import SpecError, UserError
+from jobs.models.find_model import find_model
+from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, key_facts
 from jobs.spec.keys.groups import DATA
@@ -27,6 +28,7 @@ from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 # Which samples a step trains on (`engine.data.index.batch_plan`). Checkpoints without a number are
 # of version 1, which padded every bucket to a global batch.
@@ -371,3 +373,38 @@ def _word(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_word, value)) or "none"
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+_DENOISERS: Final = ("transformer", "unet")
+
+
+def place_of(model: str) -> Path | None:
+    """The directory of a model, or None when it is not on this machine."""
+    try:
+        return find_model(model).resolve() if model else None
+    except (SpecError, OSError, ValueError):
+        return None
+
+
+def looks_same(first: Path, other: Path) -> bool:
+    """Whether both have the same pipeline, and a denoiser of the same configuration and files.
+
+    A copy on a faster disk does. A model that was trained on has files of other sizes only where
+    its precision changed, so this is no proof: callers say what they take for granted.
+    """
+    if read_json(first / "model_index.json") != read_json(other / "model_index.json"):
+        return False
+    parts = [part for part in _DENOISERS if (first / part).is_dir() or (other / part).is_dir()]
+    return bool(parts) and all(
+        read_json(first / part / "config.json") == read_json(other / part / "config.json")
+        and _files(first / part) == _files(other / part)
+        for part in parts
+    )
+
+
+def _files(directory: Path) -> dict[str, int]:
+    """Name → bytes of the weight files."""
+    try:
+        return {path.name: path.stat().st_size for path in directory.glob("*.safetensors")}
+    except OSError:
+        return {}

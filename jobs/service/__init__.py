@@ -10,28 +10,25 @@ import shutil
 import sqlite3
 import uuid
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from jobs.backends import backend
+from jobs.backends.keeper import ensure_keepers
+from jobs.backends.local.dispatch import dispatch, needs_attention
 from jobs.errors import StateError, UserError
 from jobs.hub import wanted as hub
 from jobs.hub.pushes import go_back
 from jobs.paths import ensure_private_dir
 from jobs.preflight.check_job import cache_of
-from jobs.queue.dispatch import dispatch, has_work, needs_attention
 from jobs.queue.job import Terms
-from jobs.queue.keeper import ensure_runner
-from jobs.queue.states import ACTIVE, State
+from jobs.queue.states import State
 from jobs.queue.summaries import Progress, progress, progress_of
 from jobs.resume.start_point import check_unneeded
 from jobs.run import checkpoint_files
 from jobs.run.checkpoint_list import find_listed, list_all
 from jobs.run.rundir import write_atomic
 from jobs.service.plan import plan_resume, plan_submit
-from jobs.slurm.records import read_handed_in
-from jobs.slurm.rows import ensure_keeper
-from jobs.slurm.stop import stop_slurm_job
 from jobs.spec.file.load import dump_spec
-from jobs.supervise.attempt import beats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,12 +44,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Progress", "progress"]  # with what is defined here
-
-_STOP_WORDS: Final = {
-    1: "stops after the current step, with a checkpoint",
-    2: "gets SIGTERM; it saves if it can",
-    3: "is killed; steps since its last checkpoint are lost",
-}
 
 
 class FilesLeftError(UserError):
@@ -101,11 +92,9 @@ def _write_files(text: str, absent: Sequence[HubName], run_dir: RunDir) -> None:
 
 
 def start_if_free(store: Store, job_id: int) -> Job:
-    """Start a queued job if it may start now; otherwise make sure that the runner will."""
+    """Start a queued job if it may start now; otherwise make sure that a keeper will."""
     dispatch(store)
-    ensure_runner(store)
-    if store.get(job_id).on_slurm:
-        ensure_keeper(store)
+    ensure_keepers(store)
     return store.get(job_id)
 
 
@@ -152,29 +141,18 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
         StateError: The job has already ended.
     """
     job = store.get(job_id)
-    if job.on_slurm and (job.state.active or read_handed_in(job.run_dir, job.attempt)):
-        return stop_slurm_job(store, job, now=now)
-    if job.state is State.QUEUED and store.change(
-        job_id, State.STOPPED, "removed from the queue", only_from={State.QUEUED}
+    place = backend(job.backend)
+    if (
+        job.state is State.QUEUED
+        and not place.holds(job)
+        and store.change(job_id, State.STOPPED, "removed from the queue", only_from={State.QUEUED})
     ):
         hub.end_unwanted(job, store.in_states([State.QUEUED]))
         return f"job {job_id} was removed from the queue"
     job = store.get(job_id)
     if job.state.ended:
         raise StateError(f"job {job_id} has already ended ({job.state})")
-    if job.elsewhere and now and not beats(job.run_dir):
-        reason = f"given up; it ran in another container or machine ({job.elsewhere})"
-        store.change(job_id, State.LOST, reason, only_from=ACTIVE)
-        return f"job {job_id} was {reason}, and none of its ranks responds"
-    level = store.raise_stop_level(job_id, 3 if now else job.stop_level + 1)
-    dispatch(store)  # if its supervisor is gone, someone must carry this out
-    words = f"job {job_id} {_STOP_WORDS[min(level, 3)]}"
-    if job.elsewhere:
-        words += (
-            f"; {job.elsewhere}, where it runs, carries that out. If that is gone, "
-            f"`fsdp-tui stop --now {job_id}` gives the job up"
-        )
-    return words
+    return place.stop(store, job, now=now)
 
 
 def resume(
@@ -217,8 +195,10 @@ def hold(store: Store, job_id: int, held: bool = True) -> Job:
     Raises:
         StateError: It is not queued.
     """
-    if read_handed_in(store.get(job_id).run_dir, store.get(job_id).attempt):
-        raise StateError(f"job {job_id} is in Slurm's queue", "`scontrol hold` keeps it there")
+    job = store.get(job_id)
+    place = backend(job.backend)
+    if holder := place.holds(job):
+        raise StateError(f"job {job_id} is in {holder}", place.hold_hint)
     store.hold(job_id, held)
     dispatch(store)
     return store.get(job_id)
@@ -350,8 +330,7 @@ def refresh(store: Store) -> None:
     """Make the database agree with the process table; cheap when there is nothing to do."""
     if needs_attention(store):
         dispatch(store)
-    if has_work(store):
-        ensure_runner(store)
+    ensure_keepers(store)
 
 
 def gpu_indices(job: Job, present: list[Gpu]) -> list[int]:

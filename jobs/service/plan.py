@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from jobs.backends import backend
 from jobs.errors import StateError, UserError
 from jobs.hub.wanted import find_missing, noted
 from jobs.preflight import check_job
 from jobs.preflight.conditioning import missing_partners
-from jobs.preflight.versions import check_versions
 from jobs.queue.states import ACTIVE, State
 from jobs.resume.resume_conflicts import compare_plans, find_resume_conflicts, with_known_length
 from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
-from jobs.slurm.partitions import ask_partitions, unknown_partition
-from jobs.slurm.records import read_handed_in
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.steps import length_in_words, total_steps
@@ -36,7 +34,7 @@ class Plan:
 
     Attributes:
         spec: The job, settled.
-        wanted: The devices it needs; see `jobs.preflight.check_job.check`.
+        wanted: The devices it needs; see `jobs.queue.job`.
         begin: The checkpoint it continues from; None: step 0.
         rewound: Its own newer checkpoints, which are set aside.
         changes: What makes its result differ from an uninterrupted run, a line each.
@@ -71,14 +69,13 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
         UserError: The job is invalid, or cannot start from its checkpoint.
     """
     spec, notes = with_folder_repeats(spec)
-    gpus = check_job.check(spec, absent)
+    wanted = _check(spec, absent)
     check_job.check_beginning(spec)
     notes += missing_partners(spec)
-    notes += _find_untested(spec)
-    notes += _find_unknown_partition(spec)
+    notes += backend(spec.launcher).warnings(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
-        return Plan(spec, gpus, warnings=notes, absent=absent)
+        return Plan(spec, wanted, warnings=notes, absent=absent)
     origin = find_origin(store, spec.resume_from_checkpoint)
     spec = spec.model_copy(update={KEY: str(origin.path.resolve())})
     changes, steps = _compare(origin, spec)
@@ -89,7 +86,7 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
             "use a larger number",
         )
     warnings = [*notes, *_find_haste(store, origin)]
-    return Plan(spec, gpus, origin, changes=changes, warnings=warnings, absent=absent)
+    return Plan(spec, wanted, origin, changes=changes, warnings=warnings, absent=absent)
 
 
 def plan_resume(
@@ -117,8 +114,8 @@ def plan_resume(
         raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
     notes: list[str] = []
     spec = load_spec(job.run_dir.job_file, overrides, on_note=notes.append)
-    gpus = check_job.check(spec)
-    notes += _find_untested(spec)
+    wanted = _check(spec)
+    notes += backend(spec.launcher).warnings(spec)
     spec = settle(spec)
     begin = _own(job, back_to)
     if begin is not None and KEY in (overrides or {}):
@@ -143,7 +140,7 @@ def plan_resume(
         check_unneeded(store, [saved.path for saved in rewound])
     return Plan(
         spec,
-        gpus,
+        wanted,
         begin,
         rewound,
         changes,
@@ -170,7 +167,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
         if not absent and noted(job.run_dir):
             absent = find_missing(spec)
         return replace(plan_submit(store, spec, absent), job=job, rewritten=True)
-    gpus = check_job.check(spec)
+    wanted = _check(spec)
     spec = settle(spec)
     changes, steps = _compare(begin, spec, job)
     if steps is not None and begin.step > steps:
@@ -180,29 +177,22 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
             "use a larger number",
         )
     return Plan(
-        spec, gpus, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
+        spec, wanted, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
     )
 
 
-def _find_unknown_partition(spec: JobSpec) -> list[str]:
-    """Warn if the cluster has no such partition; only a warning, since Slurm decides."""
-    if spec.launcher != "slurm" or spec.slurm_partition is None:
-        return []
-    unknown = unknown_partition(spec.slurm_partition, ask_partitions())
-    return [unknown] if unknown else []
+def _check(spec: JobSpec, absent: Sequence[HubName] = ()) -> int | list[str] | None:
+    """Check a job and the place where it is to run; what it wants of this machine."""
+    check_job.check(spec, absent)
+    return backend(spec.launcher).request(spec)
 
 
 def check_not_handed_in(job: Job) -> None:
-    """Raise `StateError` if Slurm has this attempt of the job, by a script that stays as it is."""
-    if read_handed_in(job.run_dir, job.attempt):
+    """Raise `StateError` if someone else's queue has this attempt of the job, as it is."""
+    if holder := backend(job.backend).holds(job):
         raise StateError(
-            f"job {job.id} is in Slurm's queue", "stop it first, then resume it with the changes"
+            f"job {job.id} is in {holder}", "stop it first, then resume it with the changes"
         )
-
-
-def _find_untested(spec: JobSpec) -> list[str]:
-    """Warn of libraries in versions that were not tested; those of Slurm's nodes are unknown."""
-    return [] if spec.launcher == "slurm" else check_versions(spec)
 
 
 def _own(job: Job, back_to: int | None) -> Checkpoint | None:

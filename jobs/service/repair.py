@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.backends import backend
+from jobs.backends.local.ranks import beats
 from jobs.errors import UserError
 from jobs.machine import file_lock, processes
 from jobs.machine.file_systems import is_shared
 from jobs.machine.processes import ProcessId
 from jobs.machine.residence import elsewhere, residence
 from jobs.preflight.check_job import check_devices
-from jobs.queue.job import SLURM, Terms
+from jobs.queue.job import LOCAL, Terms, backend_of
 from jobs.queue.states import State
 from jobs.queue.tables import (
     TABLES,
@@ -36,10 +38,8 @@ from jobs.queue.tables import (
 from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
-from jobs.slurm.records import outcome_file, read_handed_in, read_warden_report
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
-from jobs.supervise.attempt import beats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ _RUN: Final = re.compile(r"([1-9]\d{0,17})-(.+)")
 _TABLES: Final = ("jobs", "history", "settings", "claims")
 _SIDES: Final = ("", "-wal", "-shm")
 _HELD: Final = "restored by doctor --repair; release it to run"
-_SUPERVISOR: Final = b"jobs.supervise"
+_SUPERVISORS: Final = frozenset({b"jobs.backends.local", b"jobs.supervise"})  # or of version 0.1
 _WAITS: Final = 5.0  # seconds for others to leave the queue
 
 
@@ -184,20 +184,9 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
         "supervisor_started": supervisor and supervisor.started,
         "boot_id": (lives if away else str(residence())) if alive else None,
     }
-    return row | _terms(run_dir) | _on_slurm(run_dir)
-
-
-def _on_slurm(run_dir: RunDir) -> Row:
-    """What else there is to know of a Slurm job: it may run while nothing of it does here."""
-    handed = read_handed_in(run_dir)
-    if handed is None:
-        return {}
-    outcome = read_warden_report(outcome_file(run_dir))
-    if outcome is not None and outcome.allocation.id == handed.id:
-        ended = {"state": str(outcome.state), "reason": outcome.reason, "held": False}
-        return ended | {"attempt": handed.attempt}
-    waits = {"state": str(State.QUEUED), "reason": "restored; Slurm is asked", "ended": None}
-    return waits | {"attempt": handed.attempt, "held": False}
+    terms = _terms(run_dir)
+    owner = backend(backend_of(json.loads(str(terms["wanted"]))))
+    return row | terms | dict(owner.restore(run_dir))
 
 
 def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, str]:
@@ -223,8 +212,9 @@ def _terms(run_dir: RunDir) -> Row:
         spec = load_spec(run_dir.job_file)
     except UserError:
         return Terms(1, None, 0).columns()
+    gpus: int | list[str] | None
     try:
-        gpus = SLURM if spec.launcher == "slurm" else check_devices(spec)
+        gpus = check_devices(spec) if spec.launcher == LOCAL else [spec.launcher]
     except UserError:  # a GPU that is not there today
         gpus = world_size(spec)
     return Terms.of(spec, gpus).columns()
@@ -235,7 +225,7 @@ def _supervisor_of(job_id: int, run_dir: RunDir) -> ProcessId | None:
     for name in os.listdir("/proc"):
         with suppress(OSError):
             words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
-            ours = _SUPERVISOR in words and str(job_id).encode() in words
+            ours = bool(_SUPERVISORS & {*words}) and str(job_id).encode() in words
             if ours and os.path.samefile(f"/proc/{name}/cwd", run_dir.root):
                 return ProcessId.of(int(name))
     return None

@@ -80,7 +80,7 @@ def device_rows(
         nodes = [node_row(seat, snapshot.t, width) for seat in away]
         views = tuple(
             replace(view, ranks=tuple(r for r in view.ranks if Seat(view, r) not in away))
-            if view.job.on_slurm
+            if not view.job.here
             else view
             for view in snapshot.jobs
         )
@@ -125,7 +125,7 @@ def away_from_here(snapshot: Snapshot) -> list[Seat]:
     return [
         Seat(view, rank)
         for view in snapshot.jobs
-        if view.job.on_slurm
+        if not view.job.here
         for rank in view.ranks
         if rank.device_uuid not in present
     ]

@@ -63,7 +63,7 @@ class Exports:
             export.done, export.total = done, total
 
         try:
-            from jobs.service.exports import export_checkpoint
+            from jobs.export import export_checkpoint
 
             made = export_checkpoint(
                 job,

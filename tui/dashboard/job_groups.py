@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from jobs.backends import backend
 from jobs.queue.states import State
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
         names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
         if job.state.ended:
             title, place = _ENDED, 1 << 30
-        elif job.on_slurm:
-            title, place = "Slurm", 1 << 21
+        elif not job.here:
+            title, place = backend(job.backend).title, 1 << 21
         elif job.wanted is None and not names:
             title, place = "CPU", -1
         elif not names:
@@ -61,7 +62,7 @@ def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
     waiting = [
         view.job.id
         for view in views
-        if view.job.state is State.QUEUED and not view.job.held and not view.job.on_slurm
+        if view.job.state is State.QUEUED and not view.job.held and view.job.here
     ]
     return {job: ordinal(place) for place, job in enumerate(waiting, 1)}
 

@@ -9,7 +9,7 @@ from textual.containers import VerticalScroll
 from textual.suggester import SuggestFromList
 from textual.widgets import Input
 
-from jobs.slurm.partitions import in_words
+from jobs.backends.slurm.partitions import in_words
 from jobs.spec.rules.cascade import FOLLOWING, follow_ranks
 from tui.form.fields import draft
 from tui.form.fields.field_texts import model_hint
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from textual.app import ComposeResult
 
-    from jobs.slurm.partitions import Partition
+    from jobs.backends.slurm.partitions import Partition
     from tui.form.fields.field_row import FieldRow
     from tui.look.snapshot import Snapshot
 

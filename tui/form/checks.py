@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from textual.widgets import Static
 
-from jobs.slurm.partitions import unknown_partition
+from jobs.backends.slurm.partitions import unknown_partition
 from tui.form.beside.fit import FitBars
 from tui.form.beside.lines import reveal, show
 from tui.form.fields import draft

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from textual.message import Message
 from textual.worker import get_current_worker
 
+from jobs.backends.slurm.partitions import ask_partitions
 from jobs.errors import UserError
 from jobs.hub.wanted import ask_sizes, find_missing
-from jobs.launch.replay import command_of, launch_facts, script_of
 from jobs.machine.engine_tools import Cancelled
-from jobs.slurm.partitions import ask_partitions
+from jobs.service.replay import command_of, launch_facts, script_of
 from tui.form.fields import draft
 from tui.form.fields.pages import PATHS
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from textual.screen import Screen
 
-    from jobs.slurm.partitions import Partition
+    from jobs.backends.slurm.partitions import Partition
     from jobs.spec.values.hub_names import HubName
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 from jobs import service
 from jobs.errors import UserError
 from jobs.machine import devices
+from jobs.queue.clocks import Clocks
 from jobs.queue.job_list import JobList
 from jobs.queue.states import State
 from jobs.queue.summaries import progress_of
 from jobs.queue.tables import trouble
 from jobs.run.eventlog import EventLog
 from jobs.run.run_report import RunReport
-from jobs.slurm.clocks import Clocks
 from tui.look.gpu_history import History
 from tui.look.snapshot import Curve, JobView, Snapshot, in_order, in_step
 from tui.text.format import ranges
@@ -297,8 +297,8 @@ def where_of(job: Job, gpus: Sequence[Gpu]) -> str:
     """The job's devices in a few characters: `0-3`, `any 2`, `cpu×2`."""
     if job.wanted is None:
         return f"cpu×{job.ranks}"
-    if job.on_slurm:
-        return f"slurm×{job.ranks}"
+    if not job.here:
+        return f"{job.backend}×{job.ranks}"
     index = {gpu.uuid: gpu.index for gpu in gpus}
     names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
     if not names:

@@ -11,13 +11,13 @@ from jobs import service
 from jobs.errors import NotFoundError, UserError
 from jobs.hub.pushes import Push
 from jobs.memory import kept_prediction
+from jobs.queue.clocks import Clocks
 from jobs.queue.states import State
 from jobs.run.diagnosis.why_failed import diagnose
 from jobs.run.failure import read_failure
 from jobs.run.run_report import RunReport
 from jobs.run.samples import Samples
 from jobs.run.timeline import Timeline
-from jobs.slurm.clocks import Clocks
 from tui.look.snapshot import Curve, JobView, in_step
 
 if TYPE_CHECKING:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from jobs.doctor.disk_needs import checkpoint_bytes, checkpoints_kept
 from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.errors import UserError
 from jobs.machine.file_systems import LOCAL, kind_of
+from jobs.memory.host_memory import STATE_BYTES
+from jobs.models.find_model import count_parameters, find_model, read_shapes
 from jobs.paths import cache_home, expand, nearest, state_home
 from jobs.queue.tables import journal_of
+from jobs.spec.families import component_of
+from jobs.spec.rules.averages import has_average
+from jobs.spec.rules.steps import periodic_saves
 from jobs.units import size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from jobs.doctor.patient import Patient
@@ -204,3 +211,76 @@ def _write(folder: Path) -> float:
         after = time.time()
         changed = os.stat(file.name).st_mtime
     return changed - min(max(changed, before), after)
+
+
+_LARGEST_FACTOR: Final = 1 << 16  # none is that large; what a damaged header says may be
+
+
+def count_adapter(spec: JobSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """About how many parameters a job's adapter has.
+
+    As if every linear layer of the model's blocks had one, which is what most families adapt, and
+    all of them the rank of the job.
+
+    Args:
+        spec: The job.
+        shapes: Name → shape of the model's tensors.
+    """
+    return sum(
+        _of_lokr(spec, *shape) if spec.lora_variant == "lokr" else spec.lora_rank * sum(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and _is_adapted(spec, name.split("."))
+    )
+
+
+def _is_adapted(spec: JobSpec, parts: list[str]) -> bool:
+    """Whether a tensor is the weight of a layer in a block; blocks have numbers."""
+    routed = "experts" in parts and not spec.lora_experts
+    return parts[-1] == "weight" and any(map(str.isdigit, parts)) and not routed
+
+
+def _of_lokr(spec: JobSpec, rows: int, columns: int) -> int:
+    """Elements of the Kronecker factors of a `(rows, columns)` matrix; the second may be parted."""
+    (a, c), (b, d) = _divide(rows, spec.lokr_factor), _divide(columns, spec.lokr_factor)
+    whole = spec.lokr_full_matrix or 2 * spec.lora_rank >= max(c, d)
+    return a * b + (c * d if whole else spec.lora_rank * (c + d))
+
+
+@cache
+def _divide(side: int, factor: int) -> tuple[int, int]:
+    """A side as a product, as LyCORIS and peft divide it.
+
+    The first is the factor where that divides the side; else the largest divisor up to it and to
+    the root of the side.
+    """
+    if factor > 0 and side % factor == 0:
+        return factor, side // factor
+    largest = min(math.isqrt(side), _LARGEST_FACTOR, factor if factor > 0 else side)
+    first = next((number for number in range(largest, 0, -1) if side % number == 0), 1)
+    return first, side // first
+
+
+_WEIGHT: Final = 4  # bytes of a parameter in a checkpoint, fp32
+
+
+def checkpoint_bytes(spec: JobSpec) -> int | None:
+    """About how large a checkpoint is; None when the model cannot be read."""
+    try:
+        component = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
+    except UserError:
+        return None
+    if spec.model_type == "full":
+        parameters = count_parameters(component)
+    else:
+        parameters = count_adapter(spec, read_shapes(component) or {})
+    if not parameters:
+        return None
+    each = _WEIGHT * (2 if has_average(spec) else 1) + STATE_BYTES[spec.optimizer]
+    return parameters * each
+
+
+def checkpoints_kept(spec: JobSpec) -> int:
+    """Count the checkpoints there will be at once: one more than the limit while one is written."""
+    limit = spec.checkpoints_total_limit
+    count = periodic_saves(spec) or (1 if limit is None else limit + 1)
+    return count if limit is None else min(count, limit + 1)

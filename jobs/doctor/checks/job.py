@@ -5,21 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from jobs.backends import backend
 from jobs.doctor.checks.keeper import claimed
 from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
 from jobs.errors import UserError
-from jobs.launch.trackers import check_trackers
 from jobs.machine.gpu import foreign_users
 from jobs.memory.host_memory import check_host_memory
-from jobs.preflight.check_job import check_devices, check_model, check_slurm
+from jobs.preflight.check_job import check_devices, check_model
 from jobs.preflight.compiler import check_compiler
 from jobs.preflight.dataset import check_dataset
-from jobs.preflight.wrap_policy import check_wrap_policy
-from jobs.preflight.wrapped_classes import check_block_names
+from jobs.preflight.wrapped_classes import check_block_names, check_wrap_policy
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.strategy import world_size
 from jobs.spec.rules.warnings import find_warnings
+from jobs.trackers import check_trackers
 from jobs.units import gpus
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def check_job(patient: Patient) -> Iterator[Finding]:
     yield from _tried("dataset", check_dataset, spec, "{} images and videos")
     yield from _tried("trackers", check_trackers, spec)
     if spec.launcher == "slurm":  # this machine's devices say nothing of the nodes
-        yield from _tried("slurm", lambda _: check_slurm() and "sbatch is there", spec)
+        slurm = backend(spec.launcher)
+        yield from _tried("slurm", lambda _: slurm.request(spec) and "sbatch is there", spec)
     elif patient.nvml is not None:  # else the driver hangs, and would again
         yield from check_job_gpus(spec, patient.nvml.gpus)
         on_gpus = spec.device != "cpu" and bool(patient.nvml.gpus)

@@ -6,12 +6,11 @@ import json
 import sqlite3
 import time
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
-import jobs
+from jobs.backends.keeper import newest_code
 from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.machine.file_lock import LOCKS, holders
 from jobs.models.damaged_weights import DamagedError, read_metadata
@@ -23,6 +22,7 @@ from jobs.spec.job_spec import field_names, is_public
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from jobs.doctor.patient import Patient
 
@@ -115,6 +115,9 @@ def check_keeper(_: Patient) -> Iterator[Finding]:
         yield ok("queue keeper", f"pid {pid}, for {minutes:.0f} min", **facts)
 
 
+_MODULES: Final = frozenset({"jobs.backends.keeper", "jobs.queue.keeper"})  # or of version 0.1
+
+
 def claimed() -> dict[str, int]:
     """GPU UUID → job of ours that holds it; nothing where there is no database to ask."""
     home = state_home()
@@ -125,15 +128,9 @@ def keeper_of(lock: Path, locks: Path = LOCKS) -> int | None:
     """Return the process that holds the keeper's lock."""
     for pid in holders(lock, locks=locks):
         with suppress(psutil.Error):
-            if "jobs.queue.keeper" in psutil.Process(pid).cmdline():
+            if _MODULES & {*psutil.Process(pid).cmdline()}:
                 return pid
     return None
-
-
-def newest_code() -> float:
-    """When a file of the core was last changed, in Unix seconds."""
-    files = Path(jobs.__file__).parent.rglob("*.py")
-    return max((path.stat().st_mtime for path in files), default=0.0)
 
 
 def _waiting(home: Path) -> int:

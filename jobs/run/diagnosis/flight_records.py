@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.run.diagnosis.nccl import plain_name
-from jobs.untrusted.files import read_regular
-from jobs.untrusted.pickles import check_pickle
+from jobs.untrusted.files import check_pickle, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -65,6 +65,10 @@ class Watch:
         self._seen = {s.rank: _since(before.get(s.rank), s, elapsed) for s in statuses}
         return [self._seen[status.rank] for status in statuses]
 
+    def look_again(self, now: float) -> None:
+        """Begin the next interval now: until then, whoever looks was busy with something else."""
+        self._looked_at = now
+
 
 def _since(before: Stillness | None, status: RankStatus, elapsed: float) -> Stillness:
     if before is None:
@@ -150,5 +154,5 @@ def _where(status: RankStatus) -> str:
 
 
 def saves_on(ranks: Sequence[Stillness]) -> bool:
-    """Whether a checkpoint is being written and makes progress."""
-    return any(r.status.phase in ("copy", "save") and r.still < SAVE_STEP for r in ranks)
+    """Whether a checkpoint or an export is being written and makes progress."""
+    return any(r.status.phase in ("copy", "save", "export") and r.still < SAVE_STEP for r in ranks)

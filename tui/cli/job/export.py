@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 import click
 
+from jobs.export import export_checkpoint
 from jobs.queue.store import Store
-from jobs.service.exports import export_checkpoint
 from jobs.spec.keys.export import ExportDtype, ExportFormat
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import JSON

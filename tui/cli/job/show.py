@@ -10,16 +10,16 @@ from dataclasses import asdict
 import click
 
 from jobs import service
+from jobs.backends import backend
 from jobs.errors import UserError
 from jobs.hub.pushes import Push
-from jobs.launch.replay import FORMS, Form, replay, replay_facts
 from jobs.machine import devices
 from jobs.memory.kept_prediction import facts as predicted_facts
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.queue.summaries import report_of
 from jobs.run.disk_space import directory_size
-from jobs.slurm.answer import slurm_facts
+from jobs.service.replay import FORMS, Form, replay, replay_facts
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import ID, JSON
 from tui.cli.job.follow import follow_log
@@ -96,7 +96,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     if form is not None:
         echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
         return
-    facts = service.as_dict(store, job, devices.gpus()) | slurm_facts(store, job)
+    facts = service.as_dict(store, job, devices.gpus()) | backend(job.backend).facts(store, job)
     changes = store.history(job_id)
     facts["history"] = [
         {"t": c.t, "from": c.before and str(c.before), "to": str(c.after), "reason": c.reason}

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs import service
-from jobs.launch.replay import resolved
 from jobs.paths import state_home
 from jobs.queue.store import Store
 from jobs.service.plan import plan_submit
+from jobs.service.replay import resolved
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import FLAGS, JSON, TEMPLATE, WORDS, JobCommand, read_job
 from tui.cli.job.checkpoints import tell

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from jobs.errors import UserError
-from jobs.notify.config import config_file, read_config
-from jobs.notify.deliver import deliver
+from jobs.notify import config_file, deliver, read_config
 from tui.cli.common.echo import echo
 
 _FACTS = {

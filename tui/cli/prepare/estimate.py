@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from jobs.backends.slurm.partitions import ask_partitions, cards_of
 from jobs.errors import UserError
 from jobs.memory.candidates import candidates
 from jobs.memory.cards import CARDS
 from jobs.memory.client import Server
-from jobs.memory.estimate import Estimate, estimate, needs_of
+from jobs.memory.estimate import UNKNOWN_CARDS, Estimate, estimate, needs_of
 from jobs.memory.fit import Fit, Room, Verdict
 from jobs.memory.kept_prediction import compare
 from jobs.memory.network import SHARED, Across, across
@@ -20,7 +21,6 @@ from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused
 from jobs.queue.store import Store
 from jobs.service import dry_run
-from jobs.slurm.partitions import ask_partitions
 from jobs.spec.data_tool import NOT_NEEDED
 from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import world_size
@@ -136,12 +136,12 @@ def estimate_job(
 def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: int | None) -> Estimate:
     """The job on its own ranks; if it names none, on the fewest of these on which it fits."""
     asks = spec.launcher == "slurm" and card is None
-    partitions = ask_partitions() if asks else ()
+    cards = cards_of(spec, ask_partitions()) if asks else UNKNOWN_CARDS
     if not ranks or spec.num_processes is not None or spec.gpus is not None:
-        return estimate(spec, server, card=card, partitions=partitions)
+        return estimate(spec, server, card=card, cards=cards)
     for count in sorted(ranks):
         counted = spec.model_copy(update={"num_processes": count})
-        asked = estimate(counted, server, card=card, partitions=partitions)
+        asked = estimate(counted, server, card=card, cards=cards)
         own = asked.own
         if isinstance(own, Predicted) and asked.fit(own).verdict is not Verdict.TOO_LARGE:
             break

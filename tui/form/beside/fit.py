@@ -11,6 +11,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 from textual.worker import get_current_worker
 
+from jobs.backends.slurm.partitions import cards_of
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.memory import client
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
     from textual.timer import Timer
 
+    from jobs.backends.slurm.partitions import Partition
     from jobs.memory.estimate import Estimate
     from jobs.memory.ladder import Step
-    from jobs.slurm.partitions import Partition
     from tui.look.snapshot import Snapshot
 
 _SETTLES_IN: Final = 0.3  # seconds without another change after which the server is asked
@@ -218,7 +219,7 @@ def look(
             ours=ours,
             claims=claims,
             imagine=False,
-            partitions=partitions,
+            cards=cards_of(spec, partitions),
             cancelled=cancelled,
         )
         own = asked.own

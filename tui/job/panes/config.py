@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.widgets import Static
 
 from jobs.errors import UserError
-from jobs.launch.replay import replay
+from jobs.service.replay import replay
 from jobs.spec.file.diff import differences
 from jobs.spec.file.load import dump_spec, load_spec
 from tui.job.panes.config_rows import command_rows, diff_rows, yaml_rows

@@ -198,8 +198,8 @@ def device_part(look: Look, snapshot: Snapshot, width: int, room: int) -> list[R
     gpus = tuple(gpu for gpu in snapshot.gpus if gpu.uuid in look.job.gpus)
     mine = replace(snapshot, t=look.t, jobs=(look.view,), gpus=gpus)
     head = device_head(mine, width, room)
-    if look.job.on_slurm:
-        mine = replace(mine, host=None)  # of Slurm's nodes only its ranks tell
+    if not look.job.here:
+        mine = replace(mine, host=None)  # of other nodes only its ranks tell
     rows = device_rows(mine, width, room - (head is not None), look.job.id)
     most = max(room, 1) * 2
     return [*([head] if head else []), *rows[:most]]

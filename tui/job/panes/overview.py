@@ -125,7 +125,7 @@ class OverviewPane(Pane):
         job, present = look.job, self.app.dashboard.snapshot.gpus
         if job.wanted is None:
             return "the CPU"
-        if job.on_slurm:
+        if not job.here:
             return nodes_words(look.view.ranks)
         names = {gpu.name for gpu in present if gpu.uuid in job.gpus}
         kind = f" ({', '.join(sorted(names))})" if names else ""

@@ -1,0 +1,74 @@
+"""Places where jobs run, by the name that `launcher` of a job gives them."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING
+
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from jobs.backends.port import Backend
+    from jobs.queue.store import Job, Store
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
+
+__all__ = ["backend", "names"]
+
+
+class Absent:
+    """A place of a newer version, or of one that is gone.
+
+    Its jobs are shown, and can be taken out of the queue; nothing else can be done with them here.
+    """
+
+    lock = log = hold_hint = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = self.title = name
+
+    def _refuse(self) -> NoReturn:
+        text = f"this version of fsdp-tui has no launcher {self.name!r}"
+        raise UserError(text, "use the version that submitted the job")
+
+    def request(self, spec: JobSpec) -> NoReturn:
+        self._refuse()
+
+    def warnings(self, spec: JobSpec) -> list[str]:
+        return []
+
+    def keeper(self, store: Store) -> NoReturn:
+        self._refuse()
+
+    def holds(self, job: Job) -> str:
+        return ""
+
+    def stop(self, store: Store, job: Job, *, now: bool) -> NoReturn:
+        self._refuse()
+
+    def facts(self, store: Store, job: Job) -> dict[str, Any]:
+        return {}
+
+    def restore(self, run_dir: RunDir) -> dict[str, object]:
+        return {}
+
+    def by_hand(self, spec: JobSpec) -> NoReturn:
+        self._refuse()
+
+
+def names() -> tuple[str, ...]:
+    """Every folder here is one."""
+    return tuple(module.name for module in iter_modules(__path__) if module.ispkg)
+
+
+@cache
+def backend(name: str) -> Backend:
+    """Import a place by its name; the others stay unimported."""
+    if name not in names():
+        return Absent(name)
+    made: Backend = import_module(f"{__name__}.{name}.backend").BACKEND
+    return made

@@ -1,0 +1,1 @@
+"""Jobs in a cluster: Slurm places them, and their batch script supervises them there."""

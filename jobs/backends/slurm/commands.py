@@ -1,0 +1,234 @@
+"""What is asked of Slurm: one `squeue` for all jobs, `sbatch`, `scancel`, `scontrol`.
+
+Columns and no JSON, whose schema has changed with nearly every version.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from jobs.errors import UserError
+from jobs.supervise.port import AwayError
+from jobs.untrusted.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+PATIENCE: Final = 20.0  # seconds for an answer; a controller that is away keeps us for longer
+_COLUMNS: Final = ("JobID", "Name", "State", "Reason", "RestartCnt", "StartTime", "NodeList")
+_APART: Final = "\x1f"  # in no name of a node, and in no name that we give
+_ID: Final = re.compile(r"\d+")
+# What Slurm says of itself, and not of a job: asked again, it may answer.
+_AWAY: Final = re.compile(
+    r"Unable to contact slurm controller|Connection refused|Connection timed out|timed out"
+    r"|Communication connection failure|Zero Bytes|Socket timed out|Transport endpoint"
+    r"|slurm_load_jobs error|Protocol authentication error|Controller busy|backup controller"
+    r"|temporarily unavailable|Resource temporarily",
+    re.IGNORECASE,
+)
+# Variables that set options of Slurm's commands, and those that say where its controller is.
+_OPTIONS: Final = ("SALLOC_", "SBATCH_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_", "SQUEUE_")
+_KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+_GONE: Final = re.compile(r"Invalid job id|already completed|Job/step already", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A Slurm job as `squeue` lists it.
+
+    Attributes:
+        id: Slurm's.
+        name: Ours.
+        state: Such as PENDING.
+        reason: Why it waits, or why it ended so; "" if Slurm says nothing.
+        restarts: How often Slurm has put it back into its queue.
+        starts: When it started, or is expected to; "" if unknown.
+        nodes: Such as `n[1-2]`; "" while there are none.
+        place: In the queue of its partition; see `jobs.backends.slurm.places`.
+    """
+
+    id: str
+    name: str
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    starts: str = ""
+    nodes: str = ""
+    place: str = ""
+
+
+class Waiting(NamedTuple):
+    """A job of anybody that waits; `id` may name an array such as `7_[1-4]`."""
+
+    id: str
+    partitions: tuple[str, ...]
+    priority: int
+    reason: str
+
+
+def installed() -> bool:
+    """Whether this machine has Slurm's commands."""
+    return shutil.which("sbatch") is not None
+
+
+def queue() -> dict[str, Listed]:
+    """All our jobs that Slurm still knows, by id.
+
+    Raises:
+        AwayError: It did not answer, or not in lines that can be read.
+    """
+    columns = ",".join(f"{name}:{_APART}" for name in _COLUMNS)
+    text = _run(["squeue", "--noheader", "--me", "--states=all", "-O", columns])
+    return {job.id: job for job in map(_listed, filter(str.strip, text.splitlines()))}
+
+
+def waiting() -> list[Waiting]:
+    """Everybody's jobs that wait, as far as the site lets us see them.
+
+    Raises:
+        AwayError: It did not answer.
+    """
+    text = _run(["squeue", "--noheader", "--states=PENDING", "-o", "%i|%P|%Q|%r"])
+    jobs = []
+    for line in text.splitlines():
+        parts = one_line(line).strip().split("|", 3)
+        if len(parts) == 4 and parts[2].isdecimal():
+            jobs.append(Waiting(parts[0], tuple(parts[1].split(",")), int(parts[2]), parts[3]))
+    return jobs
+
+
+def state_of(slurm_id: str) -> str:
+    """The state of one job; "" if Slurm says that it does not know it.
+
+    Raises:
+        AwayError: It did not answer, or said nothing.
+    """
+    try:
+        answer = _run(["squeue", "--noheader", "--jobs", slurm_id, "--states=all", "-o", "%T"])
+    except UserError as error:
+        if _GONE.search(str(error)):
+            return ""
+        raise AwayError(str(error)) from error
+    if not answer.strip():
+        raise AwayError(f"squeue says nothing of job {slurm_id}")
+    return answer.strip()
+
+
+def submit(script: Path, *, inherit: Sequence[int] = ()) -> str:
+    """Hand a script in; its id.
+
+    Args:
+        script: The file.
+        inherit: File descriptors that stay open for as long as `sbatch` runs.
+
+    Raises:
+        AwayError: Slurm did not answer, and may have the job or not.
+        UserError: It refuses the job; the message says why.
+    """
+    answer = _run(["sbatch", "--parsable", str(script)], inherit=inherit)
+    match = _ID.match(answer.strip().splitlines()[-1] if answer.strip() else "")
+    if match is None:
+        raise AwayError(f"sbatch said {one_line(answer)[:200]!r} and no job id")
+    return match[0]
+
+
+def cancel(slurm_id: str) -> None:
+    """End a job, or take it out of Slurm's queue; one that has ended stays as it is.
+
+    Raises:
+        AwayError: Slurm did not answer.
+    """
+    try:
+        _run(["scancel", slurm_id])
+    except UserError as error:
+        if not _GONE.search(str(error)):
+            raise AwayError(str(error)) from error
+
+
+def requeue(slurm_id: str) -> None:
+    """Put a running job back into Slurm's queue, which ends this allocation.
+
+    Raises:
+        AwayError: Slurm did not answer.
+        UserError: It refuses.
+    """
+    _run(["scontrol", "requeue", slurm_id])
+
+
+def signal_steps(slurm_id: str, name: str) -> None:
+    """Send a signal to the ranks: to all steps of a job, but not to its batch script.
+
+    Raises:
+        AwayError: Slurm did not answer.
+        UserError: It refuses.
+    """
+    _run(["scancel", f"--signal={name}", slurm_id])
+
+
+def environment() -> dict[str, str]:
+    """The environment for Slurm's commands: ours, without what would change their answers.
+
+    `SQUEUE_PARTITION` in a shell hides jobs of other partitions, and `SBATCH_*` beat the lines of
+    a batch script. The keeper also inherits the shell of whoever started it, who need not be the
+    one who submitted.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(_OPTIONS)
+    }
+
+
+def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=PATIENCE,
+            check=False,
+            env=environment(),
+            pass_fds=tuple(inherit),
+        )
+    except FileNotFoundError:
+        raise AwayError(f"{command[0]} is not installed on this machine") from None
+    except subprocess.TimeoutExpired:
+        raise AwayError(f"{command[0]} did not respond in {PATIENCE:g} s") from None
+    except OSError as error:
+        raise AwayError(f"{command[0]}: {error.strerror}") from error
+    if done.returncode == 0:
+        return done.stdout
+    message = one_line(" ".join((done.stderr or done.stdout).split()))[:500]
+    if not message or (_AWAY.search(message) and not _GONE.search(message)):
+        raise AwayError(message or f"{command[0]} ended with status {done.returncode}")
+    raise UserError(_plain(message))
+
+
+def _plain(message: str) -> str:
+    """Slurm's words, less the names of its commands."""
+    return re.sub(r"\b(sbatch|scancel|scontrol|squeue|slurm_\w+): (error: |fatal: )?", "", message)
+
+
+def _listed(line: str) -> Listed:
+    parts = [part.strip() for part in line.split(_APART)]
+    if len(parts) < len(_COLUMNS) or not _ID.fullmatch(parts[0]):
+        raise AwayError(f"squeue said {one_line(line)[:200]!r}, which is not a job")
+    name, state, reason, restarts, starts, nodes = (one_line(part) for part in parts[1:7])
+    none = ("None", "N/A", "(null)", "Unknown")
+    return Listed(
+        parts[0],
+        name,
+        state.split()[0].upper() if state else "",
+        "" if reason in none else reason,
+        int(restarts) if restarts.isdecimal() else 0,
+        "" if starts in none else starts,
+        "" if nodes in none else nodes,
+    )

@@ -1,0 +1,134 @@
+"""Give a job to Slurm, exactly once, whatever ends whoever does it on the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from jobs.backends.slurm import commands
+from jobs.backends.slurm.records import (
+    HandedIn,
+    forget_wishes,
+    handed_in_file,
+    outcome_file,
+    warden_file,
+    write_handed_in,
+)
+from jobs.backends.slurm.script import SIGNAL_SECONDS, script_of
+from jobs.errors import SpecError, UserError
+from jobs.hub.wanted import forget, noted
+from jobs.machine import file_lock
+from jobs.preflight.check_job import check
+from jobs.queue.states import State
+from jobs.run.rundir import read_tail, write_atomic
+from jobs.spec.file.load import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from jobs.backends.slurm.commands import Listed
+    from jobs.queue.store import Job, Store
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
+
+_EVENTS: Final = 1 << 20  # bytes of the newest events
+_SAVES_TAKE: Final = 2  # times the longest save that was measured
+
+
+def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
+    """Give a job to Slurm, unless it has it.
+
+    Args:
+        store: The jobs.
+        job: It waits.
+        record: What an earlier keeper wrote before it called `sbatch`, and nothing after.
+
+    Returns:
+        Which Slurm job it is; None if it is none now.
+
+    Raises:
+        AwayError: Slurm did not answer, and may have the job or not.
+        SpecError: The job file cannot be read, or the model that was fetched does not suit it.
+    """
+    run_dir = job.run_dir
+    with open(run_dir.root / ".handing-in", "a") as lock:
+        if not file_lock.take(lock):
+            return None  # an earlier keeper is gone, but its sbatch still runs
+        # An answer from before that sbatch had ended would not have its job.
+        if record is not None and (existing := find(record, commands.queue())):
+            return _record(run_dir, record, existing)
+        spec = load_spec(run_dir.job_file)
+        if noted(run_dir):
+            _check_fetched(spec, run_dir)
+        newest = run_dir.latest_checkpoint()
+        name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
+        record = HandedIn(name, job.attempt, step=newest[0] if newest else 0)
+        script = _write_script(spec, job, name, store.home)
+        with store.write():  # nobody edits it between this look and the record
+            if not _as_it_was(store, job, spec):
+                return None
+            write_handed_in(run_dir, record)
+        try:
+            slurm_id = commands.submit(script, inherit=[lock.fileno()])
+        except UserError as error:
+            handed_in_file(run_dir).unlink(missing_ok=True)
+            reason = f"Slurm refused the job: {error}"
+            store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
+            return None
+        return _record(run_dir, record, slurm_id)
+
+
+def find(record: HandedIn, listed: Mapping[str, Listed]) -> str:
+    """The job that an earlier keeper handed in before it was killed; "" if it did not."""
+    return next((job.id for job in listed.values() if job.name == record.name), "")
+
+
+def signal_seconds(run_dir: RunDir) -> int:
+    """Seconds before the time limit at which to save: twice the longest save, and a minute."""
+    longest = 0.0
+    for line in read_tail(run_dir.events, _EVENTS).splitlines():
+        if '"checkpoint"' in line:
+            with suppress(ValueError, TypeError, LookupError):
+                longest = max(longest, float(json.loads(line)["seconds"]))
+    return max(SIGNAL_SECONDS, int(_SAVES_TAKE * longest + 60))
+
+
+def _check_fetched(spec: JobSpec, run_dir: RunDir) -> None:
+    """Look at a model that has come since the job was submitted."""
+    try:
+        check(spec)
+    except UserError as error:
+        raise SpecError(str(error)) from error
+    forget(run_dir)
+
+
+def _record(run_dir: RunDir, record: HandedIn, slurm_id: str) -> HandedIn:
+    updated = replace(record, id=slurm_id)
+    write_handed_in(run_dir, updated)
+    return updated
+
+
+def _write_script(spec: JobSpec, job: Job, name: str, home: Path) -> Path:
+    """The batch script, in a run directory that says nothing of earlier attempts."""
+    run_dir = job.run_dir
+    for path in (warden_file(run_dir), outcome_file(run_dir)):
+        path.unlink(missing_ok=True)
+    forget_wishes(run_dir)
+    script = run_dir.root / "job.sbatch"
+    seconds, python = signal_seconds(run_dir), sys.executable
+    text = script_of(spec, run_dir, name=name, python=python, home=home, signal_seconds=seconds)
+    run_dir.create()
+    write_atomic(script, text, durable=True)
+    return script
+
+
+def _as_it_was(store: Store, job: Job, spec: JobSpec) -> bool:
+    """Whether a job still waits to be handed in as it was read."""
+    now = store.get(job.id)
+    waits = now.state is State.QUEUED and not now.here and now.attempt == job.attempt
+    free = not (now.held or now.stop_level)
+    return waits and free and load_spec(job.run_dir.job_file) == spec

@@ -1,0 +1,391 @@
+"""Hand jobs in to Slurm, and keep the database in agreement with it.
+
+One process per state directory asks Slurm, once for all jobs; everybody else reads what it wrote
+down. Nothing is lost while it does not run: the next one begins with what stands in the run
+directories.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from jobs.backends.slurm import commands
+from jobs.backends.slurm.hand_in import find, hand_in
+from jobs.backends.slurm.places import Missing, Places
+from jobs.backends.slurm.records import (
+    KEPT,
+    NAME,
+    HandedIn,
+    WardenReport,
+    outcome_file,
+    read_handed_in,
+    read_warden_report,
+    warden_file,
+    write_handed_in,
+)
+from jobs.backends.slurm.settle import ALIVE, Facts, Verdict, age, settle
+from jobs.errors import SpecError, UserError
+from jobs.hub.wanted import forget, why_waiting
+from jobs.machine import file_lock
+from jobs.notify import Announcer
+from jobs.queue.job_list import JobList
+from jobs.queue.states import PAUSED, State
+from jobs.queue.summaries import keep_summary
+from jobs.run.rundir import read_tail, write_atomic
+from jobs.spec.file.load import load_spec
+from jobs.supervise.port import AwayError
+from jobs.trackers import start_push
+from jobs.untrusted.text import one_line
+
+if TYPE_CHECKING:
+    from jobs.backends.slurm.commands import Listed
+    from jobs.queue.store import Job, Store
+    from jobs.run.rundir import RunDir
+
+ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
+ASK_SOON: Final = 2.0  # seconds, after an action and while something is about to change
+BACK_WITHIN: Final = 10.0  # seconds for Slurm to put a preempted job back into its queue
+FRESH: Final = 60.0  # seconds in which a live warden says something
+
+
+@dataclass
+class _Seen:
+    """A job as it was seen before, by the clock of this process."""
+
+    announcer: Announcer
+    warden: WardenReport | None = None
+    beaten_at: float = 0.0
+    preempted_at: float | None = None
+    waits: tuple[Job, Listed, str] | None = None  # settled, until one of these changes
+
+
+@dataclass
+class Keeper:
+    """Looks after all Slurm jobs of a state directory.
+
+    Attributes:
+        store: The jobs.
+        ask_every: Seconds between two questions to Slurm.
+    """
+
+    store: Store
+    ask_every: float = ASK_EVERY
+    _listed: dict[str, Listed] = field(default_factory=dict)
+    _places: Places = field(default_factory=Places)
+    _answered_at: float | None = None
+    _away_since: float | None = None
+    _asked_at: float = float("-inf")
+    _soon: bool = True
+    _missing: Missing = field(default_factory=Missing)
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _reasons: dict[int, str] = field(default_factory=dict)  # of jobs that wait, to be written
+    _rows: JobList = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = JobList(self.store)
+
+    def look(self) -> bool:
+        """Hand in what waits, carry out stops, ask if it is time, and settle every job.
+
+        Returns:
+            Whether there is any job to look after.
+        """
+        jobs = [job for job in self._rows.look() if not job.state.ended and job.backend == NAME]
+        jobs.sort(key=lambda job: (-job.priority, job.queued, job.id))  # as the queue serves them
+        if not jobs:
+            return False
+        now = time.monotonic()
+        pause = ASK_SOON if self._soon or self._changing(jobs) else self.ask_every
+        if now - self._asked_at >= min(pause, self.ask_every):
+            self._ask(now)
+            self._cancel_strays(jobs)
+        for job in jobs:
+            try:
+                if not self._still_waits(job):
+                    self._look_after(job, paused=self._rows.paused)
+            except AwayError as error:
+                self._note_away(str(error))
+            except (OSError, ValueError, UserError) as error:
+                _say(f"job {job.id}: {error}")
+        if self._reasons:
+            self.store.explain_all(self._reasons)
+        self._reasons = {}
+        self._seen = {job.id: self._seen[job.id] for job in jobs if job.id in self._seen}
+        return True
+
+    def _ask(self, now: float) -> None:
+        self._asked_at, self._soon = now, False
+        try:
+            self._listed = self._places.beside(commands.queue(), now)
+        except (AwayError, UserError) as error:
+            self._note_away(str(error))
+        else:
+            if self._away_since is not None:
+                _say("Slurm responds again")
+            self._answered_at, self._away_since = time.monotonic(), None
+        self._write_down()
+
+    def _note_away(self, why: str) -> None:
+        if self._away_since is None:
+            _say(f"Slurm does not respond: {why}")
+            self._away_since = time.monotonic()
+
+    def _write_down(self) -> None:
+        """Save what Slurm said for processes that only read it."""
+        answer = {
+            "t": time.time(),
+            "age": None if self._answered_at is None else time.monotonic() - self._answered_at,
+            "jobs": {job.id: vars(job) for job in self._listed.values()},
+        }
+        with suppress(OSError):
+            write_atomic(self.store.home / KEPT, json.dumps(answer) + "\n")
+
+    def _changing(self, jobs: list[Job]) -> bool:
+        """Whether a warden says that its job has ended, and Slurm has not said so yet."""
+        return any(
+            (outcome := read_warden_report(outcome_file(job.run_dir))) is not None
+            and outcome.state.ended
+            for job in jobs
+            if job.state.active
+        )
+
+    def _cancel_strays(self, jobs: list[Job]) -> None:
+        """A job that Slurm took though `sbatch` had given up was handed in again since."""
+        names = Counter(listed.name for listed in self._listed.values() if not _over(listed))
+        twice = {name for name, count in names.items() if count > 1}
+        for job in jobs if twice else ():
+            record = read_handed_in(job.run_dir, job.attempt)
+            if record is None or not record.id or record.name not in twice:
+                continue
+            for listed in self._listed.values():
+                if listed.name == record.name and listed.id != record.id and not _over(listed):
+                    _say(f"job {job.id} is Slurm job {record.id}; cancelling {listed.id}")
+                    with suppress(AwayError):
+                        commands.cancel(listed.id)
+
+    # -- one job ---------------------------------------------------------------------------
+
+    def _still_waits(self, job: Job) -> bool:
+        """Whether a job waits in Slurm as it did at the last look: of 1,000, nearly all do."""
+        seen = self._seen.get(job.id)
+        if seen is None or seen.waits is None:
+            return False
+        row, listed, silence = seen.waits
+        same = row == job and self._listed.get(listed.id) == listed
+        return same and silence == self._silence()
+
+    def _silence(self) -> str:
+        """For how long Slurm has not responded, as it is shown; "" while it does."""
+        if self._away_since is None:
+            return ""
+        return age(time.monotonic() - (self._answered_at or self._away_since))
+
+    def _look_after(self, job: Job, *, paused: bool) -> None:
+        record = read_handed_in(job.run_dir, job.attempt)
+        if record is None or not record.id:
+            if job.state is not State.QUEUED:
+                return
+            if job.stop_level:
+                self._stop_unknown(job, record)
+            elif job.held or paused:
+                self._explain(job, PAUSED if paused else "held until released")
+            elif absent := self._absent(job):
+                self._explain(job, absent)
+            elif self._away_since is None and self._answered_at is not None:
+                try:
+                    self._hand_in(job, record)
+                except SpecError as error:
+                    reason = f"cannot be handed in to Slurm: {error}"
+                    self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
+            else:
+                self._explain(job, "Slurm does not respond; the job is handed in later")
+            return
+        listed, other = self._listed.get(record.id), False
+        if listed is not None and listed.name != record.name:
+            # A controller that was killed had not written down the newest jobs, and gave their
+            # numbers again: ours is gone, and this one is not ours to judge, or to cancel.
+            listed, other = None, True
+        facts = self._facts(job, record, listed, other=other)
+        if job.stop_level and self._must_cancel(job, listed):
+            commands.cancel(record.id)
+            self._soon = True
+        verdict = settle(Verdict(job.state, job.reason), facts)
+        if not self._final(job, verdict, listed):
+            return
+        preempted = listed is not None and listed.state == "PREEMPTED"
+        if verdict.state is State.LOST and preempted:
+            commands.cancel(record.id)  # or Slurm may put it back into its queue after all
+        if job.state is verdict.state is State.QUEUED:
+            self._explain(job, verdict.reason)
+            if job.reason == verdict.reason and not job.stop_level and listed is not None:
+                self._seen[job.id].waits = job, listed, self._silence()
+            return
+        if move(self.store, job, verdict):
+            _say(f"job {job.id}: {verdict.state}: {verdict.reason}")
+            if verdict.state in (State.RUNNING, State.COMPLETED):
+                self._push(job)
+            if verdict.state.ended:
+                self._end(job, record, verdict, facts)
+
+    def _explain(self, job: Job, reason: str) -> None:
+        if job.reason != reason:
+            self._reasons[job.id] = reason
+
+    def _facts(self, job: Job, record: HandedIn, listed: Listed | None, *, other: bool) -> Facts:
+        now, seen = time.monotonic(), self._seen_of(job)
+        warden = read_warden_report(warden_file(job.run_dir))
+        if warden != seen.warden:
+            seen.warden, seen.beaten_at = warden, now
+            if warden is not None and warden.allocation.id == record.id:
+                seen.announcer.look(warden.still)
+        silent, missing, gone = None, 0.0, False
+        if self._away_since is not None:
+            silent = now - (self._answered_at or self._away_since)
+        else:
+            missing, gone = self._missing.look(job.id, record.id, listed, now, other=other)
+        newest = job.run_dir.latest_checkpoint() if listed is None or _over(listed) else None
+        mine = warden is not None and warden.allocation.id == record.id
+        return Facts(
+            id=record.id,
+            listed=listed,
+            silent=silent,
+            missing=missing,
+            gone=gone,
+            warden=warden,
+            fresh=mine and now - seen.beaten_at < FRESH,
+            outcome=read_warden_report(outcome_file(job.run_dir)),
+            stopping=job.stop_level > 0,
+            saved=newest[0] if newest else None,
+            log=_last_line(job.run_dir) if listed is not None and _over(listed) else "",
+        )
+
+    def _seen_of(self, job: Job) -> _Seen:
+        if job.id not in self._seen:
+            self._seen[job.id] = _Seen(Announcer(job, _say))
+        return self._seen[job.id]
+
+    def _must_cancel(self, job: Job, listed: Listed | None) -> bool:
+        """Whether Slurm has to end it: it waits there, or a person wants it killed."""
+        if listed is None or _over(listed):
+            return False
+        return job.stop_level >= 3 or listed.state not in ("RUNNING", "COMPLETING")
+
+    def _final(self, job: Job, verdict: Verdict, listed: Listed | None) -> bool:
+        """Whether an end is one: a preempted job may be back in Slurm's queue a moment later."""
+        seen = self._seen_of(job)
+        if verdict.state is not State.LOST or listed is None or listed.state != "PREEMPTED":
+            if self._away_since is None:
+                seen.preempted_at = None
+            return True
+        self._soon = True
+        if seen.preempted_at is None:
+            seen.preempted_at = time.monotonic()
+        return time.monotonic() - seen.preempted_at >= BACK_WITHIN
+
+    # -- handing in ------------------------------------------------------------------------
+
+    def _hand_in(self, job: Job, record: HandedIn | None) -> None:
+        handed = hand_in(self.store, job, record)
+        if handed is None:
+            return
+        self._seen.pop(job.id, None)
+        _say(f"job {job.id} is Slurm job {handed.id}")
+        if handed.id not in self._listed:
+            self.store.explain(job.id, f"Slurm job {handed.id}: handed in")
+            self._soon = True
+        if self.store.get(job.id).state.ended:  # removed from the queue meanwhile
+            commands.cancel(handed.id)
+
+    def _absent(self, job: Job) -> str:
+        """What of the hub it still waits for, which this machine fetches; "" if nothing."""
+        reason, failed = why_waiting(job.run_dir)
+        if failed and self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED}):
+            forget(job.run_dir)
+        return reason
+
+    def _stop_unknown(self, job: Job, record: HandedIn | None) -> None:
+        """Stop a job of which `sbatch` did not say whether Slurm has it."""
+        with open(job.run_dir.root / ".handing-in", "a") as lock:
+            if not file_lock.take(lock):
+                return
+            if self._away_since is None:  # an answer from before sbatch had ended says nothing
+                self._ask(time.monotonic())
+            if self._away_since is not None:
+                self._explain(job, "Slurm does not respond; the job is stopped later")
+            elif record is not None and (slurm_id := find(record, self._listed)):
+                write_handed_in(job.run_dir, replace(record, id=slurm_id))
+                self._seen.pop(job.id, None)
+                self._soon = True  # and is then stopped as any other
+            else:
+                reason = "removed from the queue"
+                self.store.change(job.id, State.STOPPED, reason, only_from={State.QUEUED})
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def _end(self, job: Job, record: HandedIn, verdict: Verdict, facts: Facts) -> None:
+        ended = self.store.get(job.id)
+        Announcer(ended, _say).announce_end(verdict.state, verdict.reason)
+        with suppress(Exception):  # who looks reads it instead
+            keep_summary(self.store, ended)
+        lost = verdict.state is State.LOST
+        if lost and job.auto_resume and not job.stop_level and self._worth_it(record, facts):
+            self.store.requeue(job.id, f"resumed after: {verdict.reason}")
+
+    def _push(self, job: Job) -> None:
+        """From here, where there is a network; a push that runs already stays the one."""
+        try:
+            start_push(load_spec(job.run_dir.job_file), job)
+        except (OSError, UserError) as error:
+            _say(f"job {job.id}: cannot push its exports: {error}")
+
+    def _worth_it(self, record: HandedIn, facts: Facts) -> bool:
+        """Not again and again where no allocation is long enough for a new checkpoint."""
+        outside = facts.listed is not None and facts.listed.state not in ("TIMEOUT", "DEADLINE")
+        return outside or (facts.saved or 0) > record.step
+
+
+def _over(listed: Listed) -> bool:
+    """Whether Slurm has finished with it."""
+    return listed.state not in ALIVE
+
+
+def _last_line(run_dir: RunDir) -> str:
+    """The last line of the batch script's log, unless its warden wrote it: those have times."""
+    lines = read_tail(run_dir.supervisor_log, 4096).splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return "" if last[:2].isdecimal() or "slurmstepd" in last else one_line(last)[:300]
+
+
+def move(store: Store, job: Job, to: Verdict) -> bool:
+    """Bring a job into a state as Slurm has it; whether anything changed.
+
+    Between two looks it may have been through states that nobody saw.
+    """
+    if (job.state, job.reason) == (to.state, to.reason):
+        return False
+    now = store.get(job.id)
+    if now.state.ended or (now.state, now.reason) == (to.state, to.reason):
+        return False
+    stopping = now.state is State.STOPPING and now.stop_level > 0
+    if now.state is to.state or (stopping and not to.state.ended):
+        store.explain(job.id, to.reason, now.state)
+        return True
+    queued = now.state is State.QUEUED
+    if now.state is State.STOPPING and not (to.state.ended or to.state is State.QUEUED):
+        store.change(job.id, State.QUEUED, "put back by Slurm")
+        queued = True
+    if queued and to.state not in (State.STARTING, State.STOPPED):
+        store.change(job.id, State.STARTING, "started by Slurm")
+    store.change(job.id, to.state, to.reason)
+    return True
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), f"[{os.getpid()}]", text, flush=True)

@@ -1,0 +1,418 @@
+"""A job's ranks in an allocation of Slurm: tasks of one `srun`, on any number of nodes.
+
+Whoever supervises them is inside the allocation. Slurm ends it by its time limit, by a
+cancellation, or by a preemption, and says which only afterwards, if at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from jobs.backends.slurm import commands
+from jobs.backends.slurm.script import PYTHON_VARIABLE, on_gpus, per_machine
+from jobs.errors import UserError
+from jobs.launch import local
+from jobs.machine import devices, processes
+from jobs.memory.kept_prediction import keep
+from jobs.queue.states import State
+from jobs.run.diagnosis.rank_exits import rank_exits
+from jobs.run.fence import FENCE_VARIABLE, taken_over
+from jobs.run.rundir import event, read_json, read_tail, write_atomic
+from jobs.spec.file.load import load_spec
+from jobs.spec.rules.strategy import AS_ASKED, chosen_strategy, launched_strategy, world_size
+from jobs.supervise.port import Attempt, AwayError, Outcome
+from jobs.trackers import start_trackers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from jobs.backends.slurm.records import Allocation
+    from jobs.run.rundir import RankStatus, RunDir
+    from jobs.spec.job_spec import JobSpec
+    from jobs.supervise.port import Report
+
+LOOK_EVERY: Final = 0.5  # seconds
+ASK_EVERY: Final = 5.0  # seconds
+# What srun says when the controller is away, has just come back, or ends the job.
+_REFUSED: Final = re.compile(
+    r"Unable to create step|Unable to confirm allocation|Expired or invalid job"
+)
+_HALF: Final = "Application launch failed"  # a node did not respond
+KILL_TAKES: Final = 40.0  # seconds for srun to end its tasks
+TRACKERS_TAKE: Final = 60.0  # seconds for trackers to report the end
+VERDICT_TAKES: Final = 600.0  # seconds for Slurm to carry out what it began with a SIGTERM
+_REFUSALS: Final = 10  # starts of the ranks for which Slurm gave no step
+_NO_MORE_STEPS: Final = "already completing or completed"
+
+
+@dataclass
+class SlurmRanks:
+    """`jobs.supervise.port.Ranks` of a job in its allocation.
+
+    Attributes:
+        run_dir: Of the job.
+        allocation: Slurm's job id and restart count.
+        report: Where its supervisor says what it does.
+        time_up: Whether the time limit is near.
+        sigterm_received: Whether Slurm sent SIGTERM: a cancellation, or a preemption.
+    """
+
+    run_dir: RunDir
+    allocation: Allocation
+    report: Report
+    time_up: bool = False
+    sigterm_received: bool = False
+    _closing: bool = False  # Slurm says that it ends the allocation
+    _signalled: bool = False  # all ranks, by us
+    _ended_by_us: set[int] = field(default_factory=set)
+    _refusals: int = 0
+    _attempt: Attempt | None = None
+    _trackers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _sent_at: float = float("-inf")
+    _begun: int | None = None
+
+    def __post_init__(self) -> None:
+        self._begun = self._newest()
+
+    def adopt(self) -> Attempt | None:
+        """Ranks do not outlive whoever supervises them: Slurm ends all steps with the script."""
+        return None
+
+    def launch(self, restarts: int) -> Attempt:
+        spec, run_id = load_spec(self.run_dir.job_file), f"slurm-{self.allocation}"
+        self._signalled, self._ended_by_us = False, set()
+        self._attempt = start_step(spec, self.run_dir, self.allocation, run_id, restarts)
+        try:
+            self._trackers = start_trackers(spec, self.run_dir)
+        except OSError as error:
+            self.report.log(f"cannot start a tracker: {error}")
+        return self._attempt
+
+    def rest(self, attempt: Attempt) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            if attempt.child is not None:
+                attempt.child.wait(LOOK_EVERY)
+
+    def leave_if_replaced(self) -> None:
+        """End the ranks of a node that was cut off: the new supervisor alone judges the job."""
+        if other := taken_over(self.run_dir.root, str(self.allocation)):
+            self.report.log(f"allocation {other} of this job has taken over; ending the ranks")
+            self.end_all()
+            raise SystemExit(1)
+
+    def gone(self, statuses: Sequence[RankStatus]) -> set[int]:
+        """Trust srun alone: a pid of another node says nothing here."""
+        return {rank_exit.rank for rank_exit in rank_exits(self.run_dir)}
+
+    def dump_stacks(self, statuses: Sequence[RankStatus]) -> None:
+        commands.signal_steps(self.allocation.id, "USR1")
+
+    def terminate(self, attempt: Attempt) -> None:
+        if time.monotonic() - self._sent_at < ASK_EVERY:
+            raise AwayError("Slurm did not respond a moment ago")
+        try:
+            with suppress(UserError):  # such as of ranks that have just ended
+                commands.signal_steps(self.allocation.id, "TERM")
+        except AwayError:
+            self._sent_at = time.monotonic()
+            raise
+        self._signalled = True
+
+    def kill(self, attempt: Attempt, ranks: Collection[int] | None = None) -> None:
+        """End all tasks, whichever are meant: srun does that when it gets SIGTERM, and says so."""
+        if ranks is None:
+            self._signalled = True
+        else:
+            self._ended_by_us |= set(ranks)
+        child = attempt.child
+        if child is None:
+            return
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(KILL_TAKES)
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+    def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
+        """Nothing outlives srun; ranks other than the first leave errors that nobody collects."""
+        add_errors(self.run_dir)
+        return False
+
+    def end_all(self) -> None:
+        if self._attempt is not None:
+            self.kill(self._attempt)
+
+    def must_end(self) -> str:
+        if self.time_up:
+            return "the time limit is near: "
+        return "Slurm ends the job: " if self.sigterm_received or self._closing else ""
+
+    def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome | None:
+        """A step that Slurm refuses is no attempt: its controller may be away."""
+        ending = bool(self.must_end()) or self.report.wish() > 0
+        if not was_refused(self.run_dir) or ending or self._refusals >= _REFUSALS:
+            return outcome
+        self._refusals += 1
+        self.report.log(f"no step: {outcome.reason}")
+        self.report.say(State.STARTING, "waiting for Slurm to start the ranks")
+
+        def ends() -> bool:
+            self.leave_if_replaced()
+            return give_up()
+
+        state = await_answer(self.allocation.id, ends)
+        if state is None:
+            return Outcome(State.STOPPED, "stopped before the ranks started")
+        if not state:
+            return Outcome(State.LOST, f"Slurm no longer knows job {self.allocation.id}")
+        if state == "RUNNING":
+            self.report.say(State.STARTING, "starting ranks")
+            return None
+        self._closing = True
+        return outcome
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def conclude(self, outcome: Outcome) -> Outcome:
+        """What an end means that no person asked for."""
+        for tracker in self._trackers:
+            with suppress(subprocess.TimeoutExpired):
+                tracker.wait(TRACKERS_TAKE)
+        if self.report.wish() or outcome.state is State.COMPLETED:
+            return outcome
+        spec = self._attempt.spec if self._attempt else load_spec(self.run_dir.job_file)
+        retries = outcome.worth_retrying and spec.max_restarts > 0 and spec.slurm_requeue
+        if outcome.state is not State.STOPPED and not (self.time_up and retries):
+            terminated = not self._signalled and were_terminated(self.run_dir, self._ended_by_us)
+            if self.sigterm_received or terminated or self._is_ending():
+                self._await_verdict()
+            return outcome
+        if self.sigterm_received or not self.time_up:
+            # A cancellation, or a preemption, which signals only the ranks. To exit now would
+            # look to Slurm like a normal end, and a preempted job would not be requeued.
+            self.report.say(State.STOPPING, f"{outcome.reason}; waiting for Slurm")
+            if not self._await_verdict():
+                reason = f"someone sent SIGTERM to the ranks; {outcome.reason}"
+                return Outcome(State.STOPPED, reason)
+            return outcome
+        if self._newest() in (None, self._begun):
+            reason = "the time limit came before the job got to a new checkpoint; raise slurm_time"
+            return Outcome(State.FAILED, reason)
+        stopped = Outcome(State.STOPPED, f"time limit; {outcome.reason}")
+        return self._requeue(stopped) if spec.slurm_requeue else stopped
+
+    def _requeue(self, stopped: Outcome) -> Outcome:
+        """Go back into Slurm's queue, which ends this process; if that fails, it has stopped."""
+        self.report.say(State.STOPPING, f"{stopped.reason}; requeueing")
+        while not self.report.wish():
+            self.report.look(())
+            try:
+                commands.requeue(self.allocation.id)
+            except AwayError as error:  # it has until the time limit to come back
+                self.report.log(f"cannot requeue yet: {error}")
+                time.sleep(ASK_EVERY)
+            except UserError as error:
+                reason = f"{stopped.reason}; Slurm refused to requeue: {error}"
+                return Outcome(State.STOPPED, reason)
+            else:
+                self._await_verdict()
+                break
+        return stopped
+
+    def _is_ending(self) -> bool:
+        """Whether Slurm ends this allocation, so that ranks were killed for that reason.
+
+        Past its limit, a job is still RUNNING for up to a minute, but gets no more steps.
+        """
+        if _NO_MORE_STEPS in read_tail(self.run_dir.launcher_log, 4096):
+            return True
+        with suppress(AwayError):
+            return commands.state_of(self.allocation.id) not in ("RUNNING", "")
+        return False
+
+    def _await_verdict(self) -> bool:
+        """Stay until Slurm ends this process; False if it does not in a long time."""
+        until = time.monotonic() + VERDICT_TAKES
+        while time.monotonic() < until:
+            self.leave_if_replaced()
+            self.report.look(())
+            if self.report.wish():
+                return True
+            with suppress(AwayError):
+                if commands.state_of(self.allocation.id) == "CANCELLED":
+                    return True
+            time.sleep(ASK_EVERY)
+        return False
+
+    def _newest(self) -> int | None:
+        newest = self.run_dir.latest_checkpoint()
+        return newest[0] if newest else None
+
+
+# -- one launch --------------------------------------------------------------------------
+
+
+def start_step(
+    spec: JobSpec, run_dir: RunDir, allocation: Allocation, run_id: str, restarts: int
+) -> Attempt:
+    """Start all ranks, one task each, and record it in `launch.json`.
+
+    Raises:
+        OSError: `srun` cannot be started.
+    """
+    before = read_json(run_dir.launch_file) or {}
+    run_dir.forget_attempt()
+    strategy, reason = _strategy(spec, before)
+    address = spec.main_process_ip or socket.gethostname()
+    environment = local.rank_variables(
+        spec, run_dir, run_id, strategy, reason, on_gpus=on_gpus(spec)
+    )
+    environment |= {
+        FENCE_VARIABLE: str(allocation),
+        "FSDP_TUI_LOCAL_RANKS": str(per_machine(spec)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(spec.main_process_port or _free_port()),
+    }
+    if spec.num_machines == 1:
+        environment |= local.loopback_variables(os.environ) | {"MASTER_ADDR": "127.0.0.1"}
+    command = srun_command(spec, run_dir, os.environ)
+    offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0
+    run_dir.launcher_log.write_bytes(b"")
+    with open(run_dir.launcher_log, "ab") as log:
+        child = subprocess.Popen(
+            command,
+            env=_without_foreign(os.environ) | environment,
+            cwd=run_dir.root,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    processes.wait_for_by_hand(child.pid)
+    kills = processes.kernel_oom_kills()
+    attempt = Attempt(spec, shlex.join(command), None, child, offset, restarts, kills)
+    record = {
+        "command": command,
+        "environment": environment,
+        "gpus": [],
+        "run_id": run_id,
+        "slurm": {"job": allocation.id, "restart": allocation.restart},
+        "restarts": restarts,
+        "events_offset": offset,
+        "oom_kills": kills,
+        "launcher": None,
+        "started": time.time(),
+        "versions": local.versions(),
+    }
+    write_atomic(run_dir.launch_file, json.dumps(record, indent=2) + "\n", durable=True)
+    keep(run_dir, spec, strategy, world_size(spec), on_gpus=on_gpus(spec))
+    return attempt
+
+
+def was_refused(run_dir: RunDir) -> bool:
+    """Whether Slurm gave no step, or could not start all ranks: that is nobody's failure."""
+    output = read_tail(run_dir.launcher_log)
+    none = _REFUSED.search(output) is not None and not run_dir.rank_statuses()
+    return none or _HALF in output
+
+
+def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:
+    """Whether SIGTERM that we did not send ended ranks.
+
+    A preemption begins so, with ranks alone; while they start, they cannot save.
+    """
+    ends = [rank_exit for rank_exit in rank_exits(run_dir) if rank_exit.rank not in ended_by_us]
+    return any(rank_exit.code == -signal.SIGTERM for rank_exit in ends)
+
+
+def await_answer(slurm_id: str, ends: Callable[[], bool]) -> str | None:
+    """Ask for the state of a job that got no step until Slurm responds.
+
+    Args:
+        slurm_id: Slurm's number of the job.
+        ends: Called about every half second; whether to wait no longer.
+
+    Returns:
+        Its state; "" if Slurm does not know it, None if the wait was to end.
+    """
+    asked_at = time.monotonic()
+    while not ends():
+        if time.monotonic() - asked_at >= ASK_EVERY:
+            asked_at = time.monotonic()
+            with suppress(AwayError):
+                return commands.state_of(slurm_id)
+        time.sleep(min(LOOK_EVERY, ASK_EVERY))
+    return None
+
+
+def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:
+    """The command that starts the ranks. Pure.
+
+    Args:
+        spec: The job.
+        run_dir: Where they write.
+        environment: May name the interpreter of the ranks, such as one in a container.
+    """
+    python = shlex.split(environment.get(PYTHON_VARIABLE, "")) or [sys.executable]
+    return [
+        "srun",
+        f"--nodes={spec.num_machines}",
+        f"--ntasks={world_size(spec)}",
+        f"--ntasks-per-node={per_machine(spec)}",
+        "--distribution=block",  # ranks of a machine are neighbors
+        "--gpu-bind=none",  # each rank sees all GPUs of its node, and takes that of its number
+        "--kill-on-bad-exit=0",  # the others may still have to say why, or to save
+        # No --unbuffered: it gives tasks a terminal, and ranks without one write logs.
+        "--wait=0",  # rank 0 may have more to write than the others
+        *(spec.slurm_srun_args or []),
+        *python,
+        "-m",
+        "jobs.backends.slurm.task",
+        str(run_dir.root),
+    ]
+
+
+def _strategy(spec: JobSpec, before: Mapping[str, object]) -> tuple[str, str]:
+    """What runs; a restart keeps what `auto` chose at first."""
+    environment = before.get("environment")
+    strategy, reason = launched_strategy(environment if isinstance(environment, dict) else {})
+    if spec.strategy == "auto" and strategy and reason != AS_ASKED:
+        return strategy, reason
+    names = [gpu.uuid for gpu in devices.gpus()] if on_gpus(spec) else []
+    mine = names[: per_machine(spec)]
+    return chosen_strategy(spec, local.auto_room(spec, mine))
+
+
+def _free_port() -> int:
+    """A port of this node, on which rank 0 listens."""
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return int(listening.getsockname()[1])
+
+
+def _without_foreign(environment: Mapping[str, str]) -> dict[str, str]:
+    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {
+        key: value
+        for key, value in environment.items()
+        if key not in dropped and not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+    }
+
+
+def add_errors(run_dir: RunDir) -> None:
+    """Add to the events what ranks other than the first left: no rank writes any more."""
+    errors = [error for error in run_dir.rank_errors() if error["rank"]]
+    with suppress(OSError), open(run_dir.events, "a", encoding="utf-8") as file:
+        for error in errors:
+            dropped = ("t", "kind", "trace")
+            file.write(event("error", **{k: v for k, v in error.items() if k not in dropped}))

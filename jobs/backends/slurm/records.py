@@ -1,0 +1,188 @@
+"""Files in the run directory of a Slurm job besides those of every run.
+
+    slurm.json      by the queue: which Slurm job this is
+    warden.json     by the supervisor in the allocation: what it sees, about every five seconds
+    outcome.json    by the same, once: how the job ended
+    fence.json      by the same, first: which allocation may write checkpoints
+
+Slurm puts a job back into its queue under the same id, so (id, restart count) names an allocation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.queue.states import State
+from jobs.run.rundir import read_json, write_atomic
+from jobs.untrusted.text import one_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.queue.store import Job, Store
+    from jobs.run.rundir import RunDir
+
+NAME: Final = "slurm"  # of this backend, as `launcher` has it
+STOPS: Final = (1, 2, 3)  # levels
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """Which Slurm job a job is.
+
+    Attributes:
+        name: Of the Slurm job; no other has it.
+        attempt: Ours, for which it was handed in.
+        id: Slurm's; "" from before `sbatch` is called until its answer is written down.
+        step: Of the newest checkpoint at that time.
+    """
+
+    name: str
+    attempt: int
+    id: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """An allocation: a Slurm job, and how often it was put back into the queue before."""
+
+    id: str
+    restart: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.id}.{self.restart}"
+
+
+@dataclass(frozen=True)
+class WardenReport:
+    """What a warden reports: its current view of the job, or the outcome.
+
+    Attributes:
+        allocation: Whose warden it is.
+        state: Of the job.
+        reason: One line.
+        host: Where the warden runs.
+        beat: Grows for as long as it lives.
+        worth_retrying: Of an outcome: whether another attempt could help.
+        still: Seconds in which no rank has made progress.
+    """
+
+    allocation: Allocation
+    state: State
+    reason: str
+    host: str = ""
+    beat: int = 0
+    worth_retrying: bool = False
+    still: float = 0.0
+
+
+def handed_in_file(run_dir: RunDir) -> Path:
+    return run_dir.root / "slurm.json"
+
+
+def warden_file(run_dir: RunDir) -> Path:
+    return run_dir.root / "warden.json"
+
+
+def outcome_file(run_dir: RunDir) -> Path:
+    return run_dir.root / "outcome.json"
+
+
+def read_handed_in(run_dir: RunDir, attempt: int | None = None) -> HandedIn | None:
+    """Which Slurm job it is; None if it has none yet, or only one of another attempt."""
+    values = read_json(handed_in_file(run_dir)) or {}
+    try:
+        record = HandedIn(
+            str(values["name"]), int(values["attempt"]), str(values["id"]), int(values["step"])
+        )
+    except (LookupError, TypeError, ValueError):
+        return None
+    return record if attempt in (None, record.attempt) else None
+
+
+def write_handed_in(run_dir: RunDir, record: HandedIn) -> None:
+    write_atomic(handed_in_file(run_dir), json.dumps(asdict(record)) + "\n", durable=True)
+
+
+def read_warden_report(path: Path) -> WardenReport | None:
+    """What a warden wrote; None if there is nothing, or nothing readable."""
+    values = read_json(path) or {}
+    try:
+        return WardenReport(
+            Allocation(str(values["slurm_id"]), int(values["restart"])),
+            State(values["state"]),
+            one_line(str(values["reason"])),
+            one_line(str(values.get("host", ""))),
+            int(values.get("beat", 0)),
+            bool(values.get("worth_retrying", False)),
+            float(values.get("still", 0.0)),
+        )
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def write_warden_report(path: Path, report: WardenReport, *, durable: bool = False) -> None:
+    values: dict[str, Any] = asdict(replace(report)) | {
+        "slurm_id": report.allocation.id,
+        "restart": report.allocation.restart,
+        "state": str(report.state),
+    }
+    del values["allocation"]
+    write_atomic(path, json.dumps(values) + "\n", durable=durable)
+
+
+def ask_to_stop(run_dir: RunDir, attempt: int, level: int) -> None:
+    """Leave a person's wish for the warden of this attempt, whichever allocation it has."""
+    run_dir.control.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for lower in range(1, level + 1):
+        (run_dir.control / _wish(attempt, lower)).touch()
+
+
+def asked_to_stop(run_dir: RunDir, attempt: int) -> int:
+    """How firmly a person asked this attempt to stop; 0 if nobody did.
+
+    By listing the directory: of a file that another host has just made, a network file system may
+    say for a minute that there is none.
+    """
+    try:
+        there = set(os.listdir(run_dir.control))
+    except OSError:
+        return 0
+    return max((level for level in STOPS if _wish(attempt, level) in there), default=0)
+
+
+def forget_wishes(run_dir: RunDir) -> None:
+    """Remove what earlier attempts were asked."""
+    for path in run_dir.control.glob("slurm-stop-*"):
+        path.unlink(missing_ok=True)
+
+
+def _wish(attempt: int, level: int) -> str:
+    return f"slurm-stop-{attempt}-{level}"
+
+
+KEPT: Final = "slurm-answer.json"
+_SHOWN: Final = ("state", "reason", "nodes", "starts", "restarts", "place")
+
+
+def slurm_facts(store: Store, job: Job) -> dict[str, Any]:
+    """A Slurm job's number, where it is and since when that is known; {} while it has none."""
+    record = read_handed_in(job.run_dir, job.attempt)
+    if record is None:
+        return {}
+    kept = read_json(store.home / KEPT) or {}
+    jobs, asked = kept.get("jobs"), kept.get("t")
+    listed = jobs.get(record.id) if isinstance(jobs, dict) else None
+    warden = read_warden_report(warden_file(job.run_dir))
+    mine = warden is not None and warden.allocation.id == record.id
+    if not isinstance(listed, dict) or listed.get("name") != record.name:
+        listed = {}
+    facts = {name: listed[name] for name in _SHOWN if name in listed}
+    age = max(0.0, time.time() - asked) if isinstance(asked, float) else None
+    host = warden.host if mine and warden is not None else None
+    return {"slurm": {"job": record.id, "name": record.name, **facts, "age": age, "host": host}}

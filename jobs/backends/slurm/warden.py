@@ -1,0 +1,173 @@
+"""`python -m jobs.backends.slurm.warden RUNDIR`: the batch step supervises the job.
+
+It writes what it sees into the run directory, never opens the database, and needs nothing to run
+on the login node.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs.backends.slurm.ranks import SlurmRanks
+from jobs.backends.slurm.records import (
+    Allocation,
+    WardenReport,
+    asked_to_stop,
+    outcome_file,
+    read_handed_in,
+    warden_file,
+    write_warden_report,
+)
+from jobs.errors import UserError
+from jobs.queue.states import State
+from jobs.run.fence import raise_fence
+from jobs.run.rundir import RunDir
+from jobs.supervise.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jobs.run.diagnosis.hang import Stillness
+    from jobs.supervise.port import Outcome
+
+BEAT_EVERY: Final = 5.0  # seconds between two signs of life
+_TRY_EVERY: Final = 5.0  # seconds
+_GONE_AFTER: Final = 5  # tries to write into a run directory that is not there
+
+
+@dataclass
+class WardenFile:
+    """`jobs.supervise.port.Report` in files of the run directory, which the keeper reads.
+
+    Attributes:
+        run_dir: Of the job.
+        allocation: Slurm's job id and restart count.
+        attempt: Ours, by which a person's requests are known; None for a job handed in by hand.
+    """
+
+    run_dir: RunDir
+    allocation: Allocation
+    attempt: int | None = None
+    _reported: tuple[State, str] = (State.STARTING, "starting ranks")
+    _still: float = 0.0
+    _beat: int = 0
+    _beaten_at: float = float("-inf")
+    _failing: bool = False
+
+    def wish(self) -> int:
+        return asked_to_stop(self.run_dir, self.attempt) if self.attempt is not None else 0
+
+    def say(self, state: State, reason: str) -> None:
+        if (state, reason) != self._reported:
+            self.log(f"{state}: {reason}")
+        self._reported = state, reason
+        self._write()
+
+    def warn(self, text: str) -> None:
+        if self._reported[0] is State.RUNNING:
+            self.say(State.RUNNING, text)
+
+    def look(self, ranks: Sequence[Stillness]) -> None:
+        """Give a sign of life from time to time."""
+        self._still = min((rank.still for rank in ranks), default=0.0)
+        if time.monotonic() - self._beaten_at >= BEAT_EVERY:
+            self._write()
+
+    def end(self, outcome: Outcome) -> None:
+        report = self._report(outcome.state, outcome.reason, worth_retrying=outcome.worth_retrying)
+        missing = 0
+        while missing < _GONE_AFTER:
+            try:
+                write_warden_report(outcome_file(self.run_dir), report, durable=True)
+            except FileNotFoundError:  # the run was removed, or its file system is away
+                missing += 1
+                time.sleep(_TRY_EVERY)
+            except OSError as error:  # a full disk; else the state would lie
+                self.log(f"could not record the end: {error}")
+                time.sleep(_TRY_EVERY)
+            else:
+                break
+
+    def log(self, text: str) -> None:
+        """Print a line of the batch script's log."""
+        with suppress(OSError):
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
+
+    def _write(self) -> None:
+        self._beaten_at = time.monotonic()
+        self._beat += 1
+        try:
+            write_warden_report(warden_file(self.run_dir), self._report(*self._reported))
+        except OSError as error:  # a full disk; the next sign of life says it
+            if not self._failing:
+                self.log(f"cannot write {warden_file(self.run_dir).name}: {error}")
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _report(self, state: State, reason: str, *, worth_retrying: bool = False) -> WardenReport:
+        host = socket.gethostname()
+        return WardenReport(
+            self.allocation, state, reason, host, self._beat, worth_retrying, self._still
+        )
+
+
+def supervisor_of(run_dir: RunDir, environment: Mapping[str, str]) -> Supervisor:
+    """Build the supervisor of this process's allocation.
+
+    Raises:
+        UserError: There is none, or the run belongs to another Slurm job.
+    """
+    try:
+        allocation = Allocation(
+            environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT") or 0)
+        )
+    except (KeyError, ValueError):
+        raise UserError("not in a Slurm job; hand it in with sbatch") from None
+    record = read_handed_in(run_dir)
+    attempt = record.attempt if record is not None else None
+    if record is not None and (
+        environment.get("SLURM_JOB_NAME") != record.name or record.id not in ("", allocation.id)
+    ):
+        raise UserError(f"{run_dir.root} belongs to Slurm job {record.name} ({record.id})")
+    report = WardenFile(run_dir, allocation, attempt)
+    return Supervisor(run_dir, SlurmRanks(run_dir, allocation, report), report)
+
+
+def main() -> int:
+    """Supervise the run directory on the command line; the exit status of the batch script."""
+    run_dir = RunDir(Path(sys.argv[1]).absolute())
+    try:
+        supervisor = supervisor_of(run_dir, os.environ)
+    except UserError as error:
+        print(f"fsdp-tui: {error}", file=sys.stderr)
+        return 2
+    ranks = supervisor.ranks
+    assert isinstance(ranks, SlurmRanks)
+    run_dir.create()
+
+    def note_limit(*_: object) -> None:
+        ranks.time_up = True
+
+    def note_end(*_: object) -> None:
+        ranks.sigterm_received = True
+
+    # A cancellation is SIGTERM: only USR2, which the script asks for, may requeue.
+    signal.signal(signal.SIGUSR2, note_limit)
+    signal.signal(signal.SIGTERM, note_end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_fence(run_dir.root, str(ranks.allocation))
+    outcome = supervisor.run()
+    return int(outcome.state not in (State.COMPLETED, State.STOPPED))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""A job as what replays it anywhere: its file, its flags, or the command line of its ranks."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import yaml
+
+from jobs.backends import backend
+from jobs.backends.slurm.script import script_by_hand
+from jobs.launch import local
+from jobs.machine import bytecode
+from jobs.machine.processes import RUN_ID_VARIABLE
+from jobs.run.rundir import RunDir, read_json
+from jobs.spec.file.flags import to_flags
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.rules.strategy import launched_strategy, world_size
+
+if TYPE_CHECKING:
+    from jobs.queue.store import Job
+    from jobs.spec.job_spec import JobSpec
+
+Form = Literal["yaml", "flags", "accelerate", "sbatch"]
+FORMS: Final = get_args(Form)
+
+
+def replay(job: Job, form: Form) -> str:
+    """What replays a job: a job file, flags quoted for a shell, or a script for a shell.
+
+    Raises:
+        UserError: Its job file cannot be read.
+    """
+    facts = replay_facts(job, form)
+    if form == "sbatch":
+        return str(facts).rstrip("\n")
+    if form == "yaml":
+        return yaml_of(job).rstrip("\n")
+    return shlex.join(facts) if form == "flags" else script_of(facts, f"Job {job.id} “{job.name}”")
+
+
+def replay_facts(job: Job, form: Form) -> Any:
+    """The same as JSON values: the job's values, its flags, or environment, command and files."""
+    spec = load_spec(job.run_dir.job_file)
+    if form == "yaml":
+        return spec.to_dict()
+    if form == "flags":
+        return to_flags(spec)
+    if form == "sbatch":
+        return script_by_hand(spec)
+    return launch_facts(_settled(job, spec), spec, on_gpus=job.wanted is not None)
+
+
+def resolved(spec: JobSpec) -> str:
+    """A job that was not submitted, complete: a job file, or for Slurm a script with one inside."""
+    return backend(spec.launcher).by_hand(spec)
+
+
+def yaml_of(job: Job) -> str:
+    """The whole job as a job file."""
+    return dump_spec(load_spec(job.run_dir.job_file))
+
+
+def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool) -> dict[str, Any]:
+    """How to launch a job's ranks without the queue, in a directory of their own.
+
+    Args:
+        spec: The job; where its strategy is `auto`, the GPUs and the model are inspected.
+        written: What its job file says; by default `spec`.
+        on_gpus: Whether its ranks run on GPUs.
+
+    Returns:
+        The environment variables, the words of the command, and the files it reads by path.
+    """
+    written = written or spec
+    run_dir = RunDir(Path(f"{spec.name}-by-hand"))
+    gpus: list[str] = []
+    if on_gpus:  # elsewhere they have other UUIDs
+        named = spec.gpus if isinstance(spec.gpus, list) else range(world_size(spec))
+        gpus = [str(name) for name in named]
+    launch = local.build(spec, run_dir, gpus=gpus, run_id="")
+    of_here = (RUN_ID_VARIABLE, *bytecode.VARIABLES)
+    environment = {k: v for k, v in launch.environment.items() if k not in of_here}
+    command = ["accelerate", *launch.command[launch.command.index("launch") :]]
+    return {
+        "environment": environment,
+        "command": command,
+        "files": {
+            str(run_dir.job_file): dump_spec(written, only_set=True),
+            str(run_dir.accelerate_file): yaml.safe_dump(launch.config, sort_keys=False),
+        },
+    }
+
+
+def _settled(job: Job, spec: JobSpec) -> JobSpec:
+    """With the strategy that `auto` came to when the job was launched, if it was."""
+    record = read_json(job.run_dir.launch_file) or {}
+    strategy, _ = launched_strategy(record.get("environment") or {})
+    return spec.model_copy(update={"strategy": strategy}) if strategy else spec
+
+
+def script_of(facts: dict[str, Any], what: str) -> str:
+    """A script for a shell that writes the files and launches the ranks.
+
+    Args:
+        facts: Of `launch_facts`.
+        what: The job, as its first line calls it.
+    """
+    lines = [f"# {what} by hand: no queue, no supervisor, its own directory."]
+    folders = dict.fromkeys(str(Path(name).parent) for name in facts["files"])
+    lines += [f"mkdir -p {shlex.quote(folder)}" for folder in folders]
+    for name, text in facts["files"].items():
+        lines += [f"cat > {shlex.quote(name)} <<'END_OF_FILE'", text.rstrip("\n"), "END_OF_FILE"]
+    settings = [f"{key}={shlex.quote(value)}" for key, value in facts["environment"].items()]
+    return "\n".join([*lines, " ".join(["env", *settings, shlex.join(facts["command"])])])
+
+
+def command_of(facts: dict[str, Any]) -> str:
+    """The launch line as a shell takes it, a flag a line."""
+    first, *flags = _grouped(facts["command"])
+    return " \\\n  ".join([first, *flags])
+
+
+def _grouped(words: list[str]) -> list[str]:
+    """The words quoted, those that a flag takes beside it."""
+    lines: list[str] = []
+    for word in map(shlex.quote, words):
+        flag = lines and lines[-1].startswith("-") and "=" not in lines[-1]
+        if lines and not word.startswith("-") and (flag or len(lines) == 1):
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines

@@ -1,1 +1,0 @@
-"""Jobs that Slurm runs: handed in from here, supervised by a process in their allocation."""

@@ -94,7 +94,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("jobs.memory.client.COMMAND", fake)
     monkeypatch.setattr("jobs.memory.client._shared", servers := [])
     # No queue keeper behind the test's back, and a short-lived one in its child processes.
-    monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
+    monkeypatch.setattr("jobs.service.ensure_keepers", lambda store: None)
     monkeypatch.setenv("FSDP_TUI_RUNNER_IDLE", "1")
     yield path
     for server in servers:

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from jobs.notify.config import NotifyConfig
+from jobs.notify import NotifyConfig
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec

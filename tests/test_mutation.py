@@ -80,7 +80,10 @@ def test_a_mutant_is_one_change_of_the_text_in_bytes() -> None:
 
 
 def test_a_module_is_held_against_fast_tests_that_exist() -> None:
-    assert files_for("jobs.queue.placement")[0] == "tests/jobs/queue/test_placement.py"
+    assert (
+        files_for("jobs.backends.local.placement")[0]
+        == "tests/jobs/backends/local/test_placement.py"
+    )
     for module in (
         "engine.diffusion.random_numbers",
         "engine.model.files.weights",

@@ -10,7 +10,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Final
 
-from jobs.queue.placement import Request, Start, place
+from jobs.backends.local.placement import Request, Start, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

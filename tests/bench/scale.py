@@ -139,7 +139,7 @@ def command(home: Path, name: str, *words: str) -> Row:
     return name, f"{cpu:.2f} s", f"{took:.2f} s by the clock, {used.ru_maxrss / 1024:.0f} MiB"
 
 
-def keeper(home: Path, seconds: float, module: str = "jobs.queue.keeper") -> Row:
+def keeper(home: Path, seconds: float, module: str = "jobs.backends.keeper") -> Row:
     """The share of a core that the queue keeper takes, or that of Slurm jobs."""
     process = subprocess.Popen(
         [

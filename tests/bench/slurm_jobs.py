@@ -19,17 +19,17 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from jobs.backends.slurm.records import Allocation, WardenReport, warden_file, write_warden_report  # noqa: E402
 from jobs.queue.states import State  # noqa: E402
 from jobs.queue.store import Store  # noqa: E402
 from jobs.run.rundir import RunDir  # noqa: E402
-from jobs.slurm.records import Allocation, WardenReport, warden_file, write_warden_report  # noqa: E402
 from tests.bench.scale import dashboard, keeper  # noqa: E402
 from tests.support.jobs.fake_slurm import FakeSlurm  # noqa: E402
 from tests.support.jobs.many_slurm_jobs import as_squeue, many_slurm_jobs  # noqa: E402
 from tui.text.tables import table  # noqa: E402
 
 if TYPE_CHECKING:
-    from jobs.slurm.commands import Listed
+    from jobs.backends.slurm.commands import Listed
 
 _BEAT: Final = 5.0  # seconds between two signs of life of a warden
 
@@ -64,7 +64,7 @@ def main() -> None:
         wardens = threading.Thread(target=beat, args=(store, running, ended))
         wardens.start()
         try:
-            rows = [keeper(home, asked.seconds, "jobs.slurm.keeper")]
+            rows = [keeper(home, asked.seconds, "jobs.backends.slurm.keeper")]
             rows += dashboard(home, " j ", 10.0, asked.seconds)
         finally:
             ended.set()

@@ -104,7 +104,7 @@ def _role(words: list[bytes], environment: list[bytes]) -> str:
     text = b" ".join(words)
     if b"tui" in words:
         return "submit"
-    if b"jobs.supervise" in words:
+    if b"jobs.backends.local" in words:
         return "supervisor"
     if b"accelerate" in text and b"launch" in text:
         return "launcher"

@@ -19,10 +19,10 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jobs.launch.trackers import start_trackers  # noqa: E402
 from jobs.machine.procfs import started_at  # noqa: E402
 from jobs.run.rundir import RunDir  # noqa: E402
 from jobs.spec.file.load import load_spec  # noqa: E402
+from jobs.trackers import start_trackers  # noqa: E402
 
 GOAL: Final = 1.01
 

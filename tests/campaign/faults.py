@@ -68,7 +68,7 @@ def trial(journal: Journal, number: int) -> None:
         gpus = [Gpu(n, f"GPU-{n:08}", "fake", 80 << 30) for n in range(rng.randrange(3))]
         p.setattr("jobs.machine.devices.gpus", lambda: gpus)
         # Who looks here does what a keeper would, and a process more for each trial is dear.
-        p.setattr("jobs.service.ensure_runner", lambda store: None)
+        p.setattr("jobs.service.ensure_keepers", lambda store: None)
         done: list[str] = []
         try:
             with opened(Store(root / "home"), job_values(root), p, root / "gates") as lab:

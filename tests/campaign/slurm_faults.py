@@ -30,17 +30,18 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from jobs import service
+from jobs.backends import backend
+from jobs.backends.keeper import ensure
+from jobs.backends.slurm import commands
+from jobs.backends.slurm.records import read_handed_in
+from jobs.backends.slurm.settle import ALIVE, LAUNCH_FAILED, LOST
 from jobs.errors import StateError
 from jobs.machine.processes import ProcessId
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.run.checkpoint_list import list_all, verify
-from jobs.slurm import commands
-from jobs.slurm.commands import AwayError, Listed
-from jobs.slurm.records import read_handed_in
-from jobs.slurm.rows import look_after_slurm_jobs
-from jobs.slurm.settle import ALIVE, LAUNCH_FAILED, LOST
 from jobs.spec.file.load import load_spec
+from jobs.supervise.port import AwayError
 from tests.campaign.faults import Broken, job_values, load
 from tests.campaign.journal import dice
 from tests.support.left_over import end_all_of, name_of, processes_of
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
+    from jobs.backends.slurm.commands import Listed
     from jobs.queue.store import Job
     from tests.campaign.journal import Journal
 
@@ -101,7 +103,7 @@ def _store() -> Store:
     patch.setenv("PYTHONPATH", str(ROOT))
     patch.setenv("FSDP_TUI_SLURM_INTERVAL", str(ASK_EVERY))
     patch.setenv("FAKE_LOCKSTEP", "1")
-    patch.setattr("jobs.service.ensure_runner", lambda store: None)
+    patch.setattr("jobs.service.ensure_keepers", lambda store: None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # or nobody would clean up
     atexit.register(folder.cleanup)
     atexit.register(end_all_of, root)
@@ -219,7 +221,7 @@ class Trial:
                 return
             if passed > ENDS_WITHIN * load():
                 raise Broken(f"does not end: {self.now.state}: {self.now.reason}")
-            look_after_slurm_jobs(self.store)
+            ensure(self.store, backend("slurm"))
             self._compare()
             self._look_at_checkpoints()
             time.sleep(0.5)
@@ -452,7 +454,10 @@ def _kill_rank(one: Trial) -> None:
 
 def _warden(one: Trial) -> ProcessId:
     for found in processes_of(one.job.run_dir.root.parent.parent):
-        if "jobs.slurm.warden" in (said := name_of(found)) and str(one.job.run_dir.root) in said:
+        if (
+            "jobs.backends.slurm.warden" in (said := name_of(found))
+            and str(one.job.run_dir.root) in said
+        ):
             return found
     raise StopIteration
 
@@ -518,7 +523,11 @@ def _kill_controller(one: Trial) -> None:
 def _kill_submitter(one: Trial) -> None:
     """Whoever looks next starts another; it may be between `sbatch` and its answer."""
     time.sleep(one.rng.random())
-    found = [p for p in processes_of(one.store.home) if "-m jobs.slurm " in f"{name_of(p)} "]
+    found = [
+        p
+        for p in processes_of(one.store.home)
+        if "-m jobs.backends.keeper slurm " in f"{name_of(p)} "
+    ]
     found[0].signal(signal.SIGKILL)
 
 
@@ -527,7 +536,7 @@ def _hand_in_badly(one: Trial) -> None:
     for _ in range(3):
         with suppress(IndexError):
             _kill_submitter(one)
-        look_after_slurm_jobs(one.store)
+        ensure(one.store, backend("slurm"))
 
 
 def _scancel(one: Trial) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from PIL import Image
 
+from jobs.backends.local.ranks import adopt
 from jobs.models.blocks.model_config import find_target
 from jobs.models.damaged_weights import find_damage
 from jobs.models.find_model import count_parameters
@@ -32,7 +33,6 @@ from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.values.datasets import datasets_of
-from jobs.supervise.attempt import adopt
 from tests.campaign.mutate import damaged, json_bytes, odd_value
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.jobs.fakes.launcher import summary

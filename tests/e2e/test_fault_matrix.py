@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from jobs import service
+from jobs.backends import backend
+from jobs.backends import keeper as runner
 from jobs.machine.processes import ProcessId, with_run_id
-from jobs.queue import keeper as runner
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.run.eventlog import EventLog
@@ -312,7 +313,7 @@ def runner_of(home: Path) -> ProcessId:
     """The process that the newest line `started` in the runner's log names."""
     log = home / "runner.log"
     eventually(lambda: log.exists() and "started" in log.read_text())
-    line = [line for line in log.read_text().splitlines() if line.endswith("started")][-1]
+    line = [line for line in log.read_text().splitlines() if "] started" in line][-1]
     found = ProcessId.of(int(line.split("[")[1].split("]")[0]))
     assert found is not None
     return found
@@ -329,7 +330,7 @@ def test_one_is_killed(lab: Lab, matrix: list[Row], target: str, moment: str) ->
         dashboard = Dashboard.opened()
         victim = dashboard.process
     elif target == "runner":
-        runner.ensure_runner(lab.store)
+        runner.ensure(lab.store, backend("local"))
         victim = runner_of(lab.store.home)
     bed.bring_to(moment)
     if victim is None:
@@ -344,7 +345,7 @@ def test_one_is_killed(lab: Lab, matrix: list[Row], target: str, moment: str) ->
         dashboard.child.wait()
         os.close(dashboard.terminal)
     if target == "runner":
-        runner.ensure_runner(lab.store)
+        runner.ensure(lab.store, backend("local"))
         eventually(lambda: (lab.store.home / "runner.log").read_text().count("started") == 2)
         assert runner_of(lab.store.home) != victim
     bed.look_until_true()
@@ -377,7 +378,7 @@ def steps(job: Job) -> list[int]:
 def test_everything_gets_a_hang_up(lab: Lab, matrix: list[Row]) -> None:
     """Sent to each process; all go on, since what a supervisor ignores its children ignore."""
     bed = prepare(lab, matrix, "SIGHUP everything", "mid-run")
-    runner.ensure_runner(lab.store)
+    runner.ensure(lab.store, backend("local"))
     keeper = runner_of(lab.store.home)
     bed.bring_to("mid-run")
     everyone = [keeper, lab.supervisor(bed.job), *with_run_id(bed.job.run_id)]

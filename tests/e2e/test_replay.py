@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from jobs import service
-from jobs.launch.replay import replay
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir
+from jobs.service.replay import replay
 from jobs.spec.file.load import load_spec
 from tests.support.engine.toy_jobs import toy_values
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.backends.slurm.records import read_handed_in
 from jobs.run.rundir import RunDir
-from jobs.slurm.records import read_handed_in
 from tests.support.jobs.real_jobs import Bench, Run
 
 if TYPE_CHECKING:

@@ -62,7 +62,10 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
         "engine/parallel/test_replicated.py",
     ),
     "jobs.spec.rules.conflicts": ("jobs/spec/test_conflicts.py", "jobs/spec/file/test_flags.py"),
-    "jobs.queue.dispatch": ("jobs/queue/test_dispatch.py", "jobs/service/test_edit.py"),
+    "jobs.backends.local.dispatch": (
+        "jobs/backends/local/test_dispatch.py",
+        "jobs/service/test_edit.py",
+    ),
     "jobs.memory.estimate": ("jobs/memory/test_fit.py", "jobs/memory/test_estimate.py"),
     "jobs.memory.fit": ("jobs/memory/test_fit.py", "jobs/memory/test_estimate.py"),
     "jobs.resume.resume_conflicts": ("jobs/resume/test_resume.py", "jobs/service/test_service.py"),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from jobs import service
 from jobs.machine.devices import Gpu, Host
-from jobs.queue.job import SLURM
 from jobs.queue.states import State
 from jobs.run.eventlog import Phase
 from jobs.service import Progress
@@ -358,7 +357,7 @@ def test_a_machine_without_gpus_shows_itself_and_each_rank(store: Store) -> None
 def test_nodes_of_slurm_are_shown_as_their_ranks_say(
     store: Store, width: int, gpus: Sequence[Gpu]
 ) -> None:
-    job = add_job(store, "demo", state=State.RUNNING, wanted=SLURM)
+    job = add_job(store, "demo", state=State.RUNNING, wanted=["slurm"])
     now = time.time()
     said = {"device": "cuda:0", "step": 7, "reserved": 33 * GIB, "gpu_memory": 80 * GIB}
     said["heartbeat"] = now

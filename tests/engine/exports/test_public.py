@@ -11,11 +11,11 @@ import pytest
 from engine import families
 from engine.exports.recipe import Recipe, describe
 from engine.tracking.values import config_values
-from jobs.hub.card import CardFacts, write_card
+from jobs.hub.upload import CardFacts, write_card
 from jobs.spec.job_spec import JobSpec, field_names, is_public
 from jobs.spec.keys.prompts import ValidationPrompt
 from jobs.spec.values.datasets import Dataset
-from jobs.untrusted.secrets import HIDDEN, without_secrets
+from jobs.untrusted.text import HIDDEN, without_secrets
 
 KEYS = Path(__file__).with_name("public_keys.txt")
 STYLES = ("diffusers", "kohya", "comfyui")

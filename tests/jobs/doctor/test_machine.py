@@ -23,6 +23,8 @@ from jobs import service
 from jobs.doctor.checks import disks, hub, job, keeper, packages
 from jobs.doctor.checks.disks import (
     Disk,
+    checkpoint_bytes,
+    checkpoints_kept,
     judge_clock,
     judge_disk,
     judge_room,
@@ -37,7 +39,6 @@ from jobs.doctor.checks.limits import (
 )
 from jobs.doctor.checks.terminal import Tmux, ask_tmux, is_utf8, judge_terminal
 from jobs.doctor.checks.variables import judge_variables
-from jobs.doctor.disk_needs import checkpoint_bytes, checkpoints_kept
 from jobs.doctor.finding import Finding, Verdict
 from jobs.doctor.nvml import Nvml
 from jobs.doctor.patient import Patient
@@ -295,7 +296,7 @@ def test_where_the_database_may_be(
 def test_checkpoints_must_fit(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.doctor.disk_needs.count_parameters", lambda path: 12 * 10**9)
+    monkeypatch.setattr("jobs.doctor.checks.disks.count_parameters", lambda path: 12 * 10**9)
     spec = JobSpec(
         pretrained_model_name_or_path=str(make_model()),
         model_type="full",
@@ -306,7 +307,7 @@ def test_checkpoints_must_fit(
     assert one(judge_room(spec, each - 1)).verdict is Verdict.FAIL
     assert one(judge_room(spec, 3 * each)).verdict is Verdict.WARN
     assert one(judge_room(spec, 4 * each)).verdict is Verdict.OK
-    monkeypatch.setattr("jobs.doctor.disk_needs.count_parameters", lambda path: None)
+    monkeypatch.setattr("jobs.doctor.checks.disks.count_parameters", lambda path: None)
     assert list(judge_room(spec, 1)) == []
     assert list(judge_room(JobSpec(pretrained_model_name_or_path="/no"), 1)) == []
 
@@ -320,7 +321,7 @@ def test_a_checkpoint_of_an_adapter_is_as_large_as_its_factors(
         "blocks.0.experts.1.w1.weight": (3072, 3072),
         "proj_out.weight": (64, 3072),
     }
-    monkeypatch.setattr("jobs.doctor.disk_needs.read_shapes", lambda path: shapes)
+    monkeypatch.setattr("jobs.doctor.checks.disks.read_shapes", lambda path: shapes)
     job = {"pretrained_model_name_or_path": str(make_model()), "model_type": "lora"}
 
     def parameters(**values: Any) -> int:
@@ -582,7 +583,7 @@ def test_the_keeper_is_found_by_its_lock_which_is_not_touched(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = home / "runner.lock"
-    words = [sys.executable, "-c", HOLD, str(lock), "jobs.queue.keeper"]
+    words = [sys.executable, "-c", HOLD, str(lock), "jobs.backends.keeper"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
@@ -641,7 +642,8 @@ def test_all_that_is_wrong_with_a_job_is_told_at_once(
 
 def test_nothing_that_a_job_is_refused_for_is_forgotten() -> None:
     """A check that is added to preflight belongs into `jobs.doctor.checks.job` too."""
-    names = set(re.findall(r"\bcheck_\w+", inspect.getsource(check_job.check)))
+    source = inspect.getsource(check_job.check) + inspect.getsource(check_job.check_here)
+    names = set(re.findall(r"\bcheck_\w+", source)) - {"check_here"}
     assert names >= {"check_model", "check_devices"}
     assert names <= vars(job).keys()
 

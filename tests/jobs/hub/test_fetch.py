@@ -16,7 +16,7 @@ from jobs import service
 from jobs.errors import SpecError
 from jobs.hub import fetch as fetching
 from jobs.hub import fetches, listing
-from jobs.hub.choose import choose
+from jobs.hub.listing import choose
 from jobs.hub.trouble import HubError
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, noted, question
 from jobs.models.blocks.model_config import find_target

@@ -14,17 +14,17 @@ import yaml
 from jobs import service
 from jobs.errors import UserError
 from jobs.hub import push
-from jobs.hub.card import CardFacts, write_card
 from jobs.hub.push import follow, push_step
 from jobs.hub.pushes import Push
 from jobs.hub.trouble import HubError
-from jobs.launch.trackers import start_push
+from jobs.hub.upload import CardFacts, write_card
 from jobs.machine.engine_tools import ToolError
 from jobs.preflight import check_job
 from jobs.queue.job import Terms
 from jobs.queue.states import State
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.values.hub_names import HubName
+from jobs.trackers import start_push
 from tests.support.hub.repos import flux_like, safetensors
 
 if TYPE_CHECKING:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.backends.slurm.records import ask_to_stop, asked_to_stop
 from jobs.doctor.checks.disks import judge_journal
 from jobs.doctor.finding import Verdict
 from jobs.machine.file_systems import is_shared
+from jobs.queue.clocks import Clocks
 from jobs.queue.job import Terms
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.queue.tables import journal_of
 from jobs.run.rundir import RankStatus, RunDir
 from jobs.service.repair import repair
-from jobs.slurm.clocks import Clocks
-from jobs.slurm.records import ask_to_stop, asked_to_stop
 from tests.support.bindfs import NO_SHARED_MEMORY, REMEMBERS, mounted
 
 if TYPE_CHECKING:

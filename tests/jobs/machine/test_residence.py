@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from jobs import service
+from jobs.backends.local import ranks as attempt
+from jobs.backends.local.dispatch import dispatch, needs_attention
+from jobs.backends.local.ranks import launch
 from jobs.errors import UserError
 from jobs.machine import processes, procfs, residence
 from jobs.machine.processes import ProcessId
 from jobs.machine.residence import Residence, Standing, read_residence, stand
-from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
 from jobs.queue.store import Terms
 from jobs.run.rundir import RankStatus, RunDir, write_atomic
-from jobs.supervise import attempt
-from jobs.supervise.attempt import launch
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.backends.slurm.partitions import Partition, cards_of
 from jobs.errors import SpecError
 from jobs.machine.child import start_child
 from jobs.machine.engine_tools import Cancelled, ToolError
@@ -36,8 +37,7 @@ from jobs.memory.question import Refused, arranged
 from jobs.memory.question import predict as ask
 from jobs.memory.rungs import LADDER
 from jobs.models.blocks.model_config import find_target
-from jobs.preflight.model_files import check_config
-from jobs.slurm.partitions import Partition
+from jobs.models.model_files import check_config
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
@@ -717,7 +717,9 @@ def test_the_type_of_a_gpu_says_its_memory(name: str, mib: int | None) -> None:
 )
 def test_what_a_partition_does_not_say_is_said(gpus: tuple[str, ...], noted: str) -> None:
     spec = JobSpec(launcher="slurm", slurm_partition="gpu")
-    place = place_of(spec, [], partitions=(Partition("gpu", gpus=gpus), Partition("other")))
+    place = place_of(
+        spec, [], cards=cards_of(spec, (Partition("gpu", gpus=gpus), Partition("other")))
+    )
     known = gpus[-1:] == ("a100",)
     held = "" if known else "; held against GPUs of 80 GB each"
     assert (place.note, place.here) == (f"{noted}{held}", False)

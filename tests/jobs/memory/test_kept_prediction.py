@@ -15,11 +15,10 @@ from click.testing import CliRunner
 
 from jobs.errors import UserError
 from jobs.launch import local
-from jobs.launch.local import room_of
+from jobs.launch.local import auto_room, chosen_before, predicted_ddp
 from jobs.machine.gpu import Gpu
 from jobs.machine.procfs import started_at
 from jobs.memory import cache, client, kept_prediction, question
-from jobs.memory.auto import chosen_before, predicted_ddp
 from jobs.memory.calibration import Calibration, file, read_calibration, record
 from jobs.memory.predicted import Predicted
 from jobs.queue.states import State
@@ -269,7 +268,7 @@ def test_auto_asks_nobody_when_it_is_launched(monkeypatch: pytest.MonkeyPatch) -
 def test_no_launch_fails_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, gpus = job(num_processes=2), [Gpu(0, "GPU-0", "H100", 80 * GIB, 0)]
     known(spec, "ddp", 2)
-    monkeypatch.setattr("jobs.memory.auto.read_calibration", lambda: 1 / 0)
+    monkeypatch.setattr("jobs.launch.local.read_calibration", lambda: 1 / 0)
     assert predicted_ddp(spec, gpus) is None
 
 
@@ -293,11 +292,11 @@ def test_a_launch_knows_the_prediction(
     gpus = [Gpu(n, f"GPU-{n}", "H100", 80 * GIB, 0) for n in range(2)]
     monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
     monkeypatch.setattr("jobs.launch.local.count_parameters", lambda folder: 4 * 10**9)
-    room = room_of(spec, [gpu.uuid for gpu in gpus])
+    room = auto_room(spec, [gpu.uuid for gpu in gpus])
     assert room is not None
     assert room.whole is None
     known(spec, "ddp", 2)
-    room = room_of(spec, [gpu.uuid for gpu in gpus])
+    room = auto_room(spec, [gpu.uuid for gpu in gpus])
     assert room is not None
     assert room.whole is not None
     assert room.whole.fits
@@ -309,7 +308,7 @@ def test_a_restart_goes_on_with_what_auto_came_to(
     """Whatever else is known by then, unless it has other ranks or says what it wants."""
     spec, run_dir, gpus = job(num_processes=2), RunDir(tmp_path), ["GPU-0", "GPU-1"]
     rooms = iter([Room(10**9, 80 << 30), Room(10**12, 80 << 30), Room(10**12, 80 << 30)])
-    monkeypatch.setattr("jobs.launch.local.room_of", lambda spec, gpus: next(rooms))
+    monkeypatch.setattr("jobs.launch.local.auto_room", lambda spec, gpus: next(rooms))
 
     def launch(one: JobSpec, on: list[str]) -> tuple[str, tuple[str, str]]:
         started = local.build(one, run_dir, gpus=on, run_id="r")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from jobs.backends.local.dispatch import dispatch
 from jobs.machine import devices
 from jobs.machine.devices import foreign_users
 from jobs.machine.gpu import still_held
-from jobs.queue.dispatch import dispatch
 from jobs.queue.states import State
 from jobs.queue.store import Store, Terms
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.backends.local.placement import Request, Start, Wait, place
 from jobs.machine import devices
 from jobs.machine.devices import Gpu, GpuProcess, foreign_users
-from jobs.queue.placement import Request, Start, Wait, place
 from tests.support.nvml_stub.stub import GIB, gpu, start_holder, uuid
 
 if TYPE_CHECKING:

@@ -29,10 +29,15 @@ def read(job_values: dict[str, Any], **changes: Any) -> JobSpec:
     return load_spec(None, {key: value for key, value in values.items() if value != "left out"})
 
 
+def check_all(spec: JobSpec) -> int | list[str] | None:
+    check_job.check(spec)
+    return check_job.check_here(spec)
+
+
 def complaint(spec: JobSpec) -> str:
     """The one line that the check must raise."""
     with pytest.raises(UserError) as caught:
-        check_job.check(spec)
+        check_all(spec)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -48,7 +53,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_good_job_has_nothing_against_it(job_spec: JobSpec, tmp_path: Path) -> None:
-    assert check_job.check(job_spec) is None
+    assert check_all(job_spec) is None
     assert not (tmp_path / "cache" / "fsdp-tui").exists(), "made when it is queued"
 
 
@@ -370,7 +375,7 @@ def test_a_job_on_gpus_that_compiles_needs_a_c_compiler(
         "apt install gcc python3-dev, or the equivalent"
     )
     add_tool(tools, "clang")
-    assert check_job.check(spec) == 1
+    assert check_job.check_here(spec) == 1
 
 
 def test_the_compiler_that_a_variable_names_is_looked_for(
@@ -398,7 +403,8 @@ def test_the_headers_of_python_are_needed_too(
 def test_what_compiles_nothing_needs_no_compiler(
     job_values: dict[str, Any], tools: Path, changes: dict[str, Any]
 ) -> None:
-    assert check_job.check(read(job_values, **changes)) is None
+    spec = read(job_values, **changes)
+    assert check_all(spec) is None
 
 
 def test_flash_attention_3_is_looked_for(
@@ -415,11 +421,11 @@ def test_flash_attention_3_is_looked_for(
     assert "needs the package flash_attn_3; it is not installed" in complaint(spec)
     (tmp_path / "flash_attn_interface.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert check_job.check(spec) == 1
+    assert check_job.check_here(spec) == 1
 
 
 def test_cpu_ranks_compile_with_a_cpp_compiler(job_values: dict[str, Any], tools: Path) -> None:
     spec = read(job_values, torch_compile=True)
     assert "there is no g++ (PATH); apt install g++" in complaint(spec)
     add_tool(tools, "g++")
-    assert check_job.check(spec) is None
+    assert check_job.check_here(spec) is None

@@ -43,8 +43,8 @@ def work(number: int, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
     import random
 
     from jobs import service
+    from jobs.backends.local import dispatch
     from jobs.machine import devices
-    from jobs.queue import dispatch
     from jobs.queue.store import Store
     from jobs.spec.file.load import load_spec
 
@@ -60,7 +60,7 @@ def work(number: int, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
     setattr(devices, "gpus", list)  # noqa: B010
     setattr(dispatch, "_SUPERVISOR_STARTS_WITHIN", 3600.0)  # noqa: B010
     setattr(dispatch, "_start_supervisor", lambda job: started.append(job.id))  # noqa: B010
-    setattr(service, "ensure_runner", lambda store: None)  # noqa: B010
+    setattr(service, "ensure_keepers", lambda store: None)  # noqa: B010
 
     def submit() -> None:
         submitted.append(service.submit(store, spec).id)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
+from jobs.backends.local.dispatch import dispatch
 from jobs.errors import StateError, UserError
-from jobs.queue.dispatch import dispatch
 from jobs.queue.job import Terms
 from jobs.queue.states import State
 from jobs.service import edit
@@ -100,7 +100,7 @@ def test_nobody_starts_a_job_as_it_was_before(
             )
         return 1
 
-    monkeypatch.setattr("jobs.queue.dispatch._cpu_slots", meanwhile)
+    monkeypatch.setattr("jobs.backends.local.dispatch._cpu_slots", meanwhile)
     dispatch(store)
     assert store.get(job.id).state is State.QUEUED
     dispatch(store)

@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from jobs import service
+from jobs.backends.local.ranks import LocalRanks
+from jobs.backends.local.report import DatabaseReport
 from jobs.queue.states import State
 from jobs.run.rundir import RankStatus, write_atomic
 from jobs.spec.file.load import load_spec
 from jobs.supervise import supervisor
-from jobs.supervise.attempt import Attempt
-from jobs.supervise.outcome import judge
-from jobs.supervise.supervisor import Supervisor
+from jobs.supervise.port import Attempt
+from jobs.supervise.supervisor import Supervisor, judge
 
 if TYPE_CHECKING:
     from jobs.queue.store import Store
@@ -56,7 +57,8 @@ class Watched:
         store.change(self.job.id, State.RUNNING, "all ranks are up")
         self.clock = clock
         self.store = store
-        self.supervisor = Supervisor(store, self.job)
+        report = DatabaseReport(store, self.job)
+        self.supervisor = Supervisor(self.job.run_dir, LocalRanks(self.job, report), report)
         self.attempt = Attempt(
             spec=spec,
             command="x",
@@ -292,7 +294,7 @@ def test_no_content_of_any_file_ends_a_job(
     (files.checkpoints / "step-²").mkdir(parents=True, exist_ok=True)
     (files.checkpoints / "step-²" / "manifest.json").write_text("{}")
     watched.look()
-    watched.supervisor._adopt()
+    watched.supervisor.ranks.adopt()
     assert "\n" not in watched.judged()
 
 
@@ -310,7 +312,7 @@ def test_a_launch_record_that_cannot_be_read_is_named_and_nothing_is_adopted(
         "launcher": launcher,
     }
     watched.job.run_dir.launch_file.write_text(json.dumps(record))
-    assert watched.supervisor._adopt() is None
+    assert watched.supervisor.ranks.adopt() is None
     assert "cannot read launch.json: " in capsys.readouterr().err
 
 

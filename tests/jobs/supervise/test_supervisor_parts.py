@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
+from jobs.backends.local import ranks as local
+from jobs.backends.local import report as told
+from jobs.backends.local.ranks import LocalRanks
+from jobs.backends.local.report import DatabaseReport
 from jobs.errors import UserError
 from jobs.queue.states import State
 from jobs.run.diagnosis import flight_records
 from jobs.run.rundir import RankStatus
 from jobs.supervise import supervisor
-from jobs.supervise.outcome import Outcome
+from jobs.supervise.port import Outcome
 from jobs.supervise.supervisor import FAILURE_GRACE, TERM_GRACE, Supervisor
 
 if TYPE_CHECKING:
-    from jobs.queue.store import Store
+    from jobs.queue.store import Job, Store
     from jobs.spec.job_spec import JobSpec
 
 
@@ -53,8 +57,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     clock = SimpleNamespace(
         monotonic=lambda: made.now, time=lambda: made.now, sleep=made.sleep, strftime=time.strftime
     )
-    monkeypatch.setattr(supervisor, "time", clock)
-    monkeypatch.setattr(supervisor, "ProcessId", made.process)
+    for module in (supervisor, local, told):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(local, "ProcessId", made.process)
     return made
 
 
@@ -63,10 +68,33 @@ def watch(
     store: Store, job_spec: JobSpec, no_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> Supervisor:
     """The supervisor of a job with two ranks; nothing runs."""
-    monkeypatch.setattr("jobs.queue.dispatch._start_supervisor", lambda job: None)
+    monkeypatch.setattr("jobs.backends.local.dispatch._start_supervisor", lambda job: None)
     job = service.submit(store, job_spec)
     job.run_dir.create()
-    return Supervisor(store, store.get(job.id))
+    job = store.get(job.id)
+    report = DatabaseReport(store, job)
+    return Supervisor(job.run_dir, LocalRanks(job, report), report)
+
+
+def strand(watch: Supervisor, statuses: list[RankStatus]) -> None:
+    """Look at ranks that wrote this, unless a test wrote something else."""
+    spec = SimpleNamespace(num_processes=2, gpus=None, num_machines=1)
+    attempt: Any = SimpleNamespace(launcher=None, spec=spec)
+    for status in statuses:
+        path = watch.run_dir.rank_file(status.rank)
+        if not path.exists():
+            path.write_text(status.to_json())
+    watch._end_the_stranded(attempt, statuses)
+
+
+def clean_up(watch: Supervisor, attempt: Any) -> bool:
+    healthy = watch.failed_at is None and watch.hang is None
+    return watch.ranks.clean_up(attempt, healthy=healthy, wish=watch._note_wish)
+
+
+def job_of(watch: Supervisor) -> Job:
+    assert isinstance(watch.ranks, LocalRanks)
+    return watch.ranks.job
 
 
 def rank(number: int) -> RankStatus:
@@ -95,30 +123,29 @@ def test_each_level_of_a_stop_asks_those_whom_it_should(
 ) -> None:
     """The launcher would end the ranks when it gets SIGTERM; they are to save first."""
     launcher, first, second = (world.process(pid) for pid in (300, 301, 302))
-    monkeypatch.setattr(
-        supervisor.processes, "with_run_id", lambda run_id: [first, launcher, second]
-    )
+    monkeypatch.setattr(local.processes, "with_run_id", lambda run_id: [first, launcher, second])
     attempt: Any = SimpleNamespace(launcher=launcher, spec=SimpleNamespace(stop_grace_seconds=7.0))
-    store.change(watch.job.id, State.STARTING, "starting")
+    store.change(job_of(watch).id, State.STARTING, "starting")
 
     def after(level: int) -> tuple[int, str, float | None]:
-        watch._stop(attempt, level)
-        job = store.get(watch.job.id)
+        store.raise_stop_level(job_of(watch).id, level)
+        watch._carry_out_stops(attempt, [])
+        job = store.get(job_of(watch).id)
         assert job.state is State.STOPPING
         return watch.stop_level, job.reason, watch.deadline
 
     assert after(1) == (1, "stops after the current step, with a checkpoint", world.now + 7.0)
-    assert watch.job.run_dir.requested("stop")
+    assert watch.run_dir.requested("stop")
     assert world.signals == []
-    assert after(2)[::2] == (2, world.now + TERM_GRACE)
+    assert after(2) == (2, "SIGTERM sent", world.now + TERM_GRACE)
     assert world.signals == [(301, signal.SIGTERM), (302, signal.SIGTERM)]
-    assert "stop level 2: SIGTERM to [301, 302]" in capsys.readouterr().err
+    assert "SIGTERM to [301, 302]" in capsys.readouterr().err
     world.signals.clear()
-    assert after(3)[::2] == (3, None)
-    assert world.signals == [(pid, signal.SIGKILL) for pid in (301, 302, 300)]
+    assert after(3) == (3, "SIGKILL sent", None)
+    assert world.signals == [(pid, signal.SIGKILL) for pid in (301, 300, 302)]
     attempt.launcher = None  # one that was adopted after its launcher had gone
     world.signals.clear()
-    watch._stop(attempt, 3)
+    watch.ranks.kill(attempt)
     assert world.signals == [(pid, signal.SIGKILL) for pid in (301, 300, 302)]
 
 
@@ -130,18 +157,18 @@ def test_ranks_that_wait_for_one_that_is_gone_are_ended_after_a_while(
 ) -> None:
     ranks = [rank(0), rank(1)]
     world.alive = {100, 101}
-    watch._end_the_stranded(ranks)
+    strand(watch, ranks)
     assert watch.failed_at is None, "all of them train"
     world.alive = {101}
-    watch._end_the_stranded(ranks)
+    strand(watch, ranks)
     assert watch.failed_at == world.now
     world.now += FAILURE_GRACE - 0.1
-    watch._end_the_stranded(ranks)
+    strand(watch, ranks)
     assert (world.signals, watch.ended_by_us) == ([], set()), "it may end by itself"
     world.now += 0.1
-    watch._end_the_stranded(ranks)
+    strand(watch, ranks)
     assert (world.signals, watch.ended_by_us) == ([(101, signal.SIGKILL)], {1})
-    assert "ended ranks that waited for a failed one: [1]" in capsys.readouterr().err
+    assert "ending ranks that wait for a failed one: [1]" in capsys.readouterr().err
 
 
 def test_a_rank_that_said_why_it_fails_is_not_one_that_waits(
@@ -152,18 +179,31 @@ def test_a_rank_that_said_why_it_fails_is_not_one_that_waits(
 ) -> None:
     world.alive = {100, 101}
     errors: list[dict[str, Any]] = [{"rank": 0, "type": "ValueError"}]
-    monkeypatch.setattr(type(watch.job.run_dir), "rank_errors", lambda self: errors)
-    watch._end_the_stranded([rank(0), rank(1)])
+    monkeypatch.setattr(type(watch.run_dir), "rank_errors", lambda self: errors)
+    strand(watch, [rank(0), rank(1)])
     assert watch.failed_at == world.now, "though all of them live"
     world.now += FAILURE_GRACE
-    watch._end_the_stranded([rank(0), rank(1)])
+    strand(watch, [rank(0), rank(1)])
     assert watch.ended_by_us == {1}
     errors.append({"rank": 1, "type": "ValueError"})
     watch.ended_by_us.clear()
     capsys.readouterr()
-    watch._end_the_stranded([rank(0), rank(1)])
+    strand(watch, [rank(0), rank(1)])
     assert watch.ended_by_us == set()
     assert capsys.readouterr().err == "", "there is nothing to say"
+
+
+def test_a_rank_that_never_came_up_waits_for_a_failed_one_too(
+    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an allocation, where a container starts late: nobody else would end it."""
+    killed: list[set[int]] = []
+    monkeypatch.setattr(watch.ranks, "gone", lambda statuses: {1})
+    monkeypatch.setattr(watch.ranks, "kill", lambda attempt, ranks: killed.append(ranks))
+    for _ in range(2):
+        strand(watch, [rank(1)])
+        world.now += FAILURE_GRACE
+    assert killed == [{0}]
 
 
 def test_a_rank_that_came_to_its_end_after_the_look_has_not_failed(
@@ -171,17 +211,17 @@ def test_a_rank_that_came_to_its_end_after_the_look_has_not_failed(
 ) -> None:
     """It read «train», then the rank wrote «end» and was gone; rank 0 still writes its export."""
     seen = [rank(0), rank(1)]
-    watch.job.run_dir.rank_file(1).write_text(replace(rank(1), phase="end").to_json())
+    watch.run_dir.rank_file(1).write_text(replace(rank(1), phase="end").to_json())
     world.alive = {100}
-    watch._end_the_stranded(seen)
+    strand(watch, seen)
     assert watch.failed_at is None
-    watch.job.run_dir.rank_file(1).write_text(rank(1).to_json())
-    watch._end_the_stranded(seen)
+    watch.run_dir.rank_file(1).write_text(rank(1).to_json())
+    strand(watch, seen)
     assert watch.failed_at == world.now, "it was training when it died"
 
 
 def test_ranks_that_have_all_ended_have_not_failed(watch: Supervisor, world: World) -> None:
-    watch._end_the_stranded([rank(0), rank(1)])
+    strand(watch, [rank(0), rank(1)])
     assert watch.failed_at is None
 
 
@@ -209,6 +249,9 @@ def test_a_job_that_stands_still_is_ended_once_its_stacks_are_written(
         watch._end_a_hang(attempt, ranks)
         assert world.signals == [], "it is ended for another reason"
         setattr(watch, name, before)
+    monkeypatch.setattr(
+        local.processes, "with_run_id", lambda run_id: [world.process(100), world.process(101)]
+    )
     begun = world.now
     watch._end_a_hang(attempt, ranks)
     assert watch.hang == ("stood still; rank 1 waits in all_reduce" if wait else "stood still")
@@ -221,7 +264,8 @@ def test_a_job_that_stands_still_is_ended_once_its_stacks_are_written(
         (300, signal.SIGKILL),
     ]
     lines = [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["hang: stood still", *([f"hang: {wait}"] if wait else [])]
+    said = ["hang: stood still", *([f"hang: {wait}"] if wait else [])]
+    assert lines == [*said, "SIGKILL to [100, 101, 300]"]
 
 
 def test_a_job_that_moves_on_is_left_alone(
@@ -247,6 +291,7 @@ def test_records_that_cannot_be_read_keep_no_rank_alive(
     monkeypatch.setattr(flight_records, "find_wait", fail)
     attempt: Any = SimpleNamespace(launcher=None, spec=SimpleNamespace(hang_timeout=9.0))
     still: Any = SimpleNamespace(status=rank(0))
+    monkeypatch.setattr(local.processes, "with_run_id", lambda run_id: [world.process(100)])
     watch._end_a_hang(attempt, [still])
     assert watch.hang == "stood still"
     assert world.signals == [(100, signal.SIGUSR1), (100, signal.SIGKILL)]
@@ -290,16 +335,16 @@ def test_ranks_that_are_all_there_get_the_time_to_save(
         ended.extend(one.pid for one in processes)
         return []
 
-    monkeypatch.setattr(supervisor.processes, "with_run_id", lambda run_id: some)
-    monkeypatch.setattr(supervisor.processes, "wait_gone", wait_gone)
-    monkeypatch.setattr(supervisor.processes, "end", end)
+    monkeypatch.setattr(local.processes, "with_run_id", lambda run_id: some)
+    monkeypatch.setattr(local.processes, "wait_gone", wait_gone)
+    monkeypatch.setattr(local.processes, "end", end)
     for name, value in before.items():
         setattr(watch, name, value)
     attempt: Any = SimpleNamespace(spec=SimpleNamespace(stop_grace_seconds=30.0))
     begun = world.now
-    watch._clean_up(attempt)
+    orphaned = clean_up(watch, attempt)
     assert world.now - begun == pytest.approx(patience, abs=0.25)
-    assert watch.interrupted is interrupted
+    assert (orphaned and watch.stop_level < 2) is interrupted
     pids = [one.pid for one in some]
     assert world.signals == [(pid, signal.SIGTERM) for pid in pids]
     assert ended == pids
@@ -312,13 +357,13 @@ def test_nobody_is_waited_for_longer_than_the_longest_grace(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     some = [world.process(200), world.process(201)]
-    monkeypatch.setattr(supervisor.processes, "with_run_id", lambda run_id: some)
+    monkeypatch.setattr(local.processes, "with_run_id", lambda run_id: some)
     monkeypatch.setattr(
-        supervisor.processes, "wait_gone", lambda left, seconds: (world.sleep(seconds), left)[1]
+        local.processes, "wait_gone", lambda left, seconds: (world.sleep(seconds), left)[1]
     )
-    monkeypatch.setattr(supervisor.processes, "end", lambda left, grace: left[:1])
+    monkeypatch.setattr(local.processes, "end", lambda left, grace: left[:1])
     attempt: Any = SimpleNamespace(spec=SimpleNamespace(stop_grace_seconds=10 * TERM_GRACE))
-    watch._clean_up(attempt)
+    clean_up(watch, attempt)
     assert world.now - 1000.0 == pytest.approx(TERM_GRACE, abs=0.25)
     assert "still alive after SIGKILL: [200]" in capsys.readouterr().err
 
@@ -344,30 +389,30 @@ def test_a_supervisor_that_fails_leaves_no_process_of_the_run(
         raise error
 
     ended: list[Any] = []
-    monkeypatch.setattr(watch, "_adopt", fails)
-    monkeypatch.setattr(supervisor.processes, "become_subreaper", lambda: None)
-    monkeypatch.setattr(supervisor.processes, "with_run_id", lambda run_id: [run_id])
-    monkeypatch.setattr(supervisor.processes, "end", lambda some, *, grace: ended.append(some))
-    store.change(watch.job.id, State.STARTING, "starting")
+    monkeypatch.setattr(watch.ranks, "adopt", fails)
+    monkeypatch.setattr(local.processes, "with_run_id", lambda run_id: [run_id])
+    monkeypatch.setattr(local.processes, "end", lambda some, *, grace: ended.append(some))
+    store.change(job_of(watch).id, State.STARTING, "starting")
     watch.run()
-    assert ended == [[watch.job.run_id]]
-    job = store.get(watch.job.id)
+    assert ended == [[job_of(watch).run_id]]
+    job = store.get(job_of(watch).id)
     assert (job.state, job.reason) == (State.FAILED, reason)
 
 
 def test_logs_are_kept_short_and_a_disk_that_fills_is_told_once_a_while(
     watch: Supervisor, world: World, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.change(watch.job.id, State.STARTING, "starting")
-    store.change(watch.job.id, State.RUNNING, "all ranks are up")
+    store.change(job_of(watch).id, State.STARTING, "starting")
+    store.change(job_of(watch).id, State.RUNNING, "all ranks are up")
     looked: list[float] = []
     monkeypatch.setattr(supervisor, "cap_logs", lambda run_dir: looked.append(world.now) or [])
     monkeypatch.setattr(supervisor, "space_warning", lambda run_dir: "the disk is nearly full")
+    watch.state = State.RUNNING
     for _ in range(3):
         watch._tidy()
         world.sleep(supervisor.HOUSEKEEPING_EVERY * 0.6)
     assert looked == [1000.0, 1000.0 + 2 * supervisor.HOUSEKEEPING_EVERY * 0.6]
-    assert store.get(watch.job.id).reason == "warning: the disk is nearly full"
+    assert store.get(job_of(watch).id).reason == "warning: the disk is nearly full"
 
 
 def test_an_end_that_cannot_be_recorded_is_recorded_later(
@@ -387,10 +432,10 @@ def test_an_end_that_cannot_be_recorded_is_recorded_later(
             raise sqlite3.OperationalError("database or disk is full")
         return change(*words, **more)
 
-    store.change(watch.job.id, State.STARTING, "starting")
+    store.change(job_of(watch).id, State.STARTING, "starting")
     monkeypatch.setattr(store, "change", fails_twice)
     watch._finish(Outcome(State.FAILED, "the reason"))
-    job = store.get(watch.job.id)
+    job = store.get(job_of(watch).id)
     assert (job.state, job.reason) == (State.FAILED, "the reason")
     assert world.now == 1002.0, "a second between two tries"
     said = capsys.readouterr().err

@@ -151,7 +151,7 @@ def opened(
         monkeypatch: Of the test that works in it.
         gates: A folder that it makes, outside of the state directory.
     """
-    monkeypatch.setattr("jobs.queue.dispatch._start_supervisor", start_supervisor)
+    monkeypatch.setattr("jobs.backends.local.dispatch._start_supervisor", start_supervisor)
     for name in [name for name in os.environ if name.startswith("FAKE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.03")

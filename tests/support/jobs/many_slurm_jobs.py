@@ -8,10 +8,9 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from jobs.queue.job import SLURM
+from jobs.backends.slurm.commands import Listed
+from jobs.backends.slurm.records import HandedIn, handed_in_file
 from jobs.run.rundir import RunDir
-from jobs.slurm.commands import Listed
-from jobs.slurm.records import HandedIn, handed_in_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +34,7 @@ def many_slurm_jobs(store: Store, count: int) -> list[Listed]:
                 "state": "queued",
                 "reason": "",
                 "ranks": 4,
-                "wanted": json.dumps(SLURM),
+                "wanted": json.dumps(["slurm"]),
                 "total_steps": 100,
                 "run_dir": str(run_dir.root),
                 "run_id": f"{number:032}",

@@ -45,7 +45,7 @@ _DELAYS: Final = {
 def nothing_starts(patch: pytest.MonkeyPatch) -> None:
     """No job gets a process, and none is missed; all is looked at every few milliseconds."""
     start_nothing(patch)
-    patch.setattr("jobs.queue.dispatch._unsupervised", lambda job: False)
+    patch.setattr("jobs.backends.local.dispatch._unsupervised", lambda job: False)
     look_every(patch)
 
 

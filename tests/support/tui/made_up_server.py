@@ -279,10 +279,10 @@ def nobody_starts(patch: pytest.MonkeyPatch, cards: FakeGpus) -> None:
     """Take every process and the machine's own GPUs out of the picture."""
     patch.setattr("jobs.machine.devices.gpus", cards)
     start_nothing(patch)
-    patch.setattr("jobs.queue.dispatch._unsupervised", lambda job: False)
-    for module in ("jobs.queue.dispatch", "jobs.service"):  # each has the name
+    patch.setattr("jobs.backends.local.dispatch._unsupervised", lambda job: False)
+    for module in ("jobs.backends.local.dispatch", "jobs.service"):  # each has the name
         patch.setattr(f"{module}.dispatch", lambda store: None)
-    patch.setattr("jobs.service.ensure_runner", lambda store: None)
+    patch.setattr("jobs.service.ensure_keepers", lambda store: None)
     fake = (sys.executable, "-S", str(FAKE_MEMORY))
     patch.setattr("jobs.memory.client.COMMAND", fake)
     patch.setattr("jobs.memory.client._shared", [])  # another test has closed its own for good

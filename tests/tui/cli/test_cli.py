@@ -643,7 +643,7 @@ def test_what_the_driver_does_not_say_is_null(
 
 @pytest.fixture
 def running_shell(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
-    monkeypatch.setattr("jobs.queue.dispatch._start_supervisor", start_supervisor)
+    monkeypatch.setattr("jobs.backends.local.dispatch._start_supervisor", start_supervisor)
     monkeypatch.setattr("tui.cli.job.follow._LOOK_EVERY", 0.03)
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.03")
     yield shell

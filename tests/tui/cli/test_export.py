@@ -20,13 +20,13 @@ from engine.exports.__main__ import main
 from engine.train.ema import Ema
 from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.train_state import TrainState
+from jobs import export as exports
 from jobs import service
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled
 from jobs.queue.states import State
 from jobs.run.export_places import check_place, default_place
 from jobs.run.rundir import RunDir
-from jobs.service import exports
 from jobs.spec.file.load import load_spec
 from tests.support.engine.exports import ALONE, trained_model
 from tests.support.engine.toy_jobs import toy_values

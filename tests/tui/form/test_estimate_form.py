@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.backends.slurm.partitions import Partition
 from jobs.machine.gpu import Gpu, GpuProcess
 from jobs.memory import client
 from jobs.memory.fit import Fit, Room
-from jobs.slurm.partitions import Partition
 from tests.support.jobs.fake_memory import GIB
 from tests.support.tui.made_up_runs import nothing_starts
 from tests.support.tui.pilot import until

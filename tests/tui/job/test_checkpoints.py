@@ -324,7 +324,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise state.outcome
         return SimpleNamespace(path=job.run_dir.export, warnings=("this is a warning",))
 
-    monkeypatch.setattr("jobs.service.exports.export_checkpoint", export)
+    monkeypatch.setattr("jobs.export.export_checkpoint", export)
     yield state
     state.go.set()
 

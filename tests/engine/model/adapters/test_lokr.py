@@ -21,8 +21,8 @@ from engine.model.adapters.lora import add_lora, initialise, lora_parameters, sc
 from engine.model.adapters.lora_file import begin_from
 from engine.model.quantized.packing import Packing
 from engine.model.quantized.quantized_linear import QuantizedLinear
+from jobs.doctor.checks.disks import count_adapter
 from jobs.errors import UserError
-from jobs.models.adapter_size import count_adapter
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.adapted_block import Block, X, error, fill
 from tests.support.engine.exports import export_alone, recipe_of, trained_model

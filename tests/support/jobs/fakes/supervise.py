@@ -53,7 +53,7 @@ _server: subprocess.Popen[str] | None = None
 
 
 def start_supervisor(job: Job) -> None:
-    """Stands in for `jobs.queue.dispatch._start_supervisor`."""
+    """Stands in for `jobs.backends.local.dispatch._start_supervisor`."""
     if ADDRESS not in os.environ:
         _start_server()
     run_dir = job.run_dir
@@ -100,9 +100,6 @@ def stop_server() -> None:
 
 def serve() -> None:
     """Fork a supervisor for each line that comes; end with the process that started this one."""
-    import jobs.launch.local
-    import jobs.queue.dispatch
-    import jobs.supervise.supervisor  # noqa: F401
 
     starter = os.getppid()
     gc.freeze()
@@ -147,8 +144,8 @@ def _become_supervisor(
         os.environ.clear()
         os.environ.update(env)
         disguise()
+        from jobs.backends.local.__main__ import supervise
         from jobs.queue.store import SERVICE, Store
-        from jobs.supervise.supervisor import supervise
 
         supervise(Store(patience=SERVICE), job)
         status = 0
@@ -163,7 +160,9 @@ def _become_supervisor(
 def start_nothing(patch: pytest.MonkeyPatch) -> list[int]:
     """No job gets a supervisor; the ids of those that would have got one, as they come."""
     started: list[int] = []
-    patch.setattr("jobs.queue.dispatch._start_supervisor", lambda job: started.append(job.id))
+    patch.setattr(
+        "jobs.backends.local.dispatch._start_supervisor", lambda job: started.append(job.id)
+    )
     return started
 
 
@@ -232,32 +231,33 @@ def _when_noticed(stock: Any) -> Any:
     """
     from jobs.machine.processes import ProcessId
 
-    def end_the_stranded(self: Any, statuses: list[RankStatus]) -> None:
+    def end_the_stranded(self: Any, attempt: Any, statuses: list[RankStatus]) -> None:
         dead = [s.rank for s in statuses if not ProcessId(s.pid, s.started).alive()]
         if all(Path(f".ended-{rank}").exists() for rank in dead):
-            stock(self, statuses)
+            stock(self, attempt, statuses)
 
     return end_the_stranded
 
 
 def disguise() -> None:
     """In this process, jobs get fake launchers, and supervisors wait less."""
+    from jobs.backends.local import dispatch, ranks
     from jobs.launch import local
-    from jobs.queue import dispatch
     from jobs.supervise import supervisor
 
     local.build = build
     dispatch._start_supervisor = start_supervisor
     dispatch._QUEUE_IS_FREE_WITHIN = 60.0  # type: ignore[misc]  # a busy test may hold it
     settings: Any = supervisor
-    settings.LOOK_EVERY = 0.03
+    patched: Any = ranks
+    patched.LOOK_EVERY = 0.03
     settings.HOUSEKEEPING_EVERY = 0.1
     settings.TERM_GRACE = float(os.environ.get("FAKE_TERM_GRACE", "30"))
     settings.FAILURE_GRACE = float(os.environ.get("FAKE_FAILURE_GRACE", "30"))
     settings.STACKS_TAKE = float(os.environ.get("FAKE_STACKS_TAKE", "0.1"))
     settings.Supervisor._end_the_stranded = _when_noticed(supervisor.Supervisor._end_the_stranded)
     if gates := os.environ.get("FAKE_GATES"):
-        settings.time = Hasty(Path(gates, "haste"))
+        settings.time = patched.time = Hasty(Path(gates, "haste"))
     if os.environ.get("FAKE_TROUBLE") == "housekeeping":
         settings.cap_logs = _no_space
 

@@ -1,4 +1,4 @@
-"""`python task.py -m jobs.slurm.task RUNDIR`: a task of a real srun becomes a fake rank.
+"""`python task.py -m jobs.backends.slurm.task RUNDIR`: a task of a real srun becomes a fake rank.
 
 For `FSDP_TUI_PYTHON`, the interpreter of the ranks; `FAKE_STEPS` says how many steps they train.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
+from jobs.backends.slurm.task import rank_environment
 from jobs.run.rundir import RunDir
-from jobs.slurm.task import rank_environment
 from tests.support.jobs.fakes.rank import Rank
 
 

@@ -6,7 +6,7 @@ Both are started as `python -m …` by the product itself, so nothing else can r
 import sys
 from pathlib import Path
 
-if {"jobs.queue.keeper", "tui"} & set(sys.orig_argv):
+if {"jobs.backends.keeper", "tui"} & set(sys.orig_argv):
     sys.path.append(str(Path(__file__).resolve().parents[5]))
     from tests.support.jobs.fakes.supervise import disguise
 

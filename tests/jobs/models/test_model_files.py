@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import SpecError
+from jobs.models.model_files import longest_bucket_side
 from jobs.models.weight_variants import variant_of
 from jobs.preflight import check_job
-from jobs.preflight.model_files import longest_bucket_side
 from jobs.spec.families import FAMILIES, flavour_of
 from jobs.spec.file.flags import parse_flags, to_flags
 from jobs.spec.file.load import dump_spec, load_spec

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.backends.slurm import partitions
+from jobs.backends.slurm.partitions import Partition, ask_partitions, in_words, unknown_partition
 from jobs.service.plan import plan_submit
-from jobs.slurm import partitions
-from jobs.slurm.partitions import Partition, ask_partitions, in_words, unknown_partition
 from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
-from jobs.slurm.keeper import Keeper
+from jobs.backends.slurm.keeper import Keeper
 from jobs.spec.file.load import load_spec
 from tests.support.jobs.fake_slurm import FakeSlurm
 from tests.support.waiting import PATIENCE
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
     """A cluster without a job, and nobody who asks it but the test."""
-    for name in ("jobs.service.ensure_keeper", "jobs.slurm.stop.ensure_keeper"):
-        monkeypatch.setattr(name, lambda store: None)
-    monkeypatch.setattr("jobs.slurm.partitions.PATIENCE", PATIENCE)
+    monkeypatch.setattr("jobs.backends.slurm.backend.ensure", lambda store, place: None)
+    monkeypatch.setattr("jobs.backends.slurm.partitions.PATIENCE", PATIENCE)
     made = FakeSlurm.on_path(tmp_path / "slurm", monkeypatch)
     yield made
     made.clean_up()

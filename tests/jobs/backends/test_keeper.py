@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from jobs.backends import backend
+from jobs.backends import keeper as runner
 from jobs.machine.processes import ProcessId, end
-from jobs.queue import keeper as runner
 from jobs.queue.states import State
 from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from jobs.queue.store import Store
     from jobs.spec.job_spec import JobSpec
+
+
+LOCAL = backend("local")
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +49,10 @@ def test_without_work_it_leaves_once_it_has_been_idle_for_long_enough(
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep, strftime=time.strftime)
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner, "LOOK_EVERY", 1.0)
-    runner.keep(store, idle_seconds=3.0)
+    runner.keep(store, LOCAL, idle_seconds=3.0)
     assert now == 1003.0
     assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == [
-        "started",
+        f"started by process {os.getppid()}",
         "nothing left to do; exiting",
     ]
     with open(store.home / "runner.lock", "a") as lock:
@@ -60,8 +64,8 @@ def test_it_stays_as_long_as_there_is_work(
 ) -> None:
     job = submit(store, job_spec)
     looks: list[int] = []
-    monkeypatch.setattr("jobs.queue.dispatch.dispatch", lambda _: looks.append(1))
-    keeper = threading.Thread(target=runner.keep, args=(store, 0.05), daemon=True)
+    monkeypatch.setattr("jobs.backends.local.dispatch.dispatch", lambda _: looks.append(1))
+    keeper = threading.Thread(target=runner.keep, args=(store, LOCAL, 0.05), daemon=True)
     keeper.start()
     eventually(lambda: len(looks) > 20)  # for longer than it may be idle
     assert keeper.is_alive()
@@ -77,15 +81,15 @@ def test_a_pause_is_not_idleness(
     job = submit(store, job_spec)
     looks: list[int] = []
     clock = itertools.count(step=1000.0)
-    monkeypatch.setattr("jobs.queue.keeper.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("jobs.backends.keeper.time.monotonic", lambda: next(clock))
 
     def look(_: Store) -> None:
         looks.append(1)
         if len(looks) == 3:
             store.change(job, State.STOPPED, "")
 
-    monkeypatch.setattr("jobs.queue.dispatch.dispatch", look)
-    runner.keep(store, idle_seconds=60.0)
+    monkeypatch.setattr("jobs.backends.local.dispatch.dispatch", look)
+    runner.keep(store, LOCAL, idle_seconds=60.0)
     assert len(looks) == 3
 
 
@@ -104,8 +108,8 @@ def test_a_bad_look_does_not_end_it(
             raise OSError("the disk is full")
         store.change(job, State.STOPPED, "")
 
-    monkeypatch.setattr("jobs.queue.dispatch.dispatch", look)
-    runner.keep(store, idle_seconds=0.05)
+    monkeypatch.setattr("jobs.backends.local.dispatch.dispatch", look)
+    runner.keep(store, LOCAL, idle_seconds=0.05)
     assert len(looks) == 2
     assert "OSError: the disk is full" in capsys.readouterr().out
 
@@ -114,12 +118,12 @@ def test_a_second_one_leaves_at_once(store: Store, job_spec: JobSpec) -> None:
     submit(store, job_spec)
     with open(store.home / "runner.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        runner.keep(store)  # would stay for as long as the job is there
+        runner.keep(store, LOCAL)  # would stay for as long as the job is there
 
 
 def test_it_leaves_when_the_state_directory_is_deleted(store: Store, job_spec: JobSpec) -> None:
     submit(store, job_spec)
-    keeper = threading.Thread(target=runner.keep, args=(store, 3600.0), daemon=True)
+    keeper = threading.Thread(target=runner.keep, args=(store, LOCAL, 3600.0), daemon=True)
     keeper.start()
     for path in store.home.glob("jobs.db*"):
         path.unlink(missing_ok=True)  # SQLite takes some of them away itself
@@ -131,7 +135,7 @@ def test_it_leaves_when_the_state_directory_is_deleted(store: Store, job_spec: J
 def test_it_is_started_once_and_detached(store: Store, job_spec: JobSpec) -> None:
     store.pause(True)
     job = submit(store, job_spec)  # for which it stays
-    runner.ensure_runner(store)
+    runner.ensure(store, LOCAL)
     log = store.home / "runner.log"
     eventually(lambda: "started" in log.read_text())
     pid = int(log.read_text().split("[")[1].split("]")[0])
@@ -139,8 +143,8 @@ def test_it_is_started_once_and_detached(store: Store, job_spec: JobSpec) -> Non
     assert found is not None
     try:
         assert os.getsid(pid) == pid != os.getsid(0)
-        runner.ensure_runner(store)
-        runner.ensure_runner(store)
+        runner.ensure(store, LOCAL)
+        runner.ensure(store, LOCAL)
         assert log.read_text().count("started") == 1
         store.change(job, State.STOPPED, "")
         eventually(lambda: not found.alive())

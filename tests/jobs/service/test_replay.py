@@ -13,9 +13,9 @@ import yaml
 
 from jobs import service
 from jobs.launch import local
-from jobs.launch.replay import replay, replay_facts
 from jobs.machine import bytecode
 from jobs.machine.processes import RUN_ID_VARIABLE
+from jobs.service.replay import replay, replay_facts
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import STRATEGY_VARIABLE

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from jobs.backends.slurm.hand_in import signal_seconds
+from jobs.backends.slurm.ranks import srun_command
+from jobs.backends.slurm.script import script_by_hand, script_of
 from jobs.errors import SpecError
 from jobs.run.diagnosis.rank_exits import RankExit, rank_exits
 from jobs.run.rundir import RunDir
-from jobs.slurm.hand_in import signal_seconds
-from jobs.slurm.script import script_by_hand, script_of
-from jobs.slurm.step import srun_command
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.strategy import Room, chosen_strategy, replicas_of
@@ -67,7 +67,7 @@ def test_the_script() -> None:
         "export FSDP_TUI_HOME=/home/me",
         "export PYTHONSAFEPATH=1",
         '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
-        "exec /env/bin/python -m jobs.slurm.warden '/home/me/runs 100%/1-t'",
+        "exec /env/bin/python -m jobs.backends.slurm.warden '/home/me/runs 100%/1-t'",
     ]
 
 
@@ -87,7 +87,7 @@ def test_a_script_by_hand_brings_its_job(tmp_path: Path) -> None:
     done = subprocess.run(
         [bash, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "-m jobs.slurm.warden it-by-hand\n"
+    assert done.stdout == "-m jobs.backends.slurm.warden it-by-hand\n"
     values, _ = read_mapping(tmp_path / "it-by-hand" / "job.yaml")
     assert JobSpec(**values) == asked
 
@@ -101,7 +101,7 @@ def test_ranks_may_run_in_a_container() -> None:
     assert command[-8:] == [
         "--container-image=a.sqsh",
         *("apptainer", "exec", "my image.sif", "python"),
-        *("-m", "jobs.slurm.task", "/runs/1-t"),
+        *("-m", "jobs.backends.slurm.task", "/runs/1-t"),
     ]
     assert "--unbuffered" not in command, "ranks with a terminal write no log"
 

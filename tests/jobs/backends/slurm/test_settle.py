@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from jobs.backends.slurm.commands import Listed
+from jobs.backends.slurm.records import Allocation, WardenReport
+from jobs.backends.slurm.settle import Facts, Verdict, settle
 from jobs.queue.states import State
-from jobs.slurm.commands import Listed
-from jobs.slurm.records import Allocation, WardenReport
-from jobs.slurm.settle import Facts, Verdict, settle
 
 NOW = Verdict(State.RUNNING, "all ranks are up")
 

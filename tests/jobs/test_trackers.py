@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs import service
+from jobs import service, trackers
 from jobs.errors import SpecError
-from jobs.launch import trackers
 from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.queue.states import State
 from jobs.run.rundir import RunDir

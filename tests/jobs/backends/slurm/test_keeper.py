@@ -10,34 +10,36 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
-from jobs.errors import SpecError, StateError, UserError
-from jobs.hub.wanted import note, noted
-from jobs.machine import file_lock
-from jobs.queue.dispatch import dispatch, needs_attention
-from jobs.queue.states import State
-from jobs.service import edit
-from jobs.service.plan import plan_change
-from jobs.service.repair import repair
-from jobs.slurm import commands, missing, settle
-from jobs.slurm import hand_in as handing
-from jobs.slurm import keeper as keeping
-from jobs.slurm.answer import slurm_facts
-from jobs.slurm.commands import Waiting
-from jobs.slurm.keeper import Keeper
-from jobs.slurm.places import places
-from jobs.slurm.records import (
+from jobs.backends import backend
+from jobs.backends import keeper as keeping
+from jobs.backends.local.dispatch import dispatch, needs_attention
+from jobs.backends.slurm import commands, settle
+from jobs.backends.slurm import hand_in as handing
+from jobs.backends.slurm import keeper as asking
+from jobs.backends.slurm import places as placing
+from jobs.backends.slurm.commands import Waiting
+from jobs.backends.slurm.keeper import Keeper
+from jobs.backends.slurm.places import places
+from jobs.backends.slurm.records import (
     Allocation,
     HandedIn,
     WardenReport,
     asked_to_stop,
     outcome_file,
     read_handed_in,
+    slurm_facts,
     warden_file,
     write_handed_in,
     write_warden_report,
 )
-from jobs.slurm.rows import LOCK, look_after_slurm_jobs
-from jobs.slurm.script import script_of
+from jobs.backends.slurm.script import script_of
+from jobs.errors import SpecError, StateError, UserError
+from jobs.hub.wanted import note, noted
+from jobs.machine import file_lock
+from jobs.queue.states import State
+from jobs.service import edit
+from jobs.service.plan import plan_change
+from jobs.service.repair import repair
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.hub_names import HubName
 from tests.support.jobs.checkpoints import save_checkpoint
@@ -117,7 +119,7 @@ def test_exports_are_pushed_from_here(
     """Nodes often have no network. Begun while it runs; at its end again, if that was cut off."""
     monkeypatch.setattr("jobs.preflight.check_job._check_push", lambda spec: None)
     pushed: list[int] = []
-    monkeypatch.setattr(keeping, "start_push", lambda spec, job: pushed.append(job.id))
+    monkeypatch.setattr(asking, "start_push", lambda spec, job: pushed.append(job.id))
     job = submit(push_to_hub=True)
     keeper.look()
     slurm.set("1", "RUNNING")
@@ -224,7 +226,7 @@ def test_a_preempted_job_is_not_lost_while_slurm_puts_it_back(
 ) -> None:
     now = [time.monotonic()]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
-    monkeypatch.setattr(keeping, "time", clock)
+    monkeypatch.setattr(asking, "time", clock)
     job = submit()
     keeper.look()
     slurm.set("1", "PREEMPTED")
@@ -236,11 +238,11 @@ def test_a_preempted_job_is_not_lost_while_slurm_puts_it_back(
     assert "requeued 1 time" in store.get(job.id).reason
     slurm.set("1", "RUNNING")
     keeper.look()
-    now[0] += keeping.BACK_WITHIN
+    now[0] += asking.BACK_WITHIN
     slurm.set("1", "PREEMPTED", restarts=1)
     keeper.look()
     assert store.get(job.id).state is State.STARTING, "the second time takes as long"
-    now[0] += keeping.BACK_WITHIN
+    now[0] += asking.BACK_WITHIN
     slurm.away()
     keeper.look()
     assert store.get(job.id).state is State.STARTING, "nobody knows"
@@ -275,7 +277,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a job that Slurm does not list no time to come back."""
     for name in ("UNKNOWN_FOR", "PENDING_UNKNOWN_FOR"):
         monkeypatch.setattr(settle, name, 0.0)
-    monkeypatch.setattr(missing, "ASK_AFTER", 0.0)
+    monkeypatch.setattr(placing, "ASK_AFTER", 0.0)
 
 
 @pytest.mark.parametrize("listing", ["", "all nodes are down for maintenance\n", "1\x1fx\n"])
@@ -375,7 +377,7 @@ def test_what_must_be_fetched_comes_before_slurm(
     """This machine fetches it; then the job is looked at again, and handed in."""
     job, other = submit(), submit(name="other")
     said = {job.run_dir: ("waiting for its model: 3 of 9 GiB", False), other.run_dir: ("", False)}
-    monkeypatch.setattr(keeping, "why_waiting", said.__getitem__)
+    monkeypatch.setattr(asking, "why_waiting", said.__getitem__)
     name = HubName.read("model", "org/name")
     assert name is not None
     note(job.run_dir, [name])
@@ -546,7 +548,7 @@ def test_what_changes_while_a_job_is_handed_in(
         return text
 
     monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
-    monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
+    monkeypatch.setattr("jobs.service.ensure_keepers", lambda store: None)
     monkeypatch.setattr(handing, "script_of", change)
     keeper.look()
     assert slurm.ids() == []
@@ -654,18 +656,18 @@ def test_a_stopped_job_that_slurm_preempts_does_not_come_back(
 def test_the_runner_sees_that_somebody_asks_slurm(
     store: Store, submit: Submit, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Store] = []
-    monkeypatch.setattr("jobs.slurm.rows.ensure_keeper", asked.append)
+    asked: list[str] = []
+    monkeypatch.setattr(keeping, "ensure", lambda store, place: asked.append(place.name))
     store.pause(True)
     service.submit(store, load_spec(None, job_values))
-    look_after_slurm_jobs(store)
+    assert keeping.ensure_keepers(store, running="local")
     assert asked == [], "local jobs need nobody who does"
     job = submit()
-    look_after_slurm_jobs(store)
-    assert asked == [store]
+    assert keeping.ensure_keepers(store, running="local")
+    assert asked == ["slurm"]
     service.stop(store, job.id)
-    look_after_slurm_jobs(store)
-    assert asked == [store]
+    assert keeping.ensure_keepers(store, running="local")
+    assert asked == ["slurm"]
 
 
 def test_a_rebuilt_database_finds_its_jobs_in_slurm(
@@ -706,12 +708,14 @@ def test_a_keeper_of_older_code_makes_way(
     store: Store, slurm: FakeSlurm, submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit()
-    changed = iter([1.0, 1.0, 2.0])
+    changed, started = iter([1.0, 1.0, 2.0, 3.0, 3.0]), list[str]()
+    monkeypatch.setattr(keeping, "ensure", lambda store, place: started.append(place.name))
     monkeypatch.setattr(keeping, "newest_code", lambda: next(changed))
     monkeypatch.setattr(keeping, "_CODE_EVERY", 0.0)
     monkeypatch.setattr(keeping, "LOOK_EVERY", 0.0)
-    keeping.keep(store)
-    assert slurm.ids() == ["1"], "it worked until then, and left the job to the next"
+    keeping.keep(store, backend("slurm"))
+    assert slurm.ids() == ["1"], "it worked until then"
+    assert started == ["slurm"], "the next goes on"
 
 
 def test_one_question_for_hundreds_of_jobs(
@@ -721,9 +725,9 @@ def test_one_question_for_hundreds_of_jobs(
     now = [time.monotonic()]
     opened: list[object] = []
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
-    monkeypatch.setattr(keeping, "time", clock)
+    monkeypatch.setattr(asking, "time", clock)
     for name in ("read_handed_in", "read_warden_report", "move"):
-        monkeypatch.setattr(keeping, name, counted(getattr(keeping, name), opened))
+        monkeypatch.setattr(asking, name, counted(getattr(asking, name), opened))
     listed = many_slurm_jobs(store, 200)
     listed[7] = replace(listed[7], state="RUNNING", reason="", nodes="n1")
     slurm.say("listing", as_squeue(listed))
@@ -743,7 +747,7 @@ def test_one_question_for_hundreds_of_jobs(
     }
     rows, before = keeper._rows.look(), slurm.calls("squeue --noheader --me")
     assert look(60) <= 60 * 5, "the files of the one that runs"
-    assert slurm.calls("squeue --noheader --me") - before == 60 / keeping.ASK_EVERY
+    assert slurm.calls("squeue --noheader --me") - before == 60 / asking.ASK_EVERY
     assert keeper._rows.look() is rows, "nothing was written"
     slurm.say("listing", as_squeue([*listed[:-1], replace(listed[-1], reason="Resources")]))
     look(16)
@@ -759,7 +763,7 @@ def test_a_waiting_job_says_its_place_in_the_queue(
 ) -> None:
     now = [time.monotonic()]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
-    monkeypatch.setattr(keeping, "time", clock)
+    monkeypatch.setattr(asking, "time", clock)
     keeper, job, question = Keeper(store), submit(), "squeue --noheader --states=PENDING"
     slurm.say("waiting", "90|gpu|500|Resources\n1|gpu|10|Priority\n80|gpu|900|Dependency\n")
 
@@ -806,9 +810,9 @@ def test_places_follow_priority_and_leave_out_who_is_held() -> None:
 
 def test_only_one_process_asks_slurm(store: Store, slurm: FakeSlurm, submit: Submit) -> None:
     submit()
-    with open(store.home / LOCK, "a") as lock:
+    with open(store.home / backend("slurm").lock, "a") as lock:
         assert file_lock.take(lock)
-        keeping.keep(store)
+        keeping.keep(store, backend("slurm"))
     assert slurm.calls("squeue") == 0
 
 

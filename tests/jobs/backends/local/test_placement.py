@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.queue.placement import Request, Start, Wait, place
+from jobs.backends.local.placement import Request, Start, Wait, place
 
 A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from jobs import service
-from jobs.errors import UserError
-from jobs.queue.states import State
-from jobs.run.diagnosis.why_failed import why_failed
-from jobs.run.fence import FENCE_VARIABLE, check_fence, raise_fence
-from jobs.run.rundir import RunDir, read_json
-from jobs.slurm import commands, step, supervise
-from jobs.slurm.commands import AwayError
-from jobs.slurm.records import (
+from jobs.backends.slurm import commands, ranks, warden
+from jobs.backends.slurm.ranks import SlurmRanks
+from jobs.backends.slurm.records import (
     Allocation,
     HandedIn,
     ask_to_stop,
@@ -26,12 +23,18 @@ from jobs.slurm.records import (
     warden_file,
     write_handed_in,
 )
-from jobs.slurm.supervise import Warden
-from jobs.slurm.task import rank_environment
-from jobs.slurm.warden import warden_of
+from jobs.backends.slurm.task import rank_environment
+from jobs.backends.slurm.warden import WardenFile, supervisor_of
+from jobs.errors import UserError
+from jobs.queue.states import State
+from jobs.run.diagnosis.why_failed import why_failed
+from jobs.run.fence import FENCE_VARIABLE, check_fence, raise_fence
+from jobs.run.rundir import RunDir, read_json
 from jobs.spec.file.load import load_spec
-from jobs.supervise.attempt import Attempt
-from jobs.supervise.outcome import Outcome
+from jobs.supervise import supervisor
+from jobs.supervise.port import Attempt, AwayError, Outcome
+from jobs.supervise.supervisor import Supervisor
+from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.jobs.held_ranks import has_done_more_than
 from tests.support.waiting import eventually
 
@@ -40,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from jobs.backends.slurm.keeper import Keeper
     from jobs.queue.store import Job, Store
-    from jobs.slurm.keeper import Keeper
     from tests.support.jobs.fake_slurm import FakeSlurm
 
     Submit = Callable[..., Job]
@@ -59,6 +62,13 @@ def begin(
     job = submit(**changes)
     keeper.look()
     return job, slurm.start("1")
+
+
+def watch(job: Job) -> tuple[Supervisor, SlurmRanks]:
+    """The supervisor of a job's first allocation, in this process."""
+    report = WardenFile(job.run_dir, Allocation("1"), job.attempt)
+    mine = SlurmRanks(job.run_dir, Allocation("1"), report)
+    return Supervisor(job.run_dir, mine, report), mine
 
 
 def running(job: Job) -> bool:
@@ -170,14 +180,17 @@ def test_signals_reach_the_ranks_whatever_the_number_of_their_step(
     slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`srun` in slurm_setup has taken the first numbers."""
-    monkeypatch.setattr(supervise, "STACKS_TAKE", 0.0)
+    monkeypatch.setattr(supervisor, "STACKS_TAKE", 0.0)
+    hang = SimpleNamespace(reason="no step for 30 min")
+    monkeypatch.setattr(supervisor, "find_hang", lambda *_: hang)
     job = submit(slurm_setup=["srun cp weights /local"])
     keeper.look()
-    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    watcher, _ = watch(job)
     attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
     ask_to_stop(job.run_dir, job.attempt, 2)
-    warden._carry_out_stops(attempt)
-    warden._end_a_hang(attempt, "no step for 30 min")
+    watcher._carry_out_stops(attempt, [])
+    watcher.stop_level = 0
+    watcher._end_a_hang(attempt, [])
     assert slurm.signals() == ["--signal=TERM 1", "--signal=USR1 1"], "to all steps, not the script"
 
 
@@ -188,17 +201,17 @@ def test_no_more_steps_past_the_time_limit(
     job = submit()
     keeper.look()
     slurm.set("1", "RUNNING")
-    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    _, mine = watch(job)
     waited: list[bool] = []
-    monkeypatch.setattr(warden, "_await_verdict", lambda: waited.append(True))
+    monkeypatch.setattr(mine, "_await_verdict", lambda: waited.append(True))
     failed = Outcome(State.FAILED, "the launcher failed: srun: error: …", worth_retrying=True)
     for said in ("Job credential expired", "Job is pending"):
         job.run_dir.launcher_log.write_text(f"srun: error: Unable to create step: {said}\n")
-        assert warden._not_asked(failed, load_spec(job.run_dir.job_file), None) == failed
+        assert mine.conclude(failed) == failed
         assert waited == []
     with open(job.run_dir.launcher_log, "a") as log:
         log.write("srun: error: Unable to create step: Job/step already completing or completed\n")
-    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    mine.conclude(failed)
     assert waited == [True]
 
 
@@ -209,18 +222,18 @@ def test_a_preemption_while_ranks_start(
     job = submit()
     keeper.look()
     slurm.set("1", "RUNNING")
-    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    _, mine = watch(job)
     waited: list[bool] = []
-    monkeypatch.setattr(warden, "_await_verdict", lambda: waited.append(True))
+    monkeypatch.setattr(mine, "_await_verdict", lambda: waited.append(True))
     failed = Outcome(State.FAILED, "rank 0 was killed by SIGTERM while starting")
     job.run_dir.launcher_log.write_text(
         "srun: error: n1: task 0: Killed\nsrun: error: n1: task 1: Terminated\n"
     )
-    warden.ended_by_us = {1}
-    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    mine._ended_by_us = {1}
+    mine.conclude(failed)
     assert waited == [], "we sent that one"
-    warden.ended_by_us = {0}
-    warden._not_asked(failed, load_spec(job.run_dir.job_file), None)
+    mine._ended_by_us = {0}
+    mine.conclude(failed)
     assert waited == [True]
 
 
@@ -250,13 +263,13 @@ def test_slurm_gives_no_step(
     keeper.look()
     slurm.set("1", "RUNNING")
     job.run_dir.create()
-    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
-    monkeypatch.setattr(step, "ASK_EVERY", 0.0)
-    monkeypatch.setattr(supervise, "start_step", start)
-    monkeypatch.setattr(warden, "_watch", lambda attempt: outcomes.pop())
+    watcher, _ = watch(job)
+    monkeypatch.setattr(ranks, "ASK_EVERY", 0.0)
+    monkeypatch.setattr(ranks, "start_step", start)
+    monkeypatch.setattr(watcher, "_watch", lambda attempt: outcomes.pop())
     if not knows:
         slurm.forget("1")
-    ended = warden._train(spec)
+    ended = watcher._train()
     assert ended.state is (State.COMPLETED if knows else State.LOST)
     assert said == [] if knows else "no longer knows job 1" in ended.reason
 
@@ -269,7 +282,7 @@ def test_a_warden_that_waits_for_slurm_beats_and_ends_when_told(
     job = submit()
     keeper.look()
     job.run_dir.create()
-    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    watcher, mine = watch(job)
     looks: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -280,26 +293,26 @@ def test_a_warden_that_waits_for_slurm_beats_and_ends_when_told(
         assert said.reason == "waiting for Slurm to start the ranks"
         if len(looks) < 3:
             return
-        warden.time_up = what == "the limit"
-        warden.sigterm_received = what == "a cancellation"
+        mine.time_up = what == "the limit"
+        mine.sigterm_received = what == "a cancellation"
         if what == "a person":
             ask_to_stop(job.run_dir, job.attempt, 1)
         elif what == "another":
             raise_fence(job.run_dir.root, "1.1")
 
     slurm.away()
-    monkeypatch.setattr(step.time, "sleep", sleep)
-    monkeypatch.setattr(supervise, "BEAT_EVERY", 0.0)
+    monkeypatch.setattr(ranks.time, "sleep", sleep)
+    monkeypatch.setattr(warden, "BEAT_EVERY", 0.0)
     attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
-    monkeypatch.setattr(supervise, "start_step", lambda *args: attempt)
-    monkeypatch.setattr(supervise, "was_refused", lambda run_dir: True)
-    monkeypatch.setattr(warden, "_watch", lambda attempt: Outcome(State.FAILED, "no step"))
-    monkeypatch.setattr(warden, "_beat", -1)
+    monkeypatch.setattr(ranks, "start_step", lambda *args: attempt)
+    monkeypatch.setattr(ranks, "was_refused", lambda run_dir: True)
+    monkeypatch.setattr(watcher, "_watch", lambda attempt: Outcome(State.FAILED, "no step"))
+    monkeypatch.setattr(watcher.report, "_beat", -2)
     if what == "another":
         with pytest.raises(SystemExit):
-            warden._train(attempt.spec)
+            watcher._train()
     else:
-        ended = warden._train(attempt.spec)
+        ended = watcher._train()
         assert ended == Outcome(State.STOPPED, "stopped before the ranks started")
     assert len(looks) == 3
 
@@ -361,17 +374,23 @@ def test_a_preemption_signals_only_the_ranks(
     assert store.get(job.id).state is State.QUEUED
 
 
+def report_of(run_dir: RunDir, environment: dict[str, str]) -> WardenFile:
+    report = supervisor_of(run_dir, environment).report
+    assert isinstance(report, WardenFile)
+    return report
+
+
 def test_a_run_belongs_to_one_slurm_job(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "ours", "SLURM_RESTART_COUNT": "2"}
-    assert warden_of(run_dir, environment).allocation == Allocation("7", 2), "handed in by hand"
+    assert report_of(run_dir, environment).allocation == Allocation("7", 2), "handed in by hand"
     write_handed_in(run_dir, HandedIn("ours", 1))
-    assert warden_of(run_dir, environment).attempt == 1, "before its id was written down"
+    assert report_of(run_dir, environment).attempt == 1, "before its id was written down"
     write_handed_in(run_dir, HandedIn("ours", 1, "8"))
     with pytest.raises(UserError, match=r"belongs to Slurm job ours \(8\)"):
-        warden_of(run_dir, environment)
+        supervisor_of(run_dir, environment)
     with pytest.raises(UserError, match="not in a Slurm job"):
-        warden_of(run_dir, {})
+        supervisor_of(run_dir, {})
 
 
 def test_a_checkpoint_of_an_earlier_allocation_is_dropped(
@@ -405,14 +424,15 @@ def test_what_a_cut_off_node_does(
     job = submit()
     keeper.look()
     job.run_dir.create()
-    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    watcher, mine = watch(job)
     raise_fence(job.run_dir.root, "1.1")
-    killed: list[Attempt] = []
-    monkeypatch.setattr(warden, "_kill", killed.append)
-    attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
+    killed: list[bool] = []
+    monkeypatch.setattr(mine, "end_all", lambda: killed.append(True))
+    child: Any = SimpleNamespace(poll=lambda: None)
+    attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, child, 0, 0, 0)
     with pytest.raises(SystemExit):
-        warden._look(attempt)
-    assert killed == [attempt]
+        watcher._watch(attempt)
+    assert killed == [True]
     assert read_warden_report(warden_file(job.run_dir)) is None
 
 
@@ -433,3 +453,45 @@ def test_a_task_becomes_a_rank() -> None:
     assert "PMI_RANK" not in rank
     with pytest.raises(KeyError):
         rank_environment({})
+
+
+def test_a_full_disk_at_the_time_limit_still_requeues(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be said is said later; the job file may be unreadable by then, too."""
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    job.run_dir.create()
+    _, mine = watch(job)
+    mine._attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
+    mine.time_up = True
+    save_checkpoint(job.run_dir, 3)
+    job.run_dir.job_file.unlink()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(warden, "write_warden_report", fail)
+    monkeypatch.setattr(mine, "_await_verdict", lambda: True)
+    ended = mine.conclude(Outcome(State.STOPPED, "stopped at step 3, saved"))
+    assert ended == Outcome(State.STOPPED, "time limit; stopped at step 3, saved")
+    assert slurm.calls("scontrol requeue") == 1
+
+
+def test_an_allocation_that_was_replaced_ends_without_a_word(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks have ended; what the newer allocation writes is not its own to remove."""
+    job = submit()
+    keeper.look()
+    job.run_dir.create()
+    watcher, _ = watch(job)
+    unfinished = job.run_dir.checkpoints / ".step-9.tmp"
+    unfinished.mkdir(parents=True)
+    monkeypatch.setattr(watcher, "_train", lambda: Outcome(State.COMPLETED, "trained"))
+    raise_fence(job.run_dir.root, "1.1")
+    with pytest.raises(SystemExit):
+        watcher.run()
+    assert unfinished.exists()
+    assert read_warden_report(outcome_file(job.run_dir)) is None

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.backends.local import dispatch as dispatching
+from jobs.backends.local.dispatch import dispatch, look, needs_attention, why_silent
 from jobs.machine.devices import Gpu
 from jobs.machine.processes import ProcessId
 from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.machine.residence import read_residence
-from jobs.queue import dispatch as dispatching
-from jobs.queue.dispatch import dispatch, has_work, needs_attention, why_silent
 from jobs.queue.states import State
 from jobs.queue.store import Store, Terms
 from tests.support.tui.made_up_runs import add_job
@@ -134,9 +134,9 @@ def test_a_gpu_that_vanished_is_waited_for(
 def test_a_held_job_and_a_paused_queue_start_nothing(
     store: Store, add: Callable[..., int], started: list[int]
 ) -> None:
-    assert has_work(store) is False
+    assert look(store) is False
     held, next_one = add(), add()
-    assert has_work(store) is True
+    assert needs_attention(store) is True
     store.hold(held, True)
     store.pause(True)
     dispatch(store)
@@ -372,7 +372,7 @@ def test_a_blocked_supervisor_is_told_of_and_done_without(
     job = add_job(store, state=State.RUNNING)
     assert store.take_over(job.id, None, blocked)
     ranks = [blocked]
-    monkeypatch.setattr("jobs.queue.dispatch.processes.with_run_id", lambda run_id: ranks)
+    monkeypatch.setattr("jobs.backends.local.dispatch.processes.with_run_id", lambda run_id: ranks)
     dispatch(store)
     assert store.get(job.id).reason == "all ranks are up", "waiting for a moment is usual"
     _, since = dispatching._blocked[blocked]

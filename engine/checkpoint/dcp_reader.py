@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from jobs.errors import UserError
-from jobs.untrusted.files import check_pickle, read_regular
+from jobs.untrusted.files import read_regular
+from jobs.untrusted.pickles import check_pickle
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem

@@ -18,7 +18,7 @@ from jobs.machine.procfs import started_at
 from jobs.run.rundir import read_json, write_atomic
 from jobs.run.samples import Samples
 from jobs.spec.file.load import load_spec
-from jobs.untrusted.text import without_secrets
+from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,7 @@ from jobs.queue.store import SERVICE, Store
 from jobs.run.checkpoint_files import list_checkpoints
 from jobs.run.export_places import export_facts
 from jobs.spec.file.load import load_spec
-from jobs.untrusted.text import without_secrets
+from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from jobs.errors import UserError
-from jobs.untrusted.text import without_secrets
+from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
     from jobs.spec.values.hub_names import HubName

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any, Final
 
 # Controls (C0 but for tab and line feed, DEL, C1), what changes the direction of writing or the
 # line, invisible tags, and halves of surrogate pairs, which no terminal can be sent.
@@ -42,26 +38,3 @@ def harmless_value(value: Any, depth: int = _DEEPEST) -> Any:
     if isinstance(value, list):
         return [harmless_value(item, depth - 1) for item in value]
     return value
-
-
-HIDDEN: Final = "(not shown)"
-SECRET_NAME: Final = re.compile(
-    r"token(?!iz|s|_drop|_len)|secret|passw|credential|(?<![a-z])(pass|pat|key|pwd)(?![a-z])|apikey"
-    r"|accesskey|auth(?!or)|webhook|dsn",
-    re.IGNORECASE,
-)
-# Tokens by their beginnings, and addresses with a user, whose password may hold any character.
-SECRET_VALUE: Final = re.compile(
-    r"\b(hf|ghp|gho|ghs|sk|nvapi|wandb_v\d|glpat|github_pat)[-_][A-Za-z0-9_-]{20,}"
-    r"|\bxox[a-z]-[A-Za-z0-9-]{10,}|\bAIza[A-Za-z0-9_-]{30,}|\bya29\.[A-Za-z0-9_-]{20,}"
-    r"|AKIA[A-Z0-9]{12,}|://[^/\s@]+@|://[^/\s:@]*:\S+@"
-)
-_SHORTEST: Final = 8  # characters; shorter values are words
-
-
-def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text without tokens, and without the values of variables that are named as secrets."""
-    for name, value in environment.items():
-        if len(value) >= _SHORTEST and SECRET_NAME.search(name):
-            text = text.replace(value, HIDDEN)
-    return SECRET_VALUE.sub(HIDDEN, text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from jobs.untrusted.text import HIDDEN, SECRET_NAME, SECRET_VALUE
+from jobs.untrusted.secrets import HIDDEN, SECRET_NAME, SECRET_VALUE
 
 _LONGEST: Final = 60  # characters of a value that are shown
 

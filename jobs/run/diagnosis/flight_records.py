@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.run.diagnosis.nccl import plain_name
-from jobs.untrusted.files import check_pickle, read_regular
+from jobs.untrusted.files import read_regular
+from jobs.untrusted.pickles import check_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

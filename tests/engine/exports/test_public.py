@@ -15,7 +15,7 @@ from jobs.hub.upload import CardFacts, write_card
 from jobs.spec.job_spec import JobSpec, field_names, is_public
 from jobs.spec.keys.prompts import ValidationPrompt
 from jobs.spec.values.datasets import Dataset
-from jobs.untrusted.text import HIDDEN, without_secrets
+from jobs.untrusted.secrets import HIDDEN, without_secrets
 
 KEYS = Path(__file__).with_name("public_keys.txt")
 STYLES = ("diffusers", "kohya", "comfyui")

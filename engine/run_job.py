@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from engine.families import Family
     from engine.ranks.telemetry import Telemetry
     from jobs.run.rundir import RunDir
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
 
 
 def run_rank(run_dir: RunDir, telemetry: Telemetry) -> None:
@@ -248,7 +248,7 @@ def begin_from_lora(run: RunContext, model: torch.nn.Module) -> bool:
     return file is not None
 
 
-def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter]:
+def kept_whole(model: torch.nn.Module, spec: RecipeKeys) -> list[torch.nn.Parameter]:
     """What is trained and stays whole on every rank where the rest is sharded."""
     if spec.model_type == "full":
         return weights.trained_in_fp32(model)
@@ -274,7 +274,7 @@ def check_context(spec: JobSpec, family: Family, world: World) -> None:
         check_tokens(spec.max_sequence_length, size, "max_sequence_length")
 
 
-def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> TrainState:
+def start_training(spec: RecipeKeys, model: torch.nn.Module, world: World) -> TrainState:
     """Optimizer, schedule, average and loss scale around a model, at step 0."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     names = get_family(spec.model_family).text_lora

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from jobs.queue.job import Job
     from jobs.run.rundir import RunDir
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.hub import HubKeys
+    from jobs.spec.keys.tracking import TrackingKeys
 
 _ALONE: Final = {
     "PYTHONSAFEPATH": "1",
@@ -27,7 +28,7 @@ _ALONE: Final = {
 }
 
 
-def check_trackers(spec: JobSpec) -> None:
+def check_trackers(spec: TrackingKeys) -> None:
     """Refuse a job whose trackers are not installed.
 
     Raises:
@@ -40,7 +41,7 @@ def check_trackers(spec: JobSpec) -> None:
         )
 
 
-def start_trackers(spec: JobSpec, run_dir: RunDir) -> list[subprocess.Popen[bytes]]:
+def start_trackers(spec: TrackingKeys, run_dir: RunDir) -> list[subprocess.Popen[bytes]]:
     """Start a follower of the run for each of its trackers; one that runs already stays the one.
 
     They carry no run id, end by themselves, and nobody waits for them.
@@ -56,7 +57,7 @@ def start_trackers(spec: JobSpec, run_dir: RunDir) -> list[subprocess.Popen[byte
     ]
 
 
-def start_push(spec: JobSpec, job: Job) -> list[subprocess.Popen[bytes]]:
+def start_push(spec: HubKeys, job: Job) -> list[subprocess.Popen[bytes]]:
     """Start the process that pushes a job's exports to the hub, if it asks for that.
 
     Raises:

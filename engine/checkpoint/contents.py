@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.train.train_state import TrainState
     from jobs.run.checkpoint_files import Layout
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.training import TrainingKeys
 
 SCHEMA: Final = 1
 
@@ -72,7 +73,7 @@ class Contents:
         return [leaf for leaf in tree_leaves(self.tensors) if isinstance(leaf, torch.Tensor)]
 
 
-def expected_bytes(training: TrainState, spec: JobSpec) -> int:
+def expected_bytes(training: TrainState, spec: TrainingKeys) -> int:
     """Bytes that a checkpoint takes at least, once the optimizer has made a step.
 
     The state that the first step makes is counted, not made: on shards that takes torch a second

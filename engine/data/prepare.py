@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from engine.data.report.data_report import DataReport
     from engine.ranks.telemetry import Telemetry
     from engine.run_context import RunContext
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, JobSpec
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def prepare(run: RunContext) -> Prepared:
     return Prepared(spec, index, plan, captions, cache, keys, encoded, held, loss_weights, pictures)
 
 
-def view_number(draw: Draw, spec: JobSpec) -> int:
+def view_number(draw: Draw, spec: DataPlanKeys) -> int:
     """Which view of its sample a draw looks at."""
     return nth_variant(count_views(spec), draw.turn, spec.seed, "view", draw.sample)
 
@@ -245,7 +245,7 @@ def _drawn(
     return pairs, [*drawn, *dropped]
 
 
-def _prompts(spec: JobSpec, pictures: Mapping[str, Image]) -> list[Text]:
+def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
     """What is sampled, and the negative prompts that have an effect."""
     texts = []
     for request in requests_of(spec):
@@ -256,7 +256,7 @@ def _prompts(spec: JobSpec, pictures: Mapping[str, Image]) -> list[Text]:
     return texts
 
 
-def read_pictures(spec: JobSpec) -> dict[str, Image]:
+def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
     """The conditioning images of prompts by their paths, at the size that the model wants.
 
     Read once at the start, so that sampling never fails because a file has gone since.

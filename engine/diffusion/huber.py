@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.noise import NoiseKeys
     from jobs.spec.values.value_types import HuberSchedule
 
 
@@ -37,7 +37,7 @@ class Huber:
         return clean.square() * (1 - self.c) + self.c
 
 
-def scheduled(spec: JobSpec) -> Huber | None:
+def scheduled(spec: NoiseKeys) -> Huber | None:
     """Return the threshold's schedule; None where the loss has none, or a constant one."""
     if spec.loss_type == "mse" or spec.huber_schedule == "constant":
         return None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from engine.families import Family
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.noise import NoiseKeys
 
 
 # How sigma is drawn where the model's scheduler decides about it.
@@ -112,7 +113,7 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
 def loss_of(
     prediction: torch.Tensor,
     problem: Problem,
-    spec: JobSpec,
+    spec: NoiseKeys,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The loss of a micro-batch in fp32: the mean over samples of each sample's mean.
@@ -139,7 +140,7 @@ def loss_of(
     return losses.mean()
 
 
-def _pseudo_huber(prediction: torch.Tensor, problem: Problem, spec: JobSpec) -> torch.Tensor:
+def _pseudo_huber(prediction: torch.Tensor, problem: Problem, spec: NoiseKeys) -> torch.Tensor:
     """Return huber or smooth_l1 of each number, as sd-scripts has them (`conditional_loss`).
 
     For an error d, huber is 2c(√(d² + c²) - c): d² where d is small, as mse, and 2c|d| where it is

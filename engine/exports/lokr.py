@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.families import LoraStyle
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.lora import LoraKeys
 
 HEADER: Final = {"ss_network_module": "lycoris.kohya"}
 """Which network kohya's scripts load such files with."""
@@ -50,7 +50,7 @@ def named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, tor
     return converted
 
 
-def header(spec: JobSpec) -> dict[str, str]:
+def header(spec: LoraKeys) -> dict[str, str]:
     """What LyCORIS writes into the header of a file."""
     arguments = {"algo": "lokr", "factor": str(spec.lokr_factor)}
     if spec.lokr_full_matrix:

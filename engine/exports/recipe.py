@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from engine.families import Family
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.export import ExportFormat
 
 FileDtype = ExportDtype | Literal["fp8"]
@@ -99,7 +100,7 @@ def describe(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
     return {"format": "pt"} | own | model_spec(recipe, style)
 
 
-def trigger_word(spec: JobSpec) -> str | None:
+def trigger_word(spec: DataKeys) -> str | None:
     """The job's trigger word; where every dataset has its own, all of them."""
     words = [dataset.trigger_word for dataset in spec.datasets or []]
     return spec.trigger_word or ", ".join(dict.fromkeys(filter(None, words))) or None

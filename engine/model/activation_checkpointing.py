@@ -15,7 +15,7 @@ from jobs.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.training import TrainingKeys
 
 _ATEN: Final = torch.ops.aten
 # Matrix products and attention: most of the time of a forward, a small part of its memory.
@@ -32,7 +32,7 @@ _KEPT: Final = (
 )
 
 
-def checkpoint_activations(model: Any, spec: JobSpec) -> None:
+def checkpoint_activations(model: Any, spec: TrainingKeys) -> None:
     """Have the model's own blocks run under `torch.utils.checkpoint`.
 
     Diffusers' models call the function they are given around each block, so neither names nor
@@ -93,7 +93,7 @@ def _listed(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from module
 
 
-def compile_checkpoints(model: Any, spec: JobSpec) -> list[torch.nn.Module]:
+def compile_checkpoints(model: Any, spec: TrainingKeys) -> list[torch.nn.Module]:
     """Compile repeated blocks together with their recomputation, as a selective policy needs.
 
     To a checkpoint, a compiled block is a single operation: it would be recomputed as a whole.
@@ -134,7 +134,7 @@ class _Compiled(partial[Any]):
     """A block's forward that recomputes by itself."""
 
 
-def _options(spec: JobSpec) -> dict[str, Any]:
+def _options(spec: TrainingKeys) -> dict[str, Any]:
     """For `torch.utils.checkpoint`."""
     options: dict[str, Any] = {"use_reentrant": False}
     if spec.gradient_checkpointing_policy == "selective":

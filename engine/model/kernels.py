@@ -14,7 +14,8 @@ from jobs.errors import UserError
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.training import TrainingKeys
 
 # Diffusers' names for torch's own kernels. `auto` leaves the choice to torch.
 _DIFFUSERS_NAMES: Final = {
@@ -26,7 +27,7 @@ _DIFFUSERS_NAMES: Final = {
 }
 
 
-def choose_backends(spec: JobSpec) -> None:
+def choose_backends(spec: TrainingKeys) -> None:
     """Set TF32, determinism and cuDNN's attention as the job asks; before anything is computed.
 
     Raises:
@@ -60,7 +61,7 @@ def _require_hopper() -> None:
         )
 
 
-def activate_flash3(spec: JobSpec) -> None:
+def activate_flash3(spec: TrainingKeys) -> None:
     """Have torch's flash attention be FlashAttention 3, forward and backward, from here on.
 
     Diffusers' own backend of that name (0.42) has no backward. Text encoders and VAE, which have
@@ -80,7 +81,7 @@ def activate_flash3(spec: JobSpec) -> None:
         ) from None
 
 
-def choose_attention(model: Any, spec: JobSpec) -> None:
+def choose_attention(model: Any, spec: TrainingKeys) -> None:
     """Have the model's attention use one kernel, and fail rather than fall back to another.
 
     Per model, through diffusers: text encoders and VAE have head sizes that flash does not take.
@@ -102,7 +103,7 @@ def choose_attention(model: Any, spec: JobSpec) -> None:
         )
 
 
-def compile_blocks(model: Any, spec: JobSpec) -> None:
+def compile_blocks(model: Any, spec: RecipeKeys) -> None:
     """Compile each repeated block in place; equal blocks share one compilation.
 
     Raises:

@@ -13,19 +13,20 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from engine.ranks.world import World
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.training import TrainingKeys
 
 # Arguments of diffusers' denoisers that are not cast; lists of tensors are `Z-Image`'s.
 _EXACT: Final = re.compile(r"^t$|time|guidance|_ids$|coords|mask|scale|rope|rotary")
 _COMPUTE: Final = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def compute_dtype(spec: JobSpec) -> torch.dtype:
+def compute_dtype(spec: TrainingKeys) -> torch.dtype:
     """The precision of matrix products."""
     return _COMPUTE[spec.mixed_precision]
 
 
-def storage_dtype(spec: JobSpec, *, keep_fp32: bool) -> torch.dtype:
+def storage_dtype(spec: RecipeKeys, *, keep_fp32: bool) -> torch.dtype:
     """Return the precision in which a base parameter is kept, whatever its file has.
 
     Full training keeps fp32 masters. A frozen base is kept in the compute precision, since nothing
@@ -39,7 +40,7 @@ def storage_dtype(spec: JobSpec, *, keep_fp32: bool) -> torch.dtype:
     return torch.float32 if spec.model_type == "full" or keep_fp32 else compute_dtype(spec)
 
 
-def computes_alone(spec: JobSpec, *, sharded: bool) -> bool:
+def computes_alone(spec: RecipeKeys, *, sharded: bool) -> bool:
     """Whether a model in training computes in bf16 by itself, without autocast.
 
     Its weights are in bf16 then: a LoRA's frozen base is kept so
@@ -80,14 +81,14 @@ def narrow_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
     model.register_forward_pre_hook(narrow, with_kwargs=True)
 
 
-def autocast(spec: JobSpec, device: torch.device) -> AbstractContextManager[object]:
+def autocast(spec: TrainingKeys, device: torch.device) -> AbstractContextManager[object]:
     """Compute in the job's precision; nothing to do in fp32."""
     if compute_dtype(spec) is torch.float32:
         return nullcontext()
     return torch.autocast(device.type, dtype=compute_dtype(spec))
 
 
-def computing(spec: JobSpec, world: World) -> AbstractContextManager[object]:
+def computing(spec: RecipeKeys, world: World) -> AbstractContextManager[object]:
     """Enter the precision that a model computes in; see `computes_alone`."""
     if computes_alone(spec, sharded=world.shards):
         return nullcontext()

@@ -22,7 +22,7 @@ from jobs.errors import UserError
 if TYPE_CHECKING:
     from engine.families import Family
     from engine.ranks.world import World
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
 
 
 def spread(count: int, blocks: int) -> list[int]:
@@ -33,7 +33,7 @@ def spread(count: int, blocks: int) -> list[int]:
     return [(2 * number + 1) * blocks // (2 * count) for number in range(count)]
 
 
-def swap_blocks(model: torch.nn.Module, spec: JobSpec, family: Family, world: World) -> str:
+def swap_blocks(model: torch.nn.Module, spec: RecipeKeys, family: Family, world: World) -> str:
     """Have `swap_blocks` blocks, spread over the model, kept in host memory.
 
     Called while parameters are on the meta device; `engine.model.files.weights.materialise` then

@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from engine.ranks.world import World
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.fsdp import FsdpKeys
 
 
-def build_plugin(spec: JobSpec, device: torch.device) -> FullyShardedDataParallelPlugin:
+def build_plugin(spec: RecipeKeys, device: torch.device) -> FullyShardedDataParallelPlugin:
     """The job's FSDP options in accelerate's terms, with torch's own policies in them."""
     # Pinned memory, for fast copies to and from the GPU, cannot be had where there is no driver.
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -64,7 +65,7 @@ def build_plugin(spec: JobSpec, device: torch.device) -> FullyShardedDataParalle
 
 def shard(
     model: torch.nn.Module,
-    spec: JobSpec,
+    spec: RecipeKeys,
     world: World,
     *,
     replicated: Iterable[torch.nn.Parameter] = (),
@@ -126,7 +127,7 @@ def reshard(model: torch.nn.Module) -> None:
 
 def modules_to_wrap(
     model: torch.nn.Module,
-    spec: JobSpec,
+    spec: FsdpKeys,
     plugin: FullyShardedDataParallelPlugin,
     ignored: Collection[torch.nn.Parameter] = (),
 ) -> list[torch.nn.Module]:
@@ -195,7 +196,7 @@ def _units_in_order(model: torch.nn.Module) -> list[FSDPModule]:
     return [unit for name, unit in sorted(units, key=lambda unit: unit[0].startswith("up_blocks."))]
 
 
-def _prefetch(units: Sequence[FSDPModule], spec: JobSpec) -> None:
+def _prefetch(units: Sequence[FSDPModule], spec: FsdpKeys) -> None:
     """Gather units ahead of time, so that communication hides behind more computation."""
     for place, unit in enumerate(units):
         if ahead := spec.fsdp_forward_prefetch:
@@ -205,7 +206,7 @@ def _prefetch(units: Sequence[FSDPModule], spec: JobSpec) -> None:
             unit.set_modules_to_backward_prefetch(list(reversed(before)))
 
 
-def precision_policy(spec: JobSpec) -> MixedPrecisionPolicy:
+def precision_policy(spec: RecipeKeys) -> MixedPrecisionPolicy:
     """Gather in the compute precision, reduce in fp32.
 
     `cast_forward_inputs` stays off: it would cast rotary position ids to bf16. Autocast casts

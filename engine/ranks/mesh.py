@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.running import RunningKeys
 
 REPLICATE, SHARD, RING, ULYSSES = "dp_replicate", "dp_shard", "ring", "ulysses"
 _FLAT = "dp_shard_cp"
@@ -47,7 +48,7 @@ def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> De
     return mesh
 
 
-def collective_timeout(spec: JobSpec) -> timedelta:
+def collective_timeout(spec: RunningKeys) -> timedelta:
     """How long a collective may take before torch aborts its rank.
 
     Of two equal timeouts the supervisor's comes first: it knows which rank is late, and writes

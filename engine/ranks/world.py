@@ -18,7 +18,8 @@ from jobs.spec.rules.strategy import SHARDING, chosen_strategy, launched_strateg
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
 
 _T = TypeVar("_T")
 
@@ -136,7 +137,7 @@ class World:
         return properties.name, properties.total_memory
 
 
-def take_gpu(spec: JobSpec) -> None:
+def take_gpu(spec: DeviceKeys) -> None:
     """Make this rank's GPU the current one, before libraries are imported that ask for it.
 
     Torchao 0.18 asks the current GPU for its properties while it is imported (torch 2.14), which
@@ -189,7 +190,7 @@ def start_world(spec: JobSpec) -> World:
     )
 
 
-def _check_gpus(spec: JobSpec) -> None:
+def _check_gpus(spec: DeviceKeys) -> None:
     """Refuse to train on the CPU, or twice on one GPU, where the job was given GPUs.
 
     Raises:
@@ -207,13 +208,13 @@ def _check_gpus(spec: JobSpec) -> None:
         )
 
 
-def _computes_on_cpu(spec: JobSpec) -> bool:
+def _computes_on_cpu(spec: DeviceKeys) -> bool:
     """Whether the job or the launcher says so."""
     launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     return spec.device == "cpu" or launched
 
 
-def _strategy(spec: JobSpec) -> tuple[str, str]:
+def _strategy(spec: RecipeKeys) -> tuple[str, str]:
     """What the launcher chose; ranks started by hand choose for themselves."""
     strategy, reason = launched_strategy(os.environ)
     return (strategy, reason) if reason else chosen_strategy(spec)

@@ -18,7 +18,7 @@ from jobs.run.rundir import read_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
 
 # What transformers, diffusers and peft import wherever it is installed, for models that are stored
 # quantised. They have no variable that says otherwise (transformers 5.23, diffusers 0.42).
@@ -46,7 +46,7 @@ def hide(*packages: str) -> None:
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
 
 
-def unneeded(spec: JobSpec) -> tuple[str, ...]:
+def unneeded(spec: RecipeKeys) -> tuple[str, ...]:
     """The packages that a job's ranks can do without; they take half a second to import.
 
     Raises:

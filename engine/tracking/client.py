@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
     from jobs.run.rundir import RunDir
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.tracking import TrackingKeys
 
 # Those that drop what was logged after the step that a run resumes from. The others have the
 # repeated steps already, and get none of them twice.
@@ -89,7 +89,7 @@ class Client:
 
 def open_client(
     name: str,
-    spec: JobSpec,
+    spec: TrackingKeys,
     run_dir: RunDir,
     *,
     run_id: str,
@@ -121,7 +121,9 @@ def open_client(
         return Client(name, _start(name, spec, run_dir, options), offline=True)
 
 
-def _start(name: str, spec: JobSpec, run_dir: RunDir, options: dict[str, Any]) -> GeneralTracker:
+def _start(
+    name: str, spec: TrackingKeys, run_dir: RunDir, options: dict[str, Any]
+) -> GeneralTracker:
     place = str(spec.logging_dir or run_dir.tracking)
     os.makedirs(place, exist_ok=True)
     os.chdir(place)  # where some leave files
@@ -137,7 +139,7 @@ def _start(name: str, spec: JobSpec, run_dir: RunDir, options: dict[str, Any]) -
 
 
 def _options(
-    name: str, spec: JobSpec, run_dir: RunDir, *, run_id: str, again: bool, resumed: int | None
+    name: str, spec: TrackingKeys, run_dir: RunDir, *, run_id: str, again: bool, resumed: int | None
 ) -> dict[str, Any]:
     """What a tracker is started with besides the project."""
     title = spec.tracker_run_name or run_dir.root.name

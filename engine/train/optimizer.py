@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.training import TrainingKeys
 
 _NO_SHARDS_HINT: Final = (
     "use adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd, or train a LoRA with "
@@ -44,7 +45,7 @@ _LION_BETAS: Final = (0.9, 0.99)
 
 
 def build_optimizer(
-    spec: JobSpec,
+    spec: RecipeKeys,
     parameters: Sequence[torch.nn.Parameter],
     device: torch.device,
     texts: Sequence[torch.nn.Parameter] = (),
@@ -83,7 +84,9 @@ def build_optimizer(
     return optimizer
 
 
-def _build(spec: JobSpec, parameters: Sequence[Any], device: torch.device) -> torch.optim.Optimizer:
+def _build(
+    spec: TrainingKeys, parameters: Sequence[Any], device: torch.device
+) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     adam: dict[str, Any] = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     if spec.optimizer == "sgd":
@@ -156,7 +159,7 @@ def _step_in_parts(
     optimizer.register_step_post_hook(join)
 
 
-def build_scheduler(spec: JobSpec, optimizer: torch.optim.Optimizer) -> LambdaLR:
+def build_scheduler(spec: TrainingKeys, optimizer: torch.optim.Optimizer) -> LambdaLR:
     """Advances once per optimizer step, whatever the number of ranks or forwards."""
     return LambdaLR(optimizer, lambda step: _factor(spec, step))
 
@@ -288,7 +291,7 @@ def _adamw_8bit(base: Any) -> Any:
     return AdamW8bit
 
 
-def _factor(spec: JobSpec, step: int) -> float:
+def _factor(spec: TrainingKeys, step: int) -> float:
     """The multiple of the peak rate with which step `step`, counted from 0, is done."""
     warmup = spec.lr_warmup_steps
     if step < warmup:
@@ -300,7 +303,7 @@ def _factor(spec: JobSpec, step: int) -> float:
     return end + (1 - end) * _curve(spec, done)
 
 
-def _curve(spec: JobSpec, done: float) -> float:
+def _curve(spec: TrainingKeys, done: float) -> float:
     """How high a schedule still is, from 1 to 0, when a share of its steps after warm-up is done.
 
     As `diffusers.optimization` has them.

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from engine.data.index.data_index import Sample
     from engine.data.prepare import Prepared
     from engine.run_context import RunContext
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys
+    from jobs.spec.keys.validation import ValidationKeys
 
 _DIGITS: Final = 15  # of a sample's digest, in the key of its noise
 
@@ -161,7 +162,7 @@ class ValidationLoss:
         return keyed_generator(validation_seed_of(self.run.spec), content, level)
 
 
-def batches_of(held: Sequence[Sample], spec: JobSpec) -> list[Batch]:
+def batches_of(held: Sequence[Sample], spec: DataPlanKeys) -> list[Batch]:
     """All forwards of a measurement, in an order that reads each sample once. Pure."""
     by_bucket: dict[tuple[Any, ...], list[int]] = {}
     for number, sample in enumerate(held):
@@ -180,7 +181,7 @@ def forwards_each(batches: int, ranks: int) -> int:
     return -(-batches // ranks)
 
 
-def quantile_of(level: int, spec: JobSpec) -> float:
+def quantile_of(level: int, spec: ValidationKeys) -> float:
     """The middle of the level's share of (0, 1)."""
     return (level + 0.5) / spec.validation_timesteps
 

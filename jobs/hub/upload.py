@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jobs.queue.job import Job
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec, RecipeKeys
+    from jobs.spec.keys.data import DataKeys
+    from jobs.spec.keys.job import JobKeys
 
 _PICTURES: Final = 6  # on a card
 LORA_WEIGHTS: Final = "pytorch_lora_weights.safetensors"
@@ -105,7 +107,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def _facts(
-    job: Job, spec: JobSpec, export: Path, repo: str
+    job: Job, spec: InputKeys, export: Path, repo: str
 ) -> tuple[CardFacts, dict[str, Path | bytes]]:
     """What the card says, and the images that it shows."""
     exported = export_facts(export) or {}
@@ -138,7 +140,7 @@ def _facts(
     }
 
 
-def _base(spec: JobSpec) -> tuple[str, dict[str, Any]]:
+def _base(spec: JobKeys) -> tuple[str, dict[str, Any]]:
     """The base model's hub id, as far as it has one, and the head of its own card."""
     text = spec.pretrained_model_name_or_path
     try:
@@ -237,18 +239,18 @@ def write_card(spec: JobSpec, facts: CardFacts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def trigger_of(spec: JobSpec) -> str:
+def trigger_of(spec: DataKeys) -> str:
     """The job's trigger word, or those of its datasets."""
     words = [dataset.trigger_word for dataset in spec.datasets or []]
     return spec.trigger_word or ", ".join(dict.fromkeys(filter(None, words)))
 
 
-def with_trigger(spec: JobSpec, prompt: str) -> str:
+def with_trigger(spec: DataKeys, prompt: str) -> str:
     """A prompt as it is read by people."""
     return prompt.replace(TRIGGER, trigger_of(spec)).strip()
 
 
-def _usage(spec: JobSpec, facts: CardFacts) -> str:
+def _usage(spec: RecipeKeys, facts: CardFacts) -> str:
     lines = ["import torch", "from diffusers import DiffusionPipeline"]
     by_peft = facts.weights == PEFT_WEIGHTS
     lines += ["from peft import PeftModel", ""] if by_peft else [""]
@@ -271,7 +273,7 @@ def _usage(spec: JobSpec, facts: CardFacts) -> str:
     return "\n".join(lines)
 
 
-def _data(spec: JobSpec, facts: CardFacts) -> str:
+def _data(spec: JobKeys, facts: CardFacts) -> str:
     what = "images or videos" if get_family(spec.model_family).frame_step else "images"
     if not facts.samples:
         return "Not published."

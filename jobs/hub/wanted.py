@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from jobs.queue.job import Job
     from jobs.run.rundir import RunDir
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys
 
 _WHAT: Final = {"model": "its model", "dataset": "its dataset"}
 
 
-def names_in(spec: JobSpec) -> list[HubName]:
+def names_in(spec: InputKeys) -> list[HubName]:
     """The model and the datasets that can only be of the hub: nothing lies at such a path."""
     paths = [entry.path for entry in spec.datasets] if spec.datasets else [spec.dataset]
     texts = [("model", spec.pretrained_model_name_or_path), *(("dataset", path) for path in paths)]
@@ -36,7 +36,7 @@ def names_in(spec: JobSpec) -> list[HubName]:
     return list(dict.fromkeys(names))
 
 
-def find_missing(spec: JobSpec) -> list[HubName]:
+def find_missing(spec: InputKeys) -> list[HubName]:
     """Those that are not in the cache, or not whole as far as can be told without the network."""
     return [name for name in names_in(spec) if not _is_whole(name)]
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.imports.common.draft import Draft
+    from jobs.spec.job_spec import InputKeys
 
 
 _USUAL: Final = {"repeats": 1}  # of datasets
@@ -118,7 +119,7 @@ def _spec_of(draft: Draft) -> JobSpec:
         return JobSpec.model_validate({k: v for k, v in draft.values.items() if k not in wrong})
 
 
-def _missing(spec: JobSpec) -> list[str]:
+def _missing(spec: InputKeys) -> list[str]:
     """Files that the job names and that this machine does not have."""
     problems = []
     if spec.pretrained_model_name_or_path:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     from jobs.machine.gpu import Gpu
     from jobs.run.rundir import RunDir
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
 
 _LOOPBACK: Final = "127.0.0.1"
 _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "fsdp-tui")
@@ -231,7 +232,7 @@ def _word(value: Any) -> str:
 # -- accelerate's file -------------------------------------------------------------------
 
 
-def accelerate_config(spec: JobSpec, strategy: str, *, gpus: Sequence[str]) -> dict[str, Any]:
+def accelerate_config(spec: RecipeKeys, strategy: str, *, gpus: Sequence[str]) -> dict[str, Any]:
     """What `accelerate launch --config_file` reads.
 
     Without a file, it would merge whatever the person's own default config says into the flags it
@@ -265,7 +266,7 @@ def accelerate_config(spec: JobSpec, strategy: str, *, gpus: Sequence[str]) -> d
     return {"debug": False} | kept | ours
 
 
-def fsdp_options(spec: JobSpec) -> dict[str, Any]:
+def fsdp_options(spec: RecipeKeys) -> dict[str, Any]:
     """The job's FSDP options as accelerate calls them, in its files and as flags."""
     options: dict[str, Any] = {
         "fsdp_version": 2,
@@ -287,7 +288,7 @@ def fsdp_options(spec: JobSpec) -> dict[str, Any]:
     return options
 
 
-def _distributed_type(spec: JobSpec, strategy: str) -> str:
+def _distributed_type(spec: DeviceKeys, strategy: str) -> str:
     if strategy in SHARDING:
         return "FSDP"
     return "MULTI_GPU" if world_size(spec) > 1 else "NO"
@@ -296,7 +297,7 @@ def _distributed_type(spec: JobSpec, strategy: str) -> str:
 _KEPT: Final = ", as on its first launch"
 
 
-def chosen_before(spec: JobSpec, run_dir: RunDir) -> tuple[str, str] | None:
+def chosen_before(spec: RecipeKeys, run_dir: RunDir) -> tuple[str, str] | None:
     """Read what `auto` chose at the job's last launch, and why.
 
     A restart or a resumed job keeps it: what else is on the GPUs by then, or has been

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from jobs.memory.fit import Fit
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
 
 FASTEST_FIRST: Final = ("single", "ddp", "hsdp", "fsdp2")
 """Each moves more bytes between GPUs in a step than the one before it, and keeps fewer on each."""
@@ -30,7 +31,7 @@ class Candidate:
     reason: str = ""
 
 
-def candidates(spec: JobSpec, ranks: int) -> tuple[str, ...]:
+def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
     """The strategies that a job could run with, the fastest first.
 
     What only sharding can do (context parallelism, offload, a sharded adapter) rules out the rest.
@@ -61,7 +62,7 @@ def fastest(options: Sequence[Candidate]) -> Candidate | None:
     return None
 
 
-def group_of(spec: JobSpec) -> int:
+def group_of(spec: DeviceKeys) -> int:
     """The number of which a job's ranks are a multiple: machines, and those that share a sample."""
     return math.lcm(spec.context_parallel_size, spec.num_machines)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jobs.memory.ladder import Step
     from jobs.memory.predicted import Predicted
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
 
     Found = Predicted | Refused
 
@@ -241,7 +242,7 @@ class Need:
         return self.needed <= self.free
 
 
-def needs_of(spec: JobSpec, predicted: Predicted) -> list[Need]:
+def needs_of(spec: DataKeys, predicted: Predicted) -> list[Need]:
     """Host memory and disk that a job needs, against this machine."""
     memory = psutil.virtual_memory()
     needs = []

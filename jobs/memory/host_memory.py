@@ -14,7 +14,7 @@ from jobs.spec.rules.strategy import shards, world_size
 from jobs.units import size
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
 
 # Bytes of an optimizer's state per trained parameter, at least. The exact formulas, which need
 # shapes, are in `engine.memory.predicting.optimizers`.
@@ -31,7 +31,7 @@ STATE_BYTES: Final[dict[str, int]] = {
 _MASTER_AND_GRADIENT: Final = 8  # both fp32
 
 
-def check_host_memory(spec: JobSpec, *, on_gpus: bool) -> None:
+def check_host_memory(spec: RecipeKeys, *, on_gpus: bool) -> None:
     """Refuse what can never fit: the least that the job keeps, against all the memory there is.
 
     Args:
@@ -68,11 +68,11 @@ def host_bytes() -> int:
     return min([psutil.virtual_memory().total + psutil.swap_memory().total, *limits])
 
 
-def _least_bytes(spec: JobSpec) -> int:
+def _least_bytes(spec: RecipeKeys) -> int:
     if spec.model_type == "full":
         return _MASTER_AND_GRADIENT + STATE_BYTES[spec.optimizer]
     return 4 if spec.mixed_precision == "no" else 2
 
 
-def _copies(spec: JobSpec) -> int:
+def _copies(spec: RecipeKeys) -> int:
     return (spec.dp_replicate_size or 1) if shards(spec) else world_size(spec)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from jobs.memory.client import Server
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.job import JobKeys
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def key_of(spec: JobSpec) -> str:
     return cache.key_of(spec.to_dict(), _config_of(spec))
 
 
-def _config_of(spec: JobSpec) -> dict[str, Any]:
+def _config_of(spec: JobKeys) -> dict[str, Any]:
     """Return the config of a job's denoiser.
 
     Raises:

@@ -16,7 +16,9 @@ from jobs.spec.values.resolutions import all_resolutions, resolutions_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.training import TrainingKeys
 
     Changes = dict[str, Any]
 
@@ -69,7 +71,7 @@ class Rung:
     milder: tuple[Rung, ...] = ()
 
 
-def _checkpointing(spec: JobSpec, interval: int = 1) -> Changes | None:
+def _checkpointing(spec: RecipeKeys, interval: int = 1) -> Changes | None:
     """Recompute whole blocks, every one or some; None where that is done."""
     whole = checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "full"
     if whole and spec.gradient_checkpointing_interval <= interval:
@@ -81,7 +83,7 @@ def _checkpointing(spec: JobSpec, interval: int = 1) -> Changes | None:
     }
 
 
-def _less_checkpointing(spec: JobSpec, interval: int) -> Changes | None:
+def _less_checkpointing(spec: TrainingKeys, interval: int) -> Changes | None:
     """Recompute fewer blocks than now, 0 for none; None where that is done."""
     now = spec.gradient_checkpointing_interval
     if spec.gradient_checkpointing_policy != "full" or 0 < interval <= now:
@@ -120,12 +122,12 @@ def _packed_encoders(spec: JobSpec) -> Changes | None:
     return {"text_encoder_precision": "int8"} if whole else None
 
 
-def _average(spec: JobSpec) -> Changes | None:
+def _average(spec: RecipeKeys) -> Changes | None:
     here = spec.use_ema and spec.ema_device != "cpu" and spec.strategy not in SHARDING
     return {"ema_device": "cpu"} if here else None
 
 
-def _batch(spec: JobSpec) -> Changes | None:
+def _batch(spec: TrainingKeys) -> Changes | None:
     """The next smaller batch that leaves the global one as it is."""
     batch = spec.train_batch_size
     smaller = next((n for n in range(batch // 2, 0, -1) if batch % n == 0), None)
@@ -140,47 +142,47 @@ def _batch(spec: JobSpec) -> Changes | None:
     }
 
 
-def _optimizer(spec: JobSpec) -> Changes | None:
+def _optimizer(spec: RecipeKeys) -> Changes | None:
     fits = spec.optimizer == "adamw" and spec.device != "cpu"
     return {"optimizer": "adamw_8bit"} if fits else None
 
 
-def _base(spec: JobSpec, precision: str) -> Changes | None:
+def _base(spec: RecipeKeys, precision: str) -> Changes | None:
     """Pack a LoRA's frozen base; None where that is done, or in fewer bits."""
     fewer = _BITS[spec.base_precision] > _BITS[precision]
     return {"base_precision": precision} if spec.model_type == "lora" and fewer else None
 
 
-def _modulation(spec: JobSpec, precision: str) -> Changes | None:
+def _modulation(spec: RecipeKeys, precision: str) -> Changes | None:
     """Pack a packed base's modulation, too; None where that is done, or in fewer bits."""
     fewer = _BITS[modulation_of(spec)] > _BITS[precision]
     packed = spec.model_type == "lora" and spec.base_precision != "none"
     return {"modulation_precision": precision} if packed and fewer else None
 
 
-def _swap(spec: JobSpec, count: int) -> Changes | None:
+def _swap(spec: RecipeKeys, count: int) -> Changes | None:
     """Blocks in host memory, on one GPU; None where as many are there."""
     fits = spec.model_type == "lora" and world_size(spec) == 1 and spec.device != "cpu"
     return {"swap_blocks": count} if fits and spec.swap_blocks < count else None
 
 
-def _reshard(spec: JobSpec) -> Changes | None:
+def _reshard(spec: RecipeKeys) -> Changes | None:
     keeps = spec.strategy in SHARDING and spec.fsdp_reshard_after_forward is not True
     return {"fsdp_reshard_after_forward": True} if keeps else None
 
 
-def _fsdp2(spec: JobSpec) -> Changes | None:
+def _fsdp2(spec: DeviceKeys) -> Changes | None:
     if world_size(spec) < 2 or spec.strategy not in ("ddp", "hsdp"):
         return None
     return {"strategy": "fsdp2", "dp_replicate_size": None, "fsdp_enable": None}
 
 
-def _placement(spec: JobSpec) -> Changes | None:
+def _placement(spec: RecipeKeys) -> Changes | None:
     whole = spec.model_type == "lora" and spec.lora_placement != "sharded"
     return {"lora_placement": "sharded"} if whole and spec.strategy in SHARDING else None
 
 
-def _context(spec: JobSpec) -> Changes | None:
+def _context(spec: RecipeKeys) -> Changes | None:
     """Split samples over the next larger group of ranks; the global batch stays as it is."""
     family, ranks = FAMILIES.get(spec.model_family), world_size(spec)
     now = spec.context_parallel_size
@@ -199,11 +201,11 @@ def _context(spec: JobSpec) -> Changes | None:
     return changes | ({} if ring else {"context_parallel_comm_strategy": "alltoall"})
 
 
-def _precision(spec: JobSpec) -> Changes | None:
+def _precision(spec: TrainingKeys) -> Changes | None:
     return {"mixed_precision": "bf16"} if spec.mixed_precision == "no" else None
 
 
-def _offload(spec: JobSpec) -> Changes | None:
+def _offload(spec: RecipeKeys) -> Changes | None:
     here = spec.strategy in SHARDING and not spec.fsdp_cpu_offload and spec.device != "cpu"
     if not here:
         return None
@@ -212,7 +214,7 @@ def _offload(spec: JobSpec) -> Changes | None:
     return {"fsdp_cpu_offload": True, **more}
 
 
-def _samples(spec: JobSpec) -> Changes | None:
+def _samples(spec: DataPlanKeys) -> Changes | None:
     """Samples no larger and no longer than what is trained on."""
     requests = requests_of(spec)
     largest = max((max(request.width, request.height) for request in requests), default=0)
@@ -222,7 +224,7 @@ def _samples(spec: JobSpec) -> Changes | None:
     return changes | ({"validation_num_frames": frames} if longest > frames else {}) or None
 
 
-def _frames(spec: JobSpec) -> Changes | None:
+def _frames(spec: InputKeys) -> Changes | None:
     family = FAMILIES.get(spec.model_family)
     if family is None or not family.frame_step:
         return None
@@ -231,7 +233,7 @@ def _frames(spec: JobSpec) -> Changes | None:
     return {"num_frames": fewer} if fewer else None
 
 
-def _resolution(spec: JobSpec) -> Changes | None:
+def _resolution(spec: DataPlanKeys) -> Changes | None:
     if any(entry.resolution for entry in spec.datasets or []):
         return None  # the job's own key is not all that decides
     *others, largest = resolutions_of(spec)

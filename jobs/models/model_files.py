@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec.families import Family
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.job import JobKeys
 
 _MASKS: Final = 4  # channels: one for each frame of a latent
 
@@ -74,7 +76,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
 # -- what is there -------------------------------------------------------------------------
 
 
-def _denoisers(spec: JobSpec, family: Family, index: Mapping[str, Any]) -> list[str]:
+def _denoisers(spec: JobKeys, family: Family, index: Mapping[str, Any]) -> list[str]:
     """The one that is trained, and the one that denoises the other noise levels of samples."""
     parts = [component_of(spec)]
     if index.get("boundary_ratio") is not None:
@@ -175,7 +177,7 @@ def _check_supplied(root: Path, family: Family) -> None:
 # -- whether the job fits it ---------------------------------------------------------------
 
 
-def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str, Any]) -> None:
+def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str, Any]) -> None:
     """What the model's own files say of its flavour; without one, the family's first is meant."""
     flavour_name = spec.model_flavour or next(iter(family.flavours), "")
     fits = [
@@ -200,7 +202,7 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
 
 
 def _check_first_frame(
-    spec: JobSpec, family: Family, root: Path, config: Mapping[str, Any]
+    spec: JobKeys, family: Family, root: Path, config: Mapping[str, Any]
 ) -> None:
     """Whether the denoiser takes a first frame as its flavour does, beside the video and seen."""
     flavour_name = spec.model_flavour or next(iter(family.flavours), "")
@@ -268,7 +270,7 @@ def check_config(spec: JobSpec, config: Mapping[str, Any]) -> None:
     _check_sizes(spec, get_family(spec.model_family, spec.model_flavour), config)
 
 
-def _check_heads(spec: JobSpec, config: Mapping[str, Any]) -> None:
+def _check_heads(spec: DeviceKeys, config: Mapping[str, Any]) -> None:
     """Ulysses gives each rank some of the attention heads."""
     if spec.context_parallel_size == 1 or spec.context_parallel_comm_strategy != "alltoall":
         return
@@ -281,7 +283,7 @@ def _check_heads(spec: JobSpec, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> None:
+def _check_sizes(spec: DataPlanKeys, family: Family, config: Mapping[str, Any]) -> None:
     """Some denoisers know positions up to a side only."""
     limit = family.longest_side(config) if family.longest_side is not None else None
     if limit is None:
@@ -307,7 +309,7 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
             )
 
 
-def longest_bucket_side(resolution: int, spec: JobSpec) -> int:
+def longest_bucket_side(resolution: int, spec: InputKeys) -> int:
     """The longest side of a resolution's buckets, as `jobs.spec.rules.buckets` makes them."""
     step, widest = bucket_step(resolution, spec), widest_bucket(spec)
     area = max(resolution, step) ** 2

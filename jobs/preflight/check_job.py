@@ -22,7 +22,10 @@ from jobs.trackers import check_trackers
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.data import DataKeys
+    from jobs.spec.keys.hub import HubKeys
+    from jobs.spec.keys.training import TrainingKeys
 
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
@@ -51,7 +54,7 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> None:
     _check_push(spec)
 
 
-def check_here(spec: JobSpec) -> int | list[str] | None:
+def check_here(spec: RecipeKeys) -> int | list[str] | None:
     """Check what a job needs of this machine: devices, a compiler, kernels and memory.
 
     Returns:
@@ -67,7 +70,7 @@ def check_here(spec: JobSpec) -> int | list[str] | None:
     return requested
 
 
-def cache_of(spec: JobSpec) -> Path:
+def cache_of(spec: DataKeys) -> Path:
     """Return the directory of the job's caches."""
     return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
@@ -102,7 +105,7 @@ def _check_lora(key: str, text: str) -> None:
         raise SpecError(f"{key}: {path} has no .safetensors file")
 
 
-def _check_push(spec: JobSpec) -> None:
+def _check_push(spec: HubKeys) -> None:
     """Refuse to train for days what cannot be pushed then. Nothing is asked of the network."""
     if not spec.push_to_hub:
         return
@@ -118,7 +121,7 @@ def _check_push(spec: JobSpec) -> None:
         )
 
 
-def _check_kernel(spec: JobSpec) -> None:
+def _check_kernel(spec: TrainingKeys) -> None:
     """FlashAttention 3 is a package of its own; which GPUs it runs on, the ranks say."""
     if spec.attention_backend == "flash3" and find_spec("flash_attn_interface") is None:
         raise SpecError(
@@ -127,7 +130,7 @@ def _check_kernel(spec: JobSpec) -> None:
         )
 
 
-def check_devices(spec: JobSpec) -> int | list[str] | None:
+def check_devices(spec: RecipeKeys) -> int | list[str] | None:
     """Match what the job asks for to what this machine has.
 
     Returns:

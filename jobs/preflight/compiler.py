@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import SpecError
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
 
 # Backends of torch.compile that only rearrange calls.
 _WITHOUT: Final = ("eager", "aot_eager", "cudagraphs")
 
 
-def check_compiler(spec: JobSpec, *, on_gpus: bool) -> None:
+def check_compiler(spec: RecipeKeys, *, on_gpus: bool) -> None:
     """Look for what the job will compile with.
 
     Args:

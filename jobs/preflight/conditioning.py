@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.values.dataset_files import Listing
     from jobs.spec.values.datasets import Dataset, Layout
 
 
-def check_prompt_images(spec: JobSpec) -> None:
+def check_prompt_images(spec: DataPlanKeys) -> None:
     """Refuse samples whose conditioning image is not there.
 
     Raises:
@@ -81,7 +82,7 @@ def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list
     return samples, alone
 
 
-def missing_partners(spec: JobSpec) -> list[str]:
+def missing_partners(spec: InputKeys) -> list[str]:
     """List what lacks a conditioning image in a job's folders, a sentence each."""
     folders = [
         dataset
@@ -97,7 +98,7 @@ def missing_partners(spec: JobSpec) -> list[str]:
     ]
 
 
-def samples_in(spec: JobSpec, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
+def samples_in(spec: DataKeys, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
     """The images of a folder without masks and conditioning images, and those that lack theirs."""
     pictures = files.pictures
     if spec.masked_loss == "file":

@@ -12,7 +12,7 @@ from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys
 
 MOST: Final = 500  # images of a folder that are read, evenly spread
 _WORTH_TELLING: Final = 0.2  # of them; a few odd ones are in every dataset
@@ -25,7 +25,7 @@ _BEGINNINGS: Final = (
 )
 
 
-def find_unusable(spec: JobSpec) -> list[str]:
+def find_unusable(spec: InputKeys) -> list[str]:
     """List which images would be skipped, a sentence for each reason and folder.
 
     Raises:

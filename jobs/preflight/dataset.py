@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.values.datasets import Dataset
 
 _MOST_OPENED: Final = 5000  # images; of more, hardly all are unusable
@@ -115,7 +116,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     return len(samples)
 
 
-def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: Buckets) -> None:
+def _check_any_usable(root: Path, pictures: list[Path], spec: DataKeys, buckets: Buckets) -> None:
     """Refuse a folder of which no image can be trained on, by their names and first bytes.
 
     One that can ends the search, so this costs a moment; the engine decodes them all later.
@@ -133,7 +134,7 @@ def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: 
     raise SpecError(f"no usable image in {root}", first)
 
 
-def _why_unusable(path: Path, spec: JobSpec, buckets: Buckets) -> str:
+def _why_unusable(path: Path, spec: DataKeys, buckets: Buckets) -> str:
     """What is wrong with an image, as far as its first bytes say; "" if nothing is."""
     if spec.missing_captions == "skip" and not any(
         path.with_suffix(suffix).exists() for suffix in CAPTION_SUFFIXES

@@ -12,7 +12,7 @@ from jobs.spec.rules.strategy import SHARDING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def find_untested(names: tuple[str, ...] = tuple(TESTED)) -> Iterator[tuple[str,
         )
 
 
-def check_versions(spec: JobSpec) -> list[str]:
+def check_versions(spec: RecipeKeys) -> list[str]:
     """Warn of libraries that the job runs with and that were not tested.
 
     Raises:

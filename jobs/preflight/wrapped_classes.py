@@ -16,12 +16,12 @@ from jobs.spec.values.spellings import nearest
 
 if TYPE_CHECKING:
     from jobs.models.blocks.detection import Detection
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
 
 _MOST_NAMED = 6  # classes in an error
 
 
-def check_block_names(spec: JobSpec) -> None:
+def check_block_names(spec: RecipeKeys) -> None:
     """Check `fsdp_transformer_layer_cls_to_wrap`, if it says something else than the family.
 
     A model that is not cached takes some seconds, others none.
@@ -72,7 +72,7 @@ KEY: Final = "fsdp_auto_wrap_policy"
 LONGEST: Final = 60.0  # seconds for the import; torch alone may take ten from a cold disk
 
 
-def check_wrap_policy(spec: JobSpec, *, longest: float = LONGEST) -> None:
+def check_wrap_policy(spec: RecipeKeys, *, longest: float = LONGEST) -> None:
     """Import the job's own wrap policy, if it has one that may be, as its ranks will.
 
     Another is imported by the ranks alone, see `may_import`.

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, RecipeKeys
+    from jobs.spec.keys.job import JobKeys
+    from jobs.spec.keys.noise import NoiseKeys
+    from jobs.spec.keys.training import TrainingKeys
+    from jobs.spec.keys.validation import ValidationKeys
+
 # Which samples a step trains on (`engine.data.index.batch_plan`). Checkpoints without a number are
 # of version 1, which padded every bucket to a global batch.
 PLAN_VERSION: Final = 2
@@ -119,7 +125,7 @@ def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
     return JobSpec.model_validate(rest), {key: readable[key] for key in bad & readable.keys()}
 
 
-def _is_second(spec: JobSpec) -> bool:
+def _is_second(spec: JobKeys) -> bool:
     """Whether it trains another denoiser than the family's usual one."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.component_of(spec.model_flavour) != family.component
@@ -128,7 +134,7 @@ def _is_second(spec: JobSpec) -> bool:
 # -- rules ----------------------------------------------------------------------------------
 
 
-def _model(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _model(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -> None:
     """Refuse another base model, but not the same one in another place."""
     key = "pretrained_model_name_or_path"
     was, now = old.pretrained_model_name_or_path, spec.pretrained_model_name_or_path
@@ -148,14 +154,16 @@ def _model(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -
         )
 
 
-def _flavour(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _flavour(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -> None:
     """It is only a word, but where it names one of two denoisers."""
     was, now = old.model_flavour, spec.model_flavour
     if was != now and (_is_second(old) or _is_second(spec)):
         conflicts.impossible.append(_refusal("model_flavour", was, now))
 
 
-def _held_out(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _held_out(
+    old: ValidationKeys, spec: ValidationKeys, done: int, conflicts: ResumeConflicts
+) -> None:
     """The seed of validation chooses which samples are held out, and else only draws."""
     was, now = old.validation_seed, spec.validation_seed
     if was != now and (old.validation_fraction or spec.validation_fraction):
@@ -193,7 +201,7 @@ def _targets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts)
         conflicts.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))
 
 
-def _alpha(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _alpha(old: RecipeKeys, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     """It scales what is trained already."""
     if not counts("lora_alpha", spec):
         return
@@ -207,7 +215,7 @@ def _alpha(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -
         )
 
 
-def _batch(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _batch(old: RecipeKeys, spec: RecipeKeys, done: int, conflicts: ResumeConflicts) -> None:
     """Which samples a step trains on depends on batch sizes, not on the ranks that take them."""
     was, now = global_batch_size(old), global_batch_size(spec)
     if was != now:
@@ -244,7 +252,7 @@ def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
     return ("constant", spec.lr_warmup_steps if done < spec.lr_warmup_steps else 0)
 
 
-def _stretched(old: JobSpec, spec: JobSpec) -> str:
+def _stretched(old: RecipeKeys, spec: RecipeKeys) -> str:
     """What another length does to a schedule, in steps or as the jobs say it; "" for the same."""
     was, now = total_steps(old), total_steps(spec)
     if was is None or now is None:
@@ -281,11 +289,11 @@ _OF_EPOCHS: Final = (
 """Keys that may change how many samples an epoch draws."""
 
 
-def _decays(spec: JobSpec) -> bool:
+def _decays(spec: TrainingKeys) -> bool:
     return spec.lr_scheduler not in ("constant", "constant_with_warmup")
 
 
-def _average(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _average(old: NoiseKeys, spec: NoiseKeys, done: int, conflicts: ResumeConflicts) -> None:
     if old.use_ema != spec.use_ema:
         what = (
             "the moving average starts from the checkpoint's weights"
@@ -295,7 +303,7 @@ def _average(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts)
         conflicts.changes.append(f"{_line('use_ema', old.use_ema, spec.use_ema)}: {what}")
 
 
-def _data(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _data(old: InputKeys, spec: InputKeys, done: int, conflicts: ResumeConflicts) -> None:
     """A list of one dataset is the same as the one."""
     if not old.dataset and not old.datasets:
         return  # the checkpoint does not tell
@@ -312,13 +320,13 @@ def _data(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) ->
         )
 
 
-def _buckets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _buckets(old: InputKeys, spec: DataPlanKeys, done: int, conflicts: ResumeConflicts) -> None:
     """Told only where sizes lie another number of pixels apart; one may be written in two ways."""
     if any(bucket_step(side, old) != bucket_step(side, spec) for side in all_resolutions(spec)):
         conflicts.changes.append(_line("bucket_step", old.bucket_step, spec.bucket_step))
 
 
-def _matmul(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+def _matmul(old: RecipeKeys, spec: RecipeKeys, done: int, conflicts: ResumeConflicts) -> None:
     """A checkpoint says what was chosen; `auto` is of older versions, and keeps that."""
     was = "dequantize" if old.base_matmul == "auto" else old.base_matmul
     if may_scale(old) and may_scale(spec) and spec.base_matmul not in ("auto", was):

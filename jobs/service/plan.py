@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
     from jobs.run.checkpoint_files import Checkpoint
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.output import OutputKeys
+    from jobs.spec.keys.training import TrainingKeys
     from jobs.spec.values.hub_names import HubName
 
 
@@ -219,7 +221,7 @@ def _find_haste(store: Store, origin: Checkpoint) -> list[str]:
     return []
 
 
-def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
+def _find_needs(store: Store, job: Job, spec: OutputKeys) -> list[str]:
     """Warn if this resumed job may delete a checkpoint that another job starts from."""
     kept = spec.checkpoints_total_limit
     if kept is None:
@@ -262,7 +264,7 @@ def _compare(
     return [*conflicts.changes, *plan], total_steps(spec)
 
 
-def _length(spec: JobSpec, steps: int) -> str:
+def _length(spec: TrainingKeys, steps: int) -> str:
     """`max_train_steps: 200`, or `num_train_epochs: 3 (200 steps)`."""
     given = length_in_words(spec)
     return given if spec.num_train_epochs is None else f"{given} ({steps} steps)"

@@ -44,22 +44,29 @@ FOLLOWS: Final = {
 """Keys that have no value, instead of their default, where the other one decides."""
 
 
+class InputKeys(DataKeys, JobKeys):
+    """What a job reads: the model, and the data."""
+
+
+class DataPlanKeys(ValidationKeys, InputKeys, TrainingKeys, JobKeys):
+    """Which samples a step sees, and which the validation loss."""
+
+
 # Pydantic takes the fields of the last base first.
+class RecipeKeys(FsdpKeys, DeviceKeys, LoraKeys, NoiseKeys, TrainingKeys, JobKeys):
+    """How the model is trained and shared by ranks; nothing of data, files, or where it runs."""
+
+
 class JobSpec(
     SlurmKeys,
     RunningKeys,
     TrackingKeys,
     HubKeys,
     ExportKeys,
-    ValidationKeys,
+    DataPlanKeys,
     OutputKeys,
-    DataKeys,
-    FsdpKeys,
-    DeviceKeys,
-    LoraKeys,
-    NoiseKeys,
-    TrainingKeys,
-    JobKeys,
+    InputKeys,
+    RecipeKeys,
 ):
     """A valid job. Raises `pydantic.ValidationError`; `jobs.spec.file.load` puts it into words."""
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from engine.data.index.data_index import DataIndex, Sample
     from engine.families import Family
     from engine.run_context import RunContext
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec
+    from jobs.spec.keys.data import DataKeys
 
 _READ_AHEAD: Final = 3  # images decoded while one is encoded
 _READERS: Final = 2  # threads
@@ -122,7 +123,7 @@ def prepare_latents(
     return keys
 
 
-def to_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
+def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
     """A view of a sample, in [-1, 1]: `(1, 3, H, W)`, for videos `(1, 3, F, H, W)`.
 
     Raises:
@@ -138,7 +139,7 @@ def to_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
     return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
 
 
-def reference_pixels(sample: Sample, number: int, view: View, spec: JobSpec) -> torch.Tensor:
+def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -> torch.Tensor:
     """What is shown of a conditioning image beside a view of its sample, `(1, 3, H, W)` in [-1, 1];
     for families that train on videos `(1, 3, 1, H, W)`.
 
@@ -152,7 +153,7 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: JobSpec) -> 
     return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
 
 
-def reference_picture(sample: Sample, number: int, spec: JobSpec) -> Image.Image:
+def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Image:
     """A conditioning image as it is.
 
     Raises:
@@ -166,7 +167,7 @@ def reference_picture(sample: Sample, number: int, spec: JobSpec) -> Image.Image
     return decode(content)
 
 
-def first_picture(sample: Sample, view: View, spec: JobSpec) -> Image.Image:
+def first_picture(sample: Sample, view: View, spec: DataKeys) -> Image.Image:
     """A view of a video's first frame.
 
     Raises:
@@ -176,7 +177,7 @@ def first_picture(sample: Sample, view: View, spec: JobSpec) -> Image.Image:
         return fit(Image.fromarray(_frames(sample, spec, 1)[0]), view)
 
 
-def beginning_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
+def beginning_pixels(sample: Sample, view: View, spec: DataKeys) -> torch.Tensor:
     """A view of a video's first frame with gray ones behind it, `(1, 3, F, H, W)` in [-1, 1]."""
     first = _scaled([first_picture(sample, view, spec)])
     return functional.pad(first, (0, 0, 0, 0, 0, sample.bucket[2] - 1))
@@ -188,13 +189,13 @@ def _scaled(frames: Sequence[Image.Image]) -> torch.Tensor:
     return pixels.permute(3, 0, 1, 2).unsqueeze(0) / 127.5 - 1.0
 
 
-def _content(sample: Sample, spec: JobSpec) -> bytes:
+def _content(sample: Sample, spec: InputKeys) -> bytes:
     content = read_content(sample, spec)
     _check(sample.name, hashlib.sha256(content).hexdigest(), sample.digest)
     return content
 
 
-def _frames(sample: Sample, spec: JobSpec, count: int) -> Any:
+def _frames(sample: Sample, spec: DataKeys, count: int) -> Any:
     from engine.data.read.videos import read_frames
 
     with open(sample.path, "rb") as file:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from engine.data.index.data_index import Sample
     from engine.data.index.views import View
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec
+    from jobs.spec.keys.job import JobKeys
 
 
 def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]:
@@ -45,7 +46,7 @@ def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]
 
 
 def looks_of_prompt(
-    paths: Sequence[str], pictures: Mapping[str, Image], spec: JobSpec
+    paths: Sequence[str], pictures: Mapping[str, Image], spec: JobKeys
 ) -> tuple[ImageInput, ...]:
     """What is encoded with a prompt.
 
@@ -57,7 +58,7 @@ def looks_of_prompt(
     return tuple(_of_prompt(path, pictures[path], spec) for path in paths if sees_images(spec))
 
 
-def _of_reference(sample: Sample, number: int, shown: View, spec: JobSpec) -> ImageInput:
+def _of_reference(sample: Sample, number: int, shown: View, spec: InputKeys) -> ImageInput:
     reference = sample.references[number]
     view = reference_view(reference, sample, shown)
 
@@ -68,7 +69,7 @@ def _of_reference(sample: Sample, number: int, shown: View, spec: JobSpec) -> Im
     return ImageInput(key, read, f"the conditioning image of {sample.name}")
 
 
-def _of_prompt(path: str, picture: Image, spec: JobSpec) -> ImageInput:
+def _of_prompt(path: str, picture: Image, spec: JobKeys) -> ImageInput:
     takes = references_of(spec)
     if takes is not None and takes.seen is not None:
         picture = fit_whole(picture, takes.seen, None)

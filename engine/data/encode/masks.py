@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from engine.data.encode.tensor_cache import TensorCache
     from engine.data.index.data_index import Sample
     from engine.run_context import RunContext
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec
+    from jobs.spec.keys.data import DataKeys
 
 _CELLS: Final = 1
 """Goes into cache keys: raise it when `cells_of` comes to other numbers."""
@@ -89,7 +90,7 @@ def normalised(mask: torch.Tensor, unmasked: float) -> torch.Tensor:
 
 
 def mask_key(
-    cache: TensorCache, sample: Sample, view: int, cells: tuple[int, int], spec: JobSpec
+    cache: TensorCache, sample: Sample, view: int, cells: tuple[int, int], spec: DataKeys
 ) -> str:
     """The name of a mask in the cache."""
     return cache.key(
@@ -145,7 +146,7 @@ def prepare_masks(
                 shared.add()
 
 
-def cells_of(sample: Sample, view: int, cells: tuple[int, int], spec: JobSpec) -> torch.Tensor:
+def cells_of(sample: Sample, view: int, cells: tuple[int, int], spec: InputKeys) -> torch.Tensor:
     """A view of a sample's mask, averaged over each cell: `(h, w)`, from 0 to 1.
 
     Raises:
@@ -163,7 +164,7 @@ def cells_of(sample: Sample, view: int, cells: tuple[int, int], spec: JobSpec) -
     return averaged[0, 0].contiguous()
 
 
-def _content(sample: Sample, spec: JobSpec) -> bytes:
+def _content(sample: Sample, spec: InputKeys) -> bytes:
     try:
         if sample.mask_path:
             content = read_regular(Path(sample.mask_path), LARGEST_PICTURE)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from engine.ranks.telemetry import Telemetry
     from engine.ranks.world import World
     from engine.run_context import RunContext
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, JobSpec
 
 _REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
 _QUOTED: Final = 60  # characters of a text
@@ -326,7 +326,9 @@ def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
 
 
 @torch.no_grad()
-def _encode(family: Family, pipeline: Any, text: Text, spec: JobSpec) -> dict[str, torch.Tensor]:
+def _encode(
+    family: Family, pipeline: Any, text: Text, spec: DataPlanKeys
+) -> dict[str, torch.Tensor]:
     # One at a time: in a batch, rounding would depend on the neighbours, and so on the ranks.
     with watched(pipeline) as broken:
         if text.looks:

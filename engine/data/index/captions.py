@@ -15,12 +15,12 @@ from jobs.spec.values.datasets import TRIGGER
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
 
 _SEPARATOR: Final = ","
 
 
-def texts_of(written: Sequence[str], spec: JobSpec, trigger: str | None) -> tuple[str, ...]:
+def texts_of(written: Sequence[str], spec: DataKeys, trigger: str | None) -> tuple[str, ...]:
     """All texts of a sample, each once; they take turns.
 
     Args:
@@ -44,12 +44,12 @@ def with_trigger(caption: str, trigger: str | None) -> str:
     return f"{trigger}{_SEPARATOR} {caption}" if caption else trigger
 
 
-def prompt_text(prompt: str, spec: JobSpec) -> str:
+def prompt_text(prompt: str, spec: DataKeys) -> str:
     """A prompt to sample; it is the person's own, so only `[trigger]` is replaced."""
     return prompt.replace(TRIGGER, spec.trigger_word) if spec.trigger_word else prompt
 
 
-def _captions(written: Sequence[str], spec: JobSpec) -> list[str]:
+def _captions(written: Sequence[str], spec: DataKeys) -> list[str]:
     captions = []
     for text in written:
         lines = [" ".join(line.split()) for line in text.split("\n")]
@@ -58,7 +58,7 @@ def _captions(written: Sequence[str], spec: JobSpec) -> list[str]:
     return [caption for caption in captions if caption] or [""]
 
 
-def _orders(caption: str, spec: JobSpec, has_trigger: bool) -> list[str]:
+def _orders(caption: str, spec: DataKeys, has_trigger: bool) -> list[str]:
     """The caption as written, and with its parts in other orders if the job wants that."""
     if not spec.shuffle_captions:
         return [caption]

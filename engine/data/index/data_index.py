@@ -29,7 +29,7 @@ from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec
     from jobs.spec.values.datasets import Dataset
 
 Progress = Callable[[int, int], None]  # done, of all
@@ -220,7 +220,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
     return DataIndex(samples, skipped, others)
 
 
-def read_reference(reference: Reference, sample: Sample, spec: JobSpec) -> bytes:
+def read_reference(reference: Reference, sample: Sample, spec: InputKeys) -> bytes:
     """The file of a sample's conditioning image.
 
     Raises:
@@ -229,7 +229,7 @@ def read_reference(reference: Reference, sample: Sample, spec: JobSpec) -> bytes
     return read_content(replace(sample, path=reference.path), spec, reference.column)
 
 
-def read_content(sample: Sample, spec: JobSpec, column: str | None = None) -> bytes:
+def read_content(sample: Sample, spec: InputKeys, column: str | None = None) -> bytes:
     """The sample's file, or what its row has in another column.
 
     Raises:

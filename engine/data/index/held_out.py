@@ -18,10 +18,10 @@ from jobs.spec.values.datasets import datasets_of
 
 if TYPE_CHECKING:
     from engine.data.index.data_index import DataIndex, Sample
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys
 
 
-def hold_out(index: DataIndex, spec: JobSpec) -> tuple[DataIndex, list[Sample]]:
+def hold_out(index: DataIndex, spec: DataPlanKeys) -> tuple[DataIndex, list[Sample]]:
     """The data without what is held out, and what is.
 
     Both are in the order of the index. At least one sample is held out, and of each dataset at

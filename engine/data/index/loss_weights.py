@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.data.index.data_index import Sample
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.values.datasets import Dataset
 
 
-def weight_of(sample: Sample, dataset: Dataset, spec: JobSpec) -> float:
+def weight_of(sample: Sample, dataset: Dataset, spec: DataKeys) -> float:
     """The weight of a sample's loss: its own, its dataset's and that of its role, multiplied."""
     prior = spec.prior_loss_weight if dataset.regularization else 1.0
     return sample.loss_weight * dataset.loss_weight * prior
 
 
-def weights_of(samples: Sequence[Sample], spec: JobSpec) -> list[float]:
+def weights_of(samples: Sequence[Sample], spec: InputKeys) -> list[float]:
     """The weight of each sample."""
     datasets = datasets_of(spec)
     return [weight_of(sample, datasets[sample.dataset], spec) for sample in samples]

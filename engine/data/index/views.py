@@ -12,7 +12,7 @@ from jobs.spec.rules.buckets import enlargement
 
 if TYPE_CHECKING:
     from engine.data.index.data_index import Sample
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
 
 FITTING: Final = 1
 """Goes into cache keys: raise it when `fit` makes other pixels."""
@@ -37,12 +37,12 @@ class View:
         return {"size": list(self.size), "centre": self.centre, "flip": self.flip}
 
 
-def count_views(spec: JobSpec) -> int:
+def count_views(spec: DataKeys) -> int:
     """How many views of every sample there are."""
     return _count_cuts(spec) * (2 if spec.random_flip else 1)
 
 
-def view_of(sample: Sample, number: int, spec: JobSpec) -> View:
+def view_of(sample: Sample, number: int, spec: DataKeys) -> View:
     """The view with this number, one of `count_views`.
 
     Cuts are spread evenly over the image, shifted by what is drawn from its content, so that
@@ -102,7 +102,7 @@ def cut_share(width: int, height: int, size: tuple[int, int]) -> float:
     return 1 - size[0] * size[1] / (width * height * factor * factor)
 
 
-def _count_cuts(spec: JobSpec) -> int:
+def _count_cuts(spec: DataKeys) -> int:
     return spec.crop_variants if spec.crop == "random" else 1
 
 

@@ -20,13 +20,14 @@ from jobs.spec.values.datasets import Dataset, datasets_of
 from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec
+    from jobs.spec.keys.data import DataKeys
 
 _FOLDER: Final = "class_images"
 _MADE: Final = 1  # raise it when the same settings come to other images
 
 
-def cache_root(spec: JobSpec) -> Path:
+def cache_root(spec: DataKeys) -> Path:
     """Where the job keeps what it prepares."""
     return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
@@ -72,12 +73,12 @@ def with_class_images(spec: JobSpec, folder: Path) -> JobSpec:
     return spec.model_copy(update={"dataset": "", "datasets": [*datasets_of(spec), made]})
 
 
-def has_class_images(spec: JobSpec) -> bool:
+def has_class_images(spec: InputKeys) -> bool:
     """Whether class images are among the job's datasets."""
     return any(_holds(dataset, spec) for dataset in datasets_of(spec))
 
 
-def only_of_job(source: Source, dataset: Dataset, spec: JobSpec) -> Source:
+def only_of_job(source: Source, dataset: Dataset, spec: DataKeys) -> Source:
     """Of the folder of class images, those that the job asks for; any other source unchanged."""
     if not _holds(dataset, spec):
         return source
@@ -89,5 +90,5 @@ def only_of_job(source: Source, dataset: Dataset, spec: JobSpec) -> Source:
     return Source(kept, source.others)
 
 
-def _holds(dataset: Dataset, spec: JobSpec) -> bool:
+def _holds(dataset: Dataset, spec: DataKeys) -> bool:
     return Path(dataset.path).parent == cache_root(spec) / _FOLDER

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from engine.data.read.folders import Entry
     from engine.data.read.memo import Memo
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.values.datasets import Dataset
 
 ALPHA: Final = "alpha"
@@ -151,7 +151,7 @@ def mask_of(
     size: tuple[int, int],
     dataset: Dataset,
     memo: Memo,
-    spec: JobSpec,
+    spec: DataKeys,
     file: Path | None,
 ) -> tuple[str, str] | str:
     """The digest and file of an entry's mask, both "" if there is none; or why it is unfit.

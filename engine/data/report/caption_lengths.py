@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.job import JobKeys
 
 
-def count_tokens(texts: Sequence[str], spec: JobSpec, model_root: Path) -> list[int] | None:
+def count_tokens(texts: Sequence[str], spec: JobKeys, model_root: Path) -> list[int] | None:
     """Tokens of each text, special ones included, as the family's main text encoder gets them.
 
     Returns:

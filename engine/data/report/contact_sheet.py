@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.data.index.data_index import DataIndex, Sample
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys
 
 PER_BUCKET: Final = 8
 _READERS: Final = 4  # threads
@@ -27,12 +27,12 @@ _BACK: Final = (24, 26, 30)
 _INK: Final = (225, 225, 225)
 
 
-def strips(index: DataIndex, spec: JobSpec) -> dict[tuple[int, ...], Image.Image]:
+def strips(index: DataIndex, spec: InputKeys) -> dict[tuple[int, ...], Image.Image]:
     """Bucket → a row of some of its samples, the fullest bucket first."""
     return {bucket: _strip(_spread(own), spec) for bucket, own in index.by_bucket().items()}
 
 
-def sheet(index: DataIndex, spec: JobSpec) -> Image.Image:
+def sheet(index: DataIndex, spec: InputKeys) -> Image.Image:
     """All strips below each other, each with its bucket's size and number of samples."""
     rows = strips(index, spec)
     members = index.by_bucket()
@@ -49,7 +49,7 @@ def sheet(index: DataIndex, spec: JobSpec) -> Image.Image:
     return page
 
 
-def save_strips(index: DataIndex, spec: JobSpec, directory: Path) -> list[str]:
+def save_strips(index: DataIndex, spec: InputKeys, directory: Path) -> list[str]:
     """Write a PNG for each bucket; their names, the fullest bucket's first."""
     directory.mkdir(parents=True, exist_ok=True)
     names = []
@@ -65,7 +65,7 @@ def _spread(samples: Sequence[Sample]) -> list[Sample]:
     return [samples[number * len(samples) // count] for number in range(count)]
 
 
-def _strip(samples: Sequence[Sample], spec: JobSpec) -> Image.Image:
+def _strip(samples: Sequence[Sample], spec: InputKeys) -> Image.Image:
     with ThreadPoolExecutor(_READERS) as pool:  # decoding releases the GIL
         pictures = list(
             pool.map(lambda pair: _thumbnail(pair[1], pair[0], spec), enumerate(samples))
@@ -80,7 +80,7 @@ def _strip(samples: Sequence[Sample], spec: JobSpec) -> Image.Image:
     return row
 
 
-def _thumbnail(sample: Sample, number: int, spec: JobSpec) -> Image.Image:
+def _thumbnail(sample: Sample, number: int, spec: InputKeys) -> Image.Image:
     """A sample as it is trained on, made small."""
     view = view_of(sample, number % count_views(spec), spec)
     factor = _SIDE / max(view.size)

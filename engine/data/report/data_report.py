@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from engine.data.index.data_index import DataIndex, Sample
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec
+    from jobs.spec.keys.training import TrainingKeys
 
 _EXAMPLES: Final = 8
 _OFTEN: Final = 1.5  # times as often as the average sample: worth a warning
@@ -172,7 +173,7 @@ def _pixels(group: Any) -> int:
     return math.prod(bucket) + sum(math.prod(size) for size in references)
 
 
-def sample_texts(sample: Sample, spec: JobSpec) -> tuple[str, ...]:
+def sample_texts(sample: Sample, spec: InputKeys) -> tuple[str, ...]:
     """The texts that a sample is trained with; they take turns."""
     dataset = datasets_of(spec)[sample.dataset]
     # The trigger word is for what is learned, not for what is to stay as it is.
@@ -330,7 +331,7 @@ def _relative_draws(plan: BatchPlan) -> list[float]:
     return [share.draws / max(share.samples, 1) / mean for share in plan.shares]
 
 
-def _drawn_often(spec: JobSpec, plan: BatchPlan) -> list[Finding]:
+def _drawn_often(spec: InputKeys, plan: BatchPlan) -> list[Finding]:
     """The datasets whose samples come far more often than others, and not because of `repeats`."""
     findings = []
     for dataset, share, often in zip(
@@ -347,7 +348,7 @@ def _drawn_often(spec: JobSpec, plan: BatchPlan) -> list[Finding]:
     return findings
 
 
-def _crowded(spec: JobSpec, index: DataIndex) -> list[tuple[list[Sample], str]]:
+def _crowded(spec: TrainingKeys, index: DataIndex) -> list[tuple[list[Sample], str]]:
     """The samples of shapes too rare to fill a micro-batch with different ones."""
     counts = Counter(sample.group for sample in index.samples)
     rare = [s for s in index.samples if counts[s.group] < spec.train_batch_size]
@@ -383,7 +384,7 @@ def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], 
     ]
 
 
-def _mask_cautions(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], str]]:
+def _mask_cautions(spec: InputKeys, images: list[Sample]) -> list[tuple[list[Sample], str]]:
     """The images that lack a mask; or those that seem to be masks, in a job without masks."""
     datasets = datasets_of(spec)
     if spec.masked_loss == "none":
@@ -394,7 +395,7 @@ def _mask_cautions(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sampl
     return [(bare, "without a mask, trained whole")]
 
 
-def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetReport]:
+def _datasets(spec: InputKeys, index: DataIndex, plan: BatchPlan) -> list[DatasetReport]:
     return [
         DatasetReport(
             path=dataset.path,

@@ -13,7 +13,7 @@ from jobs.spec.rules.steps import periodic_saves
 
 if TYPE_CHECKING:
     from engine.memory.tracing.trace import Trace
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
 
 # Of a rank on a GPU: Python, torch, diffusers, transformers and CUDA's own host side.
 PROCESS: Final = 2_500_000_000
@@ -103,7 +103,7 @@ def disk_of(spec: JobSpec, trace: Trace, file_bytes: int) -> dict[str, int]:
     }
 
 
-def _saved(spec: JobSpec, trace: Trace, layout: Layout) -> int:
+def _saved(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
     """Weights, optimizer state and average of what is trained, as a checkpoint has them."""
     trained = trained_of(trace, layout)
     numbers = sum(4 * parameter.numel for parameter in trained)

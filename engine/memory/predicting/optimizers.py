@@ -16,7 +16,7 @@ from engine.train.gradients import BUCKET
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.training import TrainingKeys
 
 _QUANTISED_FROM: Final = 4096  # numbers; torchao keeps smaller tensors in fp32
 _QUANTISED_BLOCK: Final = 256  # numbers that share a scale
@@ -41,12 +41,12 @@ class Trained:
         return rounded(4 * self.numel)
 
 
-def state_bytes(spec: JobSpec, trained: Sequence[Trained]) -> int:
+def state_bytes(spec: TrainingKeys, trained: Sequence[Trained]) -> int:
     """Bytes that the optimizer keeps once it has made a step."""
     return sum(_STATES[spec.optimizer](parameter) for parameter in trained)
 
 
-def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool) -> int:
+def temporary_bytes(spec: TrainingKeys, trained: Sequence[Trained], *, on_cuda: bool) -> int:
     """The most that a step allocates on top."""
     sizes = [parameter.size for parameter in trained]
     if not sizes:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from engine.model.quantized.packing import Packing
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.job import JobKeys
 
 _TEXT_NOTE: Final = "weights of the text encoders; their activations are small in comparison"
 _CROWDED_NOTE: Final = "sharded text encoders; not sharded if a GPU has room for them"
@@ -83,7 +84,7 @@ def text_lora_bytes(spec: JobSpec, root: Path) -> int:
     return total
 
 
-def _image_encoder_bytes(spec: JobSpec, root: Path) -> int:
+def _image_encoder_bytes(spec: JobKeys, root: Path) -> int:
     """An encoder of images that is there with those of texts, whole and in fp32."""
     place = root / "image_encoder"
     if not sees_images(spec) or not place.is_dir():

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engine.memory.tracing.trace import Trace
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.fsdp import FsdpKeys
+    from jobs.spec.keys.training import TrainingKeys
 
 # The keys of a job that are shown beside a prediction.
 _SETTINGS = (
@@ -159,7 +162,7 @@ def strategy_of(spec: JobSpec, ranks: int) -> str:
     return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]
 
 
-def layout_of(spec: JobSpec, ranks: int, strategy: str) -> Layout:
+def layout_of(spec: RecipeKeys, ranks: int, strategy: str) -> Layout:
     """Determine how weights lie on each of the ranks. Pure."""
     if strategy not in SHARDING:
         return Layout(0)
@@ -190,7 +193,7 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
     ]
 
 
-def _walk(trace: Trace, layout: Layout, base: Parts, spec: JobSpec) -> Walk:
+def _walk(trace: Trace, layout: Layout, base: Parts, spec: RecipeKeys) -> Walk:
     return Walk(
         trace,
         layout,
@@ -202,7 +205,7 @@ def _walk(trace: Trace, layout: Layout, base: Parts, spec: JobSpec) -> Walk:
     )
 
 
-def _second_denoiser(spec: JobSpec, trace: Trace, layout: Layout) -> int:
+def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
     """The other denoiser, frozen, in the precision that a LoRA's base is kept in, sharded alike."""
     base = [w for unit in trace.units for w in unit.weights if not w.lora]
     full = compute_dtype(spec).itemsize if spec.model_type == "full" else None
@@ -210,7 +213,7 @@ def _second_denoiser(spec: JobSpec, trace: Trace, layout: Layout) -> int:
 
 
 def _workspace(
-    spec: JobSpec,
+    spec: TrainingKeys,
     trace: Trace,
     layout: Layout,
     trained: Sequence[Trained],
@@ -249,7 +252,7 @@ def _averaging(trace: Trace, layout: Layout) -> int:
     return max(sum(sizes[first : first + UNDER_WAY + 1]) for first in range(len(sizes)))
 
 
-def _gathering(spec: JobSpec, trace: Trace, layout: Layout) -> int:
+def _gathering(spec: FsdpKeys, trace: Trace, layout: Layout) -> int:
     """The largest tensor of a checkpoint, where whole ones are gathered one after the other."""
     if spec.fsdp_state_dict_type != "FULL_STATE_DICT":
         return 0
@@ -257,7 +260,7 @@ def _gathering(spec: JobSpec, trace: Trace, layout: Layout) -> int:
     return max((rounded(4 * w.numel) for w in weights if layout.is_sharded(w)), default=0)
 
 
-def _communicators(spec: JobSpec, strategy: str, ranks: int) -> int:
+def _communicators(spec: DeviceKeys, strategy: str, ranks: int) -> int:
     """How many groups of ranks NCCL keeps buffers for."""
     if ranks == 1:
         return 0
@@ -265,7 +268,7 @@ def _communicators(spec: JobSpec, strategy: str, ranks: int) -> int:
     return 1 + (strategy in SHARDING) + more
 
 
-def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: int) -> None:
+def _check(spec: RecipeKeys, trace: Trace, layout: Layout, strategy: str, ranks: int) -> None:
     """Refuse what cannot run.
 
     Raises:

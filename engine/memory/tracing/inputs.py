@@ -20,7 +20,8 @@ from jobs.spec.rules.buckets import sizes_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
+    from jobs.spec.keys.job import JobKeys
 
 _LONGEST_VIDEO: Final = (
     81  # frames; `engine.data.index.data_index` reads no more where a job does not say
@@ -60,7 +61,7 @@ _PACKED: Final = ("flux", "chroma", "qwen_image")  # their `in_channels` are of 
 
 
 def latents_shape(
-    spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], frames: int = 1
+    spec: JobKeys, config: Mapping[str, Any], size: tuple[int, int], frames: int = 1
 ) -> tuple[int, ...]:
     """`(C, h, w)`, of families that train on videos `(C, f, h, w)`.
 
@@ -83,7 +84,7 @@ def latents_shape(
 
 
 def reference_shapes(
-    spec: JobSpec,
+    spec: InputKeys,
     config: Mapping[str, Any],
     size: tuple[int, int],
     count: int,
@@ -115,7 +116,7 @@ def reference_shapes(
     return {f"{REFERENCE}{number}": (shape, torch.float32) for number in range(count)}
 
 
-def references(spec: JobSpec, *, training: bool) -> int:
+def references(spec: DataPlanKeys, *, training: bool) -> int:
     """The most conditioning images that a sample of the data, or one that is made, has."""
     if needs_first_frame(spec):
         return 1
@@ -127,7 +128,7 @@ def references(spec: JobSpec, *, training: bool) -> int:
     return max((len(request.conditioning) for request in requests_of(spec)), default=0)
 
 
-def _seen_tokens(spec: JobSpec, size: tuple[int, int], count: int, *, training: bool) -> int:
+def _seen_tokens(spec: InputKeys, size: tuple[int, int], count: int, *, training: bool) -> int:
     """What conditioning images add to the tokens of a text whose encoder sees them."""
     takes = references_of(spec)
     if takes is None or takes.seen is None:
@@ -139,7 +140,7 @@ def _seen_tokens(spec: JobSpec, size: tuple[int, int], count: int, *, training: 
 
 
 def caption_shapes(
-    spec: JobSpec,
+    spec: DataPlanKeys,
     config: Mapping[str, Any],
     size: tuple[int, int] = (0, 0),
     count: int = 0,
@@ -231,7 +232,7 @@ def largest_encoded(spec: JobSpec) -> tuple[int, int]:
     return max(size, beside, key=lambda pixels: pixels[0] * pixels[1])
 
 
-def training_frames(spec: JobSpec) -> int:
+def training_frames(spec: InputKeys) -> int:
     """The frames of a sample; the most that a video may have where the job does not say."""
     step = get_family(spec.model_family).frame_step
     if not step:
@@ -239,7 +240,7 @@ def training_frames(spec: JobSpec) -> int:
     return ((spec.num_frames or _LONGEST_VIDEO) - 1) // step * step + 1
 
 
-def sampled(spec: JobSpec) -> tuple[tuple[int, int], int] | None:
+def sampled(spec: DataPlanKeys) -> tuple[tuple[int, int], int] | None:
     """Size and frames of the largest sample that the job makes; None if it makes none."""
     requests = requests_of(spec)
     if not requests:

@@ -13,7 +13,7 @@ from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.strategy import checkpoints_activations, own_policy
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
 
 # Keys whose values change what a forward or backward of a rank does; some of them only sometimes.
 _ALWAYS: Final = (
@@ -110,7 +110,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
     return Shape(key, spec, config, sharded, size, frames, training)
 
 
-def _keys(spec: JobSpec, *, training: bool) -> set[str]:
+def _keys(spec: RecipeKeys, *, training: bool) -> set[str]:
     """The keys that matter to this job."""
     keys = {*_ALWAYS, *_OF_POLICIES.get(spec.fsdp_auto_wrap_policy, ())}
     if training:

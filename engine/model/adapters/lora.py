@@ -24,7 +24,9 @@ from jobs.spec.rules.strategy import checkpoints_activations
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.lora import LoraKeys
+    from jobs.spec.keys.training import TrainingKeys
     from jobs.spec.values.value_types import LoraInit
 
 ADAPTER = "default"
@@ -36,7 +38,7 @@ _ZERO: Final = re.compile(r"\.(lora_B|lokr_w2|lokr_w2_b)(\.|$)")
 _PATTERN: Final = re.compile(r"[*+?|(\[\\]")  # no name of a module has one of these
 
 
-def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
+def add_lora(model: torch.nn.Module, spec: RecipeKeys, targets: str) -> None:
     """Put an adapter into the model, on whatever device its base weights are (meta: also fine).
 
     Args:
@@ -65,7 +67,7 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
         narrow_together(model, compute_dtype(spec))
 
 
-def add_text_lora(encoder: torch.nn.Module, spec: JobSpec, targets: Sequence[str]) -> None:
+def add_text_lora(encoder: torch.nn.Module, spec: RecipeKeys, targets: Sequence[str]) -> None:
     """Put an adapter into a text encoder, which is frozen already.
 
     Args:
@@ -79,7 +81,7 @@ def add_text_lora(encoder: torch.nn.Module, spec: JobSpec, targets: Sequence[str
         narrow_together(encoder, compute_dtype(spec))
 
 
-def text_config(spec: JobSpec, targets: Sequence[str]) -> LoraConfig:
+def text_config(spec: LoraKeys, targets: Sequence[str]) -> LoraConfig:
     """The text encoders' adapter as peft describes it; its scale is the denoiser's."""
     rank = spec.text_encoder_lora_rank
     scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
@@ -101,7 +103,7 @@ def _make_masters(model: torch.nn.Module) -> None:
 
 
 def _add(
-    model: torch.nn.Module, config: LoraConfig, spec: JobSpec, *, inject: bool = False
+    model: torch.nn.Module, config: LoraConfig, spec: TrainingKeys, *, inject: bool = False
 ) -> None:
     """Put peft's layers into the model, or ours in their place.
 
@@ -125,7 +127,7 @@ def _add(
         inject_adapter_in_model(config, model, ADAPTER)
 
 
-def _config(spec: JobSpec, targets: str) -> LoraConfig:
+def _config(spec: LoraKeys, targets: str) -> LoraConfig:
     """The job's adapter as peft describes it; where a layer's alpha is not set, it is its rank."""
     ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
     alphas: dict[str, float] = {} if spec.lora_alpha else dict(ranks)
@@ -143,7 +145,7 @@ def _config(spec: JobSpec, targets: str) -> LoraConfig:
     )
 
 
-def _lokr_config(spec: JobSpec, targets: str) -> LoKrConfig:
+def _lokr_config(spec: LoraKeys, targets: str) -> LoKrConfig:
     """The same of LoKr, whose second factor is parted where the rank is less than half of it."""
     ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
     alphas = {} if spec.lora_alpha else ranks

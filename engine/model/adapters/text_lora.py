@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from engine.families import Family
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.lora import LoraKeys
 
 TARGETS: Final = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The layers that get an adapter: attention's projections."""
@@ -45,7 +46,7 @@ class AdaptedEncoder(torch.nn.Module):
 
 
 def adapted_encoders(
-    encoders: Mapping[str, torch.nn.Module], spec: JobSpec
+    encoders: Mapping[str, torch.nn.Module], spec: RecipeKeys
 ) -> dict[str, AdaptedEncoder]:
     """Freeze text encoders and put adapters into them, with their first weights.
 
@@ -115,7 +116,7 @@ def parted(
     return denoiser, texts
 
 
-def config_of(spec: JobSpec) -> LoraConfig:
+def config_of(spec: LoraKeys) -> LoraConfig:
     """The adapter as peft describes it."""
     return lora.text_config(spec, TARGETS)
 

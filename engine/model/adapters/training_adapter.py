@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.families import Family
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
 
 _NAME = "training_adapter"
 
@@ -60,7 +60,7 @@ class TrainingAdapter(torch.nn.Module):
 
 
 def add_training_adapter(
-    model: torch.nn.Module, spec: JobSpec, family: Family, device: torch.device
+    model: torch.nn.Module, spec: RecipeKeys, family: Family, device: torch.device
 ) -> str:
     """Add the job's training adapter, if it names one; every rank reads all of the file.
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.model.quantized.quantized_linear import QuantizedLinear
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.job import JobKeys
 
 __all__ = [
     "StoredTensor",
@@ -62,7 +63,7 @@ _QUANTISED: Final = re.compile(
 def build_on_meta(
     model_class: Any,
     directory: Path,
-    spec: JobSpec,
+    spec: RecipeKeys,
     *,
     say: Callable[[str], None] = lambda note: None,
 ) -> tuple[torch.nn.Module, dict[str, StoredTensor]]:
@@ -180,7 +181,7 @@ def stream(
     return read_all(readings, progress)
 
 
-def check_precision(model: torch.nn.Module, spec: JobSpec) -> None:
+def check_precision(model: torch.nn.Module, spec: RecipeKeys) -> None:
     """Prove that what is trained is fp32, and what is frozen in the precision that computes.
 
     Raises:
@@ -311,7 +312,7 @@ def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
     return any(part in parts for part in ([listed] if isinstance(listed, str) else listed))
 
 
-def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_fp32: bool) -> str:
+def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobKeys, *, keep_fp32: bool) -> str:
     """What becomes of a tensor that is not kept as it is in the file, and why."""
     if spec.model_type == "full":
         reason = "full training keeps fp32 master weights"

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from engine.families import Family
     from engine.model.files.weight_files import StoredTensor
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.lora import LoraKeys
     from jobs.spec.values.value_types import BasePrecision
 
 
@@ -102,14 +103,14 @@ class _Product(torch.autograd.Function):
         return of_x, None, None, None, None, None
 
 
-def base_precision(spec: JobSpec) -> BasePrecision:
+def base_precision(spec: RecipeKeys) -> BasePrecision:
     """Return how a job's base is packed; `none` for full training."""
     return spec.base_precision if spec.model_type == "lora" else "none"
 
 
 def quantize_layers(
     model: torch.nn.Module,
-    spec: JobSpec,
+    spec: RecipeKeys,
     family: Family,
     stored: Mapping[str, StoredTensor] | None = None,
 ) -> str:
@@ -196,7 +197,7 @@ def weights_per_element(model: torch.nn.Module) -> dict[int, int]:
 
 
 def _chosen(
-    model: torch.nn.Module, spec: JobSpec, family: Family, packing: Packing
+    model: torch.nn.Module, spec: LoraKeys, family: Family, packing: Packing
 ) -> dict[str, Packing]:
     """Find the layers to pack, and how: linear, in a repeated block, and not kept as they are."""
     blocks = tuple(

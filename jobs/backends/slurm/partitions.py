@@ -15,7 +15,7 @@ from jobs.untrusted.text import one_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.slurm import SlurmKeys
 
 PATIENCE: Final = 3.0  # seconds; what depends on the answer is only advice
 _FORMAT: Final = "%P|%G"  # as wide as it takes; a line for each kind of node
@@ -60,7 +60,7 @@ def ask_partitions() -> tuple[Partition, ...]:
     return _read(done.stdout)
 
 
-def chosen(spec: JobSpec, partitions: Sequence[Partition]) -> tuple[Partition, ...]:
+def chosen(spec: SlurmKeys, partitions: Sequence[Partition]) -> tuple[Partition, ...]:
     """Those that a job may go to: which it names, else the default."""
     if spec.slurm_partition is None:
         return tuple(partition for partition in partitions if partition.default)
@@ -68,7 +68,7 @@ def chosen(spec: JobSpec, partitions: Sequence[Partition]) -> tuple[Partition, .
     return tuple(partition for partition in partitions if partition.name in names)
 
 
-def cards_of(spec: JobSpec, partitions: Sequence[Partition]) -> Cards:
+def cards_of(spec: SlurmKeys, partitions: Sequence[Partition]) -> Cards:
     """Return the smallest GPU that a job may get.
 
     Nothing is known if one of the types is not: it may be the smallest.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from jobs.run.rundir import RunDir
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.devices import DeviceKeys
 
 SIGNAL_SECONDS: Final = 300  # before the time limit, where no save was measured yet
 # The signal before the time limit would end the shell while it still sets things up.
@@ -58,12 +59,12 @@ def script_by_hand(spec: JobSpec, *, python: str = "python") -> str:
     return "\n".join([*lines, _start(python, folder), ""])
 
 
-def per_machine(spec: JobSpec) -> int:
+def per_machine(spec: DeviceKeys) -> int:
     """The ranks on each machine."""
     return world_size(spec) // spec.num_machines
 
 
-def on_gpus(spec: JobSpec) -> bool:
+def on_gpus(spec: DeviceKeys) -> bool:
     """Whether the job asks Slurm for a GPU for each rank."""
     return spec.device != "cpu"
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.doctor.patient import Patient
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.lora import LoraKeys
 
 _VOLATILE: Final = frozenset({"tmpfs", "ramfs"})
 _GIB: Final = 2**30
@@ -216,7 +217,7 @@ def _write(folder: Path) -> float:
 _LARGEST_FACTOR: Final = 1 << 16  # none is that large; what a damaged header says may be
 
 
-def count_adapter(spec: JobSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
+def count_adapter(spec: LoraKeys, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """About how many parameters a job's adapter has.
 
     As if every linear layer of the model's blocks had one, which is what most families adapt, and
@@ -233,13 +234,13 @@ def count_adapter(spec: JobSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
     )
 
 
-def _is_adapted(spec: JobSpec, parts: list[str]) -> bool:
+def _is_adapted(spec: LoraKeys, parts: list[str]) -> bool:
     """Whether a tensor is the weight of a layer in a block; blocks have numbers."""
     routed = "experts" in parts and not spec.lora_experts
     return parts[-1] == "weight" and any(map(str.isdigit, parts)) and not routed
 
 
-def _of_lokr(spec: JobSpec, rows: int, columns: int) -> int:
+def _of_lokr(spec: LoraKeys, rows: int, columns: int) -> int:
     """Elements of the Kronecker factors of a `(rows, columns)` matrix; the second may be parted."""
     (a, c), (b, d) = _divide(rows, spec.lokr_factor), _divide(columns, spec.lokr_factor)
     whole = spec.lokr_full_matrix or 2 * spec.lora_rank >= max(c, d)
@@ -263,7 +264,7 @@ def _divide(side: int, factor: int) -> tuple[int, int]:
 _WEIGHT: Final = 4  # bytes of a parameter in a checkpoint, fp32
 
 
-def checkpoint_bytes(spec: JobSpec) -> int | None:
+def checkpoint_bytes(spec: RecipeKeys) -> int | None:
     """About how large a checkpoint is; None when the model cannot be read."""
     try:
         component = find_model(spec.pretrained_model_name_or_path) / component_of(spec)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from jobs.doctor.patient import Patient
     from jobs.machine.gpu import Gpu
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
 
 _OTHERWISE: Final = "change it in the job file"
 
@@ -76,7 +76,7 @@ def check_job(patient: Patient) -> Iterator[Finding]:
         yield from _tried("host memory", partial(check_host_memory, on_gpus=on_gpus), spec)
 
 
-def check_job_gpus(spec: JobSpec, present: Sequence[Gpu]) -> Iterator[Finding]:
+def check_job_gpus(spec: RecipeKeys, present: Sequence[Gpu]) -> Iterator[Finding]:
     """Whether the job's GPUs are there, and whether it would have to wait for them."""
     try:
         requested = check_devices(spec)

@@ -18,7 +18,8 @@ from jobs.spec.values.value_types import read_family
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.job import JobKeys
 
 __all__ = [
     "FAMILIES",
@@ -114,30 +115,30 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def component_of(spec: JobSpec) -> str:
+def component_of(spec: JobKeys) -> str:
     """The denoiser that a job trains: its directory in the model, and its name in the pipeline."""
     return get_family(spec.model_family).component_of(spec.model_flavour)
 
 
-def latent_step_of(spec: JobSpec) -> int:
+def latent_step_of(spec: JobKeys) -> int:
     """Sides of a job's images are multiples of this, in pixels; 1 if its family is unknown."""
     family = FAMILIES.get(spec.model_family)
     return family.latent_step_of(spec.model_flavour) if family is not None else 1
 
 
-def references_of(spec: JobSpec) -> References | None:
+def references_of(spec: JobKeys) -> References | None:
     """How a job's model takes conditioning images; None if it takes none."""
     family = FAMILIES.get(spec.model_family)
     return family.references_of(spec.model_flavour) if family is not None else None
 
 
-def widened_of(spec: JobSpec) -> str:
+def widened_of(spec: JobKeys) -> str:
     """The layer that gets inputs for a conditioning image, in a job's model; empty for none."""
     family = FAMILIES.get(spec.model_family)
     return family.widened_of(spec.model_flavour) if family is not None else ""
 
 
-def denoiser_config(spec: JobSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+def denoiser_config(spec: JobKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """A denoiser's config as the job trains it: with channels for a conditioning image, if new."""
     if not widened_of(spec):
         return dict(config)
@@ -145,24 +146,24 @@ def denoiser_config(spec: JobSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "in_channels": 2 * channels, "out_channels": channels}
 
 
-def takes_first_frame(spec: JobSpec) -> bool:
+def takes_first_frame(spec: JobKeys) -> bool:
     """Whether a job's model also makes videos from their first frame."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.takes_first_frame(spec.model_flavour)
 
 
-def needs_first_frame(spec: JobSpec) -> bool:
+def needs_first_frame(spec: JobKeys) -> bool:
     """Whether a job's model requires a first frame."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.needs_first_frame(spec.model_flavour)
 
 
-def sees_images(spec: JobSpec) -> bool:
+def sees_images(spec: JobKeys) -> bool:
     """Whether a job's texts are encoded together with what they are conditioned on."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.sees_images(spec.model_flavour)
 
 
-def wrapped_classes(spec: JobSpec) -> list[str]:
+def wrapped_classes(spec: RecipeKeys) -> list[str]:
     """The block classes that become FSDP units of their own: the job's, else the family's."""
     return spec.fsdp_transformer_layer_cls_to_wrap or list(get_family(spec.model_family).blocks)

@@ -17,7 +17,7 @@ from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys
 
 LARGEST_SEED: Final = 2**63 - 1
 _LEAST_SIDE, _LARGEST_SIDE = 16, 8192
@@ -126,12 +126,12 @@ class SampleRequest:
     conditioning: tuple[str, ...] = ()
 
 
-def requests_of(spec: JobSpec) -> list[SampleRequest]:
+def requests_of(spec: DataPlanKeys) -> list[SampleRequest]:
     """The images that a job samples, in the order of its prompts."""
     return [_request(entry, spec) for entry in spec.validation_prompts]
 
 
-def class_prompts(spec: JobSpec, numbers: Iterable[int]) -> list[ValidationPrompt]:
+def class_prompts(spec: DataPlanKeys, numbers: Iterable[int]) -> list[ValidationPrompt]:
     """The class images with these numbers, as prompts to sample; the number of one is its seed."""
     prompt, side = spec.class_prompt or "", all_resolutions(spec)[-1]
     return [
@@ -140,7 +140,7 @@ def class_prompts(spec: JobSpec, numbers: Iterable[int]) -> list[ValidationPromp
     ]
 
 
-def validation_seed_of(spec: JobSpec) -> int:
+def validation_seed_of(spec: DataPlanKeys) -> int:
     """The seed of samples and of the validation loss."""
     return spec.seed if spec.validation_seed is None else spec.validation_seed
 
@@ -180,7 +180,7 @@ def _entry(entry: Any) -> Any:
     return entry
 
 
-def _request(entry: ValidationPrompt, spec: JobSpec) -> SampleRequest:
+def _request(entry: ValidationPrompt, spec: DataPlanKeys) -> SampleRequest:
     def chosen(own: Any, default: Any) -> Any:
         return default if own is None else own
 

@@ -10,17 +10,17 @@ from jobs.spec.rules.strategy import shards
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
 
 SCHEDULE_FREE: Final = "adamw_schedule_free"
 
 
-def has_average(spec: JobSpec) -> bool:
+def has_average(spec: RecipeKeys) -> bool:
     """Whether it keeps a moving average, or has an optimizer that averages by itself."""
     return spec.use_ema or spec.optimizer == SCHEDULE_FREE
 
 
-def _schedule_free(spec: JobSpec) -> Conflict | None:
+def _schedule_free(spec: RecipeKeys) -> Conflict | None:
     if spec.optimizer != SCHEDULE_FREE:
         return None
     if spec.use_ema:
@@ -36,7 +36,7 @@ def _schedule_free(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _ema(spec: JobSpec) -> Conflict | None:
+def _ema(spec: RecipeKeys) -> Conflict | None:
     if spec.use_ema and spec.ema_device == "cpu" and shards(spec):
         return Conflict(
             "ema_device",

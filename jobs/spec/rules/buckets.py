@@ -15,7 +15,8 @@ from jobs.spec.values.resolutions import all_resolutions, resolutions_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.values.datasets import Dataset
 
 _WIDEST: Final = 2.0  # ratio of the long side to the short one, where the job says nothing else
@@ -44,7 +45,7 @@ def bucket_sizes(resolution: int, step: int, widest: float = _WIDEST) -> list[tu
     return sorted(sizes or {(side, side)})
 
 
-def bucket_step(resolution: int, spec: JobSpec) -> int:
+def bucket_step(resolution: int, spec: InputKeys) -> int:
     """How many pixels the sides of buckets lie apart at one resolution.
 
     What is cropped depends on the step's share of the side: `docs/data.md` has the measurement.
@@ -57,7 +58,7 @@ def bucket_step(resolution: int, spec: JobSpec) -> int:
     return min(_LARGEST_STEP, max(least, resolution // _STEPS // least * least))
 
 
-def widest_bucket(spec: JobSpec) -> float:
+def widest_bucket(spec: DataKeys) -> float:
     """The largest ratio of a bucket's long side to its short one."""
     return 1.0 if spec.crop == "square" else spec.max_bucket_aspect_ratio
 
@@ -144,7 +145,7 @@ class Buckets:
         return why_unfit(width, height, next(iter(self.find(width, height).values())), self._spec)
 
 
-def why_unfit(width: int, height: int, size: tuple[int, int], spec: JobSpec) -> str:
+def why_unfit(width: int, height: int, size: tuple[int, int], spec: DataKeys) -> str:
     """Why an image is skipped for its size or shape; "" if it is not.
 
     Args:

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from jobs.spec.families import Family
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
+    from jobs.spec.keys.data import DataKeys
 
 _WITH_FRAME = 512  # tokens, where Wan 2.1's image-to-video looks for the end of its text
 
 
-def _not_taken(spec: JobSpec) -> Conflict | None:
+def _not_taken(spec: DataPlanKeys) -> Conflict | None:
     family, takes = FAMILIES.get(spec.model_family), references_of(spec)
     if family is None or takes is not None:
         return None
@@ -58,7 +59,7 @@ def _which_take(family: Family) -> str:
     return f"; choose model_flavour: {' or '.join(names)}" if names else ""
 
 
-def _first_frame(spec: JobSpec) -> Conflict | None:
+def _first_frame(spec: DataPlanKeys) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if family is None or takes_first_frame(spec):
         several = [
@@ -81,7 +82,7 @@ def _first_frame(spec: JobSpec) -> Conflict | None:
     return Conflict("datasets", f"{what} cannot be trained with first_frame{which}", named=True)
 
 
-def _one_place(spec: JobSpec) -> Conflict | None:
+def _one_place(spec: DataKeys) -> Conflict | None:
     for entry in spec.datasets or []:
         named = [key for key in CONDITIONING if getattr(entry, key)]
         if len(named) > 1:
@@ -91,7 +92,7 @@ def _one_place(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _needs(spec: JobSpec) -> Conflict | None:
+def _needs(spec: DataPlanKeys) -> Conflict | None:
     """Of models that make nothing without a conditioning image."""
     takes = references_of(spec)
     if not needs_first_frame(spec) and (takes is None or not takes.required):
@@ -114,7 +115,7 @@ def _needs(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _longest_text(spec: JobSpec) -> Conflict | None:
+def _longest_text(spec: InputKeys) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     flavour = family.flavours.get(spec.model_flavour or "") if family is not None else None
     if (
@@ -132,7 +133,7 @@ def _longest_text(spec: JobSpec) -> Conflict | None:
     )
 
 
-def _count(spec: JobSpec) -> Conflict | None:
+def _count(spec: DataPlanKeys) -> Conflict | None:
     takes = references_of(spec)
     if takes is None:
         return None
@@ -169,7 +170,7 @@ def _split(spec: JobSpec) -> Conflict | None:
     )
 
 
-def _widened(spec: JobSpec) -> Conflict | None:
+def _widened(spec: RecipeKeys) -> Conflict | None:
     """New inputs are trained by the adapter alone."""
     layer = widened_of(spec)
     if not layer:

@@ -26,7 +26,12 @@ from jobs.spec.rules.validation_conflicts import VALIDATION_RULES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.fsdp import FsdpKeys
+    from jobs.spec.keys.job import JobKeys
+    from jobs.spec.keys.noise import NoiseKeys
+    from jobs.spec.keys.training import TrainingKeys
 
 __all__ = ["Conflict", "find_conflicts"]
 
@@ -49,12 +54,12 @@ def _any_of(numbers: Sequence[int]) -> str:
     return f"use {' or '.join(filter(None, (', '.join(words[:-1]), words[-1])))}"
 
 
-def _no_model(spec: JobSpec) -> Conflict | None:
+def _no_model(spec: JobKeys) -> Conflict | None:
     key = "pretrained_model_name_or_path"
     return None if spec.pretrained_model_name_or_path else Conflict(key, f"{key} is missing")
 
 
-def _strategy(spec: JobSpec) -> Conflict | None:
+def _strategy(spec: RecipeKeys) -> Conflict | None:
     strategy, _ = chosen_strategy(spec)
     ranks = world_size(spec)
     if spec.fsdp_enable and spec.strategy not in ("auto", *SHARDING):
@@ -77,7 +82,7 @@ def _strategy(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _hsdp(spec: JobSpec) -> Conflict | None:
+def _hsdp(spec: DeviceKeys) -> Conflict | None:
     replicas, key = spec.dp_replicate_size, "dp_replicate_size"
     if spec.strategy != "hsdp":
         if replicas in (None, 1):
@@ -160,7 +165,7 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _reshard(spec: JobSpec) -> Conflict | None:
+def _reshard(spec: RecipeKeys) -> Conflict | None:
     number, key = spec.fsdp_reshard_after_forward, "fsdp_reshard_after_forward"
     if isinstance(number, bool) or not shards(spec):
         return None
@@ -182,13 +187,13 @@ def _reshard(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _offload(spec: JobSpec) -> Conflict | None:
+def _offload(spec: RecipeKeys) -> Conflict | None:
     if spec.fsdp_cpu_offload and not shards(spec):
         return Conflict("fsdp_cpu_offload", "fsdp_cpu_offload needs strategy: fsdp2 or hsdp")
     return None
 
 
-def _optimizer(spec: JobSpec) -> Conflict | None:
+def _optimizer(spec: RecipeKeys) -> Conflict | None:
     sharded = spec.model_type == "full" or spec.lora_placement == "sharded"
     if spec.optimizer in WHOLE_ONLY and sharded and shards(spec):
         return Conflict(
@@ -201,7 +206,7 @@ def _optimizer(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _fp16(spec: JobSpec) -> Conflict | None:
+def _fp16(spec: RecipeKeys) -> Conflict | None:
     if spec.mixed_precision == "fp16" and spec.fsdp_cpu_offload:
         return Conflict(
             "mixed_precision",
@@ -257,7 +262,7 @@ def _state_dict(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _wrap(spec: JobSpec) -> Conflict | None:
+def _wrap(spec: FsdpKeys) -> Conflict | None:
     if spec.fsdp_transformer_layer_cls_to_wrap and (
         spec.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP"
     ):
@@ -269,7 +274,7 @@ def _wrap(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _activation_checkpointing(spec: JobSpec) -> Conflict | None:
+def _activation_checkpointing(spec: RecipeKeys) -> Conflict | None:
     if spec.fsdp_activation_checkpointing and not shards(spec):
         return Conflict(
             "fsdp_activation_checkpointing",
@@ -278,7 +283,7 @@ def _activation_checkpointing(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _checkpointing_policy(spec: JobSpec) -> Conflict | None:
+def _checkpointing_policy(spec: RecipeKeys) -> Conflict | None:
     if spec.gradient_checkpointing_policy != "full" and no_recomputation(spec):
         return Conflict(
             "gradient_checkpointing_policy",
@@ -287,7 +292,7 @@ def _checkpointing_policy(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _checkpointing_interval(spec: JobSpec) -> Conflict | None:
+def _checkpointing_interval(spec: RecipeKeys) -> Conflict | None:
     if spec.gradient_checkpointing_interval > 1 and no_recomputation(spec):
         return Conflict(
             "gradient_checkpointing_interval",
@@ -296,7 +301,7 @@ def _checkpointing_interval(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _snr_gamma(spec: JobSpec) -> Conflict | None:
+def _snr_gamma(spec: RecipeKeys) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if spec.snr_gamma is not None and family is not None and family.objective == "flow":
         return Conflict(
@@ -306,13 +311,13 @@ def _snr_gamma(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _flow_shift(spec: JobSpec) -> Conflict | None:
+def _flow_shift(spec: NoiseKeys) -> Conflict | None:
     if spec.flow_shift is not None and spec.timestep_sampling not in SHIFTED:
         return Conflict("flow_shift", f"flow_shift needs {SHIFTED_IN_WORDS}")
     return None
 
 
-def _sigmas(spec: JobSpec) -> Conflict | None:
+def _sigmas(spec: NoiseKeys) -> Conflict | None:
     if spec.sigma_min >= spec.sigma_max:
         return Conflict(
             "sigma_min",
@@ -321,7 +326,7 @@ def _sigmas(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _lr_end(spec: JobSpec) -> Conflict | None:
+def _lr_end(spec: TrainingKeys) -> Conflict | None:
     if spec.lr_end >= spec.learning_rate:
         return Conflict(
             "lr_end",
@@ -330,7 +335,7 @@ def _lr_end(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _warmup(spec: JobSpec) -> Conflict | None:
+def _warmup(spec: TrainingKeys) -> Conflict | None:
     if spec.lr_warmup_steps and spec.lr_scheduler == "constant":
         return Conflict(
             "lr_warmup_steps",

@@ -12,7 +12,8 @@ from jobs.spec.rules.strategy import world_size
 from jobs.spec.values.resolutions import all_resolutions, has_several
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
+    from jobs.spec.keys.data import DataKeys
 
 _FINEST: Final = 16  # pixels between buckets, where a job says a number
 
@@ -27,7 +28,7 @@ class Conflict(Problem):
         return str(self)
 
 
-def no_dataset(spec: JobSpec) -> Conflict | None:
+def no_dataset(spec: InputKeys) -> Conflict | None:
     if spec.datasets is not None and not spec.datasets:
         return Conflict("datasets", "datasets is an empty list")
     if spec.datasets and spec.dataset:
@@ -37,7 +38,7 @@ def no_dataset(spec: JobSpec) -> Conflict | None:
     return Conflict("dataset", "dataset is missing")
 
 
-def datasets(spec: JobSpec) -> Conflict | None:
+def datasets(spec: DataKeys) -> Conflict | None:
     entries = spec.datasets or []
     paths = [(entry.path, entry.split) for entry in entries]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
@@ -79,7 +80,7 @@ def square(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def bucket_step(spec: JobSpec) -> Conflict | None:
+def bucket_step(spec: DataPlanKeys) -> Conflict | None:
     step, key, least = spec.bucket_step, "bucket_step", latent_step_of(spec)
     if not step:
         return None
@@ -138,7 +139,7 @@ def no_class_images(key: str, spec: JobSpec) -> Conflict | None:
     return Conflict(key, f"{key} needs num_class_images, or a dataset with regularization: true")
 
 
-def masks(spec: JobSpec) -> Conflict | None:
+def masks(spec: DataKeys) -> Conflict | None:
     if spec.unmasked_weight and spec.masked_loss == "none":
         return Conflict("unmasked_weight", "unmasked_weight needs masked_loss: alpha or file")
     with_path = next((entry for entry in spec.datasets or [] if entry.mask_path), None)
@@ -149,7 +150,7 @@ def masks(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def videos(spec: JobSpec) -> Conflict | None:
+def videos(spec: InputKeys) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if family is None:
         return None

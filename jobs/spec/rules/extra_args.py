@@ -9,6 +9,7 @@ from jobs.spec.values.spellings import as_bool, did_you_mean, normal_key
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.devices import DeviceKeys
 
 KEY: Final = "accelerate_extra_args"
 SWITCHES: Final = ("debug", "enable_cpu_affinity", "quiet", "same_network")
@@ -45,7 +46,7 @@ _FOREIGN: Final = {
 }
 
 
-def words_of(spec: JobSpec) -> list[str]:
+def words_of(spec: DeviceKeys) -> list[str]:
     """The flags as accelerate takes them: `--key=value`, and bare switches that are on."""
     words = []
     for name, value in _read(spec):
@@ -78,7 +79,7 @@ def _conflict(problem: str) -> Conflict:
     return Conflict(KEY, problem, named=True)
 
 
-def _read(spec: JobSpec) -> list[tuple[str, str]]:
+def _read(spec: DeviceKeys) -> list[tuple[str, str]]:
     """Names and values; the value of a bare flag is empty."""
     flags: list[tuple[str, str]] = []
     rest = list(spec.accelerate_extra_args or [])

@@ -13,7 +13,9 @@ from jobs.spec.rules.strategy import shards, world_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.hub import HubKeys
 
 # Options of sbatch and srun that a key of the job says, or that would break what we rely on.
 _SBATCH: Final = {
@@ -102,7 +104,7 @@ SLURM_RULES: Final = (_gpus, _accelerate, _even, _options)
 _REPO: Final = re.compile(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
-def gpu_count(spec: JobSpec) -> Conflict | None:
+def gpu_count(spec: DeviceKeys) -> Conflict | None:
     if spec.gpus is None:
         return None
     asked = spec.gpus if isinstance(spec.gpus, int) else len(spec.gpus)
@@ -145,7 +147,7 @@ def machine_rank(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def deepspeed(spec: JobSpec) -> Conflict | None:
+def deepspeed(spec: RecipeKeys) -> Conflict | None:
     if not spec.deepspeed_config:
         return None
     if shards(spec):
@@ -159,7 +161,7 @@ def deepspeed(spec: JobSpec) -> Conflict | None:
     )
 
 
-def hub_model_id(spec: JobSpec) -> Conflict | None:
+def hub_model_id(spec: HubKeys) -> Conflict | None:
     if spec.hub_model_id is None or _REPO.fullmatch(spec.hub_model_id):
         return None
     return Conflict(

@@ -14,7 +14,8 @@ from jobs.spec.rules.strategy import shards, world_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.lora import LoraKeys
     from jobs.spec.values.value_types import BasePrecision
 
 _OF_PATTERNS: Final = (
@@ -31,7 +32,7 @@ ONE_RATE: Final = {
 }
 
 
-def _placement(spec: JobSpec) -> Conflict | None:
+def _placement(spec: RecipeKeys) -> Conflict | None:
     if spec.model_type == "lora" and spec.lora_placement == "sharded" and not shards(spec):
         return Conflict("lora_placement", "sharded needs strategy: fsdp2 or hsdp", named=True)
     return None
@@ -46,7 +47,7 @@ def _patterns(key: str, spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _whole_ranks(spec: JobSpec) -> Conflict | None:
+def _whole_ranks(spec: LoraKeys) -> Conflict | None:
     for pattern, rank in (spec.lora_rank_pattern or {}).items():
         if rank != int(rank):
             return Conflict(
@@ -55,7 +56,7 @@ def _whole_ranks(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _dora(spec: JobSpec) -> Conflict | None:
+def _dora(spec: RecipeKeys) -> Conflict | None:
     if spec.model_type != "lora" or spec.lora_variant != "dora":
         return None
     if spec.lora_dropout:
@@ -74,7 +75,7 @@ def _dora(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _lokr(spec: JobSpec) -> Conflict | None:
+def _lokr(spec: RecipeKeys) -> Conflict | None:
     if spec.model_type != "lora" or spec.lora_variant != "lokr":
         return None
     if spec.lokr_factor == 0:
@@ -88,7 +89,7 @@ def _lokr(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def trains_text(spec: JobSpec) -> bool:
+def trains_text(spec: RecipeKeys) -> bool:
     """Whether the job trains a LoRA on text encoders."""
     return spec.model_type == "lora" and spec.text_encoder_lora_rank > 0
 
@@ -113,7 +114,7 @@ def _text_encoders(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _text_rate(spec: JobSpec) -> Conflict | None:
+def _text_rate(spec: RecipeKeys) -> Conflict | None:
     key = "text_encoder_learning_rate"
     given = trains_text(spec) and spec.text_encoder_learning_rate is not None
     if given and spec.optimizer in ONE_RATE:
@@ -121,12 +122,12 @@ def _text_rate(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def may_scale(spec: JobSpec) -> bool:
+def may_scale(spec: RecipeKeys) -> bool:
     """Whether the job has a base that could be multiplied in fp8."""
     return spec.model_type == "lora" and spec.base_precision in ("fp8", "fp8_scaled")
 
 
-def modulation_of(spec: JobSpec) -> BasePrecision:
+def modulation_of(spec: LoraKeys) -> BasePrecision:
     """How a packed base keeps its modulation layers: none, int8 or nf4.
 
     Beside nf4, int8 adds nothing to the error that there is; beside 8 bits it adds up to a third
@@ -137,7 +138,7 @@ def modulation_of(spec: JobSpec) -> BasePrecision:
     return "int8" if spec.base_precision == "nf4" else "none"
 
 
-def _matmul(spec: JobSpec) -> Conflict | None:
+def _matmul(spec: RecipeKeys) -> Conflict | None:
     if spec.model_type != "lora" or spec.base_matmul != "scaled":
         return None
     if not may_scale(spec):
@@ -147,7 +148,7 @@ def _matmul(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _swapping(spec: JobSpec) -> Conflict | None:
+def _swapping(spec: RecipeKeys) -> Conflict | None:
     if not spec.swap_blocks or spec.model_type != "lora":
         return None
     if world_size(spec) > 1:

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.spec.families import Family
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, JobSpec, RecipeKeys
+    from jobs.spec.keys.data import DataKeys
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.hub import HubKeys
+    from jobs.spec.keys.job import JobKeys
+    from jobs.spec.keys.lora import LoraKeys
+    from jobs.spec.keys.noise import NoiseKeys
+    from jobs.spec.keys.slurm import SlurmKeys
+    from jobs.spec.keys.tracking import TrackingKeys
+    from jobs.spec.keys.training import TrainingKeys
+    from jobs.spec.keys.validation import ValidationKeys
 
 _SHARDED: Final = "needs strategy: fsdp2 or hsdp"
 ONE_RANK: Final = "no effect on 1 rank"
@@ -42,22 +52,22 @@ def counts(key: str, spec: JobSpec) -> bool:
     return not any(reason(spec) for reason in facts_of(type(spec))[key].no_effect)
 
 
-def _family(spec: JobSpec) -> Family | None:
+def _family(spec: JobKeys) -> Family | None:
     return FAMILIES.get(spec.model_family)
 
 
 # -- devices and sharding ------------------------------------------------------------------
 
 
-def one_rank(spec: JobSpec) -> str:
+def one_rank(spec: DeviceKeys) -> str:
     return ONE_RANK if world_size(spec) == 1 else ""
 
 
-def several_ranks(spec: JobSpec) -> str:
+def several_ranks(spec: DeviceKeys) -> str:
     return "" if world_size(spec) == 1 else "needs one rank; several can shard the base"
 
 
-def not_sharded(spec: JobSpec) -> str:
+def not_sharded(spec: RecipeKeys) -> str:
     return one_rank(spec) or ("" if shards(spec) else _SHARDED)
 
 
@@ -65,11 +75,11 @@ def always_on(spec: JobSpec) -> str:
     return "always on with FSDP2"
 
 
-def not_hsdp(spec: JobSpec) -> str:
+def not_hsdp(spec: DeviceKeys) -> str:
     return one_rank(spec) or ("" if spec.strategy == "hsdp" else "needs strategy: hsdp")
 
 
-def no_context_parallelism(spec: JobSpec) -> str:
+def no_context_parallelism(spec: RecipeKeys) -> str:
     """Why tokens cannot be shared out over ranks."""
     family = _family(spec)
     if why := not_sharded(spec):
@@ -81,36 +91,36 @@ def no_context_parallelism(spec: JobSpec) -> str:
     return ""
 
 
-def not_context_parallel(spec: JobSpec) -> str:
+def not_context_parallel(spec: RecipeKeys) -> str:
     several = spec.context_parallel_size > 1 and not no_context_parallelism(spec)
     return "" if several else "needs context_parallel_size > 1"
 
 
-def with_context_parallel(spec: JobSpec) -> str:
+def with_context_parallel(spec: RecipeKeys) -> str:
     return "" if not_context_parallel(spec) else "context parallelism chooses its own"
 
 
-def on_cpu(spec: JobSpec) -> str:
+def on_cpu(spec: DeviceKeys) -> str:
     return "needs GPUs, not device: cpu" if spec.device == "cpu" else ""
 
 
-def one_machine(spec: JobSpec) -> str:
+def one_machine(spec: SlurmKeys) -> str:
     return "" if spec.launcher == "slurm" else "a local job runs on one machine"
 
 
-def with_slurm(spec: JobSpec) -> str:
+def with_slurm(spec: SlurmKeys) -> str:
     return "Slurm decides" if spec.launcher == "slurm" else ""
 
 
-def no_accelerate_launch(spec: JobSpec) -> str:
+def no_accelerate_launch(spec: SlurmKeys) -> str:
     return "Slurm starts ranks itself" if spec.launcher == "slurm" else ""
 
 
-def set_by_slurm(spec: JobSpec) -> str:
+def set_by_slurm(spec: SlurmKeys) -> str:
     return one_machine(spec) or "Slurm sets it"
 
 
-def not_slurm(spec: JobSpec) -> str:
+def not_slurm(spec: SlurmKeys) -> str:
     return "" if spec.launcher == "slurm" else "needs launcher: slurm"
 
 
@@ -129,146 +139,146 @@ def other_policy_than(policy: str) -> Callable[[JobSpec], str]:
 # -- training ------------------------------------------------------------------------------
 
 
-def with_global_batch(spec: JobSpec) -> str:
+def with_global_batch(spec: RecipeKeys) -> str:
     if spec.global_batch_size is None:
         return ""
     return f"global_batch_size sets it to {accumulation_steps(spec)}"
 
 
-def with_epochs(spec: JobSpec) -> str:
+def with_epochs(spec: TrainingKeys) -> str:
     return "num_train_epochs decides" if spec.num_train_epochs is not None else ""
 
 
-def not_lora(spec: JobSpec) -> str:
+def not_lora(spec: JobKeys) -> str:
     return "" if spec.model_type == "lora" else "needs model_type: lora"
 
 
-def not_lokr(spec: JobSpec) -> str:
+def not_lokr(spec: LoraKeys) -> str:
     return "" if spec.lora_variant == "lokr" else "needs lora_variant: lokr"
 
 
-def no_text_lora(spec: JobSpec) -> str:
+def no_text_lora(spec: JobKeys) -> str:
     family = _family(spec)
     able = family is None or family.text_lora
     return "" if able or family is None else f"{family.title} trains the denoiser only"
 
 
-def text_not_trained(spec: JobSpec) -> str:
+def text_not_trained(spec: RecipeKeys) -> str:
     return "" if trains_text(spec) else "needs text_encoder_lora_rank"
 
 
-def text_trained(spec: JobSpec) -> str:
+def text_trained(spec: RecipeKeys) -> str:
     return "text encoders are trained and stay" if trains_text(spec) else ""
 
 
-def with_one_rate(spec: JobSpec) -> str:
+def with_one_rate(spec: TrainingKeys) -> str:
     return ONE_RATE.get(spec.optimizer, "")
 
 
-def with_full_matrix(spec: JobSpec) -> str:
+def with_full_matrix(spec: LoraKeys) -> str:
     whole = spec.lora_variant == "lokr" and spec.lokr_full_matrix
     return "no effect with lokr_full_matrix" if whole else ""
 
 
-def not_quantized(spec: JobSpec) -> str:
+def not_quantized(spec: LoraKeys) -> str:
     return "" if spec.base_precision != "none" else "needs base_precision"
 
 
-def chosen_by_name(spec: JobSpec) -> str:
+def chosen_by_name(spec: LoraKeys) -> str:
     chosen = spec.keep_in_full_precision is not None
     return "keep_in_full_precision decides" if chosen else ""
 
 
-def not_fp8(spec: JobSpec) -> str:
+def not_fp8(spec: RecipeKeys) -> str:
     return "" if may_scale(spec) else "needs base_precision: fp8_scaled or fp8"
 
 
-def not_adam(spec: JobSpec) -> str:
+def not_adam(spec: TrainingKeys) -> str:
     fits = spec.optimizer in ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy")
     return "" if fits else f"optimizer: {spec.optimizer} has none"
 
 
-def no_warmup(spec: JobSpec) -> str:
+def no_warmup(spec: TrainingKeys) -> str:
     return "" if spec.lr_scheduler != "constant" else "lr_scheduler: constant has no warm-up"
 
 
-def no_size_conditioning(spec: JobSpec) -> str:
+def no_size_conditioning(spec: JobKeys) -> str:
     family = _family(spec)
     conditioned = family is None or family.told_sizes
     return "" if conditioned or family is None else f"{family.title} has no size conditioning"
 
 
-def no_experts(spec: JobSpec) -> str:
+def no_experts(spec: RecipeKeys) -> str:
     family = _family(spec)
     if spec.lora_target_modules:
         return "lora_target_modules decides what is adapted"
     return "" if family is None or family.experts else f"{family.title} has none"
 
 
-def no_decay(spec: JobSpec) -> str:
+def no_decay(spec: TrainingKeys) -> str:
     constant = spec.lr_scheduler in ("constant", "constant_with_warmup")
     return f"lr_scheduler: {spec.lr_scheduler} does not decay" if constant else ""
 
 
-def no_restarts(spec: JobSpec) -> str:
+def no_restarts(spec: TrainingKeys) -> str:
     restarts = spec.lr_scheduler == "cosine_with_restarts"
     return "" if restarts else "needs lr_scheduler: cosine_with_restarts"
 
 
-def not_polynomial(spec: JobSpec) -> str:
+def not_polynomial(spec: TrainingKeys) -> str:
     return "" if spec.lr_scheduler == "polynomial" else "needs lr_scheduler: polynomial"
 
 
-def no_recomputation(spec: JobSpec) -> str:
+def no_recomputation(spec: RecipeKeys) -> str:
     meant = checkpoints_activations(spec) and (spec.gradient_checkpointing or shards(spec))
     return "" if meant else "needs gradient_checkpointing: yes"
 
 
-def not_compiled(spec: JobSpec) -> str:
+def not_compiled(spec: TrainingKeys) -> str:
     return "" if spec.torch_compile else "needs torch_compile: yes"
 
 
-def no_sigmas(spec: JobSpec) -> str:
+def no_sigmas(spec: JobKeys) -> str:
     family = _family(spec)
     flows = family is None or family.objective == "flow"
     return "" if flows else f"{family.title if family else ''} draws discrete timesteps"
 
 
-def not_logit_normal(spec: JobSpec) -> str:
+def not_logit_normal(spec: RecipeKeys) -> str:
     normal = spec.timestep_sampling in ("logit_normal", "shift", "stretched")
     needed = "needs timestep_sampling: logit_normal, shift or stretched"
     return no_sigmas(spec) or ("" if normal else needed)
 
 
-def not_mode(spec: JobSpec) -> str:
+def not_mode(spec: RecipeKeys) -> str:
     mode = spec.timestep_sampling == "mode"
     return no_sigmas(spec) or ("" if mode else "needs timestep_sampling: mode")
 
 
-def not_shifted(spec: JobSpec) -> str:
+def not_shifted(spec: RecipeKeys) -> str:
     shifted = spec.timestep_sampling in SHIFTED
     return no_sigmas(spec) or ("" if shifted else f"needs {SHIFTED_IN_WORDS}")
 
 
-def flow_matching(spec: JobSpec) -> str:
+def flow_matching(spec: JobKeys) -> str:
     family = _family(spec)
     flows = family is not None and family.objective == "flow"
     return f"{family.title} is a flow-matching model" if flows and family else ""
 
 
-def mse_loss(spec: JobSpec) -> str:
+def mse_loss(spec: NoiseKeys) -> str:
     return "" if spec.loss_type != "mse" else "needs loss_type: huber or smooth_l1"
 
 
-def no_ema(spec: JobSpec) -> str:
+def no_ema(spec: NoiseKeys) -> str:
     return "" if spec.use_ema else "needs use_ema: yes"
 
 
-def sharded_ema(spec: JobSpec) -> str:
+def sharded_ema(spec: RecipeKeys) -> str:
     return no_ema(spec) or ("sharded with the model under FSDP" if shards(spec) else "")
 
 
-def no_embedded_guidance(spec: JobSpec) -> str:
+def no_embedded_guidance(spec: JobKeys) -> str:
     family = _family(spec)
     distilled = family is None or family.guidance_of(spec.model_flavour) == "embedded"
     return "" if distilled else "only for guidance-distilled models"
@@ -277,15 +287,15 @@ def no_embedded_guidance(spec: JobSpec) -> str:
 # -- data and samples ----------------------------------------------------------------------
 
 
-def dataset_list(spec: JobSpec) -> str:
+def dataset_list(spec: DataKeys) -> str:
     return "set by datasets" if spec.datasets else ""
 
 
-def center_crop(spec: JobSpec) -> str:
+def center_crop(spec: DataKeys) -> str:
     return "" if spec.crop == "random" else "needs crop: random"
 
 
-def no_references(spec: JobSpec) -> str:
+def no_references(spec: JobKeys) -> str:
     family = _family(spec)
     takes = references_of(spec)
     if family is None or (takes is not None and takes.fit is not None):
@@ -295,48 +305,48 @@ def no_references(spec: JobSpec) -> str:
     return f"{family.title} {spec.model_flavour or ''}".strip() + " takes no conditioning images"
 
 
-def one_resolution(spec: JobSpec) -> str:
+def one_resolution(spec: DataPlanKeys) -> str:
     return "" if has_several(spec) else "needs several resolutions"
 
 
-def no_regularization(spec: JobSpec) -> str:
+def no_regularization(spec: DataKeys) -> str:
     regularized = spec.num_class_images or any(
         entry.regularization for entry in spec.datasets or []
     )
     return "" if regularized else "needs regularization images"
 
 
-def no_masks(spec: JobSpec) -> str:
+def no_masks(spec: DataKeys) -> str:
     return "needs masked_loss" if spec.masked_loss == "none" else ""
 
 
-def square_crop(spec: JobSpec) -> str:
+def square_crop(spec: DataKeys) -> str:
     return "crop: square has square buckets" if spec.crop == "square" else ""
 
 
-def images_only(spec: JobSpec, does: str = "trains on") -> str:
+def images_only(spec: JobKeys, does: str = "trains on") -> str:
     family = _family(spec)
     return f"{family.title} {does} images" if family and not family.frame_step else ""
 
 
-def captions_in_order(spec: JobSpec) -> str:
+def captions_in_order(spec: DataKeys) -> str:
     return "" if spec.shuffle_captions else "needs shuffle_captions: yes"
 
 
-def no_prompts(spec: JobSpec) -> str:
+def no_prompts(spec: ValidationKeys) -> str:
     return "" if spec.validation_prompts else _NO_PROMPTS
 
 
-def nothing_sampled(spec: JobSpec) -> str:
+def nothing_sampled(spec: DataPlanKeys) -> str:
     """Class images are sampled too."""
     return "" if spec.num_class_images else no_prompts(spec)
 
 
-def no_video_samples(spec: JobSpec) -> str:
+def no_video_samples(spec: DataPlanKeys) -> str:
     return no_prompts(spec) or images_only(spec, "makes")
 
 
-def no_true_cfg(spec: JobSpec) -> str:
+def no_true_cfg(spec: DataPlanKeys) -> str:
     family = _family(spec)
     fits = family is None or (
         family.true_cfg_of(spec.model_flavour)
@@ -345,18 +355,18 @@ def no_true_cfg(spec: JobSpec) -> str:
     return nothing_sampled(spec) or ("" if fits else "only for guidance-distilled models")
 
 
-def no_validation(spec: JobSpec) -> str:
+def no_validation(spec: ValidationKeys) -> str:
     either = spec.validation_prompts or spec.validation_fraction
     return "" if either else f"{_NO_PROMPTS} or validation_fraction"
 
 
-def not_pushed(spec: JobSpec) -> str:
+def not_pushed(spec: HubKeys) -> str:
     return "" if spec.push_to_hub else "needs push_to_hub"
 
 
-def not_tracked(spec: JobSpec) -> str:
+def not_tracked(spec: TrackingKeys) -> str:
     return "" if spec.report_to else "needs report_to"
 
 
-def no_validation_fraction(spec: JobSpec) -> str:
+def no_validation_fraction(spec: ValidationKeys) -> str:
     return "" if spec.validation_fraction else "needs validation_fraction"

@@ -16,12 +16,14 @@ from jobs.spec.rules.strategy import data_parallel_size, world_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.training import TrainingKeys
 
 _MOST: Final = 2  # times as many ranks as the job has, at most, are suggested
 
 
-def accumulation_steps(spec: JobSpec, ranks: int | None = None) -> int:
+def accumulation_steps(spec: RecipeKeys, ranks: int | None = None) -> int:
     """Return the forwards of each rank in one optimizer step.
 
     Args:
@@ -34,17 +36,17 @@ def accumulation_steps(spec: JobSpec, ranks: int | None = None) -> int:
     return -(-spec.global_batch_size // _one_forward(spec, ranks))
 
 
-def global_batch_size(spec: JobSpec) -> int:
+def global_batch_size(spec: RecipeKeys) -> int:
     """Return the samples of one optimizer step, over all ranks."""
     return spec.global_batch_size or _one_forward(spec) * accumulation_steps(spec)
 
 
-def is_whole_batch(spec: JobSpec) -> bool:
+def is_whole_batch(spec: RecipeKeys) -> bool:
     """Whether the job's ranks reach its global batch exactly, after some number of forwards."""
     return global_batch_size(spec) % _one_forward(spec) == 0
 
 
-def _one_forward(spec: JobSpec, ranks: int | None = None) -> int:
+def _one_forward(spec: RecipeKeys, ranks: int | None = None) -> int:
     """Return the samples that all ranks together compute in one forward."""
     return data_parallel_size(spec, ranks) * spec.train_batch_size
 
@@ -52,7 +54,7 @@ def _one_forward(spec: JobSpec, ranks: int | None = None) -> int:
 # -- how many steps there are --------------------------------------------------------------------
 
 
-def total_steps(spec: JobSpec, draws_per_epoch: float | None = None) -> int | None:
+def total_steps(spec: RecipeKeys, draws_per_epoch: float | None = None) -> int | None:
     """Return the optimizer steps of a job; None while they depend on data that nobody has counted.
 
     Args:
@@ -80,7 +82,7 @@ def with_total_steps(spec: JobSpec, draws_per_epoch: float) -> JobSpec:
     return spec
 
 
-def steps_of(spec: JobSpec) -> int:
+def steps_of(spec: TrainingKeys) -> int:
     """Return the optimizer steps of a job on its ranks, which have settled them.
 
     Raises:
@@ -91,7 +93,7 @@ def steps_of(spec: JobSpec) -> int:
     return spec.max_train_steps
 
 
-def length_in_words(spec: JobSpec) -> str:
+def length_in_words(spec: TrainingKeys) -> str:
     """Return what decides a job's length: `max_train_steps: 200`, `num_train_epochs: 3`."""
     if spec.num_train_epochs is not None:
         return f"num_train_epochs: {spec.num_train_epochs:g}"
@@ -109,7 +111,7 @@ def periodic_saves(spec: JobSpec) -> int | None:
 # -- combinations that cannot run ----------------------------------------------------------------
 
 
-def _global_batch(spec: JobSpec) -> Conflict | None:
+def _global_batch(spec: RecipeKeys) -> Conflict | None:
     size, key = spec.global_batch_size, "global_batch_size"
     if size is None or world_size(spec) % spec.context_parallel_size:
         return None  # or another rule says it
@@ -129,13 +131,13 @@ def _global_batch(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _ranks(spec: JobSpec) -> str:
+def _ranks(spec: DeviceKeys) -> str:
     ranks, size = world_size(spec), spec.context_parallel_size
     named = f"{ranks} rank{'s' * (ranks != 1)}"
     return f"{named} / context_parallel_size {size}" if size > 1 else named
 
 
-def _fitting(spec: JobSpec, size: int) -> str:
+def _fitting(spec: RecipeKeys, size: int) -> str:
     """Say which global batch, batch per rank or number of ranks would do, the nearest of each."""
     at_once, batch = _one_forward(spec), spec.train_batch_size
     groups, split = data_parallel_size(spec), spec.context_parallel_size
@@ -155,7 +157,7 @@ def _either(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
-def _length(spec: JobSpec) -> Conflict | None:
+def _length(spec: TrainingKeys) -> Conflict | None:
     if spec.max_train_steps is None or spec.num_train_epochs is None:
         return None
     return Conflict(
@@ -165,7 +167,7 @@ def _length(spec: JobSpec) -> Conflict | None:
     )
 
 
-def _warmup(spec: JobSpec) -> Conflict | None:
+def _warmup(spec: RecipeKeys) -> Conflict | None:
     steps, warmup = total_steps(spec), spec.lr_warmup_steps
     if steps is None or warmup <= steps:
         return None

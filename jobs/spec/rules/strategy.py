@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.fsdp import FsdpKeys
 
 SHARDING: Final = ("fsdp2", "hsdp")
 
@@ -59,7 +61,7 @@ class Room:
     whole: Whole | None = None
 
 
-def world_size(spec: JobSpec) -> int:
+def world_size(spec: DeviceKeys) -> int:
     """The number of ranks the job asks for."""
     if spec.num_processes is not None:
         return spec.num_processes
@@ -68,7 +70,7 @@ def world_size(spec: JobSpec) -> int:
     return len(spec.gpus) if spec.gpus else 1
 
 
-def replicas_of(spec: JobSpec, strategy: str | None = None) -> int:
+def replicas_of(spec: RecipeKeys, strategy: str | None = None) -> int:
     """How many replicas of the model are sharded: under HSDP one per machine by default, else 1.
 
     Args:
@@ -80,7 +82,7 @@ def replicas_of(spec: JobSpec, strategy: str | None = None) -> int:
     return spec.dp_replicate_size or spec.num_machines
 
 
-def data_parallel_size(spec: JobSpec, ranks: int | None = None) -> int:
+def data_parallel_size(spec: DeviceKeys, ranks: int | None = None) -> int:
     """How many ranks, or groups of ranks under context parallelism, train on different samples.
 
     Args:
@@ -90,7 +92,7 @@ def data_parallel_size(spec: JobSpec, ranks: int | None = None) -> int:
     return max(1, (ranks or world_size(spec)) // spec.context_parallel_size)
 
 
-def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
+def chosen_strategy(spec: RecipeKeys, room: Room | None = None) -> tuple[str, str]:
     """The strategy that will run, and why.
 
     Args:
@@ -127,7 +129,7 @@ def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
     return "fsdp2", f"a full copy would fill a GPU ({share})"
 
 
-def _has_replicas(spec: JobSpec) -> bool:
+def _has_replicas(spec: DeviceKeys) -> bool:
     """Whether `auto` may give each machine a replica of its own, sharded over its ranks.
 
     Across machines FSDP2 moves all weights in every step, HSDP only the gradients.
@@ -135,7 +137,7 @@ def _has_replicas(spec: JobSpec) -> bool:
     return spec.num_machines > 1 and world_size(spec) >= 2 * spec.num_machines
 
 
-def _per_machine(spec: JobSpec) -> str:
+def _per_machine(spec: DeviceKeys) -> str:
     return f"{spec.num_machines} machines, each holds a replica; only gradients cross the network"
 
 
@@ -149,12 +151,12 @@ def launched_strategy(environment: Mapping[str, str]) -> tuple[str, str]:
     return strategy, str(environment.get(REASON_VARIABLE, reason))
 
 
-def depends_on_memory(spec: JobSpec) -> bool:
+def depends_on_memory(spec: RecipeKeys) -> bool:
     """Whether `auto` may choose another strategy once it knows the GPUs' memory."""
     return _settled(spec) is None and spec.device != "cpu"
 
 
-def _settled(spec: JobSpec) -> tuple[str, str] | None:
+def _settled(spec: RecipeKeys) -> tuple[str, str] | None:
     """The strategy and the reason, where the job's own settings decide."""
     if spec.strategy != "auto":
         return spec.strategy, AS_ASKED
@@ -174,12 +176,12 @@ def _settled(spec: JobSpec) -> tuple[str, str] | None:
     return None
 
 
-def shards(spec: JobSpec) -> bool:
+def shards(spec: RecipeKeys) -> bool:
     """Whether the job asks for FSDP, or leaves it to `auto` with several ranks."""
     return chosen_strategy(spec)[0] in SHARDING
 
 
-def own_policy(spec: JobSpec) -> str | None:
+def own_policy(spec: FsdpKeys) -> str | None:
     """The dotted path of a wrap policy of the person's own; None for the known ones."""
     return spec.fsdp_auto_wrap_policy if "." in spec.fsdp_auto_wrap_policy else None
 
@@ -194,12 +196,12 @@ def may_import(policy: str) -> bool:
     return any(policy.startswith(f"{prefix}.") for prefix in (_TORCHS_POLICIES, *named))
 
 
-def checkpoints_activations(spec: JobSpec) -> bool:
+def checkpoints_activations(spec: RecipeKeys) -> bool:
     """Whether activations are recomputed; accelerate's FSDP key means the same."""
     return spec.gradient_checkpointing or spec.fsdp_activation_checkpointing
 
 
-def _bytes_per_parameter(spec: JobSpec) -> int:
+def _bytes_per_parameter(spec: RecipeKeys) -> int:
     if spec.model_type == "full":
         return _FULL_BYTES
     return 4 if spec.mixed_precision == "no" else 2

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.spec.families import Family, Guidance
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 
@@ -45,13 +45,13 @@ def validation_warnings(spec: JobSpec) -> list[str]:
     return [text for text in texts if text]
 
 
-def _trigger(spec: JobSpec) -> str:
+def _trigger(spec: DataPlanKeys) -> str:
     if spec.trigger_word is None and any(TRIGGER in p.prompt for p in spec.validation_prompts):
         return f"validation_prompts: {TRIGGER} is not replaced without a trigger_word"
     return ""
 
 
-def _negative_prompts(spec: JobSpec) -> str:
+def _negative_prompts(spec: DataPlanKeys) -> str:
     """As in stock pipelines, a negative prompt and a scale above 1 work only together."""
     requests, family = requests_of(spec), FAMILIES.get(spec.model_family)
     kind = family.guidance_of(spec.model_flavour) if family is not None else "embedded"
@@ -99,7 +99,7 @@ def _takes_no_negatives(requests: list[SampleRequest], family: Family, kind: Gui
     return ""
 
 
-def _sizes(spec: JobSpec) -> str:
+def _sizes(spec: DataPlanKeys) -> str:
     """Sides that are not multiples of the family's step are cut, those of `resolution` too."""
     if spec.model_family not in FAMILIES:
         return ""
@@ -117,7 +117,7 @@ def _sizes(spec: JobSpec) -> str:
     return ""
 
 
-def _lengths(spec: JobSpec) -> str:
+def _lengths(spec: DataPlanKeys) -> str:
     """Videos have a multiple of the family's step, plus one, frames; images have one."""
     family = FAMILIES.get(spec.model_family)
     if family is None:

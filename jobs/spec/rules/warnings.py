@@ -13,7 +13,7 @@ from jobs.spec.rules.no_effect import ONE_RANK, counts, find_inapplicable
 from jobs.spec.rules.validation_conflicts import validation_warnings
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
 
 # The rates of each optimizer that may train something, the least and the most. All but two change a
 # weight by about the rate in a step, whatever its gradient is, and weights are about 0.02. Prodigy
@@ -97,7 +97,7 @@ def _odd_rates(spec: JobSpec) -> list[str]:
     ]
 
 
-def _distilled(spec: JobSpec) -> str:
+def _distilled(spec: RecipeKeys) -> str:
     """Why a model of few steps is not what one trains, or nothing."""
     family = FAMILIES.get(spec.model_family)
     flavour = family.flavours.get(spec.model_flavour or "") if family else None

@@ -24,7 +24,8 @@ from jobs.spec.values.value_types import Bool
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys, JobSpec
+    from jobs.spec.keys.data import DataKeys
 
 Layout = Literal["folder", "arrow", "parquet", "webdataset"]
 
@@ -135,7 +136,7 @@ def read_datasets(value: Any) -> Any:
     return [_entry(entry) for entry in value]
 
 
-def datasets_of(spec: JobSpec) -> list[Dataset]:
+def datasets_of(spec: InputKeys) -> list[Dataset]:
     """The job's datasets, in order; `dataset` alone is a list of one.
 
     Those of the hub that were fetched have the path of their folder in its cache.
@@ -152,7 +153,7 @@ def _with_place(dataset: Dataset) -> Dataset:
     return dataset.model_copy(update={"path": str(path)}) if path is not None else dataset
 
 
-def fallback_caption(spec: JobSpec, dataset: Dataset) -> str | None:
+def fallback_caption(spec: DataKeys, dataset: Dataset) -> str | None:
     """The caption of a dataset's images that have none, if there is one."""
     return spec.class_prompt if dataset.regularization else None
 

@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError
 from jobs.spec.values.spellings import as_list, as_none, unquoted
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys
+    from jobs.spec.keys.training import TrainingKeys
     from jobs.spec.values.datasets import Dataset
 
 _SIDE: Final[TypeAdapter[int]] = TypeAdapter(Annotated[int, Field(ge=16, le=8192)])
@@ -45,27 +46,27 @@ def sides_of(value: int | list[int]) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def resolutions_of(spec: JobSpec, dataset: Dataset | None = None) -> tuple[int, ...]:
+def resolutions_of(spec: TrainingKeys, dataset: Dataset | None = None) -> tuple[int, ...]:
     """The resolutions of a dataset, in ascending order: its own, else the job's."""
     own = dataset.resolution if dataset is not None else None
     return sides_of(own or spec.resolution)
 
 
-def all_resolutions(spec: JobSpec) -> tuple[int, ...]:
+def all_resolutions(spec: DataPlanKeys) -> tuple[int, ...]:
     """Every resolution that the job trains at, in ascending order."""
     entries = spec.datasets or []
     sides = {side for entry in entries for side in resolutions_of(spec, entry)}
     return tuple(sorted(sides)) or resolutions_of(spec)
 
 
-def has_several(spec: JobSpec) -> bool:
+def has_several(spec: DataPlanKeys) -> bool:
     """Whether a dataset is trained at several resolutions."""
     entries = spec.datasets or []
     counts = [len(resolutions_of(spec, entry)) for entry in entries] or [len(resolutions_of(spec))]
     return max(counts) > 1
 
 
-def largest_resolution(spec: JobSpec) -> int:
+def largest_resolution(spec: TrainingKeys) -> int:
     """The largest resolution of the job's own key; what samples have by default."""
     return max(sides_of(spec.resolution))
 

@@ -21,7 +21,7 @@ from tui.cli.common.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from jobs.hub.fetches import Fetch
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import InputKeys
 
 FETCH: Final = click.option(
     "--fetch", is_flag=True, help="Fetch a missing model or dataset of the hub without asking."
@@ -82,7 +82,7 @@ def fetch(
     return 0
 
 
-def offer(spec: JobSpec, *, fetch: bool, dry_run: bool = False) -> list[HubName]:
+def offer(spec: InputKeys, *, fetch: bool, dry_run: bool = False) -> list[HubName]:
     """Offer to fetch what a job lacks; return what the user agreed to.
 
     Nothing is asked of the hub where nobody could answer the question.

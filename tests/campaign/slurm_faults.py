@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from tests.campaign.journal import Journal
 
 TRUE_WITHIN: Final = 15.0  # seconds: a preempted job may come back for ten
-ENDS_WITHIN: Final = 240.0  # seconds
+ENDS_WITHIN: Final = 420.0  # seconds; Slurm starts a job that was put back after 2 minutes
 LETS_GO_WITHIN: Final = 5.0  # seconds until ranks notice that they have been superseded
 APPEARS_WITHIN: Final = 20.0  # seconds
 DOWN_FOR: Final = 15.0  # seconds of a node; SlurmdTimeout should be less

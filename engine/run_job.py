@@ -180,7 +180,10 @@ def end(outcome: str, run: RunContext) -> None:
 
 
 def build_model(run: RunContext) -> torch.nn.Module:
-    """The transformer on this rank's device: built on meta, adapted, sharded, then streamed."""
+    """Return the transformer on this rank's device.
+
+    Built on meta, adapted, sharded, then streamed.
+    """
     spec, family, world, telemetry = run.spec, run.family, run.world, run.telemetry
     directory = run.model_root / family.component
     model, stored = weights.build_on_meta(
@@ -249,7 +252,7 @@ def begin_from_lora(run: RunContext, model: torch.nn.Module) -> bool:
 
 
 def kept_whole(model: torch.nn.Module, spec: RecipeKeys) -> list[torch.nn.Parameter]:
-    """What is trained and stays whole on every rank where the rest is sharded."""
+    """Return what is trained and stays whole on every rank where the rest is sharded."""
     if spec.model_type == "full":
         return weights.trained_in_fp32(model)
     sharded = spec.lora_placement == "sharded"

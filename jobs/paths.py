@@ -22,7 +22,7 @@ _OURS: Final = (
 
 
 def state_home() -> Path:
-    """The state directory: `$FSDP_TUI_HOME`, else the XDG one. Not created here."""
+    """Return the state directory: `$FSDP_TUI_HOME`, else the XDG one. Not created here."""
     if home := os.environ.get("FSDP_TUI_HOME"):
         return Path(home).expanduser().absolute()
     xdg = os.environ.get("XDG_STATE_HOME")
@@ -31,21 +31,24 @@ def state_home() -> Path:
 
 
 def cache_home() -> Path:
-    """The cache directory: `$XDG_CACHE_HOME/fsdp-tui`. Safe to delete when no job runs."""
+    """Return the cache directory: `$XDG_CACHE_HOME/fsdp-tui`. Safe to delete when no job runs."""
     xdg = os.environ.get("XDG_CACHE_HOME")
     base = Path(xdg) if xdg else Path.home() / ".cache"
     return base.absolute() / "fsdp-tui"
 
 
 def config_home() -> Path:
-    """The directory of a person's settings: `$XDG_CONFIG_HOME/fsdp-tui`. Not created here."""
+    """Return the directory of a person's settings.
+
+    `$XDG_CONFIG_HOME/fsdp-tui`. Not created here.
+    """
     xdg = os.environ.get("XDG_CONFIG_HOME")
     base = Path(xdg) if xdg else Path.home() / ".config"
     return base.absolute() / "fsdp-tui"
 
 
 def expand(text: str) -> Path:
-    """A path as a person writes it, with `~` and `~user`.
+    """Return a path as a person writes it, with `~` and `~user`.
 
     Raises:
         SpecError: There is no such user.
@@ -65,7 +68,7 @@ def exists(path: Path) -> bool:
 
 
 def nearest(place: Path) -> Path:
-    """The place, or what exists above it."""
+    """Return the place, or what exists above it."""
     return next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
 
 

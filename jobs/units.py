@@ -24,7 +24,7 @@ def gpus(count: int) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Indices, runs of three or more drawn together: `0-3,6`."""
+    """Return indices, runs of three or more drawn together: `0-3,6`."""
     indices = sorted(set(numbers))
     parts: list[str] = []
     start = 0

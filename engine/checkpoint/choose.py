@@ -24,7 +24,7 @@ def choose_start(
     tell: Callable[[str], None],
     progress: Callable[[int], None] = lambda count: None,
 ) -> Path | None:
-    """The checkpoint to begin from, the same on all ranks; a collective.
+    """Return the checkpoint to begin from, the same on all ranks; a collective.
 
     Every byte of it is read and compared with its manifest, by all ranks together. Damaged ones
     of the run's own are passed over for the one before, and renamed when that is sound; nobody
@@ -84,7 +84,7 @@ def _put_out_of_the_way(damaged: list[tuple[Path, str]], tell: Callable[[str], N
 
 
 def _damage(path: Path, world: World, progress: Callable[[int], None]) -> str | None:
-    """What is wrong with a checkpoint, the same answer on all ranks; each reads some files.
+    """Return what is wrong with a checkpoint, the same answer on all ranks; each reads some files.
 
     Raises:
         UserError: A rank cannot read it; raised on all of them.

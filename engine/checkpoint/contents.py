@@ -90,7 +90,9 @@ def collect(
     world_size: int,
     data: Mapping[str, Any] | None = None,
 ) -> Contents:
-    """The contents of a checkpoint of the present step; only averages of an optimizer are copied.
+    """Return the contents of a checkpoint of the present step.
+
+    Only averages of an optimizer are copied.
 
     Args:
         training: What is trained.
@@ -142,7 +144,10 @@ def options_for(layout: Layout) -> StateDictOptions:
 
 
 def _held(tensor: torch.Tensor) -> int:
-    """The bytes of a plain tensor; of one made of others, such as 8-bit state, what those take."""
+    """Return the bytes of a plain tensor.
+
+    Of one made of others, such as 8-bit state, what those take.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names, _ = flatten()

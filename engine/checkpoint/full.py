@@ -86,7 +86,7 @@ def read_tensors(tensors: dict[str, Any], directory: Path) -> None:
 
 
 def own_files(directory: Path, rank: int) -> list[Path]:
-    """The files that a rank has written."""
+    """Return the files that a rank has written."""
     return sorted(path for path in directory.iterdir() if path.is_file()) if rank == 0 else []
 
 

@@ -301,7 +301,7 @@ class Saver:
     # -- room ------------------------------------------------------------------------------
 
     def _look_at_disk(self, total: int) -> tuple[int, str | None]:
-        """The bytes of a checkpoint, and why they do not fit; rank 0 looks for all."""
+        """Return the bytes of a checkpoint, and why they do not fit; rank 0 looks for all."""
         answer: tuple[int, str | None] = (0, None)
         if self._world.main:
             answer = (total, self._lack(total))
@@ -334,7 +334,7 @@ class Saver:
         return self._behind
 
     def _copied(self, contents: Contents) -> Contents:
-        """The contents in host memory; the copy of the time before is overwritten."""
+        """Return the contents in host memory; the copy of the time before is overwritten."""
         if self._stager is None:
             on_gpu = self._world.device.type == "cuda"
             self._stager = DefaultStager(

@@ -46,7 +46,7 @@ def write_tensors(contents: Contents, directory: Path, group: dist.ProcessGroup 
 
 
 def _of_the_disk(failure: BaseException, directory: Path) -> OSError | None:
-    """The file system's complaint behind a failure.
+    """Return the file system's complaint behind a failure.
 
     Torch's writer says of most short writes only that it is not where it expected to be.
     """
@@ -81,6 +81,6 @@ def read_tensors(tensors: dict[str, Any], directory: Path, world_size: int) -> N
 
 
 def own_files(directory: Path, rank: int) -> list[Path]:
-    """The files that a rank has written; rank 0's has the index too."""
+    """Return the files that a rank has written; rank 0's has the index too."""
     files = sorted(directory.glob(f"__{rank}_*"))
     return [*files, directory / INDEX] if rank == 0 else files

@@ -108,7 +108,7 @@ class Loader:
         self._pinned: dict[tuple[int, int], Future[_Read]] = {}
 
     def step(self, step: int) -> Iterator[MicroBatch]:
-        """The micro-batches of a step, counted from 0; the next steps are read meanwhile.
+        """Yield the micro-batches of a step, counted from 0; the next steps are read meanwhile.
 
         Each is moved to the device when it is asked for.
         """
@@ -203,7 +203,7 @@ class Loader:
         return _Read(own, positions, latents, drawn, texts, pictures, references, condition, weight)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
-        """The sample's caption, or the empty one when this draw drops it."""
+        """Return the sample's caption, or the empty one when this draw drops it."""
         probability = self._spec.caption_dropout_probability
         dropped = drops_caption(self._spec.seed, step, position, probability)
         return self._data.dropped_of(draw) if dropped else self._data.caption_of(draw)

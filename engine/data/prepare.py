@@ -88,7 +88,7 @@ class Prepared:
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
 
     def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
-        """The conditioning images of a draw, as `Family.predict` names them."""
+        """Return the conditioning images of a draw, as `Family.predict` names them."""
         return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
 
     def holds_first(self, sample: Sample) -> bool:
@@ -100,13 +100,13 @@ class Prepared:
         return self.holds_first(self.index.samples[draw.sample])
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
-        """What the errors of a draw are multiplied with, as `LossWeights.of` says."""
+        """Return what the errors of a draw are multiplied with, as `LossWeights.of` says."""
         if self.weights is None:
             return None
         return self.weights.of(draw.sample, view_number(draw, self.spec), latents)
 
     def shown_of(self, draw: Draw) -> Shown:
-        """What a draw shows of its image."""
+        """Return what a draw shows of its image."""
         sample = self.index.samples[draw.sample]
         return shown(sample, view_of(sample, view_number(draw, self.spec), self.spec))
 
@@ -115,27 +115,27 @@ class Prepared:
         return self.index.samples[draw.sample].name
 
     def caption_of(self, draw: Draw) -> Text:
-        """The text of a draw."""
+        """Return the text of a draw."""
         return _caption(draw, self.captions, self.index.samples, self.spec)
 
     def dropped_of(self, draw: Draw) -> Text:
-        """The text of a draw whose caption is dropped."""
+        """Return the text of a draw whose caption is dropped."""
         return _dropped(draw, self.index.samples, self.spec)
 
     def prompt(
         self, text: str, *, negative: bool = False, images: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """A validation prompt, or a negative one, encoded."""
+        """Return a validation prompt, or a negative one, encoded."""
         looks = looks_of_prompt(images, self.pictures, self.spec)
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative, looks))
 
     def held_latents(self, number: int) -> torch.Tensor:
-        """The first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
+        """Return the first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
         key = self.latent_keys(len(self.index.samples) + number, 0)
         return self.latents.read(key)["latents"]
 
     def held_references(self, number: int) -> dict[str, torch.Tensor]:
-        """The conditioning images of what is held out."""
+        """Return the conditioning images of what is held out."""
         offset = len(self.index.samples)
         return self._references(number, 0, self.held, offset)
 
@@ -155,11 +155,11 @@ class Prepared:
         }
 
     def held_shown(self, number: int) -> Shown:
-        """The crop of a held-out image that its first view shows."""
+        """Return the crop of a held-out image that its first view shows."""
         return shown(self.held[number], view_of(self.held[number], 0, self.spec))
 
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
-        """A held-out sample's first caption, encoded."""
+        """Return a held-out sample's first caption, encoded."""
         return self.texts.encoded(_held_text(self.held[number], self.spec))
 
 
@@ -227,7 +227,7 @@ def _drawn(
     captions: Sequence[tuple[str, ...]],
     samples: Sequence[Sample],
 ) -> tuple[list[tuple[int, int]], list[Text]]:
-    """What the job's steps will draw: samples with views, and texts.
+    """Return what the job's steps will draw: samples with views, and texts.
 
     A job that ends before it has seen everything prepares only what it sees.
     """
@@ -246,7 +246,7 @@ def _drawn(
 
 
 def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
-    """What is sampled, and the negative prompts that have an effect."""
+    """Return what is sampled, and the negative prompts that have an effect."""
     texts = []
     for request in requests_of(spec):
         looks = looks_of_prompt(request.conditioning, pictures, spec)
@@ -257,7 +257,7 @@ def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
 
 
 def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
-    """The conditioning images of prompts by their paths, at the size that the model wants.
+    """Return the conditioning images of prompts by their paths, at the size that the model wants.
 
     Read once at the start, so that sampling never fails because a file has gone since.
 
@@ -282,7 +282,7 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
 
 
 def _index(run: RunContext) -> DataIndex:
-    """The index, which rank 0 makes and all ranks read."""
+    """Return the index, which rank 0 makes and all ranks read."""
     path = run.run_dir.root / "data.json"
     if run.world.main:
         before = _index_of_last_attempt(path)

@@ -39,7 +39,7 @@ EXAMPLES: Final = 24
 
 
 def look(picture: Image.Image) -> Scene | None:
-    """What an image shows; None if it is not a scene of the demo."""
+    """Return what an image shows; None if it is not a scene of the demo."""
     parts = outline(picture)
     if parts is None:
         return None
@@ -51,7 +51,7 @@ def look(picture: Image.Image) -> Scene | None:
 
 
 def outline(picture: Image.Image) -> tuple[Floats, Floats, Floats] | None:
-    """The shape of an image, apart from where and how large it is.
+    """Return the shape of an image, apart from where and how large it is.
 
     Returns:
         How much of each cell is in the shape, `(GRID, GRID)` from 0 to 1, the color of the shape
@@ -96,7 +96,7 @@ def _cover(mask: Floats, other: Floats) -> float:
 
 
 def _name(color: Floats) -> str:
-    """The nearest color that has a name."""
+    """Return the nearest color that has a name."""
     return min(COLOURS, key=lambda name: float(np.linalg.norm(color - COLOURS[name])))
 
 

@@ -245,7 +245,7 @@ def check(base: Path) -> None:
 
 
 def sample(pipeline: FluxPipeline, asked: Sequence[Scene]) -> list[Image.Image]:
-    """An image of each scene, as the demo's job samples them."""
+    """Return an image of each scene, as the demo's job samples them."""
     pictures: list[Image.Image] = []
     for at in range(0, len(asked), 16):
         some = asked[at : at + 16]
@@ -262,7 +262,7 @@ def sample(pipeline: FluxPipeline, asked: Sequence[Scene]) -> list[Image.Image]:
 
 
 def _new_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
-    """The transformer as the library fills it, saying nothing at first."""
+    """Return the transformer as the library fills it, saying nothing at first."""
     transformer = FluxTransformer2DModel(**shape_transformer(sizes).config)
     torch.nn.init.zeros_(transformer.proj_out.weight)
     torch.nn.init.zeros_(transformer.proj_out.bias)
@@ -298,7 +298,7 @@ def _captions(
     silent: tuple[torch.Tensor, torch.Tensor],
     chance: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The captions of a batch, some of which say less than they could."""
+    """Return the captions of a batch, some of which say less than they could."""
     chosen = []
     for number in numbers:
         luck, scene = chance.random(), seen[number]
@@ -326,7 +326,7 @@ def _follow(average: torch.nn.Module, model: torch.nn.Module, decay: float) -> N
 
 
 def _sheet(pictures: Sequence[Image.Image]) -> Image.Image:
-    """The images in rows of eight."""
+    """Return the images in rows of eight."""
     sheet = Image.new("RGB", (8 * SIZE, -(-len(pictures) // 8) * SIZE))
     for number, picture in enumerate(pictures):
         sheet.paste(picture, (number % 8 * SIZE, number // 8 * SIZE))

@@ -96,7 +96,7 @@ class Scene:
 
     @classmethod
     def of_caption(cls, caption: str) -> Scene | None:
-        """The scene of a caption; None if it is no caption of the demo."""
+        """Return the scene of a caption; None if it is no caption of the demo."""
         words = caption.split()
         if len(words) != 7:
             return None
@@ -110,7 +110,7 @@ def scenes() -> list[Scene]:
 
 
 def lessons() -> list[Scene]:
-    """What the demo's LoRA is trained on: hearts, and as many old shapes, to keep those.
+    """Return what the demo's LoRA is trained on: hearts, and as many old shapes, to keep those.
 
     Each heart is there `DRAWINGS` times, drawn a little differently; no scene of `PROMPTS` is.
     """
@@ -122,13 +122,13 @@ def lessons() -> list[Scene]:
 
 
 def captions() -> list[str]:
-    """What the vocabularies are made from: every word that the demo uses."""
+    """Return what the vocabularies are made from: every word that the demo uses."""
     words = (*SHAPES, HEART, *OTHER_WORDS)
     return [Scene(*parts).caption for parts in product(words, COLORS, BACKGROUNDS)]
 
 
 def draw(scene: Scene, chance: random.Random) -> Image:
-    """An image of a scene: place, size and turn are left to chance."""
+    """Return an image of a scene: place, size and turn are left to chance."""
     return draw_picture(
         PicturePlan(
             stem=scene.stem,

@@ -69,7 +69,10 @@ class Objective(Protocol):
         ...
 
     def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
-        """The problem for clean latents `(B, C, h, w)`, on their device; waits for nothing."""
+        """Return the problem for clean latents `(B, C, h, w)`, on their device.
+
+        Waits for nothing.
+        """
         ...
 
     def level_at(self, quantile: float, latents: torch.Tensor) -> float:
@@ -78,7 +81,7 @@ class Objective(Protocol):
 
 
 def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objective:
-    """The objective of the job's family."""
+    """Return the objective of the job's family."""
     if family.facts.objective == "flow":
         from engine.diffusion.rectified_flow import Flow
 
@@ -116,7 +119,7 @@ def loss_of(
     spec: NoiseKeys,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of a micro-batch in fp32: the mean over samples of each sample's mean.
+    """Return the loss of a micro-batch in fp32: the mean over samples of each sample's mean.
 
     Args:
         prediction: `(B, C, h, w)`, of any precision.

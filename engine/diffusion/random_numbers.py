@@ -15,7 +15,7 @@ CAPTION: Final = 1
 
 
 def keyed_generator(*key: int) -> torch.Generator:
-    """A CPU generator whose draws depend on the key alone, the same on every device."""
+    """Return a CPU generator whose draws depend on the key alone, the same on every device."""
     text = ":".join(map(str, key)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     return torch.Generator().manual_seed(number)

@@ -89,7 +89,7 @@ class Flow:
         return Problem((1 - mix) * latents + mix * noise, sigma, noise - latents, weight, threshold)
 
     def shift_for(self, latents: torch.Tensor) -> float:
-        """The job's shift, else that of `shift_of` for latents of this size."""
+        """Return the job's shift, else that of `shift_of` for latents of this size."""
         frames = latents.shape[2] if latents.dim() == 5 else 1
         height, width = latents.shape[-2:]
         own = self.spec.flow_shift
@@ -117,7 +117,7 @@ class Flow:
         return min(max(self._sigma_at(share, shift), low), high)
 
     def _sigma_at(self, share: float, shift: float) -> float:
-        """The same without a range."""
+        """Return the same without a range."""
         spec = self.spec
         sigma = sigma_at(
             share,
@@ -169,7 +169,7 @@ class Flow:
 
 
 def _weight(sigma: torch.Tensor, how: str) -> torch.Tensor | None:
-    """The weight of each sample's loss `(B,)`, on the device; None weights all alike."""
+    """Return the weight of each sample's loss `(B,)`, on the device; None weights all alike."""
     if how == "none":
         return None
     if how == "sigma_sqrt":

@@ -50,7 +50,7 @@ def build(seconds: float) -> dict[str, Any]:
 
 
 def device(index: int) -> dict[str, Any]:
-    """A GPU as torch numbers them."""
+    """Return a GPU as torch numbers them."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)

@@ -50,7 +50,7 @@ class Copy:
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """A model's index.
+    """Return a model's index.
 
     Raises:
         UserError: It cannot be read, or names a component that is no folder of the model.
@@ -65,7 +65,7 @@ def read_index(root: Path) -> dict[str, Any]:
 
 
 def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
-    """The files of a pipeline that training does not change, and the trained part's config.
+    """Return the files of a pipeline that training does not change, and the trained part's config.
 
     Args:
         root: The base model.
@@ -108,7 +108,7 @@ def _is_another_copy(path: Path) -> bool:
 
 
 def components_of(index: Mapping[str, Any]) -> list[str]:
-    """The components that a model index says are there."""
+    """Return the components that a model index says are there."""
     return [
         name
         for name, value in index.items()

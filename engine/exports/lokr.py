@@ -21,7 +21,7 @@ HEADER: Final = {"ss_network_module": "lycoris.kohya"}
 
 
 def named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A LoKr under the names of another tool, with alphas that scale nothing.
+    """Return a LoKr under the names of another tool, with alphas that scale nothing.
 
     Args:
         style: How it names LoRAs.
@@ -51,7 +51,7 @@ def named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def header(spec: LoraKeys) -> dict[str, str]:
-    """What LyCORIS writes into the header of a file."""
+    """Return what LyCORIS writes into the header of a file."""
     arguments = {"algo": "lokr", "factor": str(spec.lokr_factor)}
     if spec.lokr_full_matrix:
         arguments["full_matrix"] = "True"
@@ -59,7 +59,7 @@ def header(spec: LoraKeys) -> dict[str, str]:
 
 
 def _shapes(layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    """Module → shape of the change of its weight."""
+    """Return module → shape of the change of its weight."""
     shapes: dict[str, torch.Size] = {}
     for name, left in layers.items():
         module, _, part = name.rpartition(".")

@@ -274,7 +274,7 @@ def _named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, to
 
 
 def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
-    """The base model on the meta device, with the job's adapter unless it is to be empty."""
+    """Return the base model on the meta device, with the job's adapter unless it is to be empty."""
     model_class, root = recipe.family.transformer_class(), recipe.root / recipe.family.component
     with parameters_on_meta():
         config = model_class.load_config(root)
@@ -290,13 +290,13 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
 
 
 def _styles(recipe: Recipe) -> dict[str, LoraStyle]:
-    """The names besides diffusers' that a family's LoRAs have."""
+    """Return the names besides diffusers' that a family's LoRAs have."""
     styles = {"kohya": recipe.family.KOHYA, "comfyui": recipe.family.COMFYUI}
     return {name: style for name, style in styles.items() if style is not None}
 
 
 def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
-    """The formats to write; never none, since this may be the end of days of training."""
+    """Return the formats to write; never none, since this may be the end of days of training."""
     available = ("diffusers", *_styles(recipe))
     usual: Sequence[str] = recipe.family.lora_formats
     if recipe.spec.lora_variant == "lokr":  # which kohya's own scripts do not train

@@ -55,7 +55,7 @@ class Recipe:
     def model_dtype(
         self, trained: torch.dtype, base: torch.dtype, *, keep_fp32: bool
     ) -> torch.dtype:
-        """The precision in which a tensor of a whole model is stored.
+        """Return the precision in which a tensor of a whole model is stored.
 
         Args:
             trained: What it was trained in.
@@ -70,7 +70,7 @@ class Recipe:
         return torch.float32 if keep_fp32 else _DTYPES[self.dtype]
 
     def lora_dtype(self, trained: torch.dtype) -> torch.dtype:
-        """The precision in which a tensor of an adapter is stored."""
+        """Return the precision in which a tensor of an adapter is stored."""
         return trained if self.dtype == "auto" else _DTYPES[self.dtype]
 
 
@@ -101,7 +101,7 @@ def describe(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
 
 
 def trigger_word(spec: DataKeys) -> str | None:
-    """The job's trigger word; where every dataset has its own, all of them."""
+    """Return the job's trigger word; where every dataset has its own, all of them."""
     words = [dataset.trigger_word for dataset in spec.datasets or []]
     return spec.trigger_word or ", ".join(dict.fromkeys(filter(None, words))) or None
 
@@ -114,5 +114,8 @@ def _version() -> str:
 
 
 def _last_part(text: str) -> str:
-    """The last part of a path: exports are published, homes are not. A hub id stays as it is."""
+    """Return the last part of a path.
+
+    Exports are published, homes are not. A hub id stays as it is.
+    """
     return os.path.basename(text.rstrip("/")) if text.startswith(("/", "~", ".")) else text

@@ -37,7 +37,10 @@ class Source(Protocol):
         ...
 
     def read(self, name: str) -> torch.Tensor | None:
-        """The whole tensor on the CPU; None on ranks that do not write. May be a collective."""
+        """Return the whole tensor on the CPU.
+
+        None on ranks that do not write. May be a collective.
+        """
         ...
 
 
@@ -120,7 +123,7 @@ class FullCheckpoint:
 
 
 def open_checkpoint(checkpoint: Checkpoint, *, ema: bool) -> Source:
-    """The tensors of a checkpoint of either layout.
+    """Return the tensors of a checkpoint of either layout.
 
     Raises:
         UserError: It has no trained tensors.

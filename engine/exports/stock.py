@@ -183,7 +183,7 @@ def _load_by_diffusers(
 
 
 def _load_by_peft(recipe: Recipe, file: Path, model: Any) -> dict[str, torch.Tensor]:
-    """The same where pipelines cannot."""
+    """Return the same where pipelines cannot."""
     PeftModel.from_pretrained(model, file.parent, low_cpu_mem_usage=True)
     return _without_prefix(load_peft_weights(str(file.parent), device="cpu"), PEFT_PREFIX)
 

@@ -112,7 +112,7 @@ class Writing:
         return Exported(self._target, tuple(self._output.warnings))
 
     def __enter__(self) -> Self:
-        """The export itself."""
+        """Return the export itself."""
         return self
 
     def __exit__(

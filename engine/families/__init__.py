@@ -18,7 +18,7 @@ __all__ = ["Family", "LoraStyle", "load"]
 def load(
     name: str, flavour: str | None = None, root: Path | None = None, fps: float | None = None
 ) -> Family:
-    """A family, around one of its models.
+    """Return a family, around one of its models.
 
     Args:
         name: The family's.

@@ -142,7 +142,7 @@ class Chroma(PackedFamily):
 
 
 def _seen(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A text `(L, …)` without what its mask leaves out, and without the mask."""
+    """Return a text `(L, …)` without what its mask leaves out, and without the mask."""
     mask = text.get("prompt_attention_mask")
     return text if mask is None else {"prompt_embeds": text["prompt_embeds"][mask]}
 

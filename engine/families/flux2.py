@@ -77,7 +77,7 @@ class Flux2(Family):
     # -- text ------------------------------------------------------------------------------
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
-        """A pipeline with only what encodes prompts.
+        """Return a pipeline with only what encodes prompts.
 
         For `dev`, only the tokenizer: its `PixtralProcessor` also handles images, for which it
         needs torchvision, but it encodes texts with this tokenizer alone.

@@ -60,7 +60,7 @@ class HiDream(Family):
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """What T5, the two CLIPs and each layer of Llama make of a prompt.
+        """Return what T5, the two CLIPs and each layer of Llama make of a prompt.
 
         `prompt_embeds_t5 (L, D)`, `pooled_prompt_embeds (P,)` and `prompt_embeds_llama3
         (layers, L, D)`, which takes 32 MiB with 128 tokens. The model has no masks: it sees what
@@ -85,7 +85,7 @@ class HiDream(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """The pipeline's forward, which pads images that are not square with tokens.
+        """Return the pipeline's forward, which pads images that are not square with tokens.
 
         The model attends to these, so they cannot be dropped.
 

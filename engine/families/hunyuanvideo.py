@@ -33,7 +33,10 @@ _TENCENT: Final = {
 
 
 def _as_tencent(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Module of Tencent's model → adapter; what is fused there is what is fused in FLUX.1."""
+    """Return module of Tencent's model → adapter.
+
+    What is fused there is what is fused in FLUX.1.
+    """
     renamed: dict[str, Adapter] = {}
     for module, adapter in flux_kohya.LAYOUT.rename(adapters).items():
         end = next((end for end in _TENCENT if module.endswith(end)), None)

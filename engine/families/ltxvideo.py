@@ -110,7 +110,7 @@ class LTXVideo(Family):
         return height * width * frames
 
     def _places(self, size: torch.Size, device: torch.device, batch: int) -> dict[str, Any]:
-        """The positions of tokens, as the pipeline passes them."""
+        """Return the positions of tokens, as the pipeline passes them."""
         if self.pipeline_class() is LTXPipeline:
             frames, height, width = size
             scale = (_TIME / self.fps, _SPACE, _SPACE)
@@ -139,7 +139,10 @@ class LTXVideo(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """The frames' rate matters to the model; the last two only when pixels are asked for."""
+        """Return the frames' rate matters to the model.
+
+        The last two only when pixels are asked for.
+        """
         arguments = super().sample_arguments(request, condition, negative)
         return arguments | {"frame_rate": self.fps} | self._decode
 

@@ -45,7 +45,7 @@ class QwenImage(PackedFamily):
     ENCODING_WITH_IMAGES = 1  # 0: without `image_tokens`, and of any length
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
-        """A pipeline with only what encodes prompts, and the images beside them."""
+        """Return a pipeline with only what encodes prompts, and the images beside them."""
         if self.pipeline_class() is not QwenImagePipeline and "processor" not in components:
             components["processor"] = _load_processor(root)
         return super().load_text_pipeline(root, dtype, **components)
@@ -133,13 +133,13 @@ class QwenImage(PackedFamily):
 
 
 def _first_tokens(tokenizer: Any, text: str, most: int) -> str:
-    """The beginning of a text, of this many tokens at most."""
+    """Return the beginning of a text, of this many tokens at most."""
     ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     return text[: ends[most - 1][1]] if len(ends) > most else text
 
 
 def _whole(embeds: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A single text has nothing filled up, and so the pipeline makes no mask."""
+    """Return a single text has nothing filled up, and so the pipeline makes no mask."""
     mask = torch.ones(embeds.shape[1], dtype=torch.bool, device=embeds.device)
     return {"prompt_embeds": embeds[0].contiguous(), "prompt_embeds_mask": mask}
 
@@ -167,7 +167,7 @@ def image_tokens(pipeline: Any) -> Iterator[None]:
 
 
 def _load_processor(root: Path) -> Any:
-    """What prepares images and texts for the encoder.
+    """Return what prepares images and texts for the encoder.
 
     Raises:
         UserError: The model lacks its files.

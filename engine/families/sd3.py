@@ -54,7 +54,7 @@ class SD3(Family):
     GUIDED_FORWARDS = 1
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
-        """A pipeline with only what encodes prompts.
+        """Return a pipeline with only what encodes prompts.
 
         Raises:
             UserError: The model was saved without T5; the stock pipeline then asks its

@@ -67,7 +67,10 @@ class Wan(Family):
         return {"load_into_transformer_2": True} if self.component == _LOW else {}
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
-        """A pipeline with only what encodes prompts, and first frames: in fp32, as published."""
+        """Return a pipeline with only what encodes prompts, and first frames.
+
+        In fp32, as published.
+        """
         if self.image_encoder_class is not None and "image_encoder" not in components:
             components["image_encoder"] = self.image_encoder_class.from_pretrained(
                 root / "image_encoder", dtype=torch.float32
@@ -196,7 +199,7 @@ class _Precomputed(torch.nn.Module):
         self.device = embeds.device  # pipelines ask their modules
 
     def forward(self, **_: Any) -> SimpleNamespace:
-        """The pipeline takes the last layer but one."""
+        """Return the pipeline takes the last layer but one."""
         return SimpleNamespace(hidden_states=(self._embeds, None))
 
 

@@ -98,7 +98,7 @@ def answer(estimator: Estimator, request: dict[str, Any], spec: JobSpec) -> dict
 
 
 def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
-    """A job with other values for some keys.
+    """Return a job with other values for some keys.
 
     Raises:
         UserError: It cannot be run so.
@@ -123,7 +123,7 @@ def _words(error: Exception) -> dict[str, Any]:
 
 
 def _table(predicted: dict[str, Any]) -> str:
-    """A row for each prediction, in GiB."""
+    """Return a row for each prediction, in GiB."""
     rows = []
     for row in predicted["predictions"]:
         phases = "  ".join(f"{p['name']} {p['peak'] / 2**30:.1f}" for p in row["phases"])

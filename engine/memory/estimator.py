@@ -111,7 +111,10 @@ class Estimator:
         return None if shape is None else self._once(shape.key, lambda: trace_model(shape))
 
     def _sample(self, spec: JobSpec, *, sharded: bool) -> Trace | None:
-        """A forward for samples; None too where a model asks numbers that fake tensors lack."""
+        """Return a forward for samples.
+
+        None too where a model asks numbers that fake tensors lack.
+        """
         try:
             return self._trace(spec, sharded=sharded, training=False)
         except UserError:
@@ -128,7 +131,7 @@ class Estimator:
     def _with_decoding(
         self, prediction: Prediction, spec: JobSpec, root: Path | None
     ) -> Prediction:
-        """A sample is decoded when no weights are gathered."""
+        """Return a sample is decoded when no weights are gathered."""
         shape = shape_of(spec, sharded=False, training=False)
         if root is None or shape is None:
             return prediction
@@ -159,7 +162,7 @@ class Estimator:
 
 @lru_cache(maxsize=64)
 def _root(name: str) -> Path | None:
-    """The model's directory; None where it is not here."""
+    """Return the model's directory; None where it is not here."""
     try:
         return find_model(name)
     except UserError:

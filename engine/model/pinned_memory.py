@@ -47,7 +47,7 @@ class PinnedMemory:
             weakref.finalize(self._array, _unpin, address)
 
     def take_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape and dtype; its contents are zeros.
+        """Return a tensor of the same shape and dtype; its contents are zeros.
 
         Args:
             tensor: On any device, contiguous, one of those that `bytes_of` has counted.

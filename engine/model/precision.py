@@ -22,7 +22,7 @@ _COMPUTE: Final = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 
 def compute_dtype(spec: TrainingKeys) -> torch.dtype:
-    """The precision of matrix products."""
+    """Return the precision of matrix products."""
     return _COMPUTE[spec.mixed_precision]
 
 

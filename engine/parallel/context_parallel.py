@@ -146,7 +146,7 @@ def check_tokens(tokens: int, size: int, what: str) -> None:
 
 
 def _splits(model: Any) -> list[dict[str | int, Any]]:
-    """The parts of a model's plan that split something, as name of input → how."""
+    """Return the parts of a model's plan that split something, as name of input → how."""
     return [entry for entry in model._cp_plan.values() if isinstance(entry, dict)]
 
 

@@ -56,5 +56,5 @@ def _compare(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | Non
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar; `tensor` is of any 4-byte type, trained tensors are fp32."""
+    """Return an int64 scalar; `tensor` is of any 4-byte type, trained tensors are fp32."""
     return tensor.contiguous().view(torch.int32).sum(dtype=torch.int64)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def build_plugin(spec: RecipeKeys, device: torch.device) -> FullyShardedDataParallelPlugin:
-    """The job's FSDP options in accelerate's terms, with torch's own policies in them."""
+    """Return the job's FSDP options in accelerate's terms, with torch's own policies in them."""
     # Pinned memory, for fast copies to and from the GPU, cannot be had where there is no driver.
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     return FullyShardedDataParallelPlugin(
@@ -131,7 +131,7 @@ def modules_to_wrap(
     plugin: FullyShardedDataParallelPlugin,
     ignored: Collection[torch.nn.Parameter] = (),
 ) -> list[torch.nn.Module]:
-    """The modules that become FSDP units of their own, inner ones first; never the root."""
+    """Return the modules that become FSDP units of their own, inner ones first; never the root."""
     if path := own_policy(spec):
         return choose_modules(model, load_policy(path), ignored)
     below_root = get_module_children_bottom_up(model)[:-1]
@@ -190,7 +190,7 @@ def _large_modules(bottom_up: Sequence[torch.nn.Module], least: int) -> list[tor
 
 
 def _units_in_order(model: torch.nn.Module) -> list[FSDPModule]:
-    """The units below the root in the order of forward."""
+    """Return the units below the root in the order of forward."""
     units = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and n]
     # That of their registration; only UNets register what is in the middle last.
     return [unit for name, unit in sorted(units, key=lambda unit: unit[0].startswith("up_blocks."))]
@@ -223,5 +223,5 @@ def precision_policy(spec: RecipeKeys) -> MixedPrecisionPolicy:
 
 
 def _class_name(module: torch.nn.Module) -> str:
-    """The class's own name; `fully_shard` swaps the class for one with an FSDP prefix."""
+    """Return the class's own name; `fully_shard` swaps the class for one with an FSDP prefix."""
     return type(module).__name__.removeprefix("FSDP")

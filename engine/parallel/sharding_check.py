@@ -119,7 +119,7 @@ def check_sharding(
 
 
 def _parameters_of_units(root: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
-    """The parameters that each FSDP unit gathers, the root's first."""
+    """Return the parameters that each FSDP unit gathers, the root's first."""
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     by_unit: list[list[torch.nn.Parameter]] = []
     taken: set[int] = set()

@@ -61,7 +61,7 @@ def load_policy(path: str) -> Policy:
 def choose_modules(
     root: torch.nn.Module, policy: Policy, ignored: Collection[torch.nn.Parameter] = ()
 ) -> list[torch.nn.Module]:
-    """The modules below the root that a policy wraps, inner ones first.
+    """Return the modules below the root that a policy wraps, inner ones first.
 
     Asks as torch's FSDP does: `recurse=True`, whether to look into a module, then `recurse=False`,
     whether to wrap it with what is not wrapped yet.

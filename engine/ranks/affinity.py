@@ -46,7 +46,10 @@ def stay_near_gpu(*, on_cpu: bool, pci: Path = _PCI) -> str:
 
 
 def _cpus_beside(device: Path) -> set[int]:
-    """The CPUs of a device's NUMA node (`0-15,32-47`); empty where the kernel does not say."""
+    """Return the CPUs of a device's NUMA node (`0-15,32-47`).
+
+    Empty where the kernel does not say.
+    """
     cpus: set[int] = set()
     with suppress(OSError, ValueError):
         for part in (device / "local_cpulist").read_text(encoding="ascii").strip().split(","):

@@ -61,7 +61,10 @@ class FileBarrier:
         return sum(1 for _ in self._here.glob(f"{place}.*"))
 
     def words(self, place: str) -> list[Any]:
-        """What the ranks left when they arrived, by rank; those that are not there say nothing."""
+        """Return what the ranks left when they arrived, by rank.
+
+        Those that are not there say nothing.
+        """
         paths = {int(path.suffix[1:]): path for path in self._here.glob(f"{place}.*")}
         return [json.loads(paths[rank].read_text()) for rank in sorted(paths)]
 

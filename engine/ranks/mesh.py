@@ -61,7 +61,7 @@ def collective_timeout(spec: RunningKeys) -> timedelta:
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh over which `fully_shard` works: 1-D, or 2-D `(replicate, shard)` for HSDP.
+    """Return the mesh over which `fully_shard` works: 1-D, or 2-D `(replicate, shard)` for HSDP.
 
     Weights are sharded over context-parallel ranks too: they all hold the same model.
     """
@@ -74,7 +74,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _flat(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks of a replica in one dim; the same one at every call."""
+    """Return the ranks of a replica in one dim; the same one at every call."""
     return mesh[SHARD, RING, ULYSSES]._flatten(_FLAT)
 
 

@@ -118,7 +118,7 @@ class Telemetry:
     # -- status ----------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
-        """What this rank is doing now."""
+        """Return what this rank is doing now."""
         return RankStatus(
             rank=self.rank,
             pid=os.getpid(),

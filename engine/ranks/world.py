@@ -74,7 +74,7 @@ class World:
         return self.size // self.context_size
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean of a tensor over all ranks. A collective.
+        """Return the mean of a tensor over all ranks. A collective.
 
         Args:
             value: Any shape, on this rank's device; the same shape on every rank.
@@ -124,13 +124,13 @@ class World:
             dist.barrier()
 
     def device_uuid(self) -> str | None:
-        """The GPU's UUID as NVML spells it."""
+        """Return the GPU's UUID as NVML spells it."""
         if self.device.type != "cuda":
             return None
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
     def gpu(self) -> tuple[str | None, int | None]:
-        """The GPU's name and its memory in bytes, for whoever looks from another machine."""
+        """Return the GPU's name and its memory in bytes, for whoever looks from another machine."""
         if self.device.type != "cuda":
             return None, None
         properties = torch.cuda.get_device_properties(self.device)
@@ -215,7 +215,7 @@ def _computes_on_cpu(spec: DeviceKeys) -> bool:
 
 
 def _strategy(spec: RecipeKeys) -> tuple[str, str]:
-    """What the launcher chose; ranks started by hand choose for themselves."""
+    """Return what the launcher chose; ranks started by hand choose for themselves."""
     strategy, reason = launched_strategy(os.environ)
     return (strategy, reason) if reason else chosen_strategy(spec)
 

@@ -86,7 +86,7 @@ def add_class_images(run: RunContext) -> JobSpec:
 
 
 def _agree(folder: Path, count: int, place: str, team: Team) -> list[int]:
-    """The numbers of the images that are not there, as rank 0 sees it."""
+    """Return the numbers of the images that are not there, as rank 0 sees it."""
     if team.world.main:
         present = numbers_in(folder)
         team.arrive(place, {"numbers": [n for n in range(count) if n not in present]})
@@ -96,7 +96,7 @@ def _agree(folder: Path, count: int, place: str, team: Team) -> list[int]:
 
 
 def _sampled(spec: JobSpec, numbers: Sequence[int]) -> JobSpec:
-    """The job with nothing but these images to sample."""
+    """Return the job with nothing but these images to sample."""
     prompts = class_prompts(spec, numbers)
     return settle(spec).model_copy(update={"validation_prompts": prompts, "use_ema": False})
 

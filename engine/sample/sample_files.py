@@ -22,7 +22,7 @@ _QUALITY: Final = {"crf": "14"}  # visually lossless
 
 
 def sample_name(number: int) -> str:
-    """The image of a job's prompt with this number."""
+    """Return the image of a job's prompt with this number."""
     return f"{number:02d}.png"
 
 
@@ -83,7 +83,10 @@ def _write_video(frames: Sequence[Image], fps: float, path: Path) -> None:
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:
-    """The facts as image viewers know them from web interfaces: prompt, negative prompt, rest."""
+    """Return the facts as image viewers know them from web interfaces.
+
+    Prompt, negative prompt, rest.
+    """
     guidance = {"CFG scale": facts["guidance"]}
     if facts.get("guidance_embedded"):
         guidance = {"CFG scale": facts["true_cfg_scale"], "Distilled CFG Scale": facts["guidance"]}

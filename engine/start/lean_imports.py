@@ -47,7 +47,7 @@ def hide(*packages: str) -> None:
 
 
 def unneeded(spec: RecipeKeys) -> tuple[str, ...]:
-    """The packages that a job's ranks can do without; they take half a second to import.
+    """Return the packages that a job's ranks can do without; they take half a second to import.
 
     Raises:
         UserError: There is no such model.

@@ -50,7 +50,7 @@ class Loopback(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The store, which is made on first use, for an agent that is the only one."""
+        """Return the store, which is made on first use, for an agent that is the only one."""
         if self._store is None:
             self._store = listen()
         where = RendezvousStoreInfo(_HOST, self._store.port)
@@ -77,7 +77,7 @@ class Loopback(RendezvousHandler):
 
 
 def listen() -> TCPStore:
-    """A store that this machine's processes alone can connect to, on a free port."""
+    """Return a store that this machine's processes alone can connect to, on a free port."""
     with socket.socket() as listening:
         listening.bind((_HOST, 0))
         listening.listen(socket.SOMAXCONN)

@@ -117,7 +117,7 @@ def is_complete(path: Path) -> bool:
 
 
 def check_family(family: str, flavour: str | None) -> str:
-    """The flavour, or the family's usual one.
+    """Return the flavour, or the family's usual one.
 
     Raises:
         SpecError: There is no such family or flavour.

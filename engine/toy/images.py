@@ -127,12 +127,12 @@ def draw_picture(plan: PicturePlan) -> Image.Image:
 
 
 def toy_pictures(count: int, *, size: int, seed: int) -> list[Image.Image]:
-    """The first `count` images of a set, in memory."""
+    """Return the first `count` images of a set, in memory."""
     return [draw_picture(plan_picture(i, size=size, seed=seed)) for i in range(count)]
 
 
 def toy_captions(count: int, *, seed: int) -> list[str]:
-    """The first `count` captions of a set."""
+    """Return the first `count` captions of a set."""
     return [plan_picture(i, size=1, seed=seed).caption for i in range(count)]
 
 
@@ -166,7 +166,7 @@ def _with_article(phrase: str) -> str:
 
 
 def _draw_background(plan: PicturePlan, width: int, height: int) -> Image.Image:
-    """The background: RGB, `width` x `height`."""
+    """Return the background: RGB, `width` x `height`."""
     first, second = (COLOURS[name] for name in plan.background_colours)
     picture = Image.new("RGB", (width, height), first)
     if plan.background == "plain":
@@ -198,7 +198,7 @@ def _band(centre: Point, along: Point, start: float, end: float, reach: float) -
 
 
 def _mix(first: Colour, second: Colour, share: float) -> Colour:
-    """The colour at `share` (0 to 1) of the way from `first` to `second`."""
+    """Return the colour at `share` (0 to 1) of the way from `first` to `second`."""
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(first, second, strict=True))
     return red, green, blue
 
@@ -219,7 +219,7 @@ def _draw_shape(
 
 
 def _box(centre: Point, radius: float) -> list[float]:
-    """The square around a circle: left, top, right, bottom."""
+    """Return the square around a circle: left, top, right, bottom."""
     (x, y) = centre
     return [x - radius, y - radius, x + radius, y + radius]
 

@@ -52,7 +52,7 @@ class Place:
 
     @classmethod
     def read(cls, kept: dict[str, Any] | None) -> Place:
-        """What was kept, or the beginning where it cannot be used."""
+        """Return what was kept, or the beginning where it cannot be used."""
         try:
             return cls(
                 max(0, int((kept or {})["offset"])),

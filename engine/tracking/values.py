@@ -27,7 +27,7 @@ _OF_STEP: Final = {
 
 
 def step_values(event: dict[str, Any]) -> dict[str, float]:
-    """The scalars of a step."""
+    """Return the scalars of a step."""
     values = {name: event[key] for key, name in _OF_STEP.items() if _is_number(event.get(key))}
     peak = event.get("peak_bytes")
     if _is_number(peak):
@@ -36,7 +36,7 @@ def step_values(event: dict[str, Any]) -> dict[str, float]:
 
 
 def validation_values(event: dict[str, Any]) -> dict[str, float]:
-    """The validation loss, and that of each noise level, from 0 (clean) to 1."""
+    """Return the validation loss, and that of each noise level, from 0 (clean) to 1."""
     losses = {"validation/loss": event.get("loss")}
     for level, loss in event.get("levels") or ():
         losses[f"validation/loss_at_{level:.3f}"] = loss
@@ -44,13 +44,16 @@ def validation_values(event: dict[str, Any]) -> dict[str, float]:
 
 
 def memory_values(ranks: Iterable[RankStatus]) -> dict[str, float]:
-    """What each rank holds now, in GiB: allocated on its GPU, or resident on CPU ranks."""
+    """Return what each rank holds now, in GiB: allocated on its GPU, or resident on CPU ranks."""
     sizes = {status.rank: status.allocated or status.rss for status in ranks}
     return {f"memory/rank{rank}_gib": size / _GIB for rank, size in sizes.items() if size}
 
 
 def config_values(spec: JobSpec) -> dict[str, bool | int | float | str]:
-    """The job's public keys as trackers take them: texts for lists, and nothing that is not set."""
+    """Return the job's public keys as trackers take them.
+
+    Texts for lists, and nothing that is not set.
+    """
     return {
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in spec.to_dict().items()

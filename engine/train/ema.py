@@ -52,7 +52,7 @@ class Ema:
         return self._shadow
 
     def decay_at(self, step: int) -> float:
-        """The decay of optimizer step `step`, counted from 1.
+        """Return the decay of optimizer step `step`, counted from 1.
 
         Early averages would remember the start for long, so the decay warms up as
         (1 + step) / (10 + step), as in TensorFlow's `ExponentialMovingAverage`.
@@ -210,7 +210,7 @@ def _pieces(pairs: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def _buckets(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """Runs of about a bucket, none empty."""
+    """Yield runs of about a bucket, none empty."""
     bucket: list[Pair] = []
     size = 0
     for pair in pairs:

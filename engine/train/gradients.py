@@ -156,7 +156,7 @@ def parts_of(
 
 
 def _norm_of_shards(gradients: Sequence[DTensor]) -> torch.Tensor:
-    """The norm over all of them and all ranks that share them; one collective for each mesh.
+    """Return the norm over all of them and all ranks that share them; one collective for each mesh.
 
     Not by `DTensor`'s own arithmetic, for the reason of `parts_of`.
     """
@@ -171,7 +171,7 @@ def _norm_of_shards(gradients: Sequence[DTensor]) -> torch.Tensor:
 
 
 def owners_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[Any, ...], list[int]]:
-    """A mesh and its dimensions that split tensors → the places of those in the list."""
+    """Return a mesh and its dimensions that split tensors → the places of those in the list."""
     owners: dict[tuple[Any, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):

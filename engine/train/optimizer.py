@@ -50,7 +50,7 @@ def build_optimizer(
     device: torch.device,
     texts: Sequence[torch.nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained parameters (plain, `DTensor`, or some of each).
+    """Return the job's optimizer over the trained parameters (plain, `DTensor`, or some of each).
 
     With one group, so that a checkpoint does not depend on which of them are sharded, and another
     one for text encoders, which may have a learning rate of their own; but for optimizers that have
@@ -225,7 +225,7 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def explain_load_failure(error: CheckpointException) -> UserError | None:
-    """The sentence for a checkpoint whose optimizer state does not fit the number of ranks.
+    """Return the sentence for a checkpoint whose optimizer state does not fit the number of ranks.
 
     Torchao keeps 8-bit state in blocks of 256 values with a scale each, and (0.18) cannot cut
     through one; a shard of another size may ask for that.
@@ -249,7 +249,7 @@ def _made(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _library(optimizer: str, module: str, package: str) -> Any:
-    """An optional package; imported late, since transformers' and torchao's take seconds."""
+    """Return an optional package; imported late, since transformers' and torchao's take seconds."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -292,7 +292,7 @@ def _adamw_8bit(base: Any) -> Any:
 
 
 def _factor(spec: TrainingKeys, step: int) -> float:
-    """The multiple of the peak rate with which step `step`, counted from 0, is done."""
+    """Return the multiple of the peak rate with which step `step`, counted from 0, is done."""
     warmup = spec.lr_warmup_steps
     if step < warmup:
         return (step + 1) / warmup

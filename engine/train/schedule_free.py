@@ -46,7 +46,7 @@ def averaged_in_place(optimizer: Any) -> Iterator[None]:
 def averages_of(
     optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """A copy of the average, sharded like the parameters.
+    """Return a copy of the average, sharded like the parameters.
 
     Args:
         optimizer: One that `is_schedule_free`.

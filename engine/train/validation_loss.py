@@ -140,7 +140,7 @@ class ValidationLoss:
         latents: torch.Tensor,
         condition: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The mean squared error of each sample, `(B,)`, float64, on the CPU."""
+        """Return the mean squared error of each sample, `(B,)`, float64, on the CPU."""
         noise = torch.stack(
             [
                 torch.randn(latents.shape[1:], generator=self._generator(number, batch.level))
@@ -182,7 +182,7 @@ def forwards_each(batches: int, ranks: int) -> int:
 
 
 def quantile_of(level: int, spec: ValidationKeys) -> float:
-    """The middle of the level's share of (0, 1)."""
+    """Return the middle of the level's share of (0, 1)."""
     return (level + 0.5) / spec.validation_timesteps
 
 

@@ -91,7 +91,7 @@ def plain(text: str) -> str:
 
 
 def _masked(value: Any) -> Any:
-    """A JSON value without secrets."""
+    """Return a JSON value without secrets."""
     if isinstance(value, str):
         return _SECRETS.sub("***", value)
     if isinstance(value, dict):

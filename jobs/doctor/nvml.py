@@ -128,7 +128,7 @@ def count_on_bus(pci: Path = PCI) -> int:
 
 
 def _ask(function: Any, *arguments: Any) -> Any:
-    """The driver's answer; None where it has none."""
+    """Return the driver's answer; None where it has none."""
     import pynvml
 
     try:

@@ -87,7 +87,7 @@ class Fleet(BaseModel):
         return self
 
     def find(self, name: str) -> Box:
-        """The box of this name.
+        """Return the box of this name.
 
         Raises:
             NotFoundError: There is none.
@@ -106,7 +106,7 @@ def config_file() -> Path:
 
 
 def read_fleet() -> Fleet:
-    """The machines; none where there is no file.
+    """Return the machines; none where there is no file.
 
     Raises:
         UserError: It cannot be used, or others could change which commands run.

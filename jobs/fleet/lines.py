@@ -109,7 +109,7 @@ class Teller:
         self._sent: dict[tuple[str, Any], Mapping[str, Any]] = {}
 
     def head(self, version: str, host: str, cores: int, interval: float) -> str:
-        """The first line."""
+        """Return the first line."""
         head = Head(fleet=FORMAT, version=version, host=host, cores=cores, interval=interval)
         return _line(head.model_dump())
 
@@ -120,7 +120,7 @@ class Teller:
         gpus: Sequence[Mapping[str, Any]],
         paused: bool,
     ) -> Iterator[str]:
-        """What has changed since the last look; ends with a line even if nothing has."""
+        """Yield what has changed since the last look; ends with a line even if nothing has."""
         now: dict[tuple[str, Any], Mapping[str, Any]]
         now = {("id", row["id"]): _briefly(row) for row in jobs}
         now |= {("gpu", row["gpu"]): row for row in gpus}
@@ -137,12 +137,15 @@ class Teller:
         yield _line({"t": round(t)} | ({"paused": True} if paused else {}))
 
     def trouble(self, t: float, problem: str) -> str:
-        """The line of a look that failed."""
+        """Return the line of a look that failed."""
         return _line({"t": round(t), "problem": problem})
 
 
 def _briefly(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a fleet shows of a job, rounded to the digits shown: more would be sent at each look."""
+    """Return what a fleet shows of a job, rounded to the digits shown.
+
+    More would be sent at each look.
+    """
     shown = {key: row[key] for key in BoxJob.model_fields if key in row}
     shown["total_steps"] = shown.get("total_steps") or 0  # not counted yet
     for key in ("loss", "seconds_per_step"):

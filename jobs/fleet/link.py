@@ -58,7 +58,10 @@ class BoxView:
     received: int = 0
 
     def status_at(self, now: float) -> Status:
-        """A box that has missed looks is silent: its ssh lives, but it or the way there hangs."""
+        """Return a box that has missed looks is silent.
+
+        Its ssh lives, but it or the way there hangs.
+        """
         if self.status == "here" and self.snapshot is not None and self.heard is not None:
             late = now - self.heard > _LOOKS_MISSED * self.snapshot.head.interval
             return "silent" if late else "here"
@@ -92,7 +95,7 @@ class Link:
         return min([self._due, *(at for _, at in self._ending)])
 
     def files(self) -> Sequence[int]:
-        """What to wait for."""
+        """Return what to wait for."""
         if self._process is None:
             return ()
         pipes = (self._process.stdout, self._process.stderr)

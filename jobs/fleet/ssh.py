@@ -40,7 +40,7 @@ def ssh_command(
     ask: bool = False,
     share: bool = True,
 ) -> list[str]:
-    """The command that runs fsdp-tui on a box.
+    """Return the command that runs fsdp-tui on a box.
 
     Args:
         box: Which.
@@ -105,7 +105,7 @@ def shared_answers(box: Box) -> bool:
 
 
 def runtime_folder() -> Path | None:
-    """A folder for sockets that is ours alone, made if need be; None where none can be had.
+    """Return a folder for sockets that is ours alone, made if need be; None where none can be had.
 
     Whoever could write there could offer ssh a connection of their own.
     """

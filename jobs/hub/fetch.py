@@ -157,7 +157,7 @@ def _bytes_there(name: HubName) -> int:
 
 
 def _under_way() -> set[str]:
-    """The files that this process is writing."""
+    """Return the files that this process is writing."""
     paths = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -46,7 +46,7 @@ _NOTES: Final = ("README.md", "LICENSE*")
 
 
 def choose(name: HubName, files: Iterable[str], parts: Collection[str] = ()) -> list[str]:
-    """The files to fetch.
+    """Return the files to fetch.
 
     Args:
         name: What they are files of.
@@ -70,7 +70,7 @@ def choose(name: HubName, files: Iterable[str], parts: Collection[str] = ()) -> 
 
 
 def _of_part(files: list[str]) -> list[str]:
-    """A folder's files without copies in other precisions, formats or libraries."""
+    """Return a folder's files without copies in other precisions, formats or libraries."""
     kept = [path for path in files if not _is_any(PurePosixPath(path).name, _NEVER)]
     names = {path: PurePosixPath(path).name for path in kept}
     plain = [path for path in kept if variant_of(names[path]) is None]

@@ -29,7 +29,7 @@ class HubError(UserError):
 
 
 def explain(error: BaseException, name: HubName) -> HubError:
-    """What an error of `huggingface_hub` means for the person."""
+    """Return what an error of `huggingface_hub` means for the person."""
     from huggingface_hub import constants, errors, get_token
 
     if isinstance(error, HubError):

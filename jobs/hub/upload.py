@@ -109,7 +109,7 @@ def _is_own_file(path: Path) -> bool:
 def _facts(
     job: Job, spec: InputKeys, export: Path, repo: str
 ) -> tuple[CardFacts, dict[str, Path | bytes]]:
-    """What the card says, and the images that it shows."""
+    """Return what the card says, and the images that it shows."""
     exported = export_facts(export) or {}
     step = int(exported.get("step") or 0)
     state: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def _facts(
 
 
 def _base(spec: JobKeys) -> tuple[str, dict[str, Any]]:
-    """The base model's hub id, as far as it has one, and the head of its own card."""
+    """Return the base model's hub id, as far as it has one, and the head of its own card."""
     text = spec.pretrained_model_name_or_path
     try:
         root = find_model(text)
@@ -205,7 +205,7 @@ class CardFacts:
 
 
 def write_card(spec: JobSpec, facts: CardFacts) -> str:
-    """The text of README.md; the same for the same facts."""
+    """Return the text of README.md; the same for the same facts."""
     family, lora = get_family(spec.model_family, spec.model_flavour), spec.model_type == "lora"
     video, trigger = family.frame_step > 0, trigger_of(spec)
     pipeline = "text-to-video" if video else "text-to-image"
@@ -240,13 +240,13 @@ def write_card(spec: JobSpec, facts: CardFacts) -> str:
 
 
 def trigger_of(spec: DataKeys) -> str:
-    """The job's trigger word, or those of its datasets."""
+    """Return the job's trigger word, or those of its datasets."""
     words = [dataset.trigger_word for dataset in spec.datasets or []]
     return spec.trigger_word or ", ".join(dict.fromkeys(filter(None, words)))
 
 
 def with_trigger(spec: DataKeys, prompt: str) -> str:
-    """A prompt as it is read by people."""
+    """Return a prompt as it is read by people."""
     return prompt.replace(TRIGGER, trigger_of(spec)).strip()
 
 
@@ -282,7 +282,7 @@ def _data(spec: JobKeys, facts: CardFacts) -> str:
 
 
 def _settings(spec: JobSpec, facts: CardFacts) -> dict[str, Any]:
-    """What differs from the defaults and anyone may read, and what everyone asks about."""
+    """Return what differs from the defaults and anyone may read, and what everyone asks about."""
     values = {key: getattr(spec, key) for key in _ALWAYS} | spec.public_values()
     values["gradient_accumulation_steps"] = accumulation_steps(spec, facts.ranks)
     shown = {"steps": facts.step, "ranks": facts.ranks} | ({"ema": True} if facts.ema else {})

@@ -51,7 +51,7 @@ class Imported:
     report: Report
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of the job file: those that are not as they would be anyway."""
+        """Return the keys of the job file: those that are not as they would be anyway."""
         values: dict[str, Any] = yaml.safe_load(dump_spec(self.spec, only_set=True))
         for entry in values.get("datasets", []):
             for key in [key for key, value in entry.items() if value in (None, _USUAL.get(key))]:
@@ -59,13 +59,13 @@ class Imported:
         return values
 
     def to_yaml(self) -> str:
-        """The job file, with a line that says where it comes from."""
+        """Return the job file, with a line that says where it comes from."""
         values, source = self.to_dict(), " ".join(self.source.split())
         return f"# From {source} ({self.tool}).\n{dump_mapping(values)}"
 
 
 def import_simpletuner(path: Path) -> Imported:
-    """A job of SimpleTuner's `config.json`, with the datasets of the file that it names.
+    """Return a job of SimpleTuner's `config.json`, with the datasets of the file that it names.
 
     Raises:
         UserError: It cannot be read, or is none.
@@ -74,7 +74,7 @@ def import_simpletuner(path: Path) -> Imported:
 
 
 def import_ai_toolkit(path: Path) -> Imported:
-    """A job of ai-toolkit's `CONFIG.yaml`.
+    """Return a job of ai-toolkit's `CONFIG.yaml`.
 
     Raises:
         UserError: It cannot be read, or is none.
@@ -83,7 +83,7 @@ def import_ai_toolkit(path: Path) -> Imported:
 
 
 def import_script(words: Sequence[str]) -> Imported:
-    """A job of a command line that starts a training script of diffusers' examples.
+    """Return a job of a command line that starts a training script of diffusers' examples.
 
     Args:
         words: Its words; or one text with all of it; or a shell script that has it.
@@ -110,7 +110,10 @@ def _finish(tool: str, source: str, draft: Draft) -> Imported:
 
 
 def _spec_of(draft: Draft) -> JobSpec:
-    """The job. Each value was checked by itself; those that conflict with others are dropped."""
+    """Return the job. Each value was checked by itself.
+
+    Those that conflict with others are dropped.
+    """
     try:
         return JobSpec.model_validate(draft.values)
     except ValidationError as error:

@@ -34,7 +34,7 @@ def memory_rooms(own: Path = OWN, mounted: Path = CGROUPS) -> list[tuple[int, in
 
 
 def _groups(own: Path, mounted: Path) -> Iterator[Path]:
-    """The memory control groups, from the innermost out."""
+    """Yield the memory control groups, from the innermost out."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -122,7 +122,7 @@ os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_i
 
 
 def _nvml() -> Any:
-    """The `pynvml` module, ready to use; None while this machine shows no driver.
+    """Return the `pynvml` module, ready to use; None while this machine shows no driver.
 
     Initialised once per process, since that takes tens of milliseconds on a machine with many
     GPUs; where it fails it is tried again later, because drivers are loaded and repaired.
@@ -239,7 +239,7 @@ def _read(nvml: Any, position: int) -> Gpu:
 
 
 def _slow_facts(ask: _Ask, position: int) -> Gpu:
-    """The GPU without what changes from look to look."""
+    """Return the GPU without what changes from look to look."""
     # Asked at every look: all that is remembered hangs on whose it is.
     uuid = _text(ask("nvmlDeviceGetUUID"))
     if ask.problem is not None:
@@ -284,7 +284,7 @@ def _nvlinks(ask: _Ask) -> int | None:
 
 
 def _lost(position: int, problem: str) -> Gpu:
-    """A GPU that the driver cannot reach, with what was known of it before."""
+    """Return a GPU that the driver cannot reach, with what was known of it before."""
     remembered = _driver.facts.get(position)
     gpu = (
         remembered.gpu if remembered is not None else Gpu(position, f"unknown-{position}", "GPU", 0)
@@ -298,7 +298,7 @@ def _memory(ask: _Ask) -> Any:
 
 
 def _instances(ask: _Ask) -> Iterator[tuple[_Ask, MigInstance]]:
-    """The MIG instances. Their handles end with any change of the layout, so none is kept."""
+    """Yield the MIG instances. Their handles end with any change of the layout, so none is kept."""
     for place in range(ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
         handle = ask(("nvmlDeviceGetMigDeviceHandleByIndex", place))
         if handle is None:  # a hole; others may follow

@@ -79,7 +79,7 @@ def ask(
 
 
 def _lines(pipe: IO[bytes], cancelled: Callable[[], bool]) -> Iterator[str]:
-    """The lines of a pipe until it is closed."""
+    """Yield the lines of a pipe until it is closed."""
     rest = b""
     with selectors.DefaultSelector() as waiting:
         waiting.register(pipe, selectors.EVENT_READ)

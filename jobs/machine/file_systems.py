@@ -44,7 +44,7 @@ def is_shared(path: Path) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """The type of the file system at a path."""
+    """Return the type of the file system at a path."""
     mounted = [
         (partition.mountpoint, partition.fstype) for partition in psutil.disk_partitions(all=True)
     ]
@@ -52,7 +52,10 @@ def kind_of(path: Path) -> str:
 
 
 def kind_among(real: Path, mounted: Sequence[tuple[str, str]]) -> str:
-    """The type of the innermost file system above a path. Pure; `mounted` is in mounting order."""
+    """Return the type of the innermost file system above a path. Pure.
+
+    `mounted` is in mounting order.
+    """
     best, kind = -1, "?"
     for point, fstype in mounted:
         if real.is_relative_to(point) and len(point) >= best:  # the later one lies over the other

@@ -90,7 +90,7 @@ class Gpu:
 
 
 def find(name: str, present: Sequence[Gpu]) -> tuple[Gpu, MigInstance | None] | None:
-    """The GPU or MIG instance that a person or `CUDA_VISIBLE_DEVICES` calls by this name.
+    """Return the GPU or MIG instance that a person or `CUDA_VISIBLE_DEVICES` calls by this name.
 
     Args:
         name: An index, the UUID or a beginning of it (`GPU-…`, `MIG-…`) that fits only one
@@ -114,7 +114,7 @@ def find(name: str, present: Sequence[Gpu]) -> tuple[Gpu, MigInstance | None] | 
 
 
 def visible(present: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """The GPUs that a value of `CUDA_VISIBLE_DEVICES` shows, still in index order. Pure.
+    """Return the GPUs that a value of `CUDA_VISIBLE_DEVICES` shows, still in index order. Pure.
 
     As in CUDA, the first entry that names no device ends the list (`0,2,-1,1` shows 0 and 2). A
     GPU of which only some MIG instances are named is shown with these alone.

@@ -34,7 +34,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The identity of a live process, or None when there is none with this pid.
+        """Return the identity of a live process, or None when there is none with this pid.
 
         Raises:
             OSError: The kernel does not say.

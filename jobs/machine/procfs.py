@@ -51,7 +51,10 @@ def started_at(pid: int) -> float | None:
 
 
 def _status(pid: int, *names: bytes) -> list[bytes]:
-    """The values of these lines of its status; nothing when it is gone, or one is missing."""
+    """Return the values of these lines of its status.
+
+    Nothing when it is gone, or one is missing.
+    """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             text = file.read()
@@ -69,7 +72,10 @@ def _state(pid: int) -> bytes:
 
 
 def _fields(pid: int) -> list[bytes]:
-    """What follows the command's name, which is in brackets and may hold anything; state first."""
+    """Return what follows the command's name, which is in brackets and may hold anything.
+
+    State first.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()

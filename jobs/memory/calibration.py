@@ -59,7 +59,7 @@ class Calibration:
         return max(1.0, ordered[min(len(ordered) - 1, int(len(ordered) * _HIGH_SHARE))])
 
     def corrected(self, predicted: Predicted) -> Predicted:
-        """A prediction for GPUs with overheads as measured, where they were."""
+        """Return a prediction for GPUs with overheads as measured, where they were."""
         more = self.beside.get(predicted.ranks > 1)
         if more is None or not predicted.overheads:
             return predicted
@@ -73,7 +73,7 @@ class Calibration:
         )
 
     def in_words(self) -> str:
-        """A sentence for people; "" while nothing is known."""
+        """Return a sentence for people; "" while nothing is known."""
         if not self.runs:
             return ""
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"

@@ -32,7 +32,7 @@ class Candidate:
 
 
 def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
-    """The strategies that a job could run with, the fastest first.
+    """Return the strategies that a job could run with, the fastest first.
 
     What only sharding can do (context parallelism, offload, a sharded adapter) rules out the rest.
     """
@@ -54,7 +54,10 @@ def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
 
 
 def fastest(options: Sequence[Candidate]) -> Candidate | None:
-    """The fastest strategy that fits for sure, else the fastest that may; None if none does."""
+    """Return the fastest strategy that fits for sure, else the fastest that may.
+
+    None if none does.
+    """
     for verdict in (Verdict.FITS, Verdict.TIGHT):
         for option in sorted(options, key=lambda option: FASTEST_FIRST.index(option.strategy)):
             if option.fit is not None and option.fit.verdict is verdict:
@@ -63,12 +66,15 @@ def fastest(options: Sequence[Candidate]) -> Candidate | None:
 
 
 def group_of(spec: DeviceKeys) -> int:
-    """The number of which a job's ranks are a multiple: machines, and those that share a sample."""
+    """Return the number of which a job's ranks are a multiple.
+
+    Machines, and those that share a sample.
+    """
     return math.lcm(spec.context_parallel_size, spec.num_machines)
 
 
 def fewest(fits: Callable[[int], bool], group: int = 1, most: int = MOST_RANKS) -> int | None:
-    """The smallest number of ranks that fits, since more ranks never need more each.
+    """Return the smallest number of ranks that fits, since more ranks never need more each.
 
     Powers of two first, then between the last two: some dozen questions for any answer.
 

@@ -71,7 +71,7 @@ class Server:
     def ask(
         self, request: dict[str, Any], cancelled: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """The answer to a request (see `engine.memory`), without its `id`.
+        """Return the answer to a request (see `engine.memory`), without its `id`.
 
         Args:
             request: Without an `id`.
@@ -125,7 +125,7 @@ class Server:
     def _read(
         self, process: subprocess.Popen[bytes], cancelled: Callable[[], bool], deadline: float
     ) -> dict[str, Any]:
-        """The next line; what is no JSON object is passed over."""
+        """Return the next line; what is no JSON object is passed over."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as waiting:
             waiting.register(process.stdout, selectors.EVENT_READ)
@@ -208,7 +208,7 @@ _SHARED_LOCK: Final = threading.Lock()
 
 
 def shared() -> Server:
-    """The server of this process; there is one, however many ask."""
+    """Return the server of this process; there is one, however many ask."""
     with _SHARED_LOCK:
         if not _shared:
             _shared.append(Server())

@@ -162,7 +162,7 @@ class Estimate:
         return Candidate(strategy, self.fit(result))
 
     def fit(self, predicted: Predicted, room: Room | None = None) -> Fit:
-        """A prediction against the place, or against one room of it."""
+        """Return a prediction against the place, or against one room of it."""
         factor = self.calibration.factor
         if room is None:
             return self.place.fit(predicted, factor)
@@ -190,15 +190,15 @@ class Estimate:
         return self.predict(self.strategy, world_size(self.spec))
 
     def steps(self, room: Room | None = None) -> list[Step]:
-        """The ladder, up to where it fits; empty where it does anyway."""
+        """Return the ladder, up to where it fits; empty where it does anyway."""
         return list(self.climb(room))
 
     def first_step(self, room: Room | None = None) -> Step | None:
-        """The cheapest change that helps; None where it fits."""
+        """Return the cheapest change that helps; None where it fits."""
         return next(self.climb(room), None)
 
     def climb(self, room: Room | None = None) -> Iterator[Step]:
-        """The steps, one by one, as they are found."""
+        """Return the steps, one by one, as they are found."""
         return climb(self._settled, partial(self._fit, room), enough=_fits)
 
     def faster(self) -> Step | None:
@@ -214,7 +214,7 @@ class Estimate:
         return None if isinstance(result, Refused) else self.fit(result, room)
 
     def fewest(self, room: Room, spec: JobSpec | None = None) -> int | None:
-        """The smallest number of such GPUs on which the job, or another, fits for sure."""
+        """Return the smallest number of such GPUs on which the job, or another, fits for sure."""
 
         def fits(ranks: int) -> bool:
             result = self.predict("fsdp2" if ranks > 1 else "single", ranks, spec)

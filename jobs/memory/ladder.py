@@ -62,7 +62,7 @@ class Step:
 def climb(
     spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit], bool]
 ) -> Iterator[Step]:
-    """The steps from a job that does not fit to one that does, or to the end of the ladder.
+    """Yield the steps from a job that does not fit to one that does, or to the end of the ladder.
 
     Args:
         spec: The job, its strategy and ranks settled.
@@ -108,7 +108,7 @@ def _next(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step
 
 
 def _take(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
-    """The step on a rung; None where it does nothing, or cannot run."""
+    """Return the step on a rung; None where it does nothing, or cannot run."""
     changes = rung.change(spec)
     changed = changes and _with(spec, changes)
     if not changes or not changed:
@@ -119,7 +119,7 @@ def _take(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | No
 
 
 def _with(spec: JobSpec, changes: Changes) -> JobSpec | None:
-    """The job with changes; None where one of them does nothing, or cannot run."""
+    """Return the job with changes; None where one of them does nothing, or cannot run."""
     try:
         changed = type(spec).model_validate(spec.to_dict() | changes)
     except ValidationError:

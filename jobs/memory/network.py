@@ -56,7 +56,7 @@ def across(
     gigabits: float,
     full: bool,
 ) -> Across:
-    """What a step moves between machines.
+    """Return what a step moves between machines.
 
     Args:
         strategy: One of `SHARED`.

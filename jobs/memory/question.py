@@ -38,7 +38,7 @@ class Refused:
 
 
 def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobSpec:
-    """The job with this strategy on `ranks` ranks; what only concerned another one is gone.
+    """Return the job with this strategy on `ranks` ranks; what only concerned another one is gone.
 
     Raises:
         SpecError: A job cannot be so.
@@ -153,7 +153,7 @@ def predict(
 
 
 def _complete(spec: JobSpec) -> JobSpec:
-    """A job with something where a file could be that no prediction reads."""
+    """Return a job with something where a file could be that no prediction reads."""
     values: dict[str, Any] = {}
     if not (spec.dataset or spec.datasets):
         values["dataset"] = "."

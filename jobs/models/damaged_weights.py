@@ -49,7 +49,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The entries of a file's tensors by name, and how many bytes it has for them.
+    """Return the entries of a file's tensors by name, and how many bytes it has for them.
 
     Raises:
         DamagedError: It cannot be read.
@@ -60,7 +60,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What a file's header says besides its tensors.
+    """Return what a file's header says besides its tensors.
 
     Raises:
         DamagedError: It cannot be read.
@@ -100,7 +100,7 @@ def elements_of(entry: Any) -> int:
 
 
 def shape_of(entry: Any) -> tuple[int, ...]:
-    """The shape of the tensor that an entry of a header describes.
+    """Return the shape of the tensor that an entry of a header describes.
 
     Raises:
         DamagedError: The entry gives no shape of sizes. (A product of what else stands there can
@@ -113,7 +113,7 @@ def shape_of(entry: Any) -> tuple[int, ...]:
 
 
 def _wrong_with(header: dict[str, Any], room: int) -> str | None:
-    """What is wrong with the tensors of a file that has `room` bytes for them."""
+    """Return what is wrong with the tensors of a file that has `room` bytes for them."""
     spans = []
     for name, tensor in header.items():
         try:

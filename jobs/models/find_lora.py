@@ -14,7 +14,7 @@ _USUAL: Final = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors"
 
 
 def find_lora(place: str) -> Path | None:
-    """The file that a path names: itself, or what a directory has.
+    """Return the file that a path names: itself, or what a directory has.
 
     Of a directory, that is the file that diffusers or peft would read; else its only one.
     """

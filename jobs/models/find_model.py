@@ -21,7 +21,7 @@ GGUF_HINT: Final = (
 
 
 def find_model(name_or_path: str) -> Path:
-    """A local model directory, or the snapshot of a hub id in the local cache.
+    """Return a local model directory, or the snapshot of a hub id in the local cache.
 
     A hub id may have a revision: `ORG/NAME@REVISION`.
 

@@ -29,7 +29,7 @@ _MASKS: Final = 4  # channels: one for each frame of a latent
 
 
 def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
-    """The model directory, known to hold a pipeline of the job's family.
+    """Return the model directory, known to hold a pipeline of the job's family.
 
     Args:
         spec: The job.

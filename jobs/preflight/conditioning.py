@@ -111,7 +111,7 @@ def samples_in(spec: DataKeys, dataset: Dataset, files: Listing) -> tuple[list[P
 
 
 def tell_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path]) -> list[str]:
-    """A sentence on the samples that lack a conditioning image, if any do."""
+    """Return a sentence on the samples that lack a conditioning image, if any do."""
     if not alone:
         return []
     names = ", ".join(path.name for path in alone[:3]) + (", …" if len(alone) > 3 else "")

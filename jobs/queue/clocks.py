@@ -31,14 +31,17 @@ class Clocks:
     _seen: dict[int, dict[int, tuple[RankStatus, RankStatus]]] = field(default_factory=dict)
 
     def of(self, job: Job, now: float) -> Sequence[RankStatus]:
-        """What a job's ranks wrote last; times by this machine's clock, `now` in Unix seconds."""
+        """Return what a job's ranks wrote last.
+
+        Times by this machine's clock, `now` in Unix seconds.
+        """
         statuses = job.run_dir.rank_statuses()
         return self.translate(job.id, statuses, now) if not job.here else statuses
 
     def translate(
         self, job: int, statuses: Sequence[RankStatus], now: float
     ) -> Sequence[RankStatus]:
-        """The same for ranks that may be on other machines.
+        """Return the same for ranks that may be on other machines.
 
         Args:
             job: Whose ranks they are.

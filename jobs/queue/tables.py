@@ -143,7 +143,10 @@ def leave_wal(db: sqlite3.Connection) -> None:
 
 
 def journal_of(path: Path) -> str:
-    """The journal that the file asks for: `wal`, or `rollback`. Nothing is opened by SQLite."""
+    """Return the journal that the file asks for.
+
+    `wal`, or `rollback`. Nothing is opened by SQLite.
+    """
     with path.open("rb") as file:
         return "wal" if file.read(20)[18:] == b"\x02\x02" else "rollback"
 

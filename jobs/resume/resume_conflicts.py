@@ -115,7 +115,7 @@ def compare_plans(state: Mapping[str, Any], name: str, *, own: bool) -> list[str
 
 
 def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
-    """The job of an older version as far as it can be read, and the values that cannot."""
+    """Return the job of an older version as far as it can be read, and the values that cannot."""
     readable = {key: value for key, value in values.items() if key in JobSpec.model_fields}
     try:
         return JobSpec.model_validate(readable), {}
@@ -245,7 +245,7 @@ _OF_SCHEDULES: Final = ("lr_scheduler", "lr_warmup_steps", "lr_end", "lr_num_cyc
 
 
 def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
-    """What decides the schedule from a step on."""
+    """Return what decides the schedule from a step on."""
     if _decays(spec):
         bends = [getattr(spec, key) for key in _OF_SCHEDULES if counts(key, spec)]
         return (*bends, total_steps(spec) or length_in_words(spec))
@@ -253,7 +253,10 @@ def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
 
 
 def _stretched(old: RecipeKeys, spec: RecipeKeys) -> str:
-    """What another length does to a schedule, in steps or as the jobs say it; "" for the same."""
+    """Return what another length does to a schedule, in steps or as the jobs say it.
+
+    "" for the same.
+    """
     was, now = total_steps(old), total_steps(spec)
     if was is None or now is None:
         before, after = length_in_words(old), length_in_words(spec)
@@ -373,7 +376,7 @@ def _refusal(key: str, was: object, now: object) -> str:
 
 
 def _word(value: object) -> str:
-    """A value as it is written in a job file."""
+    """Return a value as it is written in a job file."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
@@ -387,7 +390,7 @@ _DENOISERS: Final = ("transformer", "unet")
 
 
 def place_of(model: str) -> Path | None:
-    """The directory of a model, or None when it is not on this machine."""
+    """Return the directory of a model, or None when it is not on this machine."""
     try:
         return find_model(model).resolve() if model else None
     except (SpecError, OSError, ValueError):

@@ -28,7 +28,7 @@ _OWN: Final = ("latest", "newest", "last", "auto", "true")  # what other trainer
 
 
 def read_step(text: str) -> int:
-    """The step of `20` or `step-20`.
+    """Return the step of `20` or `step-20`.
 
     Raises:
         UserError: It is neither.
@@ -40,7 +40,7 @@ def read_step(text: str) -> int:
 
 
 def find_origin(store: Store, text: str) -> Checkpoint:
-    """The checkpoint that `resume_from_checkpoint` names, whole as far as sizes tell.
+    """Return the checkpoint that `resume_from_checkpoint` names, whole as far as sizes tell.
 
     Args:
         store: The jobs.
@@ -66,7 +66,7 @@ def find_origin(store: Store, text: str) -> Checkpoint:
 
 
 def _at(path: Path) -> Checkpoint:
-    """The checkpoint at a path, or the newest one of a run directory."""
+    """Return the checkpoint at a path, or the newest one of a run directory."""
     if exists(path / MANIFEST):
         damage = find_damage(path, contents=False)
         checkpoint = read_checkpoint(path)
@@ -82,7 +82,7 @@ def _at(path: Path) -> Checkpoint:
 
 
 def origin_of(job: Job) -> Path | None:
-    """The checkpoint of another that a job starts from; None when it has started already."""
+    """Return the checkpoint of another that a job starts from; None when it has started already."""
     if job.run_dir.latest_checkpoint() is not None:
         return None
     try:

@@ -64,7 +64,7 @@ class Cut(NamedTuple):
 
 
 def find_cut(log: int, kept: int = _LOG_KEPT) -> Cut | None:
-    """The cut in an open log, if it was cut."""
+    """Return the cut in an open log, if it was cut."""
     match = _CUT_LINE.search(os.pread(log, kept + 2 * len(_CUT), 0))
     return Cut(match.start(), match.end(), int(match[1])) if match else None
 

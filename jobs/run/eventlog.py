@@ -188,7 +188,7 @@ class EventLog:
 
 
 def read_end(path: Path) -> EventLog:
-    """The newest steps alone: at least as many as the pace is taken of, where there are any.
+    """Return the newest steps alone: at least as many as the pace is taken of, where there are any.
 
     Read from the end of the file, as far back as it takes. Whether a step counts is decided by
     what comes after it, so these are exactly the last ones of the whole stream.

@@ -29,11 +29,11 @@ class Event:
     t: float = field(default=0.0, kw_only=True)
 
     def facts(self) -> dict[str, Any]:
-        """What the line says beside its time and kind."""
+        """Return what the line says beside its time and kind."""
         return {name: getattr(self, name) for name, _, _ in self._fields()}
 
     def line(self) -> str:
-        """The line, with its newline."""
+        """Return the line, with its newline."""
         return event(self.kind, **self.facts())
 
     @classmethod
@@ -124,7 +124,7 @@ class PhaseEvent(Event):
         return float(value)  # without it, nothing can be said of how long the phase takes
 
     def facts(self) -> dict[str, Any]:
-        """What this state has, and no more."""
+        """Return what this state has, and no more."""
         absent = {"seconds_left", "seconds"} - {_OF_STATE.get(self.state)}
         if self.ranks is None:
             absent.add("ranks")
@@ -306,7 +306,7 @@ class End(Event):
 
 
 def _number(value: Any) -> float | None:
-    """A finite or infinite number, or None for anything else.
+    """Return a finite or infinite number, or None for anything else.
 
     Raises:
         OverflowError: An integer that no float can hold.

@@ -17,7 +17,7 @@ FACTS_FILE: Final = "export.json"
 
 
 def export_facts(path: Path) -> dict[str, Any] | None:
-    """What an export says of itself: job, step, ema, files; None when it is not ours."""
+    """Return what an export says of itself: job, step, ema, files; None when it is not ours."""
     return read_json(path / FACTS_FILE)
 
 

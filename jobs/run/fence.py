@@ -24,7 +24,9 @@ def raise_fence(run: Path, allocation: str) -> None:
 
 
 def taken_over(run: Path, own: str | None = None) -> str:
-    """The allocation that has taken a run over; "" while it is our own, or we belong to none.
+    """Return the allocation that has taken a run over.
+
+    "" while it is our own, or we belong to none.
 
     Args:
         run: The run directory.

@@ -43,7 +43,7 @@ class RunReport:
 
     @classmethod
     def of(cls, log: EventLog) -> RunReport:
-        """The report of the events read so far."""
+        """Return the report of the events read so far."""
         start, memory = _read(Start, log), _read(Memory, log)
         return cls(
             strategy=start.strategy,
@@ -89,7 +89,7 @@ class ReportLog(EventLog):
             return cls(run_dir.events, passed_over=STEP_LINE)
 
     def to_json(self) -> str:
-        """What was read so far."""
+        """Return what was read so far."""
         return json.dumps(
             {
                 "offset": self._offset,
@@ -113,12 +113,12 @@ class ReportLog(EventLog):
 
 
 def read_report(run_dir: RunDir) -> RunReport:
-    """The report of a run directory."""
+    """Return the report of a run directory."""
     return RunReport.of(ReportLog.begin(run_dir).read_all())
 
 
 def _read(kind: type[_E], log: EventLog) -> _E:
-    """The newest event of a kind; an empty one where there is none that can be read."""
+    """Return the newest event of a kind; an empty one where there is none that can be read."""
     try:
         return kind.read(log.notes.get(kind.kind, {}))
     except (TypeError, ValueError, OverflowError):
@@ -126,7 +126,7 @@ def _read(kind: type[_E], log: EventLog) -> _E:
 
 
 def _whole(peaks: dict[Any, Any]) -> dict[str, list[int]]:
-    """The phases of which every rank's number is known."""
+    """Return the phases of which every rank's number is known."""
     return {
         str(name): numbers
         for name, numbers in peaks.items()

@@ -136,7 +136,7 @@ def _samples_in(directory: Path, step: int) -> list[Sample]:
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """What is in a directory; nothing where it is missing, gone, or may not be read."""
+    """Return what is in a directory; nothing where it is missing, gone, or may not be read."""
     try:
         with os.scandir(path) as entries:
             return list(entries)

@@ -29,7 +29,7 @@ COUNT: Final = 12
 
 
 def choose_gpus(store: Store, names: Sequence[str]) -> list[Gpu]:
-    """The GPUs to test: those named, else all that nobody uses.
+    """Return the GPUs to test: those named, else all that nobody uses.
 
     Returns:
         None of them: this machine has no GPUs.

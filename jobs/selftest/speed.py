@@ -65,7 +65,7 @@ _IMAGE_TAKES: Final = 2**30  # bytes of activations, at the least; of these bloc
 
 
 def speed(stage: Stage) -> Iterator[Finding]:
-    """A LoRA at 1024 px on one GPU and on all of them: seconds, MFU, idle share, memory."""
+    """Yield a LoRA at 1024 px on one GPU and on all of them: seconds, MFU, idle share, memory."""
     layouts = [(1, "single")] + ([(stage.ranks, "fsdp2")] if stage.ranks > 1 else [])
     for ranks, strategy in layouts:
         values = wide_values(stage, f"speed-{ranks}", ranks, strategy=strategy)
@@ -80,7 +80,7 @@ def speed(stage: Stage) -> Iterator[Finding]:
 def wide_values(
     stage: Stage, name: str, ranks: int, *, too_large: bool = False, **changes: Any
 ) -> dict[str, Any]:
-    """A LoRA at 1024 px on a model of FLUX.1's width, which is written when first asked for.
+    """Return a LoRA at 1024 px on a model of FLUX.1's width, which is written when first asked for.
 
     Args:
         stage: Where.

@@ -78,7 +78,7 @@ class Stage:
     failed: set[int] = field(default_factory=set)
 
     def values(self, name: str, ranks: int, **changes: Any) -> dict[str, Any]:
-        """A job on the toy, as it would stand in a YAML file."""
+        """Return a job on the toy, as it would stand in a YAML file."""
         toy = self.root / "toy"
         return (
             COMMON
@@ -158,7 +158,7 @@ class Stage:
             raise SceneFailed(f"rank {rank} exited before it could be killed", job)
 
     def engine(self, *words: str) -> dict[str, Any]:
-        """The JSON answer of `python -m engine.…`.
+        """Return the JSON answer of `python -m engine.…`.
 
         Raises:
             SceneFailed: It gave none.
@@ -199,11 +199,11 @@ class Stage:
 
 
 def losses(job: Job) -> list[float]:
-    """The loss of each step of a job."""
+    """Return the loss of each step of a job."""
     return [step.loss for step in EventLog(job.run_dir.events).read_all().steps]
 
 
 def steps_done(job: Job) -> int:
-    """The last step of a job that is in its events."""
+    """Return the last step of a job that is in its events."""
     last = EventLog(job.run_dir.events).read_all().last
     return last.step if last is not None else 0

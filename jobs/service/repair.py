@@ -221,7 +221,7 @@ def _terms(run_dir: RunDir) -> Row:
 
 
 def _supervisor_of(job_id: int, run_dir: RunDir) -> ProcessId | None:
-    """The live supervisor of a job: it works in its run directory."""
+    """Return the live supervisor of a job: it works in its run directory."""
     for name in os.listdir("/proc"):
         with suppress(OSError):
             words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")

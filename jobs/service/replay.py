@@ -27,7 +27,7 @@ FORMS: Final = get_args(Form)
 
 
 def replay(job: Job, form: Form) -> str:
-    """What replays a job: a job file, flags quoted for a shell, or a script for a shell.
+    """Return what replays a job: a job file, flags quoted for a shell, or a script for a shell.
 
     Raises:
         UserError: Its job file cannot be read.
@@ -41,7 +41,10 @@ def replay(job: Job, form: Form) -> str:
 
 
 def replay_facts(job: Job, form: Form) -> Any:
-    """The same as JSON values: the job's values, its flags, or environment, command and files."""
+    """Return the same as JSON values.
+
+    The job's values, its flags, or environment, command and files.
+    """
     spec = load_spec(job.run_dir.job_file)
     if form == "yaml":
         return spec.to_dict()
@@ -53,12 +56,15 @@ def replay_facts(job: Job, form: Form) -> Any:
 
 
 def resolved(spec: JobSpec) -> str:
-    """A job that was not submitted, complete: a job file, or for Slurm a script with one inside."""
+    """Return a job that was not submitted, complete.
+
+    A job file, or for Slurm a script with one inside.
+    """
     return backend(spec.launcher).by_hand(spec)
 
 
 def yaml_of(job: Job) -> str:
-    """The whole job as a job file."""
+    """Return the whole job as a job file."""
     return dump_spec(load_spec(job.run_dir.job_file))
 
 
@@ -101,7 +107,7 @@ def _settled(job: Job, spec: JobSpec) -> JobSpec:
 
 
 def script_of(facts: dict[str, Any], what: str) -> str:
-    """A script for a shell that writes the files and launches the ranks.
+    """Return a script for a shell that writes the files and launches the ranks.
 
     Args:
         facts: Of `launch_facts`.
@@ -117,13 +123,13 @@ def script_of(facts: dict[str, Any], what: str) -> str:
 
 
 def command_of(facts: dict[str, Any]) -> str:
-    """The launch line as a shell takes it, a flag a line."""
+    """Return the launch line as a shell takes it, a flag a line."""
     first, *flags = _grouped(facts["command"])
     return " \\\n  ".join([first, *flags])
 
 
 def _grouped(words: list[str]) -> list[str]:
-    """The words quoted, those that a flag takes beside it."""
+    """Return the words quoted, those that a flag takes beside it."""
     lines: list[str] = []
     for word in map(shlex.quote, words):
         flag = lines and lines[-1].startswith("-") and "=" not in lines[-1]

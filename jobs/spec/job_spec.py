@@ -115,11 +115,14 @@ class JobSpec(
         return {key: value for key, value in values.items() if value != usual[key]}
 
     def public_values(self) -> dict[str, Any]:
-        """What differs from the default and anyone may read."""
+        """Return what differs from the default and anyone may read."""
         return {key: value for key, value in self.to_dict(only_set=True).items() if is_public(key)}
 
     def digest(self) -> str:
-        """A hash of what decides the result; used to tell whether a resume changes anything."""
+        """Return a hash of what decides the result.
+
+        Used to tell whether a resume changes anything.
+        """
         # -0.0 equals 0.0, so files that leave defaults out cannot keep it.
         values = {
             key: value + 0.0 if isinstance(value, float) else value
@@ -175,7 +178,7 @@ def field_names() -> list[str]:
 
 
 def key_facts(name: str) -> KeyFacts:
-    """What a key's definition says about it."""
+    """Return what a key's definition says about it."""
     return facts_of(JobSpec)[name]
 
 
@@ -196,19 +199,22 @@ def _is_plain(kind: Any) -> bool:
 
 
 def field_group(name: str) -> str:
-    """The heading under which a field is documented and shown in the form."""
+    """Return the heading under which a field is documented and shown in the form."""
     return key_facts(name).group.name
 
 
 def field_choices(name: str) -> tuple[str, ...]:
-    """The words a field allows, or an empty tuple when it is not a choice."""
+    """Return the words a field allows, or an empty tuple when it is not a choice."""
     annotation = JobSpec.model_fields[name].annotation
     choices = get_args(annotation)
     return choices if choices and all(isinstance(c, str) for c in choices) else ()
 
 
 def field_words(name: str) -> tuple[str, ...]:
-    """The words to offer for a field: those it allows, or the usual ones where it allows others."""
+    """Return the words to offer for a field.
+
+    Those it allows, or the usual ones where it allows others.
+    """
     if name == "model_family":
         return tuple(FAMILIES)
     usual = key_facts(name).words

@@ -76,7 +76,7 @@ def _logit_normal(share: float, mean: float, deviation: float) -> float:
 
 
 def plot(sigmas: list[float], columns: int) -> str:
-    """A line of bars, from sigma 0 to 1, each as high as sigmas are frequent there."""
+    """Return a line of bars, from sigma 0 to 1, each as high as sigmas are frequent there."""
     counts = [0] * columns
     for sigma in sigmas:
         counts[min(columns - 1, max(0, int(sigma * columns)))] += 1
@@ -86,7 +86,7 @@ def plot(sigmas: list[float], columns: int) -> str:
 
 
 def preview(columns: int) -> list[str]:
-    """A line for each way to draw: its name, its bars, and the share of high noise.
+    """Return a line for each way to draw: its name, its bars, and the share of high noise.
 
     Args:
         columns: Of the whole line.

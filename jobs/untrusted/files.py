@@ -22,7 +22,7 @@ def read_regular(
     *,
     judge: Callable[[os.stat_result], None] | None = None,
 ) -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Args:
         path: The file.

@@ -16,19 +16,19 @@ _DEEPEST: Final = 20  # levels of a value that are read; deeper ones are dropped
 
 
 def harmless(text: str, instead: str = _INSTEAD) -> str:
-    """The text, lines and tabs kept, without anything that a terminal obeys."""
+    """Return the text, lines and tabs kept, without anything that a terminal obeys."""
     if text.isprintable():  # nearly all of it is, and this is ten times as fast
         return text
     return _UNSAFE.sub(instead, text)
 
 
 def one_line(text: str) -> str:
-    """The same on one line."""
+    """Return the same on one line."""
     return text if text.isprintable() else harmless(" ".join(text.split()))
 
 
 def harmless_value(value: Any, depth: int = _DEEPEST) -> Any:
-    """A JSON value with all of its texts harmless, keys too."""
+    """Return a JSON value with all of its texts harmless, keys too."""
     if isinstance(value, str):
         return harmless(value)
     if isinstance(value, dict | list) and not depth:

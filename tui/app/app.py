@@ -125,7 +125,10 @@ class FsdpTui(App[None]):
             self.problems += settled.problems
 
     def get_driver_class(self) -> type[Driver]:
-        """A terminal gets the driver with a budget of bytes; a browser and tests their own."""
+        """Return a terminal gets the driver with a budget of bytes.
+
+        A browser and tests their own.
+        """
         from textual.drivers.linux_driver import LinuxDriver  # needs a terminal's modules
 
         from tui.terminal.driver import GovernedDriver

@@ -158,7 +158,7 @@ def node_row(seat: Seat, now: float, width: int) -> Row:
 
 
 def device_head(snapshot: Snapshot, width: int, room: int) -> Row | None:
-    """The headings of the columns; None where there are no GPUs, or no line for it."""
+    """Return the headings of the columns; None where there are no GPUs, or no line for it."""
     if not snapshot.gpus or room < 2:
         return None
     if is_paired(snapshot, width, room - 1):
@@ -234,7 +234,7 @@ def columns(width: int, *, named: bool = False, graphs: bool = True) -> Columns:
 
 
 def gpu_head(shape: Columns) -> Row:
-    """The headings of `gpu_row`."""
+    """Return the headings of `gpu_row`."""
     cells = [
         " # " + right("use", 4),
         " " + right("temp", 4),
@@ -331,7 +331,7 @@ def _host_row(host: Host, width: int) -> Row:
 
 
 def short_name(name: str) -> str:
-    """A GPU's name without what all of them have in common."""
+    """Return a GPU's name without what all of them have in common."""
     for word in ("NVIDIA ", "GeForce ", "Tesla "):
         name = name.replace(word, "")
     return name.strip()

@@ -174,7 +174,7 @@ class JobsPanel(Lines, can_focus=True):
         self._keep_in_sight()
 
     def _row(self, view: JobView, shape: Columns, place: str, selected: bool) -> Row:
-        """The row of a job, rebuilt only when something about it changed."""
+        """Return the row of a job, rebuilt only when something about it changed."""
         drawn = self._made.get(view.job.id)
         facts = (id(view), shape, place, selected)
         if drawn is not None and drawn[0] == facts:

@@ -193,7 +193,7 @@ class CurvePanel(Lines):
 
 
 def newest_average(steps: Sequence[Step]) -> float | None:
-    """The smoothed loss at the newest step, of those that still count for it."""
+    """Return the smoothed loss at the newest step, of those that still count for it."""
     span = smoothing_span(len(steps))
     losses = [step.loss for step in steps[-10 * span :]]
     finite = [loss for loss in losses if math.isfinite(loss)]

@@ -30,7 +30,7 @@ class _Line(NamedTuple):
 
 
 def process_rows(snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width: int) -> list[Row]:
-    """A heading and a line for each process, by GPU; nothing where there are none.
+    """Return a heading and a line for each process, by GPU; nothing where there are none.
 
     Args:
         snapshot: What to show.

@@ -63,7 +63,7 @@ def rank_words(seat: Seat, now: float, width: int) -> Row:
 
 
 def heartbeat(rank: RankStatus, now: float) -> Span:
-    """The age of the heartbeat; calm while it is fresh, so that nothing is repainted."""
+    """Return the age of the heartbeat; calm while it is fresh, so that nothing is repainted."""
     age = now - rank.heartbeat
     if is_late(rank, now):
         return Span(f"! late {duration(age)}", "bad")
@@ -76,7 +76,7 @@ def heartbeat(rank: RankStatus, now: float) -> Span:
 
 
 def rank_table(view: JobView, gpus: Sequence[Gpu], now: float, width: int) -> tuple[Row, ...]:
-    """A heading and one line per rank: what it does, whether it keeps up, what it holds.
+    """Return a heading and one line per rank: what it does, whether it keeps up, what it holds.
 
     Args:
         view: The job.

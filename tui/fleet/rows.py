@@ -47,7 +47,7 @@ _MEMORY_BAR: Final = 16
 
 
 def box_rows(views: Sequence[BoxView], now: float, width: int) -> list[Row]:
-    """A heading, and a row for each box.
+    """Return a heading, and a row for each box.
 
     Args:
         views: The boxes; at least one.
@@ -106,7 +106,7 @@ def _gpu_cells(gpus: Sequence[BoxGpu], cells: int, stale: bool) -> list[Span]:
 
 
 def _doing(snapshot: Snapshot) -> tuple[str, str]:
-    """The first active job, or what else there is to say."""
+    """Return the first active job, or what else there is to say."""
     if snapshot.problem:
         return snapshot.problem, "bad"
     active = [job for job in order_of(snapshot.jobs) if job.state in _ACTIVE]
@@ -232,7 +232,7 @@ def totals(views: Sequence[BoxView], now: float) -> str:
 
 
 def _wrapped(text: str, role: str, width: int) -> list[Row]:
-    """The text in lines of at most `width` cells."""
+    """Return the text in lines of at most `width` cells."""
     lines, line = [], ""
     for word in text.split():
         if line and len(line) + 1 + len(word) > width:

@@ -65,7 +65,7 @@ class Fields(VerticalScroll, can_focus=False):
     # -- values ----------------------------------------------------------------------------
 
     def row(self, name: str) -> FieldRow | None:
-        """A field, if its page was turned to."""
+        """Return a field, if its page was turned to."""
         return self.rows.get(name)
 
     @property

@@ -76,7 +76,10 @@ class Checks:
         reveal(form.query_one("#carried", Static), carried)
 
     async def complete(self) -> dict[str, Any] | None:
-        """The values, if they describe a job; else the first that is wrong gets the focus."""
+        """Return the values, if they describe a job.
+
+        Else the first that is wrong gets the focus.
+        """
         form = self._form
         self._tried, self._refused = True, ""
         self.now()
@@ -102,7 +105,7 @@ class Checks:
         rows["num_processes"].turn_off(f"{count}, one per GPU" if count else "")
 
     def strategy_note(self, values: Mapping[str, Any]) -> tuple[str, str]:
-        """What the strategy comes to: in a few characters, and as a sentence."""
+        """Return what the strategy comes to: in a few characters, and as a sentence."""
         return draft.strategy_note(values, self._form.query_one(FitBars).strategy_of(values))
 
     def _show_tabs(self, problems: Mapping[str, object]) -> None:

@@ -72,7 +72,7 @@ class Gate:
             self._form.tell_of_field()
 
     def fetched_for(self, values: Mapping[str, Any]) -> list[HubName]:
-        """What the person agreed to fetch for a job of these values."""
+        """Return what the person agreed to fetch for a job of these values."""
         return self._fetched[1] if values == self._fetched[0] else []
 
     def ask_to_fetch(self, answer: Looks.Absent) -> None:

@@ -122,5 +122,5 @@ _WIDE: Final = (
 
 
 def last_line(verb: str, width: int, *, narrow: bool) -> Content:
-    """The line of keys, the one that does what the form is for first."""
+    """Return the line of keys, the one that does what the form is for first."""
     return key_line((("submit", "^r", verb), *(_NARROW if narrow else _WIDE)), width)

@@ -146,5 +146,5 @@ class Looks:
 
 
 def _key(name: str, values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a look at a path depends on."""
+    """Return what a look at a path depends on."""
     return tuple(values.get(key) for key in (name, "model_family", *draft.OF_IMAGES))

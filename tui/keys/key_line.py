@@ -15,7 +15,7 @@ _KEPT: Final = 2  # the last ones are help and the way out
 
 
 def key_line(keys: Iterable[tuple[str, str, str]], width: int | None = None) -> Content:
-    """The line.
+    """Return the line.
 
     Args:
         keys: Action (of the screen, unless it names another place), keys as people read them,

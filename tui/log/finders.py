@@ -32,7 +32,7 @@ class Finder(Protocol):
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """A regular expression that heeds case only where it has capital letters.
+    """Return a regular expression that heeds case only where it has capital letters.
 
     What is no regular expression, such as `loss (`, is looked for as it stands.
     """

@@ -128,7 +128,7 @@ class LogModel:
             return self._start(index), self._start(index + 1) if more else self._end
 
     def index_of(self, offset: int) -> int:
-        """The line that a byte is in; the first indexed one for what lies before it."""
+        """Return the line that a byte is in; the first indexed one for what lies before it."""
         with self._lock:
             block = bisect_right(self._blocks.begins, offset) - 1
             if block < 0:
@@ -150,7 +150,10 @@ class LogModel:
             os.close(fd)
 
     def line(self, index: int) -> str:
-        """A line as it may be printed: SGR codes are kept, all other control codes are gone."""
+        """Return a line as it may be printed.
+
+        SGR codes are kept, all other control codes are gone.
+        """
         start, stop = self.raw(index)
         with self._lock:
             if self._fd < 0:
@@ -169,7 +172,7 @@ class LogModel:
     # -- inside ----------------------------------------------------------------------------
 
     def _start(self, index: int) -> int:
-        """The first byte of a line; of the one after the last, where it will begin."""
+        """Return the first byte of a line; of the one after the last, where it will begin."""
         blocks = self._blocks
         if index <= 0 or not blocks.begins:
             return blocks.begins[0] if blocks.begins else 0
@@ -279,5 +282,5 @@ def clean(raw: bytes) -> str:
 
 
 def without_colours(line: str) -> str:
-    """The text of a line that may hold SGR codes."""
+    """Return the text of a line that may hold SGR codes."""
     return _SGR.sub("", line) if "\x1b" in line else line

@@ -15,7 +15,10 @@ Page = list[tuple[int, int]]  # line and which of its rows, for each row of the 
 
 
 def page(top: int, height: int, count: int, rows_of: Callable[[int], int]) -> Page:
-    """The rows from the beginning of line `top` on; fewer than `height` at the end of the log."""
+    """Return the rows from the beginning of line `top` on.
+
+    Fewer than `height` at the end of the log.
+    """
     rows: Page = []
     line = top
     while line < count and len(rows) < height:
@@ -25,7 +28,7 @@ def page(top: int, height: int, count: int, rows_of: Callable[[int], int]) -> Pa
 
 
 def last_page(height: int, count: int, rows_of: Callable[[int], int]) -> Page:
-    """The rows that end with the end of the log."""
+    """Return the rows that end with the end of the log."""
     top = top_for(count - 1, height, rows_of)
     rows = page(top, height, count, rows_of) if count else []
     while top > 0 and len(rows) < height:
@@ -38,7 +41,7 @@ def last_page(height: int, count: int, rows_of: Callable[[int], int]) -> Page:
 
 
 def top_for(line: int, height: int, rows_of: Callable[[int], int]) -> int:
-    """The first line of a page on whose end `line` stands as a whole."""
+    """Return the first line of a page on whose end `line` stands as a whole."""
     top, left = max(0, line), height - (rows_of(line) if line >= 0 else 0)
     while top > 0 and (left := left - rows_of(top - 1)) >= 0:
         top -= 1
@@ -46,5 +49,5 @@ def top_for(line: int, height: int, rows_of: Callable[[int], int]) -> int:
 
 
 def last_top(height: int, count: int, rows_of: Callable[[int], int]) -> int:
-    """The last line that a page need begin with: there the page with the end is shown."""
+    """Return the last line that a page need begin with: there the page with the end is shown."""
     return top_for(count - 1, height, rows_of)

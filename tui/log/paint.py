@@ -63,7 +63,10 @@ def paint(
 
 
 def folded(strip: Strip, width: int, indent: int = 0) -> list[Strip]:
-    """A strip in pieces of at most `width` columns; all but the first begin with `indent`."""
+    """Return a strip in pieces of at most `width` columns.
+
+    All but the first begin with `indent`.
+    """
     length = strip.cell_length
     if length <= width or width <= indent:
         return [strip]

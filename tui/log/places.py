@@ -82,7 +82,7 @@ class Filter:
         return " · ".join(part for part in parts if part)
 
     def more_serious(self) -> Filter:
-        """The next choice of levels: all, warnings and errors, errors, all."""
+        """Return the next choice of levels: all, warnings and errors, errors, all."""
         steps = {Level.PLAIN: Level.WARNING, Level.WARNING: Level.ERROR}
         return Filter(self.pattern, steps.get(self.least, Level.PLAIN))
 

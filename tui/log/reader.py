@@ -89,19 +89,19 @@ class LogReader(LogView, inherit_bindings=False):
         return max(0, self.count - 1) if self.following else min(self.cursor, self.count - 1)
 
     def line_of(self, row: int) -> int:
-        """The number of a row's line in the file, from 0."""
+        """Return the number of a row's line in the file, from 0."""
         if self.only is None or self.model is None:
             return row
         return self.model.index_of(self.only[row]) if 0 <= row < len(self.only) else 0
 
     def offset_of(self, row: int) -> int:
-        """The first byte of a row's line."""
+        """Return the first byte of a row's line."""
         if self.model is None or not 0 <= row < self.count:
             return 0
         return self.only[row] if self.only is not None else self.model.raw(row)[0]
 
     def row_of(self, offset: int) -> int:
-        """The row of the line that begins there, or the nearest before it."""
+        """Return the row of the line that begins there, or the nearest before it."""
         if self.model is None:
             return 0
         if self.only is not None:
@@ -168,7 +168,7 @@ class LogReader(LogView, inherit_bindings=False):
         return self._over(strip, self._role(row)).simplify()
 
     def _over(self, strip: Strip, role: str) -> Strip:
-        """A line with the colour of a role behind it, except where it has one of its own."""
+        """Return a line with the colour of a role behind it, except where it has one of its own."""
         if not role:
             return strip
         behind = Style(bgcolor=self.get_visual_style(f"log--{role}").rich_style.bgcolor)
@@ -197,7 +197,7 @@ class LogReader(LogView, inherit_bindings=False):
         return super()._style(role)
 
     def _rows(self) -> Page:
-        """What is on each row of the screen."""
+        """Return what is on each row of the screen."""
         top, height, count = self.scroll_offset.y, self.size.height, self.count
         key = (top, self.size, count, self.wrap, self.model and self.model.extent)
         if self._page[0] != key:
@@ -351,7 +351,7 @@ class LogReader(LogView, inherit_bindings=False):
         self.post_message(self.Moved())
 
     def selected_text(self) -> str:
-        """The selected lines, or the one under the cursor, without colours."""
+        """Return the selected lines, or the one under the cursor, without colours."""
         if self.model is None or not self.count:
             return ""
         low, high = self.selected

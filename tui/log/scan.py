@@ -61,7 +61,7 @@ class Hits:
         return *counts, round(self.share, 2), self.complete
 
     def at_or_after(self, offset: int) -> int:
-        """The number of the first one that does not begin before `offset`; `len` if none."""
+        """Return the number of the first one that does not begin before `offset`; `len` if none."""
         if (index := bisect_left(self.older, offset, 0, self.n_older)) < self.n_older:
             return index
         index = bisect_left(self.newer, offset, 0, self.n_newer)
@@ -70,7 +70,7 @@ class Hits:
         return len(self)
 
     def before(self, offset: int) -> int:
-        """The number of the last one that begins before `offset`; -1 if none."""
+        """Return the number of the last one that begins before `offset`; -1 if none."""
         return self.at_or_after(offset) - 1
 
 
@@ -183,7 +183,7 @@ class _Stretch:
 
 
 def step_from(hits: Hits, offset: int, forward: bool) -> int | None:
-    """The number of the next hit from a line on.
+    """Return the number of the next hit from a line on.
 
     Args:
         hits: At least one, or none.

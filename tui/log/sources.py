@@ -31,7 +31,7 @@ def log_sources(job: Job) -> list[Source]:
 
 
 def log_title(sources: Sequence[Source], shown: int) -> str:
-    """The title of the log panel, as markup."""
+    """Return the title of the log panel, as markup."""
     return f"log · {log_choices(sources, shown)}"
 
 

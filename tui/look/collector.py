@@ -148,7 +148,7 @@ class Collector:
     # -- inside ----------------------------------------------------------------------------
 
     def _chosen(self, jobs: Sequence[Job]) -> int | None:
-        """The selected job; the first one while nothing is selected."""
+        """Return the selected job; the first one while nothing is selected."""
         if self.selected in self._ids:
             return self.selected
         return jobs[0].id if jobs else None
@@ -222,7 +222,7 @@ class Collector:
         return view
 
     def _follow(self, job: Job) -> EventLog:
-        """The events of a job; a long log is read in several looks."""
+        """Return the events of a job; a long log is read in several looks."""
         log = self._logs.get(job.id)
         if log is None:
             log = self._logs[job.id] = EventLog(job.run_dir.events)
@@ -294,7 +294,7 @@ def _words(error: Exception) -> str:
 
 
 def where_of(job: Job, gpus: Sequence[Gpu]) -> str:
-    """The job's devices in a few characters: `0-3`, `any 2`, `cpu×2`."""
+    """Return the job's devices in a few characters: `0-3`, `any 2`, `cpu×2`."""
     if job.wanted is None:
         return f"cpu×{job.ranks}"
     if not job.here:

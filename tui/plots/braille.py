@@ -31,7 +31,7 @@ class Canvas:
         self._glyphs: dict[tuple[int, int], Span] = {}
 
     def row(self, share: float) -> int:
-        """The dot row of a height from 0 to 1."""
+        """Return the dot row of a height from 0 to 1."""
         return round((1 - share) * (self.lines * DOWN - 1))
 
     def stroke(self, points: Sequence[tuple[int, int, int]], role: str) -> None:

@@ -91,7 +91,7 @@ class Values:
 
 
 def view_of(values: Values, choices: Choices) -> View | None:
-    """The part of the axis that is shown; None when there is nothing."""
+    """Return the part of the axis that is shown; None when there is nothing."""
     extent = choices.extent or values.extent(choices.shown, choices.by_time)
     if extent is None:
         return None
@@ -167,7 +167,7 @@ def legend(values: Values, choices: Choices, width: int) -> list[Row]:
 
 
 def reading(values: Values, choices: Choices, run: int) -> str:
-    """The values of a run at the cursor, or its newest ones."""
+    """Return the values of a run at the cursor, or its newest ones."""
     texts = []
     for measure in choices.shown:
         series = values.of(run, measure, choices.by_time)
@@ -216,7 +216,7 @@ def settings(values: Values, choices: Choices) -> str:
 
 
 def zoomed(choices: Choices, whole: tuple[float, float], factor: float) -> Choices:
-    """The same with `factor` times the part of the axis, around the cursor or the middle."""
+    """Return the same with `factor` times the part of the axis, around the cursor or the middle."""
     first, last = choices.extent or whole
     if choices.cursor is not None and first <= choices.cursor <= last:
         centre = choices.cursor
@@ -230,7 +230,7 @@ def zoomed(choices: Choices, whole: tuple[float, float], factor: float) -> Choic
 
 
 def panned(choices: Choices, whole: tuple[float, float], by: float) -> Choices:
-    """The same with another part of the axis, `by` times its length further on."""
+    """Return the same with another part of the axis, `by` times its length further on."""
     first, last = choices.extent or whole
     if choices.extent is None:
         return choices
@@ -244,7 +244,7 @@ def _held(choices: Choices, whole: tuple[float, float], first: float, size: floa
 
 
 def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
-    """The measures and their keys, the shown one marked by brackets too."""
+    """Return the measures and their keys, the shown one marked by brackets too."""
     tabs: list[Span] = []
     short = sum(len(measure.title) + 5 for measure in MEASURES) + 8 > width
     names = {
@@ -274,7 +274,7 @@ def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
 
 
 def _charts(values: Values, choices: Choices, view: View, width: int, height: int) -> list[Row]:
-    """A small chart of each measure that has values, some beside each other."""
+    """Return a small chart of each measure that has values, some beside each other."""
     runs = range(len(values.runs))
     some = [m for m in MEASURES if any(values.of(run, m, choices.by_time).ys for run in runs)]
     beside = 3 if width >= _THREE_BESIDE else 2 if width >= _TWO_BESIDE else 1

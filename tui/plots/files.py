@@ -43,7 +43,7 @@ def write_csv(values: Values, choices: Choices) -> Path:
 
 
 def as_csv(values: Values, choices: Choices) -> str:
-    """A line for each value that is in the shown part of the axis.
+    """Return a line for each value that is in the shown part of the axis.
 
     Columns: `job`, `name`, `measure`, `step`, `seconds` since the run's first step, `value`, and
     `average`, which is empty where none is drawn.
@@ -75,7 +75,10 @@ def as_csv(values: Values, choices: Choices) -> str:
 
 
 def as_text(values: Values, choices: Choices) -> str:
-    """The values at the cursor, or the newest ones: a line a run and measure, tabs between."""
+    """Return the values at the cursor, or the newest ones.
+
+    A line a run and measure, tabs between.
+    """
     lines = []
     for number, run in enumerate(values.runs):
         for measure in choices.shown:

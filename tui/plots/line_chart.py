@@ -156,7 +156,7 @@ def plot_columns(rows: Sequence[Row], width: int) -> int:
 
 
 def dot_of(x: float, view: View, columns: int) -> int:
-    """The dot column of a place on the axis."""
+    """Return the dot column of a place on the axis."""
     across = columns * ACROSS - 1
     return round((x - view.first) / (view.last - view.first) * across)
 
@@ -165,14 +165,14 @@ def dot_of(x: float, view: View, columns: int) -> int:
 
 
 def _scale(curves: Sequence[Curve], view: View, lines: int) -> Scale | None:
-    """The value axis of these curves; None when there is nothing on it."""
+    """Return the value axis of these curves; None when there is nothing on it."""
     held = [y for curve in curves if curve.fits for y in _within(curve, view)]
     held = held or [y for curve in curves for y in _within(curve, view)]
     return scale_of(held, lines, log=view.log, whole=view.whole)
 
 
 def _within(curve: Curve, view: View) -> Sequence[float]:
-    """The values that are in the view."""
+    """Return the values that are in the view."""
     return curve.ys[bisect_left(curve.xs, view.first) : bisect_right(curve.xs, view.last)]
 
 
@@ -195,7 +195,7 @@ def _draw(canvas: Canvas, curve: Curve, view: View, scale: Scale, stagger: int) 
 
 
 def _strokes(canvas: Canvas, curve: Curve, view: View, scale: Scale) -> list[tuple[int, int, int]]:
-    """A stroke for each dot column that has values: from the lowest to the highest of them.
+    """Return a stroke for each dot column that has values: from the lowest to the highest of them.
 
     However many values there are, only columns are counted; the values between are found by
     `min` and `max` alone.
@@ -233,7 +233,7 @@ def _strokes(canvas: Canvas, curve: Curve, view: View, scale: Scale) -> list[tup
 
 
 def _between(curve: Curve, right: int, x: float) -> float:
-    """The value of a line at `x`, between the points `right - 1` and `right`."""
+    """Return the value of a line at `x`, between the points `right - 1` and `right`."""
     x0, x1 = curve.xs[right - 1], curve.xs[right]
     y0, y1 = curve.ys[right - 1], curve.ys[right]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1

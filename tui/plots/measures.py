@@ -88,12 +88,12 @@ class Series:
     steps: Sequence[int]
 
     def at(self, x: float) -> int | None:
-        """The number of the value nearest to a place on the axis."""
+        """Return the number of the value nearest to a place on the axis."""
         return nearest(self.xs, x) if self.xs else None
 
 
 def nearest(places: Sequence[float], x: float) -> int:
-    """The number of the place nearest to `x`; there is one at least, and they ascend."""
+    """Return the number of the place nearest to `x`; there is one at least, and they ascend."""
     right = bisect_left(places, x)
     if right == len(places):
         return right - 1
@@ -101,7 +101,7 @@ def nearest(places: Sequence[float], x: float) -> int:
 
 
 def series_of(run: Run, measure: Measure, *, by_time: bool) -> Series:
-    """The finite values of a measure.
+    """Return the finite values of a measure.
 
     Args:
         run: Whose.
@@ -124,12 +124,12 @@ def series_of(run: Run, measure: Measure, *, by_time: bool) -> Series:
 
 
 def _ascending(xs: Sequence[float]) -> Sequence[float]:
-    """Times as they would be if nobody had set the clock back."""
+    """Return times as they would be if nobody had set the clock back."""
     highest = -math.inf
     mended = [highest := max(highest, x) for x in xs]
     return xs if mended == xs else mended
 
 
 def place(x: float, *, by_time: bool) -> str:
-    """A place on the axis, for people."""
+    """Return a place on the axis, for people."""
     return duration(x) if by_time else f"{round(x)}"

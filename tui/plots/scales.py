@@ -36,7 +36,7 @@ class Scale:
 def scale_of(
     values: Sequence[float], lines: int, *, log: bool = False, whole: bool = False
 ) -> Scale | None:
-    """The axis for these values.
+    """Return the axis for these values.
 
     Args:
         values: Finite numbers.
@@ -62,7 +62,7 @@ def scale_of(
 
 
 def nice_scale(low: float, high: float, most: int) -> Scale:
-    """A scale a little wider than `low` to `high`, with about `most` round numbers on it."""
+    """Return a scale a little wider than `low` to `high`, with about `most` round numbers on it."""
     if high - low <= max(abs(low), abs(high), 1e-200) * 1e-9:  # equal but for rounding
         spread = max(abs(low) * 0.05, 1e-200) if low else 0.5
         low, high = low - spread, high + spread
@@ -73,7 +73,7 @@ def nice_scale(low: float, high: float, most: int) -> Scale:
 
 
 def log_scale(low: float, high: float, most: int) -> Scale:
-    """The same with exponents; `low` is more than zero."""
+    """Return the same with exponents; `low` is more than zero."""
     first, last = math.log10(low), math.log10(high)
     if last - first < 1e-6:
         first, last = first - 0.05, last + 0.05
@@ -96,7 +96,7 @@ def log_scale(low: float, high: float, most: int) -> Scale:
 
 
 def labels_of(ticks: Sequence[float], digits: int) -> tuple[str, ...]:
-    """The numbers as they stand at the axis, all with as many digits."""
+    """Return the numbers as they stand at the axis, all with as many digits."""
     labels = tuple(f"{tick:.{digits}f}" for tick in ticks)
     if max(map(len, labels), default=0) > _MAX_LABEL:
         return tuple(f"{tick:.1e}".replace("e-0", "e-").replace("e+0", "e") for tick in ticks)
@@ -117,7 +117,7 @@ def _short(value: float) -> str:
 
 
 def _nice(value: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    """Return the next of 1, 2, 2.5, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     for factor in (1.0, 2.0, 2.5, 5.0, 10.0):
         if value <= factor * power * (1 + 1e-9):

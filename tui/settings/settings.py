@@ -211,7 +211,7 @@ def _in_words(key: str, error: ErrorDetails) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A value as it is written in the file."""
+    """Return a value as it is written in the file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -220,7 +220,7 @@ def text_of(value: Any) -> str:
 
 
 def as_file() -> str:
-    """A settings file with every key, its help and its default, all of them comments."""
+    """Return a settings file with every key, its help and its default, all of them comments."""
     parts = ["# Settings of fsdp-tui. Uncomment a line to change it."]
     for name, field in Settings.model_fields.items():
         value = text_of(field.get_default(call_default_factory=True))

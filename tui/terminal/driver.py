@@ -124,7 +124,7 @@ class GovernedDriver(LinuxDriver):
         super().process_message(message)
 
     def _shortened(self, data: str) -> str:
-        """What of it is to be sent now."""
+        """Return what of it is to be sent now."""
         if data == SYNC_START:
             self._before_picture = data
             return ""
@@ -186,7 +186,7 @@ class GovernedDriver(LinuxDriver):
 
 
 def writable(text: str) -> str:
-    """The text as UTF-8 can have it; names of files may hold bytes that are none. Pure."""
+    """Return the text as UTF-8 can have it; names of files may hold bytes that are none. Pure."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 

@@ -147,7 +147,7 @@ class TerminalCells:
 
 
 def _near(cells: list[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last of cells that are written together; there is at least one."""
+    """Yield the first and the last of cells that are written together; there is at least one."""
     first = last = cells[0]
     for cell in cells:
         if cell - last > _NEAR:
@@ -170,7 +170,10 @@ def change_of_style(before: str, after: str) -> str:
 
 
 def _parts(style: str) -> dict[str, str] | None:
-    """What a style sets, by kind: text colour, background, each attribute. None if not sure."""
+    """Return what a style sets, by kind.
+
+    Text colour, background, each attribute. None if not sure.
+    """
     codes = style.split(";") if style else []
     parts: dict[str, str] = {}
     at = 0

@@ -43,7 +43,7 @@ class Model:
 
 
 def parameters(count: int) -> str:
-    """A number of parameters: `11.9 B`, `141.6 M`, `512`."""
+    """Return a number of parameters: `11.9 B`, `141.6 M`, `512`."""
     for unit, name in _UNITS:
         if count >= unit * 0.9995:  # what would be rounded up to 1000
             return f"{count / unit:.{1 if count < 999.5 * unit else 0}f} {name}"

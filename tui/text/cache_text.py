@@ -21,7 +21,7 @@ _MOST_TITLE: Final = 48
 
 
 def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
-    """A heading, and a row for each cache; what does not fit is cut at the right.
+    """Return a heading, and a row for each cache; what does not fit is cut at the right.
 
     Args:
         caches: In the order of the rows; at least one.

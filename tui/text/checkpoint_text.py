@@ -90,7 +90,7 @@ def resume_question(plan: Plan) -> tuple[str, str]:
 
 
 def resumed(job: Job) -> str:
-    """What came of it."""
+    """Return what came of it."""
     return f"job {job.id} is {job.state}: {job.reason}"
 
 

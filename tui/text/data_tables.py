@@ -26,7 +26,7 @@ _BAR: Final = 16  # columns
 
 
 def data_text(report: Mapping[str, Any], *, width: int = 80, every_file: bool = False) -> str:
-    """The whole report.
+    """Return the whole report.
 
     Args:
         report: The report.
@@ -82,7 +82,7 @@ def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
-    """A table with some columns to the right, as numbers should stand."""
+    """Return a table with some columns to the right, as numbers should stand."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     first, *rest = (
         [cell.rjust(widths[i]) if i in numbers else cell for i, cell in enumerate(line)]

@@ -61,7 +61,7 @@ def _epoch(report: Mapping[str, Any]) -> str:
 
 
 def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The totals, each with a name."""
+    """Return the totals, each with a name."""
     skipped, longest = len(report["skipped"]), report["longest"]
     captions = some(report["texts"], "unique caption")
     most = report.get("most_drawn", 1.0)
@@ -95,7 +95,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def headlines(report: Mapping[str, Any]) -> tuple[str, str]:
-    """The totals in two lines that fit 80 columns: the samples, and an epoch of them."""
+    """Return the totals in two lines that fit 80 columns: the samples, and an epoch of them."""
     skipped, longest = len(report["skipped"]), report["longest"]
     samples = [
         some(report["samples"], "sample") + _of_images(report),
@@ -169,7 +169,7 @@ def some(count: int, what: str) -> str:
 
 
 def plain_bar(row: Row) -> str:
-    """The characters of a bar, without the rest of its line where it is empty."""
+    """Return the characters of a bar, without the rest of its line where it is empty."""
     return "".join(span.text for span in row if span.role != "faint")
 
 

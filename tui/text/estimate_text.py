@@ -42,7 +42,7 @@ def verdict(fit: Fit) -> str:
 
 
 def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
-    """A row for each strategy and number of ranks, a column for each kind of GPU."""
+    """Return a row for each strategy and number of ranks, a column for each kind of GPU."""
     rooms = next((fits for _, fits in rows if fits), ())
     head = (
         "strategy",
@@ -66,7 +66,7 @@ def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
 
 
 def phases_text(predicted: Predicted) -> str:
-    """The phases with what they are made of, in GiB."""
+    """Return the phases with what they are made of, in GiB."""
     head = ("phase (GiB)", "peak", *_PARTS)
     rows = [
         (
@@ -86,7 +86,7 @@ def phases_text(predicted: Predicted) -> str:
 
 
 def steps_text(steps: Sequence[Step]) -> str:
-    """The ladder, each step with what it changes."""
+    """Return the ladder, each step with what it changes."""
     lines = []
     for number, step in enumerate(steps, 1):
         changed = ", ".join(f"{key}: {word(value)}" for key, value in step.changes.items())
@@ -99,7 +99,7 @@ def steps_text(steps: Sequence[Step]) -> str:
 
 
 def word(value: Any) -> str:
-    """A value as a job file has it."""
+    """Return a value as a job file has it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -167,12 +167,12 @@ def measured_text(measured: Measured, compared: Sequence[Compared]) -> str:
 
 
 def paragraph(text: str, width: int) -> str:
-    """A note, wrapped."""
+    """Return a note, wrapped."""
     return textwrap.fill(text, width, initial_indent="- ", subsequent_indent="  ")
 
 
 def nodes_text(moves: Sequence[Across], gigabits: float, step: float | None) -> str:
-    """What several machines move in a step, and whether they are faster than move."""
+    """Return what several machines move in a step, and whether they are faster than move."""
     rows = []
     for move in moves:
         if step is None:

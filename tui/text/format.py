@@ -27,7 +27,7 @@ Row = tuple[Span, ...]
 
 
 def state_text(state: str, reason: str) -> str:
-    """A job's state and why; a reason that begins with the state says both."""
+    """Return a job's state and why; a reason that begins with the state says both."""
     if not reason:
         return str(state)
     return reason if reason.split()[:1] == [state] else f"{state}: {reason}"
@@ -119,7 +119,10 @@ def right(text: str, width: int) -> str:
 
 
 def bar(fraction: float | None, width: int, role: str = "bar") -> Row:
-    """A bar of `width` cells in half-cell steps; the shape says it too, not only the colour."""
+    """Return a bar of `width` cells in half-cell steps.
+
+    The shape says it too, not only the colour.
+    """
     if width <= 0:
         return ()
     if fraction is None:
@@ -136,19 +139,22 @@ _HEIGHTS: Final = "▁▂▃▄▅▆▇██"  # by eighths, of which a hundre
 
 
 def sparkline(shares: Sequence[float | None], width: int) -> str:
-    """The newest percentages as `width` columns of eight heights; a gap where none is known."""
+    """Return the newest percentages as `width` columns of eight heights.
+
+    A gap where none is known.
+    """
     newest = shares[len(shares) - width :] if len(shares) > width else shares
     marks = [" " if share is None else _HEIGHTS[min(8, int(share * 8 / 100))] for share in newest]
     return "".join(marks).rjust(width)
 
 
 def load_role(fraction: float | None) -> str:
-    """The role of a memory bar by how full it is."""
+    """Return the role of a memory bar by how full it is."""
     if fraction is None or fraction < 0.85:
         return "bar"
     return "warn" if fraction < 0.95 else "bad"
 
 
 def plain(row: Sequence[Span]) -> str:
-    """The characters of a row without its roles."""
+    """Return the characters of a row without its roles."""
     return "".join(span.text for span in row)

@@ -89,7 +89,7 @@ def describe(job: Mapping[str, Any]) -> str:
 
 
 def batch_line(samples: int, forwards: int | None) -> str:
-    """What a step sees: `8 samples per step, 4 forwards on each rank`."""
+    """Return what a step sees: `8 samples per step, 4 forwards on each rank`."""
     words = f"{samples} sample{'s' * (samples != 1)} per step"
     return f"{words}, {forwards} forwards on each rank" if (forwards or 1) > 1 else words
 
@@ -109,7 +109,7 @@ def slurm_line(facts: Mapping[str, Any]) -> str:
 
 
 def validation_line(measured: Sequence[Sequence[Any]]) -> str:
-    """The loss on what is held out, the newest first: `0.231 at step 40; 0.245 at 20`."""
+    """Return the loss on what is held out, the newest first: `0.231 at step 40; 0.245 at 20`."""
     newest, *before = reversed([(number(loss), step) for step, loss in measured])
     return "; ".join(
         [f"{newest[0]} at step {newest[1]}", *(f"{loss} at {step}" for loss, step in before)]
@@ -117,7 +117,7 @@ def validation_line(measured: Sequence[Sequence[Any]]) -> str:
 
 
 def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
-    """The most that any rank took in each phase: `load 1.2 GiB · forward 3.4 GiB`."""
+    """Return the most that any rank took in each phase: `load 1.2 GiB · forward 3.4 GiB`."""
     what = "resident" if measure == "rss" else measure
     each = " · ".join(f"{phase} {size(max(ranks))}" for phase, ranks in peaks.items())
     return f"{each} ({what}, peak of any rank)"
@@ -139,7 +139,10 @@ def prediction_lines(
 
 
 def memory_table(peaks: Mapping[str, Sequence[int]]) -> str:
-    """A row for each phase, a column for each rank; of many ranks, the least and the most."""
+    """Return a row for each phase, a column for each rank.
+
+    Of many ranks, the least and the most.
+    """
     ranks = len(next(iter(peaks.values()), ()))
     if ranks <= _MOST_RANK_COLUMNS:
         head = ("phase", *(f"rank {rank}" for rank in range(ranks)))
@@ -185,7 +188,7 @@ def _when(t: float) -> str:
 
 
 def gpu_facts(gpu: Gpu, claims: Mapping[str, int]) -> dict[str, Any]:
-    """A GPU as scripts see it (`gpus --json`)."""
+    """Return a GPU as scripts see it (`gpus --json`)."""
     return {
         "index": gpu.index,
         "uuid": gpu.uuid,

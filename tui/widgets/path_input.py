@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def complete_path(text: str, suffixes: Sequence[str] | None = ()) -> str | None:
-    """The text with the last part of its path completed; None when nothing begins so.
+    """Return the text with the last part of its path completed; None when nothing begins so.
 
     Reads the disk. Directories come first and end with a slash; `~` and `$VAR` stay as typed.
 
@@ -80,7 +80,10 @@ class PathSuggester(Suggester):
 
 
 async def in_daemon(look: Callable[[], Any]) -> Any:
-    """The result of a function in a thread that the program's end does not wait for; or None."""
+    """Return the result of a function in a thread that the program's end does not wait for.
+
+    Or None.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

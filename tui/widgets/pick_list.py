@@ -39,11 +39,11 @@ class PickList(Lines, can_focus=True):
         raise NotImplementedError
 
     def table(self, width: int) -> Sequence[Row]:
-        """The heading, and a row for each; only asked for when there are some."""
+        """Return the heading, and a row for each; only asked for when there are some."""
         raise NotImplementedError
 
     def nothing(self) -> Sequence[Row]:
-        """The rows shown when the list is empty."""
+        """Return the rows shown when the list is empty."""
         return []
 
     def highlight(self, index: int) -> None:

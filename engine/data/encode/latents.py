@@ -61,13 +61,13 @@ class LatentKeys:
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def beginning(self, sample: int, view: int) -> str:
-        """The key of a view of a video's first frame, followed by gray ones."""
+        """Return the key of a view of a video's first frame, followed by gray ones."""
         item = self._index.samples[sample]
         facts = view_of(item, view, self._spec).facts() | {"beginning": item.bucket[2]}
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def reference(self, sample: int, view: int, number: int) -> str:
-        """The key of what is shown of a conditioning image beside a view of its sample."""
+        """Return the key of what is shown of a conditioning image beside a view of its sample."""
         item = self._index.samples[sample]
         reference = item.references[number]
         seen = reference_view(reference, item, view_of(item, view, self._spec))
@@ -124,7 +124,7 @@ def prepare_latents(
 
 
 def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
-    """A view of a sample, in [-1, 1]: `(1, 3, H, W)`, for videos `(1, 3, F, H, W)`.
+    """Return a view of a sample, in [-1, 1]: `(1, 3, H, W)`, for videos `(1, 3, F, H, W)`.
 
     Raises:
         UserError: The file changed after it was indexed.
@@ -154,7 +154,7 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
 
 
 def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Image:
-    """A conditioning image as it is.
+    """Return a conditioning image as it is.
 
     Raises:
         UserError: The file changed after it was indexed.
@@ -168,7 +168,7 @@ def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Ima
 
 
 def first_picture(sample: Sample, view: View, spec: DataKeys) -> Image.Image:
-    """A view of a video's first frame.
+    """Return a view of a video's first frame.
 
     Raises:
         UserError: The file changed after it was indexed.

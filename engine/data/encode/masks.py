@@ -56,7 +56,7 @@ class LossWeights:
         self.active = self.masked or any(weight != 1 for weight in self._weights)
 
     def of(self, number: int, view: int, latents: torch.Tensor) -> torch.Tensor:
-        """What the errors of a sample are multiplied with, fp32, on the CPU.
+        """Return what the errors of a sample are multiplied with, fp32, on the CPU.
 
         Args:
             number: Of the sample.
@@ -92,7 +92,7 @@ def normalised(mask: torch.Tensor, unmasked: float) -> torch.Tensor:
 def mask_key(
     cache: TensorCache, sample: Sample, view: int, cells: tuple[int, int], spec: DataKeys
 ) -> str:
-    """The name of a mask in the cache."""
+    """Return the name of a mask in the cache."""
     return cache.key(
         mask=sample.mask,
         alpha=not sample.mask_path,
@@ -147,7 +147,7 @@ def prepare_masks(
 
 
 def cells_of(sample: Sample, view: int, cells: tuple[int, int], spec: InputKeys) -> torch.Tensor:
-    """A view of a sample's mask, averaged over each cell: `(h, w)`, from 0 to 1.
+    """Return a view of a sample's mask, averaged over each cell: `(h, w)`, from 0 to 1.
 
     Raises:
         UserError: The mask changed after it was indexed.

@@ -19,7 +19,7 @@ _LARGEST_PIECE: Final = 16  # files that a rank takes at once to make
 
 
 def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[str]:
-    """The keys that have no sound file, in their order, the same list on every rank.
+    """Return the keys that have no sound file, in their order, the same list on every rank.
 
     Each file is read by one of the ranks and its checksum compared; damaged ones are removed and
     named in a warning.

@@ -50,7 +50,7 @@ class TensorCache:
         self.root.mkdir(parents=True, exist_ok=True)
 
     def key(self, **facts: Any) -> str:
-        """The name for content that these facts decide; they must be JSON values."""
+        """Return the name for content that these facts decide; they must be JSON values."""
         text = json.dumps({"schema": _SCHEMA, **facts}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:40]
 
@@ -110,7 +110,7 @@ class TensorCache:
                 aside.unlink(missing_ok=True)
 
     def read(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors of a file that was there when the job began.
+        """Return the tensors of a file that was there when the job began.
 
         Raises:
             CacheError: It has gone or is damaged; a damaged one is removed, so that the next

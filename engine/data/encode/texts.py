@@ -91,7 +91,7 @@ class Texts(Protocol):
     ahead: bool
 
     def encoded(self, text: Text) -> dict[str, torch.Tensor]:
-        """What the family's `encode` makes of a text, without a batch dimension."""
+        """Return what the family's `encode` makes of a text, without a batch dimension."""
         ...
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class TrainedTexts:
         run.telemetry.say("the text encoders stay in memory: LoRAs are trained on them")
 
     def together(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
-        """What the family's `encode` makes of texts, each `(B, …)`, on the device.
+        """Return what the family's `encode` makes of texts, each `(B, …)`, on the device.
 
         With gradients, unless they are off.
         """

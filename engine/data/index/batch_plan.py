@@ -247,17 +247,17 @@ class BatchPlan:
         return max(enough if whole > affordable else whole * math.ceil(enough / whole), 1)
 
     def _rng(self, *key: object) -> np.random.RandomState:
-        """A generator of its own for each key; numpy never changes what this kind draws."""
+        """Return a generator of its own for each key; numpy never changes what this kind draws."""
         words = hashlib.sha256(":".join(map(str, (self.seed, *key))).encode()).digest()
         return np.random.RandomState(np.frombuffer(words, "<u4"))
 
     def _order(self, dataset: int, turn: int) -> IntArray:
-        """A dataset's samples, in the order in which they come for the `turn`-th time."""
+        """Return a dataset's samples, in the order in which they come for the `turn`-th time."""
         order = self._rng("order", dataset, turn).permutation(self.shares[dataset].samples)
         return order + self._first[dataset]
 
     def _fresh(self, epoch: int) -> IntArray:
-        """An epoch's draws in the order of the stream, `(n, 2)`: sample and turn.
+        """Return an epoch's draws in the order of the stream, `(n, 2)`: sample and turn.
 
         Each dataset comes in one shuffled pass after the other, in as many equal stretches of the
         epoch as it has draws, so that datasets mix evenly.
@@ -289,7 +289,7 @@ class BatchPlan:
         return counts
 
     def _waiting(self, epoch: int) -> IntArray:
-        """The draws that wait for others of their bucket when an epoch begins, `(n, 2)`."""
+        """Return the draws that wait for others of their bucket when an epoch begins, `(n, 2)`."""
         missing = self._drawn_before(epoch) % self.micro_batch
         parts: list[IntArray] = []
         while missing.any():
@@ -356,7 +356,7 @@ class BatchPlan:
         return np.sort(np.array((chosen + doubles)[:count]))
 
     def _window(self, step: int) -> tuple[int, list[tuple[Draw, ...]]]:
-        """The window of a step: its first step, and what its steps train on."""
+        """Return the window of a step: its first step, and what its steps train on."""
         number = int(self.epoch(step) / self._round_epochs)
         while (begin := self._emitted_before(number) // self._per_step) > step:
             number -= 1

@@ -35,7 +35,7 @@ def texts_of(written: Sequence[str], spec: DataKeys, trigger: str | None) -> tup
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:
-    """The caption with the trigger word in its place, or in front where it has none."""
+    """Return the caption with the trigger word in its place, or in front where it has none."""
     if not trigger:
         return caption
     caption = caption.replace(TRIGGER, trigger)
@@ -45,7 +45,7 @@ def with_trigger(caption: str, trigger: str | None) -> str:
 
 
 def prompt_text(prompt: str, spec: DataKeys) -> str:
-    """A prompt to sample; it is the person's own, so only `[trigger]` is replaced."""
+    """Return a prompt to sample; it is the person's own, so only `[trigger]` is replaced."""
     return prompt.replace(TRIGGER, spec.trigger_word) if spec.trigger_word else prompt
 
 
@@ -59,7 +59,7 @@ def _captions(written: Sequence[str], spec: DataKeys) -> list[str]:
 
 
 def _orders(caption: str, spec: DataKeys, has_trigger: bool) -> list[str]:
-    """The caption as written, and with its parts in other orders if the job wants that."""
+    """Return the caption as written, and with its parts in other orders if the job wants that."""
     if not spec.shuffle_captions:
         return [caption]
     parts = [part.strip() for part in caption.split(_SEPARATOR) if part.strip()]

@@ -221,7 +221,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
 
 
 def read_reference(reference: Reference, sample: Sample, spec: InputKeys) -> bytes:
-    """The file of a sample's conditioning image.
+    """Return the file of a sample's conditioning image.
 
     Raises:
         OSError: It is gone or cannot be read.
@@ -230,7 +230,7 @@ def read_reference(reference: Reference, sample: Sample, spec: InputKeys) -> byt
 
 
 def read_content(sample: Sample, spec: InputKeys, column: str | None = None) -> bytes:
-    """The sample's file, or what its row has in another column.
+    """Return the sample's file, or what its row has in another column.
 
     Raises:
         OSError: It is gone or cannot be read.
@@ -268,7 +268,7 @@ class Fitting:
         self._first_frame = dataset.first_frame or self._only_first
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
-        """A sample for each resolution that it is trained at, or why it is skipped."""
+        """Return a sample for each resolution that it is trained at, or why it is skipped."""
         if isinstance(facts, str):
             return facts
         if why := self._buckets.why_unfit(facts.width, facts.height):
@@ -333,7 +333,7 @@ class Fitting:
 
 
 def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
-    """What is in a file, or why it cannot be used."""
+    """Return what is in a file, or why it cannot be used."""
     try:
         stamp = stamp_of(entry.path) if entry.row is None else table_of(dataset).stamp_of(entry.row)
         facts = memo.get(entry.name, stamp) if stamp else None
@@ -351,7 +351,7 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
 
 
 def _look_beside(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
-    """The same with what is in its conditioning images, or why one cannot be used."""
+    """Return the same with what is in its conditioning images, or why one cannot be used."""
     beside = []
     for place in entry.references:
         name = f"{entry.name}:{place.column}" if place.column else place.path

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 
 def weight_of(sample: Sample, dataset: Dataset, spec: DataKeys) -> float:
-    """The weight of a sample's loss: its own, its dataset's and that of its role, multiplied."""
+    """Return the weight of a sample's loss.
+
+    Its own, its dataset's and that of its role, multiplied.
+    """
     prior = spec.prior_loss_weight if dataset.regularization else 1.0
     return sample.loss_weight * dataset.loss_weight * prior
 
 
 def weights_of(samples: Sequence[Sample], spec: InputKeys) -> list[float]:
-    """The weight of each sample."""
+    """Return the weight of each sample."""
     datasets = datasets_of(spec)
     return [weight_of(sample, datasets[sample.dataset], spec) for sample in samples]

@@ -82,7 +82,7 @@ class ReferenceView:
     flip: bool
 
     def facts(self) -> dict[str, Any]:
-        """What of it decides the pixels, as JSON values."""
+        """Return what of it decides the pixels, as JSON values."""
         return {
             "box": list(self.box),
             "scaled": list(self.scaled),
@@ -100,7 +100,7 @@ def placed(
     takes: References,
     side: int | None,
 ) -> Reference:
-    """A conditioning image with its size.
+    """Return a conditioning image with its size.
 
     Args:
         place: Where it is.
@@ -133,7 +133,7 @@ def placed(
 
 
 def reference_view(reference: Reference, sample: Sample, view: View) -> ReferenceView:
-    """What of a conditioning image is shown beside a view of its sample."""
+    """Return what of a conditioning image is shown beside a view of its sample."""
     box = (0, 0, reference.width, reference.height)
     if reference.aligned:
         seen = shown(sample, replace(view, flip=False))
@@ -161,14 +161,14 @@ def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
 
 
 def as_seen(picture: Image.Image, view: ReferenceView, size: tuple[int, int]) -> Image.Image:
-    """What a text encoder sees of the same, at its size."""
+    """Return what a text encoder sees of the same, at its size."""
     return fit_reference(picture, replace(view, scaled=size, size=size))
 
 
 def fit_whole(
     picture: Image.Image, fit: Callable[[int, int, int | None], Fit], side: int | None
 ) -> Image.Image:
-    """A prompt's conditioning image, whole, as a pipeline would show it."""
+    """Return a prompt's conditioning image, whole, as a pipeline would show it."""
     fitted = fit(*picture.size, side)
     box = (0, 0, *picture.size)
     return fit_reference(picture, ReferenceView(box, *fitted, flip=False))

@@ -33,7 +33,7 @@ class View:
     flip: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """What of it decides the pixels, as JSON values."""
+        """Return what of it decides the pixels, as JSON values."""
         return {"size": list(self.size), "centre": self.centre, "flip": self.flip}
 
 
@@ -43,7 +43,7 @@ def count_views(spec: DataKeys) -> int:
 
 
 def view_of(sample: Sample, number: int, spec: DataKeys) -> View:
-    """The view with this number, one of `count_views`.
+    """Return the view with this number, one of `count_views`.
 
     Cuts are spread evenly over the image, shifted by what is drawn from its content, so that
     they are the same in every job.
@@ -77,7 +77,7 @@ class Shown(NamedTuple):
 
 
 def shown(sample: Sample, view: View) -> Shown:
-    """What a view shows of a sample."""
+    """Return what a view shows of a sample."""
     factor = enlargement(sample.width, sample.height, view.size)
     beyond = (sample.width * factor - view.size[0], sample.height * factor - view.size[1])
     across = 1 - view.centre if view.flip else view.centre
@@ -97,7 +97,7 @@ def fit(picture: Image.Image, view: View) -> Image.Image:
 
 
 def cut_share(width: int, height: int, size: tuple[int, int]) -> float:
-    """The share of an image's area that is cut off."""
+    """Return the share of an image's area that is cut off."""
     factor = enlargement(width, height, size)
     return 1 - size[0] * size[1] / (width * height * factor * factor)
 

@@ -33,7 +33,7 @@ def cache_root(spec: DataKeys) -> Path:
 
 
 def folder_of(spec: JobSpec, model_root: Path) -> Path:
-    """The folder of a job's class images."""
+    """Return the folder of a job's class images."""
     facts = {
         "made": _MADE,
         "model": fingerprint(model_root),
@@ -61,13 +61,13 @@ def _modulation(spec: JobSpec) -> list[str]:
 
 
 def numbers_in(folder: Path) -> set[int]:
-    """The numbers of the images that are complete."""
+    """Return the numbers of the images that are complete."""
     paths = (path for path in folder.glob("[0-9]*.png") if path.with_suffix(".json").is_file())
     return {int(path.stem) for path in paths if path.stem.isdecimal()}
 
 
 def with_class_images(spec: JobSpec, folder: Path) -> JobSpec:
-    """The job with its class images as one more dataset."""
+    """Return the job with its class images as one more dataset."""
     sides = list(all_resolutions(spec))
     made = Dataset(path=str(folder), regularization=True, resolution=sides)
     return spec.model_copy(update={"dataset": "", "datasets": [*datasets_of(spec), made]})

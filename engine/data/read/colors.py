@@ -22,7 +22,7 @@ class RangeError(ValueError):
 def to_rgb(
     picture: Image.Image, bits: int = 8, *, white_is_zero: bool = False
 ) -> tuple[Image.Image, set[str]]:
-    """A loaded image of any mode in 8-bit RGB, and the notes about what that took.
+    """Return a loaded image of any mode in 8-bit RGB, and the notes about what that took.
 
     Args:
         picture: Its `info` may hold a profile and a transparent color.
@@ -64,12 +64,12 @@ def to_rgb(
 
 
 def opacity_of(picture: Image.Image) -> Image.Image | None:
-    """The alpha channel of a loaded image; None where it is opaque all over."""
+    """Return the alpha channel of a loaded image; None where it is opaque all over."""
     return _split_opacity(picture)[1]
 
 
 def _split_opacity(picture: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """The image without its alpha channel, and that channel unless it is opaque all over."""
+    """Return the image without its alpha channel, and that channel unless it is opaque all over."""
     if picture.mode in ("P", "PA"):
         picture = picture.convert("RGBA")
     elif picture.mode in ("La", "RGBa"):  # colors are stored multiplied by their opacity
@@ -119,7 +119,7 @@ def _from_floats(picture: Image.Image, white_is_zero: bool) -> Image.Image:
 
 @lru_cache(maxsize=32)
 def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
-    """The transform of images of a mode with this profile to sRGB.
+    """Return the transform of images of a mode with this profile to sRGB.
 
     Returns:
         None where there is nothing to do: the profile is broken, belongs to images of another mode,

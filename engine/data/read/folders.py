@@ -141,7 +141,7 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
 
 
 def _shown(path: Path, root: Path) -> str:
-    """The path below a folder, such that it can be printed: file names need not be UTF-8."""
+    """Return the path below a folder, such that it can be printed: file names need not be UTF-8."""
     name = os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
@@ -149,7 +149,7 @@ def _shown(path: Path, root: Path) -> str:
 def captions_in(
     record: Mapping[str, Any], dataset: Dataset, *, where: str
 ) -> tuple[str, ...] | None:
-    """The captions of a row: a text, or a list of texts.
+    """Return the captions of a row: a text, or a list of texts.
 
     Raises:
         UserError: The column that the dataset names is not there.
@@ -195,7 +195,7 @@ def _captions_of(
 
 
 def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
-    """What metadata files say of a file, by its name with or without a suffix."""
+    """Return what metadata files say of a file, by its name with or without a suffix."""
     if not rows:
         return otherwise
     name = same_name(os.path.normpath(path))
@@ -203,7 +203,7 @@ def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
 
 
 def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:
-    """The caption of a `.json` beside an image, as other trainers and taggers write it."""
+    """Return the caption of a `.json` beside an image, as other trainers and taggers write it."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -214,7 +214,7 @@ def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:
 
 
 def _record_captions(record: dict[str, Any]) -> tuple[str, ...] | None:
-    """The captions of an object, or else its tags."""
+    """Return the captions of an object, or else its tags."""
     if captions := captions_in(record, _ANY, where=""):
         return captions
     tags = record.get("tags")

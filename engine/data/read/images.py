@@ -112,7 +112,7 @@ def look(content: bytes) -> Look:
 
 
 def decode(content: bytes) -> Image.Image:
-    """The image in 8-bit RGB, as displayed; of several frames, the first.
+    """Return the image in 8-bit RGB, as displayed; of several frames, the first.
 
     It no longer has a profile or an orientation, so that a saved copy looks the same.
 
@@ -127,7 +127,7 @@ def decode(content: bytes) -> Image.Image:
 
 
 def decode_opacity(content: bytes) -> Image.Image | None:
-    """The alpha channel, as displayed, 8-bit; None where all is opaque.
+    """Return the alpha channel, as displayed, 8-bit; None where all is opaque.
 
     Raises:
         PictureError: The image cannot be used; `decode` would raise the same.

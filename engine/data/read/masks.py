@@ -66,7 +66,7 @@ def separate_masks(source: Source, dataset: Dataset) -> tuple[Source, dict[Path,
 
 
 def _of_folder(folder: Path, images: Path) -> dict[str, Path]:
-    """The masks in a folder, by the stems of their images below another folder."""
+    """Return the masks in a folder, by the stems of their images below another folder."""
     if not folder.is_dir():
         raise UserError(f"no such folder of masks: {folder}")
     masks = {}
@@ -92,7 +92,7 @@ def names_mask(name: str, stems: Collection[str]) -> bool:
 
 
 def read_mask(content: bytes, *, alpha: bool) -> Image.Image | None:
-    """A mask in 8-bit gray, as displayed; None where an image has no transparency.
+    """Return a mask in 8-bit gray, as displayed; None where an image has no transparency.
 
     Where the mask's own file is transparent, the mask is black.
 
@@ -154,7 +154,7 @@ def mask_of(
     spec: DataKeys,
     file: Path | None,
 ) -> tuple[str, str] | str:
-    """The digest and file of an entry's mask, both "" if there is none; or why it is unfit.
+    """Return the digest and file of an entry's mask, both "" if there is none; or why it is unfit.
 
     Args:
         entry: An image.

@@ -43,7 +43,7 @@ class Memo:
         self._saved = time.monotonic()
 
     def get(self, name: str, stamp: str) -> Any:
-        """The facts about a file, or None when it is new or has changed."""
+        """Return the facts about a file, or None when it is new or has changed."""
         entry = self._kept.get(name)
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
             return None
@@ -74,7 +74,7 @@ class Memo:
 
 
 def stamp_of(path: Path) -> str:
-    """What changes when a file does; empty while it is too fresh to be trusted.
+    """Return what changes when a file does; empty while it is too fresh to be trusted.
 
     Raises:
         OSError: There is no such file.

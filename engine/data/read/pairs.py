@@ -22,7 +22,9 @@ _MISSING = "no conditioning image"
 
 
 def pair(source: Source, dataset: Dataset) -> Source:
-    """The source with the conditioning images of each entry; an entry that lacks one has a problem.
+    """Return the source with the conditioning images of each entry.
+
+    An entry that lacks one has a problem.
 
     Args:
         source: What the dataset offers; in a folder, its conditioning images too.

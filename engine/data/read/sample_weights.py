@@ -16,7 +16,9 @@ _MOST: Final = 1000.0  # as the `loss_weight` of a dataset
 
 
 def weight_in(record: Mapping[str, Any], dataset: Dataset, *, where: str) -> tuple[float, str]:
-    """The weight of a row, 1 where its cell is empty; and what is wrong with it, if anything.
+    """Return the weight of a row, 1 where its cell is empty.
+
+    And what is wrong with it, if anything.
 
     Raises:
         UserError: The column that the dataset names is not there.

@@ -82,7 +82,7 @@ class Table:
             yield from batch.to_pylist()
 
     def content(self, row: int) -> bytes:
-        """The file of a row's image.
+        """Return the file of a row's image.
 
         Raises:
             RowError: There is none.
@@ -99,7 +99,9 @@ class Table:
         return path.read_bytes()
 
     def stamp_of(self, row: int) -> str:
-        """What changes when a row's image may have; empty while it is too fresh to be trusted.
+        """Return what changes when a row's image may have.
+
+        Empty while it is too fresh to be trusted.
 
         Raises:
             OSError: The row names a file that is not there.
@@ -120,7 +122,7 @@ class Table:
         return self._pictures[row].column(0)[0]
 
     def _path(self, cell: Any) -> Path | None:
-        """The file that a cell names; None if it names none."""
+        """Return the file that a cell names; None if it names none."""
         name = cell.get("path") if isinstance(cell, dict) else None
         return self.root / name if isinstance(name, str) and name else None
 
@@ -143,7 +145,7 @@ _tables: dict[tuple[str, str | None, str | None], Table] = {}
 
 
 def open_table(path: str, split: str | None, image_column: str | None) -> Table:
-    """The table in a directory; opened once in a process.
+    """Return the table in a directory; opened once in a process.
 
     Raises:
         UserError: The library is missing, the directory is damaged or has no such split or column,
@@ -157,12 +159,12 @@ def open_table(path: str, split: str | None, image_column: str | None) -> Table:
 
 
 def table_of(dataset: Dataset, column: str | None = None) -> Table:
-    """The dataset's table, or another column of it; raises as `open_table` does."""
+    """Return the dataset's table, or another column of it; raises as `open_table` does."""
     return open_table(dataset.path, dataset.split, column or dataset.image_column)
 
 
 def read_table(dataset: Dataset) -> Source:
-    """The rows of a table.
+    """Return the rows of a table.
 
     Raises:
         UserError: As `open_table`, or the caption column is not there.
@@ -248,7 +250,7 @@ def _open_parquet(root: Path, split: str | None) -> _Opened:
 
 
 def split_files(root: Path) -> dict[str, list[Path]]:
-    """The parquet files below a directory by the split that they belong to, "" for none.
+    """Return the parquet files below a directory by the split that they belong to, "" for none.
 
     A split is named by a file (`train-00000-of-00002.parquet`, `test.parquet`) or by its folder
     (`default/train/0000.parquet`). Any other name (`0000.parquet`, `cats.parquet`) is of no split.
@@ -268,7 +270,7 @@ def split_files(root: Path) -> dict[str, list[Path]]:
 
 
 def _choose(root: Path, names: list[str], split: str | None) -> str:
-    """The split to train on."""
+    """Return the split to train on."""
     if split is None:
         if _TRAIN not in names and len(names) > 1:
             raise UserError(
@@ -294,7 +296,9 @@ def _count(paths: list[Path], what: str, others: Counter[str]) -> None:
 
 
 def _copy(root: Path, split: str, files: list[Path]) -> Path:
-    """The Arrow file with the rows of parquet files; made unless there is one of these files.
+    """Return the Arrow file with the rows of parquet files.
+
+    Made unless there is one of these files.
 
     Raises:
         UserError: The cache is full or cannot be written, or the files do not fit together.
@@ -342,7 +346,7 @@ def _write(copy: Path, part: Path, batches: Iterator[Any]) -> None:
 
 
 def _batches(root: Path, files: list[Path]) -> Iterator[Any]:
-    """An empty table with the columns of all files, then their rows, some at a time."""
+    """Yield an empty table with the columns of all files, then their rows, some at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -380,7 +384,7 @@ def _no_copy(place: Path, root: Path, why: str) -> UserError:
 
 
 def _identity(files: list[Path]) -> str:
-    """What changes when files do, however fresh they are."""
+    """Return what changes when files do, however fresh they are."""
     digest = hashlib.sha256()
     for path in files:
         status = path.stat()
@@ -390,7 +394,7 @@ def _identity(files: list[Path]) -> str:
 
 
 def _stamp(files: list[Path]) -> str:
-    """What changes when files do; empty while one of them is too fresh to be trusted."""
+    """Return what changes when files do; empty while one of them is too fresh to be trusted."""
     digest = hashlib.sha256()
     for path in sorted(files):
         stamp = stamp_of(path)

@@ -278,7 +278,7 @@ class _Canvas:
         return (self.size[1], self.size[0]) if self.swap else self.size
 
     def draw(self, frame: VideoFrame) -> np.ndarray:
-        """The frame as (H, W, 3) uint8."""
+        """Return the frame as (H, W, 3) uint8."""
         width, height = self.size
         space = None
         if frame.colorspace == _UNSPECIFIED:  # where FFmpeg takes the small one, players do this

@@ -152,7 +152,7 @@ class DataReport:
 
 
 def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
-    """The batches of the whole job, the same on every rank."""
+    """Return the batches of the whole job, the same on every rank."""
     datasets = datasets_of(spec)
     members = Counter(sample.dataset for sample in index.samples)
     shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
@@ -174,7 +174,7 @@ def _pixels(group: Any) -> int:
 
 
 def sample_texts(sample: Sample, spec: InputKeys) -> tuple[str, ...]:
-    """The texts that a sample is trained with; they take turns."""
+    """Return the texts that a sample is trained with; they take turns."""
     dataset = datasets_of(spec)[sample.dataset]
     # The trigger word is for what is learned, not for what is to stay as it is.
     trigger = None if dataset.regularization else spec.trigger_word
@@ -227,7 +227,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
 
 
 def summary(report: DataReport) -> list[str]:
-    """The report in a few lines, for a log."""
+    """Return the report in a few lines, for a log."""
     held = f" and {report.held_out} held out" if report.held_out else ""
     shown = f" of {_plural(report.images, 'image')}" if report.images != report.samples else ""
     lines = [
@@ -349,7 +349,7 @@ def _drawn_often(spec: InputKeys, plan: BatchPlan) -> list[Finding]:
 
 
 def _crowded(spec: TrainingKeys, index: DataIndex) -> list[tuple[list[Sample], str]]:
-    """The samples of shapes too rare to fill a micro-batch with different ones."""
+    """Return the samples of shapes too rare to fill a micro-batch with different ones."""
     counts = Counter(sample.group for sample in index.samples)
     rare = [s for s in index.samples if counts[s.group] < spec.train_batch_size]
     sizes = ", ".join(dict.fromkeys("x".join(map(str, s.bucket)) for s in rare[:3]))
@@ -369,7 +369,7 @@ def _images(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], str]]:
-    """The images that are too small for one of their resolutions, by that resolution."""
+    """Return the images that are too small for one of their resolutions, by that resolution."""
     missed: dict[int, list[Sample]] = {}
     if spec.resolution_mode == "each":
         every = [Buckets(spec, dataset) for dataset in datasets_of(spec)]
@@ -385,7 +385,10 @@ def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], 
 
 
 def _mask_cautions(spec: InputKeys, images: list[Sample]) -> list[tuple[list[Sample], str]]:
-    """The images that lack a mask; or those that seem to be masks, in a job without masks."""
+    """Return the images that lack a mask.
+
+    Or those that seem to be masks, in a job without masks.
+    """
     datasets = datasets_of(spec)
     if spec.masked_loss == "none":
         stems = {os.path.splitext(image.name)[0] for image in images}
@@ -438,7 +441,7 @@ def _contents(sample: Sample) -> list[str]:
 
 
 def changed_since(before: DataIndex, now: DataIndex) -> str:
-    """What differs between two indexes of a job's data; "" if nothing does."""
+    """Return what differs between two indexes of a job's data; "" if nothing does."""
     old, new = ({(s.dataset, s.name): s for s in index.samples} for index in (before, now))
     added, gone = len(new.keys() - old.keys()), len(old.keys() - new.keys())
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]

@@ -107,7 +107,7 @@ class Family(ABC):
         return getattr(diffusers, own if own in self.facts.pipelines else self.facts.pipelines[0])
 
     def transformer_class(self) -> Any:
-        """The denoiser's class."""
+        """Return the denoiser's class."""
         return getattr(diffusers, self.facts.transformer)
 
     @property
@@ -135,7 +135,7 @@ class Family(ABC):
         return self.component if self.component == "unet" else "transformer"
 
     def lora_options(self) -> dict[str, Any]:
-        """What the pipeline's `load_lora_weights` takes besides the file."""
+        """Return what the pipeline's `load_lora_weights` takes besides the file."""
         return {}
 
     @property
@@ -154,7 +154,7 @@ class Family(ABC):
     # -- text ------------------------------------------------------------------------------
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
-        """A pipeline with only what encodes prompts.
+        """Return a pipeline with only what encodes prompts.
 
         Args:
             root: The model.
@@ -172,7 +172,7 @@ class Family(ABC):
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a prompt that the cache keeps, without a batch dimension.
+        """Return the tensors of a prompt that the cache keeps, without a batch dimension.
 
         They have the names of the pipeline's own arguments for them. Where their length
         depends on the prompt, one of them is a mask, whose name has `mask` in it: in a batch,
@@ -202,7 +202,7 @@ class Family(ABC):
     # -- latents ---------------------------------------------------------------------------
 
     def load_vae(self, root: Path, dtype: torch.dtype) -> Any:
-        """The autoencoder."""
+        """Return the autoencoder."""
         _, name = _parts(root)["vae"]  # the library is not imported for being named there
         vae_class = getattr(import_module("diffusers"), name, None)
         if vae_class is None:
@@ -219,11 +219,11 @@ class Family(ABC):
         return self.normalise(vae, vae.encode(pixels).latent_dist.mode())
 
     def normalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
-        """What the VAE encodes → what the denoiser sees."""
+        """Return what the VAE encodes → what the denoiser sees."""
         return normalise(vae, latents)
 
     def denormalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
-        """What the denoiser makes → what the VAE decodes."""
+        """Return what the denoiser makes → what the VAE decodes."""
         return denormalise(vae, latents)
 
     # -- training --------------------------------------------------------------------------
@@ -254,7 +254,9 @@ class Family(ABC):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """The denoiser's prediction for noisy latents: in their shape, as the objective defines it.
+        """Return the denoiser's prediction for noisy latents.
+
+        In their shape, as the objective defines it.
 
         Args:
             transformer: The denoiser.
@@ -280,11 +282,17 @@ class Family(ABC):
         return shifts.terminal(self.facts, self._schedule)
 
     def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
-        """The denoiser's tokens for latents of this size: 2×2 cells each, unless overridden."""
+        """Return the denoiser's tokens for latents of this size.
+
+        2×2 cells each, unless overridden.
+        """
         return (height // 2) * (width // 2) * frames
 
     def sigma_range(self) -> tuple[float, float]:
-        """The sigmas that this denoiser is for; (0, 1) unless there is another for the rest."""
+        """Return the sigmas that this denoiser is for.
+
+        (0, 1) unless there is another for the rest.
+        """
         return 0.0, 1.0
 
     @property
@@ -297,7 +305,7 @@ class Family(ABC):
     def sampling_pipeline(
         self, root: Path, transformer: Any, vae: Any, /, **components: Any
     ) -> Any:
-        """The stock pipeline around a trained denoiser, without text encoders.
+        """Return the stock pipeline around a trained denoiser, without text encoders.
 
         Args:
             root: The model.
@@ -315,7 +323,7 @@ class Family(ABC):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """The pipeline's arguments to make an image, except its size, steps and noise.
+        """Return the pipeline's arguments to make an image, except its size, steps and noise.
 
         Args:
             request: The image.
@@ -343,7 +351,7 @@ class Family(ABC):
         return pipeline
 
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
-        """What the pipeline takes for conditioning images, which have their size already.
+        """Return what the pipeline takes for conditioning images, which have their size already.
 
         Args:
             pictures: At least one.
@@ -359,7 +367,7 @@ class Family(ABC):
         return self._timesteps(request.steps) * self.forwards_per_step(request)
 
     def _timesteps(self, steps: int) -> int:
-        """The denoising steps that the model's scheduler makes of a number of steps.
+        """Return the denoising steps that the model's scheduler makes of a number of steps.
 
         Some make more on a discrete schedule: PNDM one, Heun nearly twice as many.
         """
@@ -379,7 +387,7 @@ class Family(ABC):
     def decode(
         self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
     ) -> list[Image.Image]:
-        """The frames of the pipeline's latents (batch of one); an image is one frame."""
+        """Return the frames of the pipeline's latents (batch of one); an image is one frame."""
         unpacked = self.unpack(pipeline, latents, request)
         pixels = pipeline.vae.decode(self.denormalise(pipeline.vae, unpacked), return_dict=False)[0]
         if pixels.dim() == 5:
@@ -388,7 +396,7 @@ class Family(ABC):
 
 
 def _parts(root: Path) -> dict[str, tuple[str, str]]:
-    """The components that a model has: name → library and class."""
+    """Return the components that a model has: name → library and class."""
     index = read_json(root / "model_index.json") or {}
     return {
         name: (str(entry[0]), str(entry[1]))

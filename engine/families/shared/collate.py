@@ -47,7 +47,10 @@ def collate(
 
 
 def mask_of(name: str, text: Mapping[str, torch.Tensor]) -> str | None:
-    """The mask of a text's tensor; of several, the one with its number at the end of the name."""
+    """Return the mask of a text's tensor.
+
+    Of several, the one with its number at the end of the name.
+    """
     masks = [other for other in text if "mask" in other]
     if len(masks) > 1:
         masks = [mask for mask in masks if _NUMBER.findall(mask)[0] == _NUMBER.findall(name)[0]]

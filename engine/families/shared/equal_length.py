@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def equal_length(*texts: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The texts, shorter ones filled up as in a batch; their masks leave that out."""
+    """Return the texts, shorter ones filled up as in a batch; their masks leave that out."""
     batch = collate(texts)
     return [
         {name: tensor[number] for name, tensor in batch.items()} for number in range(len(texts))

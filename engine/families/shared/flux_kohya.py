@@ -59,7 +59,7 @@ _MODULATION: Final = "final_layer.adaLN_modulation.1"
 
 
 def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Module of BFL → adapter.
+    """Return module of BFL → adapter.
 
     Raises:
         UserError: A module has no counterpart in BFL's model.

@@ -31,7 +31,7 @@ def call_every_expert(transformer: torch.nn.Module) -> None:
 
 
 def _forward(experts: MOEFeedForwardSwiGLU, x: torch.Tensor) -> torch.Tensor:
-    """What the shared and the chosen experts make of tokens `(B, L, D)`.
+    """Return what the shared and the chosen experts make of tokens `(B, L, D)`.
 
     Tokens are sorted by expert once. How many each expert has is read once a block, since a block
     chooses by what the one before it made. While the host waits for that, the GPU has the shared

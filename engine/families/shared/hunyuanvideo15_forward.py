@@ -123,6 +123,6 @@ def without_waiting(transformer: Any, *, refined: bool, masked: bool) -> Iterato
 
 
 def _as_weights(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Times in the precision of the layer that they go into."""
+    """Return times in the precision of the layer that they go into."""
     times, *others = args
     return times.to(module.linear_1.weight.dtype), *others

@@ -47,7 +47,7 @@ def without_masks(transformer: Any) -> Iterator[None]:
 
 
 def refine_unmasked(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A forward pre-hook of a text's token refiner, which can do without a mask."""
+    """Return a forward pre-hook of a text's token refiner, which can do without a mask."""
     texts, times, _ = args
     return texts, times, None
 

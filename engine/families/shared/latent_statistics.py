@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def normalise(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """What the VAE encodes → what the denoiser sees, `(B, C, …)`."""
+    """Return what the VAE encodes → what the denoiser sees, `(B, C, …)`."""
     mean, scale = _statistics(vae, latents)
     return (latents - mean) * scale
 
 
 def denormalise(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """What the denoiser makes → what the VAE decodes, `(B, C, …)`."""
+    """Return what the denoiser makes → what the VAE decodes, `(B, C, …)`."""
     mean, scale = _statistics(vae, latents)
     return latents / scale + mean
 

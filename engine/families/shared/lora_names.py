@@ -57,7 +57,7 @@ class Layout:
     fused: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def rename(self, adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-        """Module of diffusers → adapter, as module of the authors → adapter.
+        """Return module of diffusers → adapter, as module of the authors → adapter.
 
         Raises:
             UserError: A module has no counterpart.
@@ -82,7 +82,7 @@ class Layout:
 
 
 def as_in_diffusers(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """The names of models whose authors' names are those of diffusers."""
+    """Return the names of models whose authors' names are those of diffusers."""
     return dict(adapters)
 
 
@@ -141,7 +141,7 @@ class ComfyUI:
 
 
 def adapters_of(layers: Mapping[str, torch.Tensor]) -> dict[str, Adapter]:
-    """Module → its adapter, of `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
+    """Return module → its adapter, of `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
     suffix = ".lora_A.weight"
     return {
         name.removesuffix(suffix): (down, layers[name.replace(".lora_A.", ".lora_B.")])
@@ -191,7 +191,7 @@ def named_singly(style: LoraStyle, shapes: Mapping[str, torch.Size]) -> dict[str
 
 
 def unnamed(module: str) -> UserError:
-    """A module that only diffusers has."""
+    """Return a module that only diffusers has."""
     return UserError(
         f"export_formats: there is no name for {module} outside diffusers",
         "remove it from lora_target_modules, or export for diffusers only",

@@ -24,7 +24,7 @@ BEGINNING: Final = "beginning"
 
 
 def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The latents of conditioning images, each `(B, C, h, w)`, in their order."""
+    """Return the latents of conditioning images, each `(B, C, h, w)`, in their order."""
     references: list[torch.Tensor] = []
     while (name := f"{REFERENCE}{len(references)}") in condition:
         references.append(condition[name])
@@ -32,7 +32,7 @@ def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def first_frame_of(latents: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The condition of videos `(B, C, f, h, w)` whose first frame the model is given.
+    """Return the condition of videos `(B, C, f, h, w)` whose first frame the model is given.
 
     The autoencoders are causal: what they make of a first frame does not depend on the others.
     """
@@ -62,7 +62,7 @@ def held_first(
 def judged(
     prediction: torch.Tensor, problem: Problem, condition: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, Problem]:
-    """What of a prediction the loss is of: not the first frame, where it was given."""
+    """Return what of a prediction the loss is of: not the first frame, where it was given."""
     if FIRST_FRAME not in condition:
         return prediction, problem
     return prediction[:, :, 1:], replace(problem, target=problem.target[:, :, 1:])

@@ -51,7 +51,7 @@ _PLACE: Final = re.compile(
 
 
 def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Module of Stability → adapter.
+    """Return module of Stability → adapter.
 
     Raises:
         UserError: A module has no counterpart in Stability's UNet.
@@ -60,7 +60,9 @@ def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
 
 
 def rename_of_four_blocks(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """The same for Stable Diffusion 1 and 2: their first block on the way up has no transformer.
+    """Return the same for Stable Diffusion 1 and 2.
+
+    Their first block on the way up has no transformer.
 
     Raises:
         UserError: A module has no counterpart in Stability's UNet.

@@ -55,7 +55,7 @@ def terminal(facts: Facts, schedule: Mapping[str, Any]) -> float:
 
 
 def _line(schedule: Mapping[str, Any]) -> ShiftLine | None:
-    """The scheduler's line; None where it has the same shift for all sizes."""
+    """Return the scheduler's line; None where it has the same shift for all sizes."""
     if not schedule.get("use_dynamic_shifting"):
         return None
     return ShiftLine(

@@ -79,7 +79,7 @@ def fill_masks(names: dict[str, Any], texts: Mapping[str, str], *, guided: bool)
 
 
 def mask_or_ones(mask: torch.Tensor | None, text: torch.Tensor) -> torch.Tensor:
-    """The mask of a text `(B, L, D)`; where it was dropped, one that masks nothing.
+    """Return the mask of a text `(B, L, D)`; where it was dropped, one that masks nothing.
 
     For models that count tokens by it. It is made on the device, to which nothing is copied.
     """

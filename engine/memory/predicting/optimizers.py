@@ -47,7 +47,7 @@ def state_bytes(spec: TrainingKeys, trained: Sequence[Trained]) -> int:
 
 
 def temporary_bytes(spec: TrainingKeys, trained: Sequence[Trained], *, on_cuda: bool) -> int:
-    """The most that a step allocates on top."""
+    """Return the most that a step allocates on top."""
     sizes = [parameter.size for parameter in trained]
     if not sizes:
         return 0

@@ -47,7 +47,7 @@ class Assume(TorchDispatchMode):
 
 
 def _everywhere(func: Any, args: tuple[Any, ...]) -> Any:
-    """The result of an operation whose mask is true everywhere.
+    """Return the result of an operation whose mask is true everywhere.
 
     Raises:
         NotImplementedError: It is not known here.
@@ -66,6 +66,6 @@ def _everywhere(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _places(mask: torch.Tensor) -> list[torch.Tensor]:
-    """The indices of all places of a mask, one vector for each of its dims."""
+    """Return the indices of all places of a mask, one vector for each of its dims."""
     count = mask.numel()
     return [torch.empty(count, dtype=torch.int64, device=mask.device) for _ in mask.shape]

@@ -76,7 +76,7 @@ _FP32: Final = frozenset(_TO_FP32)
 
 
 def temporary(function: Any, given: Any) -> int:
-    """The bytes that an operation takes only while it runs, and only on a GPU.
+    """Return the bytes that an operation takes only while it runs, and only on a GPU.
 
     Flash attention sums the gradient of queries in fp32, and keeps a number for each of them.
     """
@@ -100,7 +100,7 @@ def _run_backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) ->
 
 
 def _widened(value: Any) -> Any:
-    """A tensor of half precision in fp32."""
+    """Return a tensor of half precision in fp32."""
     half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if half else value
 

@@ -112,7 +112,7 @@ class Echo:
         return outputs, kept
 
     def backward(self, record: Record, name: str, asked: Asked) -> list[torch.Tensor | None]:
-        """The gradients of its tensors, when some of its outputs have one."""
+        """Return the gradients of its tensors, when some of its outputs have one."""
         if asked != record.asked:
             self.differs[name] = asked
         self.unused |= {f"{name}.{parameter}" for parameter in record.unused}

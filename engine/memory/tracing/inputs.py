@@ -117,7 +117,7 @@ def reference_shapes(
 
 
 def references(spec: DataPlanKeys, *, training: bool) -> int:
-    """The most conditioning images that a sample of the data, or one that is made, has."""
+    """Return the most conditioning images that a sample of the data, or one that is made, has."""
     if needs_first_frame(spec):
         return 1
     if training:
@@ -129,7 +129,7 @@ def references(spec: DataPlanKeys, *, training: bool) -> int:
 
 
 def _seen_tokens(spec: InputKeys, size: tuple[int, int], count: int, *, training: bool) -> int:
-    """What conditioning images add to the tokens of a text whose encoder sees them."""
+    """Return what conditioning images add to the tokens of a text whose encoder sees them."""
     takes = references_of(spec)
     if takes is None or takes.seen is None:
         return 0
@@ -233,7 +233,7 @@ def largest_encoded(spec: JobSpec) -> tuple[int, int]:
 
 
 def training_frames(spec: InputKeys) -> int:
-    """The frames of a sample; the most that a video may have where the job does not say."""
+    """Return the frames of a sample; the most that a video may have where the job does not say."""
     step = get_family(spec.model_family).frame_step
     if not step:
         return 1

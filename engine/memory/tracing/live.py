@@ -110,11 +110,11 @@ class Live(TorchDispatchMode):
             self._forget(key)
 
     def alive(self) -> set[int]:
-        """The storages that are counted now."""
+        """Return the storages that are counted now."""
         return set(self._sizes)
 
     def size(self, key: int) -> int:
-        """The bytes counted for a storage; 0 if it is not counted."""
+        """Return the bytes counted for a storage; 0 if it is not counted."""
         return self._sizes[key][1] if key in self._sizes else 0
 
     def _forget(self, key: int) -> None:

@@ -169,7 +169,7 @@ def on_fake(built: Built, shape: Shape) -> None:
 
 
 def _root(shape: Shape) -> Any:
-    """The model's directory; None where only its published config is known."""
+    """Return the model's directory; None where only its published config is known."""
     try:
         return find_model(shape.spec.pretrained_model_name_or_path)
     except UserError:

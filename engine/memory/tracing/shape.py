@@ -79,7 +79,7 @@ class Shape:
 
 
 def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | None:
-    """The shape of a job's steps or samples; None for samples where it makes none.
+    """Return the shape of a job's steps or samples; None for samples where it makes none.
 
     Raises:
         UserError: The model's config is not known, or no image size fits the job.
@@ -111,7 +111,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
 
 
 def _keys(spec: RecipeKeys, *, training: bool) -> set[str]:
-    """The keys that matter to this job."""
+    """Return the keys that matter to this job."""
     keys = {*_ALWAYS, *_OF_POLICIES.get(spec.fsdp_auto_wrap_policy, ())}
     if training:
         keys.update(_OF_TRAINING)

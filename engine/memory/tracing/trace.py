@@ -134,7 +134,7 @@ def _without_gradient(model: torch.nn.Module, blocks: Collection[str], shape: Sh
 
 
 def _marked(unit: Unit, unused: Collection[str]) -> Unit:
-    """A unit that knows which of its weights get no gradient."""
+    """Return a unit that knows which of its weights get no gradient."""
     if not any(weight.name in unused for weight in unit.weights):
         return unit
     weights = (replace(weight, unused=weight.name in unused) for weight in unit.weights)

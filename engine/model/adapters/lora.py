@@ -82,7 +82,7 @@ def add_text_lora(encoder: torch.nn.Module, spec: RecipeKeys, targets: Sequence[
 
 
 def text_config(spec: LoraKeys, targets: Sequence[str]) -> LoraConfig:
-    """The text encoders' adapter as peft describes it; its scale is the denoiser's."""
+    """Return the text encoders' adapter as peft describes it; its scale is the denoiser's."""
     rank = spec.text_encoder_lora_rank
     scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
     return LoraConfig(
@@ -128,7 +128,10 @@ def _add(
 
 
 def _config(spec: LoraKeys, targets: str) -> LoraConfig:
-    """The job's adapter as peft describes it; where a layer's alpha is not set, it is its rank."""
+    """Return the job's adapter as peft describes it.
+
+    Where a layer's alpha is not set, it is its rank.
+    """
     ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
     alphas: dict[str, float] = {} if spec.lora_alpha else dict(ranks)
     return LoraConfig(
@@ -238,7 +241,7 @@ def fill(parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
 
 
 def _row_lengths(weight: torch.Tensor) -> torch.Tensor:
-    """The norm of each output's weights, `(out,)` in fp32, on every rank."""
+    """Return the norm of each output's weights, `(out,)` in fp32, on every rank."""
     mine = local_part(weight)
     dims = tuple(range(1, mine.dim()))
     lengths = torch.linalg.vector_norm(mine, dim=dims, dtype=torch.float32)

@@ -172,7 +172,7 @@ def _layers_of(model: torch.nn.Module) -> dict[str, Layer]:
 
 
 def read_lora(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
-    """Module → part → tensor, as the file names modules, and its header's texts.
+    """Return module → part → tensor, as the file names modules, and its header's texts.
 
     Raises:
         UserError: It cannot be read, or has something that is no part of a LoRA.
@@ -298,7 +298,7 @@ def parted(
     rows: torch.Tensor,
     layers: Mapping[str, Layer],
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """A module of the file as the layers that it consists of: name and parts of each.
+    """Yield a module of the file as the layers that it consists of: name and parts of each.
 
     Raises:
         UserError: It has another size, or adapts a layer that the job does not.

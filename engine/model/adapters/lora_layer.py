@@ -224,12 +224,15 @@ def _dense(
     packing: Packing | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A weight in the precision that computes."""
+    """Return a weight in the precision that computes."""
     return weight if packing is None else packing.unpack(weight, scale, codes, dtype)
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A product of two matrices in `dtype`: on a GPU as it is summed up, not rounded before."""
+    """Return a product of two matrices in `dtype`.
+
+    On a GPU as it is summed up, not rounded before.
+    """
     if left.dtype is dtype:
         return left @ right
     if left.is_cuda:

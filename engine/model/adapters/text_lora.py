@@ -81,7 +81,7 @@ def names_of(family: Family, root: Path) -> list[str]:
 
 
 def on_meta(family: Family, root: Path) -> dict[str, Any]:
-    """The text encoders of a model that a LoRA is trained on, without weights."""
+    """Return the text encoders of a model that a LoRA is trained on, without weights."""
     entries = read_entries(root)
     encoders: dict[str, Any] = {}
     for name in names_of(family, root):
@@ -100,7 +100,7 @@ def is_text(name: str, family: Family) -> bool:
 def parted(
     layers: Mapping[str, torch.Tensor], family: Family
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """An adapter's tensors, those of the denoiser and those of each text encoder.
+    """Return an adapter's tensors, those of the denoiser and those of each text encoder.
 
     Returns:
         Name in the denoiser → tensor; and text encoder → name in it → tensor.
@@ -117,7 +117,7 @@ def parted(
 
 
 def config_of(spec: LoraKeys) -> LoraConfig:
-    """The adapter as peft describes it."""
+    """Return the adapter as peft describes it."""
     return lora.text_config(spec, TARGETS)
 
 
@@ -141,6 +141,6 @@ def as_kohya(
 
 
 def kohya_name(module: str, family: Family) -> str:
-    """The name in kohya's scripts of a module of the adapted denoiser's text encoders."""
+    """Return the name in kohya's scripts of a module of the adapted denoiser's text encoders."""
     encoder, _, rest = module.partition(".")
     return f"{family.facts.text_lora[encoder]}_{rest.replace('.', '_')}"

@@ -121,6 +121,6 @@ def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 
 def _add(layer: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-    """A hook after the forward of a layer, or of what wraps it with the trained adapter."""
+    """Return a hook after the forward of a layer, or of what wraps it with the trained adapter."""
     adapter: TrainingAdapter = layer.training_adapter
     return adapter(args[0], out) if adapter.enabled else out

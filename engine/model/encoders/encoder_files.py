@@ -23,7 +23,7 @@ _NAME: Final = re.compile(r"text_encoder(_\d+)?")
 
 
 def encoder_names(root: Path) -> list[str]:
-    """The text encoders that a model has, by their names in the pipeline.
+    """Return the text encoders that a model has, by their names in the pipeline.
 
     Raises:
         UserError: There is no model_index.json, or it cannot be read.

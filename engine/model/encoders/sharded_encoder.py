@@ -147,7 +147,7 @@ def is_quantised(directory: Path) -> bool:
 
 
 def _build(model_class: Any, directory: Path, dtype: torch.dtype) -> Any:
-    """The model with its parameters on the meta device, each in the precision it will have.
+    """Return the model with its parameters on the meta device, each in the precision it will have.
 
     Buffers are real, so those that no file holds have the values they are initialised with.
     """
@@ -248,7 +248,7 @@ def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, Store
 
 
 def _aliases(model: torch.nn.Module) -> list[list[str]]:
-    """The names of each parameter and persistent buffer, the one it is listed by first."""
+    """Return the names of each parameter and persistent buffer, the one it is listed by first."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

@@ -147,7 +147,7 @@ def load_sharded(
     say: Callable[[str], None] = lambda note: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, torch.nn.Module]:
-    """The text encoders as FSDP2 shards, by their names in the pipeline. All ranks call it.
+    """Return the text encoders as FSDP2 shards, by their names in the pipeline. All ranks call it.
 
     Args:
         root: The model.
@@ -333,7 +333,10 @@ def _load(
 def _image_encoder(
     family: Family, root: Path, world: World, progress: Callable[[int], None]
 ) -> dict[str, torch.nn.Module]:
-    """What encodes first frames with the text, read straight onto the device; {} of most models."""
+    """Return what encodes first frames with the text, read straight onto the device.
+
+    {} of most models.
+    """
     if family.image_encoder_class is None:
         return {}
     read = count(1)
@@ -382,7 +385,7 @@ def _classes(root: Path) -> dict[str, type[PreTrainedModel] | None]:
 
 
 def _class(library: str, name: str) -> Any:
-    """A class that a model_index.json names; None if it comes from elsewhere."""
+    """Return a class that a model_index.json names; None if it comes from elsewhere."""
     if library in ("transformers", "diffusers"):
         return getattr(import_module(library), name, None)
     return None

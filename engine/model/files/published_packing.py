@@ -33,7 +33,7 @@ _STATE: Final = "quant_state.bitsandbytes__nf4"
 
 
 def join_packed(files: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """A model's tensors, where each packed weight has its scales and its own shape.
+    """Return a model's tensors, where each packed weight has its scales and its own shape.
 
     Args:
         files: Name → place, of everything that the files hold.
@@ -144,7 +144,7 @@ def _join_nf4(joined: dict[str, StoredTensor], name: str, place: StoredTensor) -
 
 
 def _read_state(tensor: StoredTensor) -> dict[str, Any]:
-    """What bitsandbytes says of a packed weight: JSON in a tensor of bytes."""
+    """Return what bitsandbytes says of a packed weight: JSON in a tensor of bytes."""
     try:
         state = json.loads(bytes(tensor.read_whole().tolist()))
         if state["quant_type"] == "nf4" and isinstance(state["shape"], list):

@@ -119,7 +119,7 @@ class SafetensorsWriter:
         self._file = -1
 
     def __enter__(self) -> Self:
-        """The writer itself."""
+        """Return the writer itself."""
         return self
 
     def __exit__(
@@ -143,7 +143,7 @@ class SafetensorsWriter:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's numbers as a safetensors file holds them (row-major; this machine's order).
+    """Return a tensor's numbers as a safetensors file holds them (row-major; this machine's order).
 
     No copy is made of a contiguous tensor on the CPU.
     """
@@ -156,7 +156,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def _layout(
     facts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, dict[str, int]]:
-    """The file's beginning, and where each tensor's first byte is in the file."""
+    """Return the file's beginning, and where each tensor's first byte is in the file."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     at = 0

@@ -96,7 +96,7 @@ class StoredTensor:
         return torch.Size(self.shape[1:]).numel()
 
     def read_whole(self) -> torch.Tensor:
-        """The tensor in host memory, for small ones.
+        """Return the tensor in host memory, for small ones.
 
         Raises:
             OSError: The file cannot be read, or ends before the tensor does.
@@ -132,7 +132,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _chosen(directory: Path) -> Path:
-    """The weights file of a directory, or the index of several."""
+    """Return the weights file of a directory, or the index of several."""
     try:
         names = {path.name for path in directory.iterdir()}
     except OSError as error:
@@ -181,7 +181,7 @@ def _read_index(file: Path) -> dict[str, Path]:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one file.
+    """Return the tensors of one file.
 
     Reads nothing but the header, with plain reads: pages of a mapped file would count as this
     process's own memory.

@@ -148,7 +148,7 @@ class _Reader:
         return target.numel()
 
     def _read_small(self, source: StoredTensor) -> torch.Tensor:
-        """A tensor in host memory."""
+        """Return a tensor in host memory."""
         whole = torch.empty(source.shape, dtype=source.dtype)
         self._fill(source.file, source.start, whole.view(-1))
         return whole

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def shape_in_file(shape: tuple[int, ...], place: StoredTensor) -> tuple[int, ...]:
-    """The shape that the file of a widened layer's weight should have.
+    """Return the shape that the file of a widened layer's weight should have.
 
     Args:
         shape: The weight's own, `(out, in)`.
@@ -33,7 +33,7 @@ def shape_in_file(shape: tuple[int, ...], place: StoredTensor) -> tuple[int, ...
 
 
 def narrowed(here: torch.Tensor, place: StoredTensor) -> torch.Tensor:
-    """The columns of a weight that its file has; all others become zero.
+    """Return the columns of a weight that its file has; all others become zero.
 
     Args:
         here: Rows of the weight, or another tensor, which stays as it is.

@@ -51,7 +51,7 @@ NF4_CODES: Final = (
 
 
 def packing_of(scheme: BasePrecision) -> Packing | None:
-    """The packing of a scheme; None of `none`."""
+    """Return the packing of a scheme; None of `none`."""
     return None if scheme == "none" else Packing(scheme)
 
 
@@ -116,7 +116,9 @@ class Packing:
         codes: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """The weight in the precision that computes, `(rows, columns)`; two to three kernels.
+        """Return the weight in the precision that computes, `(rows, columns)`.
+
+        Two to three kernels.
 
         The scale is multiplied in fp32 and the product rounded once.
 
@@ -210,7 +212,10 @@ def _pack_nf4(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _look_up(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The codes of bytes, `(rows, 2 * columns)`; some rows at a time, as indices take 4 bytes."""
+    """Return the codes of bytes, `(rows, 2 * columns)`.
+
+    Some rows at a time, as indices take 4 bytes.
+    """
     rows, columns = packed.shape
     weight = torch.empty(rows, 2 * columns, dtype=codes.dtype, device=packed.device)
     step = max(1, _AT_ONCE // columns)

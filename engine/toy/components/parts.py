@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 @cache
 def captions() -> tuple[str, ...]:
-    """The texts that vocabularies are made from."""
+    """Return the texts that vocabularies are made from."""
     return tuple(toy_captions(CAPTIONS, seed=0))
 
 
@@ -42,18 +42,18 @@ def sample_images(seed: int) -> tuple[Image.Image, ...]:
 
 
 def sample_pixels(seed: int, count: int = 16) -> torch.Tensor:
-    """Some of them, `(count, 3, H, W)` in [-1, 1]."""
+    """Return some of them, `(count, 3, H, W)` in [-1, 1]."""
     return as_tensor(sample_images(seed)[:count])
 
 
 def picture_vae(seed: int) -> AutoencoderKL:
-    """The autoencoder of most families' toys, the caller's own to change."""
+    """Return the autoencoder of most families' toys, the caller's own to change."""
     return deepcopy(fitted_vae(seed))
 
 
 @cache  # fitting takes two seconds, and tests write the toys of many families in a row
 def fitted_vae(seed: int) -> AutoencoderKL:
-    """The same, shared by all callers: read-only."""
+    """Return the same, shared by all callers: read-only."""
     return build_vae(as_tensor(sample_images(seed)), seed=seed)
 
 
@@ -65,7 +65,7 @@ def random_model(
     bias: float = 0.05,
     **config: Any,
 ) -> Model:
-    """A model of diffusers with random weights that keep activations at their size.
+    """Return a model of diffusers with random weights that keep activations at their size.
 
     Args:
         model_class: Its class.

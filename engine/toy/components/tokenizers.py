@@ -241,7 +241,7 @@ def build_llama_tokenizer(captions: Iterable[str]) -> LlamaTokenizer:
 
 
 def _byte_level(texts: Sequence[str], *, special: Sequence[str] = ()) -> Tokenizer:
-    """A tokenizer of bytes in Llama 3's pieces, made from `texts`."""
+    """Return a tokenizer of bytes in Llama 3's pieces, made from `texts`."""
     pieces = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(LLAMA3_PIECES), behavior="isolated"),
@@ -261,7 +261,7 @@ def _byte_level(texts: Sequence[str], *, special: Sequence[str] = ()) -> Tokeniz
 def _sentence_pieces(
     texts: Sequence[str], *, special: Sequence[str]
 ) -> tuple[dict[str, int], list[Pair]]:
-    """A vocabulary in which a space is `WORD_START`, and part of the word behind it."""
+    """Return a vocabulary in which a space is `WORD_START`, and part of the word behind it."""
     pieces = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(WORD_START, behavior="merged_with_next"),
@@ -308,7 +308,10 @@ def _words_too(texts: Sequence[str]) -> list[str]:
 
 
 def _plain(template: str) -> list[str]:
-    """What of a template is text: its parts between the special tokens and around the prompt."""
+    """Return what of a template is text.
+
+    Its parts between the special tokens and around the prompt.
+    """
     marks = Regex(r"<\|[a-z_]+\|>|\{\}")
     parts = pre_tokenizers.Split(marks, behavior="removed").pre_tokenize_str(template)
     return [part for part, _ in parts]

@@ -55,7 +55,7 @@ QUARTERS = [(row, column) for row in (0, 1) for column in (0, 1)]
 @one_thread()
 @torch.no_grad()
 def build_vae(pictures: torch.Tensor, *, seed: int) -> AutoencoderKL:
-    """The autoencoder, with `shift_factor` and `scaling_factor` measured over `pictures`.
+    """Return the autoencoder, with `shift_factor` and `scaling_factor` measured over `pictures`.
 
     Args:
         pictures: (N, 3, H, W) in [-1, 1], H and W multiples of 8. The first `FITTED` of them
@@ -76,7 +76,7 @@ def build_vae(pictures: torch.Tensor, *, seed: int) -> AutoencoderKL:
 
 
 def new_vae() -> AutoencoderKL:
-    """The autoencoder with weights of no use yet."""
+    """Return the autoencoder with weights of no use yet."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * len(CHANNELS),
         up_block_types=("UpDecoderBlock2D",) * len(CHANNELS),

@@ -29,7 +29,7 @@ Layer = Any  # of a library without types
 @one_thread()
 @torch.no_grad()
 def build_vae_dc(pictures: torch.Tensor, *, seed: int) -> AutoencoderDC:
-    """The autoencoder of Sana, with `scaling_factor` measured over `pictures`.
+    """Return the autoencoder of Sana, with `scaling_factor` measured over `pictures`.
 
     Args:
         pictures: (N, 3, H, W) in [-1, 1], H and W multiples of 32.

@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 
 
 def build_clip_tokenizer(captions: Iterable[str]) -> CLIPTokenizer:
-    """A CLIP tokenizer in which every word of `captions` is one token."""
+    """Return a CLIP tokenizer in which every word of `captions` is one token."""
     merges = byte_pair_merges(_count_words(captions))
     signs = byte_signs()
     tokens = [
@@ -58,7 +58,7 @@ def save_clip_vocabulary(tokenizer: CLIPTokenizer, directory: Path) -> None:
 
 
 def build_t5_tokenizer(captions: Iterable[str]) -> T5TokenizerFast:
-    """A T5 tokenizer in which every word of `captions` is one token."""
+    """Return a T5 tokenizer in which every word of `captions` is one token."""
     words = _count_words(captions)
     total = sum(words.values())
     pieces = [(WORD_START + word, math.log(words[word] / total)) for word in sorted(words)]

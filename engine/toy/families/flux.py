@@ -118,7 +118,7 @@ def write_flux(
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler of FLUX.1-dev."""
+    """Return the scheduler of FLUX.1-dev."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=3.0,
@@ -131,12 +131,12 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def build_fixed_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler of FLUX.1-schnell."""
+    """Return the scheduler of FLUX.1-schnell."""
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0)
 
 
 def shape_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
-    """The transformer on the meta device: shapes without numbers."""
+    """Return the transformer on the meta device: shapes without numbers."""
     with torch.device("meta"):
         return FluxTransformer2DModel(
             in_channels=4 * LATENT_CHANNELS * sizes.images,  # A token is 2x2 latent cells.
@@ -155,7 +155,7 @@ def shape_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
 def build_transformer(
     sizes: FluxSizes, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> FluxTransformer2DModel:
-    """The transformer: random, its gates open, its output of size 0.5.
+    """Return the transformer: random, its gates open, its output of size 0.5.
 
     A new LoRA adds nothing at first, and what it adds after a few steps is small. It counts
     from the start because the stream between the blocks is small too (size 0.1; the last norm

@@ -51,7 +51,10 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def _template(vae: AutoencoderKLHunyuanVideo15) -> str:
-    """What a prompt stands in: the pipeline cuts the beginning off by its published length."""
+    """Return what a prompt stands in.
+
+    The pipeline cuts the beginning off by its published length.
+    """
     names = signature(HunyuanVideo15Pipeline).parameters
     message = HunyuanVideo15Pipeline(**dict.fromkeys(names) | {"vae": vae}).system_message
     return (

@@ -69,7 +69,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def _build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler of 0.9."""
+    """Return the scheduler of 0.9."""
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.95,

@@ -58,7 +58,7 @@ def _pipeline_of(flavour: str) -> type[Any]:
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler of Qwen-Image."""
+    """Return the scheduler of Qwen-Image."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=1.0,

@@ -46,7 +46,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def build_scheduler(flavour: str) -> PNDMScheduler | DDIMScheduler:
-    """The published one."""
+    """Return the published one."""
     words: dict[str, Any] = {
         "num_train_timesteps": 1000,
         "beta_start": 0.00085,
@@ -61,7 +61,7 @@ def build_scheduler(flavour: str) -> PNDMScheduler | DDIMScheduler:
 
 
 def _build_unet(seed: int, scale: int, *, first: bool) -> UNet2DConditionModel:
-    """The UNet of Stable Diffusion 1, or of 2."""
+    """Return the UNet of Stable Diffusion 1, or of 2."""
     own: dict[str, Any] = {"attention_head_dim": 2 * scale}  # the number of heads
     if not first:
         own = {

@@ -154,11 +154,11 @@ class LocalRanks:
         return ""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome:
-        """The GPUs are this job's from its start to its end."""
+        """Return the GPUs are this job's from its start to its end."""
         return outcome
 
     def conclude(self, outcome: Outcome) -> Outcome:
-        """An end here means what it says."""
+        """Return an end here means what it says."""
         return outcome
 
 
@@ -292,7 +292,7 @@ def await_release(job: Job) -> list[tuple[int, int]]:
 
 
 def _git_revision() -> str | None:
-    """The revision of the code, when it runs from a checkout."""
+    """Return the revision of the code, when it runs from a checkout."""
     here = os.path.dirname(os.path.abspath(__file__))
     try:
         done = subprocess.run(

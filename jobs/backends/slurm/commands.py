@@ -104,7 +104,7 @@ def waiting() -> list[Waiting]:
 
 
 def state_of(slurm_id: str) -> str:
-    """The state of one job; "" if Slurm says that it does not know it.
+    """Return the state of one job; "" if Slurm says that it does not know it.
 
     Raises:
         AwayError: It did not answer, or said nothing.
@@ -172,7 +172,7 @@ def signal_steps(slurm_id: str, name: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment for Slurm's commands: ours, without what would change their answers.
+    """Return the environment for Slurm's commands: ours, without what would change their answers.
 
     `SQUEUE_PARTITION` in a shell hides jobs of other partitions, and `SBATCH_*` beat the lines of
     a batch script. The keeper also inherits the shell of whoever started it, who need not be the

@@ -303,7 +303,7 @@ class Keeper:
             commands.cancel(handed.id)
 
     def _absent(self, job: Job) -> str:
-        """What of the hub it still waits for, which this machine fetches; "" if nothing."""
+        """Return what of the hub it still waits for, which this machine fetches; "" if nothing."""
         reason, failed = why_waiting(job.run_dir)
         if failed and self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED}):
             forget(job.run_dir)
@@ -356,7 +356,10 @@ def _over(listed: Listed) -> bool:
 
 
 def _last_line(run_dir: RunDir) -> str:
-    """The last line of the batch script's log, unless its warden wrote it: those have times."""
+    """Return the last line of the batch script's log, unless its warden wrote it.
+
+    Those have times.
+    """
     lines = read_tail(run_dir.supervisor_log, 4096).splitlines()
     last = next((line for line in reversed(lines) if line.strip()), "")
     return "" if last[:2].isdecimal() or "slurmstepd" in last else one_line(last)[:300]

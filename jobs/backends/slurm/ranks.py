@@ -159,7 +159,7 @@ class SlurmRanks:
         return "Slurm ends the job: " if self.sigterm_received or self._closing else ""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome | None:
-        """A step that Slurm refuses is no attempt: its controller may be away."""
+        """Return a step that Slurm refuses is no attempt: its controller may be away."""
         ending = bool(self.must_end()) or self.report.wish() > 0
         if not was_refused(self.run_dir) or ending or self._refusals >= _REFUSALS:
             return outcome
@@ -185,7 +185,7 @@ class SlurmRanks:
     # -- the end ---------------------------------------------------------------------------
 
     def conclude(self, outcome: Outcome) -> Outcome:
-        """What an end means that no person asked for."""
+        """Return what an end means that no person asked for."""
         for tracker in self._trackers:
             with suppress(subprocess.TimeoutExpired):
                 tracker.wait(TRACKERS_TAKE)
@@ -356,7 +356,7 @@ def await_answer(slurm_id: str, ends: Callable[[], bool]) -> str | None:
 
 
 def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:
-    """The command that starts the ranks. Pure.
+    """Return the command that starts the ranks. Pure.
 
     Args:
         spec: The job.
@@ -383,7 +383,7 @@ def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str])
 
 
 def _strategy(spec: JobSpec, before: Mapping[str, object]) -> tuple[str, str]:
-    """What runs; a restart keeps what `auto` chose at first."""
+    """Return what runs; a restart keeps what `auto` chose at first."""
     environment = before.get("environment")
     strategy, reason = launched_strategy(environment if isinstance(environment, dict) else {})
     if spec.strategy == "auto" and strategy and reason != AS_ASKED:
@@ -394,7 +394,7 @@ def _strategy(spec: JobSpec, before: Mapping[str, object]) -> tuple[str, str]:
 
 
 def _free_port() -> int:
-    """A port of this node, on which rank 0 listens."""
+    """Return a port of this node, on which rank 0 listens."""
     with socket.socket() as listening:
         listening.bind(("", 0))
         return int(listening.getsockname()[1])

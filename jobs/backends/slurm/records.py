@@ -110,7 +110,7 @@ def write_handed_in(run_dir: RunDir, record: HandedIn) -> None:
 
 
 def read_warden_report(path: Path) -> WardenReport | None:
-    """What a warden wrote; None if there is nothing, or nothing readable."""
+    """Return what a warden wrote; None if there is nothing, or nothing readable."""
     values = read_json(path) or {}
     try:
         return WardenReport(
@@ -171,7 +171,10 @@ _SHOWN: Final = ("state", "reason", "nodes", "starts", "restarts", "place")
 
 
 def slurm_facts(store: Store, job: Job) -> dict[str, Any]:
-    """A Slurm job's number, where it is and since when that is known; {} while it has none."""
+    """Return a Slurm job's number, where it is and since when that is known.
+
+    {} while it has none.
+    """
     record = read_handed_in(job.run_dir, job.attempt)
     if record is None:
         return {}

@@ -32,7 +32,7 @@ def script_of(
     home: Path,
     signal_seconds: int = SIGNAL_SECONDS,
 ) -> str:
-    """The script that the queue hands in.
+    """Return the script that the queue hands in.
 
     Args:
         spec: The job.
@@ -49,7 +49,7 @@ def script_of(
 
 
 def script_by_hand(spec: JobSpec, *, python: str = "python") -> str:
-    """A script for `sbatch` that brings its job along: no queue, its own directory."""
+    """Return a script for `sbatch` that brings its job along: no queue, its own directory."""
     folder = f"{spec.name}-by-hand"
     lines = _head(spec, spec.name, f"{spec.name}-%j.log", spec.slurm_signal_seconds)
     lines += ["", _WAIT_FOR_WARDEN, f"mkdir -p {shlex.quote(folder)}"]
@@ -60,7 +60,7 @@ def script_by_hand(spec: JobSpec, *, python: str = "python") -> str:
 
 
 def per_machine(spec: DeviceKeys) -> int:
-    """The ranks on each machine."""
+    """Return the ranks on each machine."""
     return world_size(spec) // spec.num_machines
 
 
@@ -103,7 +103,7 @@ def _exports(home: Path | None) -> list[str]:
 
 
 def _start(python: str, run_dir: str) -> str:
-    """The last line: the batch step becomes the job's supervisor."""
+    """Return the last line: the batch step becomes the job's supervisor."""
     return f"exec {shlex.quote(python)} -m jobs.backends.slurm.warden {shlex.quote(run_dir)}"
 
 
@@ -119,7 +119,7 @@ def _grouped(words: Sequence[str]) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """A word of an #SBATCH line, which Slurm splits at blanks unless they are in quotes."""
+    """Return a word of an #SBATCH line, which Slurm splits at blanks unless they are in quotes."""
     if all(c.isalnum() or c in _PLAIN for c in text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -19,7 +19,7 @@ _FEWEST_THREADS, _MOST_THREADS = 1, 8
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a rank, from that of a task. Pure.
+    """Return the environment of a rank, from that of a task. Pure.
 
     Args:
         environment: Slurm's, with the address and the port of rank 0 from the warden.

@@ -60,7 +60,10 @@ def check_all_reduce(patient: Patient) -> Iterator[Finding]:
 
 
 def free(patient: Patient) -> list[Gpu]:
-    """The GPUs to measure: those that were named, else as many of the unused as the job wants."""
+    """Return the GPUs to measure.
+
+    Those that were named, else as many of the unused as the job wants.
+    """
     gpus = chosen(patient)
     if patient.gpus:
         return gpus

@@ -180,7 +180,10 @@ def judge_room(spec: JobSpec, free: int) -> Iterator[Finding]:
 
 
 def look(place: Path) -> Disk:
-    """The file system on which a directory is or would be; writes a file there and deletes it."""
+    """Return the file system on which a directory is or would be.
+
+    Writes a file there and deletes it.
+    """
     path = nearest(place)
     facts = os.statvfs(path)
     problem, skew = None, 0.0
@@ -249,7 +252,7 @@ def _of_lokr(spec: LoraKeys, rows: int, columns: int) -> int:
 
 @cache
 def _divide(side: int, factor: int) -> tuple[int, int]:
-    """A side as a product, as LyCORIS and peft divide it.
+    """Return a side as a product, as LyCORIS and peft divide it.
 
     The first is the factor where that divides the side; else the largest divisor up to it and to
     the root of the side.

@@ -115,7 +115,7 @@ def _holder(gpu: Gpu, claims: dict[str, int], others: dict[str, str]) -> str:
 def _tried(
     name: str, check: Callable[[JobSpec], object], spec: JobSpec, words: str = "{}"
 ) -> Iterator[Finding]:
-    """The outcome of one of preflight's checks; nothing where there is nothing to tell."""
+    """Yield the outcome of one of preflight's checks; nothing where there is nothing to tell."""
     try:
         result = check(spec)
     except UserError as error:

@@ -140,7 +140,7 @@ def check_compilers(_: Patient) -> Iterator[Finding]:
 
 
 def _judge(text: str, *, needed: bool) -> Finding | None:
-    """What is wrong with an installed or missing package, if anything is."""
+    """Return what is wrong with an installed or missing package, if anything is."""
     requirement = _parse(text)
     version = installed(requirement.name)
     install = f"pip install '{requirement.name}{requirement.specifier}'"

@@ -41,7 +41,10 @@ def check_terminal() -> Iterator[Finding]:
 
 
 def environment_at_start() -> dict[str, str]:
-    """The variables this process began with; Python sets LC_CTYPE where there is no locale."""
+    """Return the variables this process began with.
+
+    Python sets LC_CTYPE where there is no locale.
+    """
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:

@@ -36,7 +36,7 @@ def check_topology(patient: Patient) -> Iterator[Finding]:
 
 
 def judge_paths(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> Finding:
-    """The matrix of connections, as `nvidia-smi topo -m` has it. Pure."""
+    """Return the matrix of connections, as `nvidia-smi topo -m` has it. Pure."""
     path_of_pair = {
         (gpu.index, other.index): paths.get((gpu.uuid, other.uuid), "?")
         for gpu in gpus
@@ -88,7 +88,7 @@ def judge_peers(gpus: Sequence[Gpu], torch: TorchFacts) -> Finding:
 
 
 def matrix(indices: Sequence[int], kinds: Mapping[tuple[int, int], str]) -> Iterator[str]:
-    """A line for each GPU, a column for each GPU. Pure."""
+    """Yield a line for each GPU, a column for each GPU. Pure."""
     width = max(4, *(len(kind) for kind in kinds.values()))
     yield "     " + " ".join(str(index).rjust(width) for index in indices)
     for row in indices:

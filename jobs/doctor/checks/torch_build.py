@@ -189,7 +189,7 @@ def _runs_on(architectures: tuple[str, ...], capability: tuple[int, ...]) -> boo
 
 
 def check_backends(patient: Patient) -> Iterator[Finding]:
-    """The libraries through which ranks exchange data."""
+    """Yield the libraries through which ranks exchange data."""
     torch = patient.torch
     if torch is None:
         return

@@ -41,7 +41,7 @@ _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
 
 
 def read(path: Path) -> Draft:
-    """A job of a configuration.
+    """Return a job of a configuration.
 
     Raises:
         UserError: It cannot be read, or is no training of this tool.
@@ -63,7 +63,7 @@ def read(path: Path) -> Draft:
 
 
 def _process(path: Path, values: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """The training process, what stands around it, and how many other processes there are.
+    """Return the training process, what stands around it, and how many other processes there are.
 
     Raises:
         UserError: There is none.
@@ -93,7 +93,7 @@ def _process(path: Path, values: Any) -> tuple[dict[str, Any], dict[str, Any], i
 
 
 def _defaults(process: dict[str, Any]) -> dict[str, Any]:
-    """What the tool uses for keys that are not set."""
+    """Return what the tool uses for keys that are not set."""
     defaults = dict(_DEFAULTS)
     network, sample = process.get("network"), process.get("sample")
     if isinstance(network, dict):

@@ -75,7 +75,7 @@ def read_datasets(draft: Draft, key: str, value: Any) -> None:
 
 
 def _defaults(part: Draft) -> dict[str, Any]:
-    """What a dataset has where it does not say it: its buckets, and how videos are read."""
+    """Return what a dataset has where it does not say it: its buckets, and how videos are read."""
     defaults: dict[str, Any] = {"bucket_tolerance": _BUCKET_TOLERANCE}
     if not _has_videos(part) or part.on("auto_frame_count"):
         return defaults
@@ -252,7 +252,7 @@ def _prompts(draft: Draft, key: str, value: Any) -> None:
 
 
 def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a prompt that is a mapping, and its keys that are not supported here."""
+    """Return settings of a prompt that is a mapping, and its keys that are not supported here."""
     settings = {_SETTINGS[k]: v for k, v in entry.items() if k in _SETTINGS and v is not None}
     width, height = entry.get("width"), entry.get("height")
     if width or height:
@@ -267,7 +267,7 @@ def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _of_text(text: str) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a prompt followed by flags, and the flags that are not supported here."""
+    """Return settings of a prompt followed by flags, and the flags that are not supported here."""
     prompt, *flags = re.split(r"(?:^|\s)--(?=[a-z])", text)
     settings: dict[str, Any] = {"prompt": prompt.strip()}
     sides: dict[str, str] = {}

@@ -181,7 +181,7 @@ def rank(draft: Draft, key: str, value: Any) -> None:
 
 
 def of_lokr(ours: str) -> Rule:
-    """A key that only LoKr has."""
+    """Return a key that only LoKr has."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if _is_lokr(draft):

@@ -149,7 +149,7 @@ class Draft:
 
 
 def read(name: str, value: Any) -> Any:
-    """A value as the job has it.
+    """Return a value as the job has it.
 
     Raises:
         UserError: The key may not have it.
@@ -163,7 +163,7 @@ def read(name: str, value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of a job as JSON has it."""
+    """Return a value of a job as JSON has it."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
@@ -185,7 +185,7 @@ def is_off(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, also one that is written as text."""
+    """Return a number, also one that is written as text."""
     if isinstance(value, bool):
         return None
     try:
@@ -213,7 +213,7 @@ def flatten(
 
 
 def named(ours: str, why: str = "") -> Rule:
-    """The same thing under this name."""
+    """Return the same thing under this name."""
     return lambda draft, key, value: void(draft.take(key, ours, value, why))
 
 
@@ -254,7 +254,7 @@ def chosen(ours: str, words: Mapping[str, tuple[Any, str]], otherwise: str) -> R
 
 
 def unless_off(ours: str, value: Any, why: str = "the equivalent value") -> Rule:
-    """A switch that is a value of one of our keys."""
+    """Return a switch that is a value of one of our keys."""
 
     def rule(draft: Draft, key: str, theirs: Any) -> None:
         if is_off(theirs):
@@ -266,7 +266,7 @@ def unless_off(ours: str, value: Any, why: str = "the equivalent value") -> Rule
 
 
 def all_of(keys: str, rule: Rule) -> dict[str, Rule]:
-    """The same rule for several keys, with spaces between."""
+    """Return the same rule for several keys, with spaces between."""
     return dict.fromkeys(keys.split(), rule)
 
 

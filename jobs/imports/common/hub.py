@@ -23,7 +23,7 @@ def push(draft: Draft, key: str, value: Any) -> None:
 
 
 def of_push(ours: str) -> Rule:
-    """A key that means something only where something is pushed."""
+    """Return a key that means something only where something is pushed."""
     take = named(ours)
 
     def rule(draft: Draft, key: str, value: Any) -> None:

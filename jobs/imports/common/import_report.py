@@ -73,7 +73,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
 
     def of(self, kind: Kind) -> list[Entry]:
-        """The keys of which this became."""
+        """Return the keys of which this became."""
         return [entry for entry in self.entries if entry.kind is kind]
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Report:
 
 
 def shown(key: str, value: Any) -> str:
-    """A value as it may be printed: short, and nothing that could be a password or token."""
+    """Return a value as it may be printed: short, and nothing that could be a password or token."""
     if is_secret(key, value):
         return HIDDEN
     if isinstance(value, dict):

@@ -47,7 +47,7 @@ class ModelMatch:
 
 
 def by_hub_id(name: str) -> ModelMatch | None:
-    """The published model with a hub id, ignoring case."""
+    """Return the published model with a hub id, ignoring case."""
     hub_id = _COPIES.get(name.strip().lower(), name).strip().lower()
     for family in FAMILIES.values():
         for flavour, facts in family.flavours.items():
@@ -57,7 +57,7 @@ def by_hub_id(name: str) -> ModelMatch | None:
 
 
 def by_pipeline(root: Path) -> ModelMatch | None:
-    """The family of a directory in the layout of diffusers."""
+    """Return the family of a directory in the layout of diffusers."""
     index = read_json(root / "model_index.json") or {}
     for family in FAMILIES.values():
         if index.get("_class_name") in family.pipelines:
@@ -120,7 +120,7 @@ def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = N
 
 
 def guess_family(draft: Draft, text: str) -> str | None:
-    """The family of a model by its name, where nothing says more."""
+    """Return the family of a model by its name, where nothing says more."""
     place = find_beside(draft.folder, text)
     match = by_hub_id(text) or (by_pipeline(place) if place else None)
     if match is not None:
@@ -130,7 +130,10 @@ def guess_family(draft: Draft, text: str) -> str | None:
 
 
 def _named_in(text: str) -> str | None:
-    """The family that stands in a name: the longest, and Stable Diffusion where no other does."""
+    """Return the family that stands in a name.
+
+    The longest, and Stable Diffusion where no other does.
+    """
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
     for words, family in _SPELLED_OUT.items():
         letters = letters.replace(words, family)
@@ -139,7 +142,7 @@ def _named_in(text: str) -> str | None:
 
 
 def family_of(draft: Draft) -> Family:
-    """The family of the job so far."""
+    """Return the family of the job so far."""
     return FAMILIES[draft.job.get("model_family", "flux")]
 
 
@@ -160,7 +163,7 @@ def takes_negatives(draft: Draft) -> bool:
 
 
 def widened_of(draft: Draft) -> str:
-    """The layer that gets inputs for a conditioning image; empty for none."""
+    """Return the layer that gets inputs for a conditioning image; empty for none."""
     return family_of(draft).widened_of(draft.job.get("model_flavour"))
 
 

@@ -37,7 +37,10 @@ def wandb(draft: Draft, key: str, value: Any) -> None:
 
 
 def of_trackers(ours: str) -> Rule:
-    """A key that means something only where there is a tracker; after the one that names it."""
+    """Return a key that means something only where there is a tracker.
+
+    After the one that names it.
+    """
     take = named(ours)
 
     def rule(draft: Draft, key: str, value: Any) -> None:

@@ -110,7 +110,9 @@ NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"
 
 
 def text_encoders(ranks: str) -> Rule:
-    """A switch to train text encoders too: a LoRA of the denoiser's rank, where there is one.
+    """Return a switch to train text encoders too.
+
+    A LoRA of the denoiser's rank, where there is one.
 
     Args:
         ranks: Their keys that may say the rank of a LoRA.
@@ -131,7 +133,7 @@ def text_encoders(ranks: str) -> Rule:
 
 
 def text_encoder_rate(switch: str) -> Rule:
-    """The learning rate of text encoders, where the switch of that name trains them."""
+    """Return the learning rate of text encoders, where the switch of that name trains them."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         trains = draft.on(switch) and family_of(draft).text_lora
@@ -233,7 +235,7 @@ def snr(draft: Draft, key: str, value: Any) -> None:
 
 
 def clean_name(text: Any) -> str | None:
-    """A text as the name of a job; None when nothing of it can be."""
+    """Return a text as the name of a job; None when nothing of it can be."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(text).strip()).strip("-._")[:64]
     return name or None
 
@@ -248,7 +250,7 @@ def job_name(draft: Draft, key: str, value: Any) -> None:
 
 
 def inverted(ours: str) -> Rule:
-    """A switch that says the opposite."""
+    """Return a switch that says the opposite."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         off = as_bool(value)
@@ -258,7 +260,7 @@ def inverted(ours: str) -> Rule:
 
 
 def limit(ours: str) -> Rule:
-    """A number of which 0 means no limit."""
+    """Return a number of which 0 means no limit."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, ours, None if is_off(value) else value)
@@ -295,7 +297,7 @@ def bucket_step(draft: Draft, key: str, value: Any) -> None:
 
 
 def side_of(megapixels: float) -> int:
-    """The side of a square image, a multiple of 64 as for published models."""
+    """Return the side of a square image, a multiple of 64 as for published models."""
     return max(64, round(math.sqrt(megapixels) * 1e3 / 64) * 64)
 
 
@@ -308,7 +310,7 @@ def epochs(draft: Draft, key: str, value: Any) -> None:
 
 
 def global_batch(draft: Draft) -> float:
-    """Samples of an optimizer step, as far as the configuration says."""
+    """Return samples of an optimizer step, as far as the configuration says."""
     gpus = draft.values.get("gpus")
     ranks = len(gpus) if isinstance(gpus, list) else draft.values.get("num_processes") or 1
     sizes = [draft.number(key) or 1 for key in ("train_batch_size", "gradient_accumulation_steps")]

@@ -72,7 +72,7 @@ class Command:
 
 
 def read_command(words: Sequence[str]) -> tuple[str, Command]:
-    """What is imported, in a few words, and the command.
+    """Return what is imported, in a few words, and the command.
 
     Args:
         words: The words of a command; or one text with all of it; or the name of a shell script.
@@ -98,7 +98,7 @@ def is_open(value: Any) -> bool:
 
 
 def split(words: Sequence[str], folder: Path) -> Command:
-    """The parts of a command."""
+    """Return the parts of a command."""
     command, rest = Command(folder), list(words)
     while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
         command.environment[match["name"]] = match["value"]
@@ -130,7 +130,7 @@ def _launcher_at(words: Sequence[str]) -> int | None:
 
 
 def _launch_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Flags up to the script's name, and what comes from there on."""
+    """Return flags up to the script's name, and what comes from there on."""
     flags: dict[str, Any] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):
@@ -143,7 +143,7 @@ def _launch_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Flags of the script, and words in front of them."""
+    """Return flags of the script, and words in front of them."""
     flags: dict[str, Any] = {}
     strays: list[str] = []
     name = ""
@@ -163,7 +163,7 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _training(text: str, where: str) -> list[str]:
-    """The words of the one command in a shell script that trains.
+    """Return the words of the one command in a shell script that trains.
 
     Raises:
         UserError: There is none, or there are several.
@@ -189,7 +189,7 @@ def _is_training(words: Sequence[str]) -> bool:
 
 
 def _commands(text: str, where: str) -> list[list[str]]:
-    """The commands of a script, with its variables put in.
+    """Return the commands of a script, with its variables put in.
 
     Raises:
         UserError: A quotation is not closed.
@@ -224,7 +224,7 @@ def _keep_assignments(words: Sequence[str], variables: dict[str, str]) -> None:
 
 
 def _filled_in(token: str, variables: Mapping[str, str]) -> list[str]:
-    """A word with variables put in; one that is a variable with flags in it is several."""
+    """Return a word with variables put in; one that is a variable with flags in it is several."""
 
     def value(match: re.Match[str]) -> str:
         name = match["plain"] or match["name"]

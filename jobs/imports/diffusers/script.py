@@ -75,7 +75,7 @@ _RATES: Final = {"train_dreambooth.py": 5e-6, "train_dreambooth_lora.py": 5e-4, 
 
 
 def read(given: Sequence[str]) -> tuple[str, Draft]:
-    """What is imported, in a few words, and the job of it.
+    """Return what is imported, in a few words, and the job of it.
 
     Raises:
         UserError: There is no command, or it cannot be read.
@@ -128,7 +128,7 @@ def _set_script(draft: Draft, command: Command) -> None:
 
 
 def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
-    """What the script uses for flags that are not set."""
+    """Return what the script uses for flags that are not set."""
     defaults = dict(_DEFAULTS)
     family = models.family_of(draft)
     script = (command.script or "").rpartition("/")[2]

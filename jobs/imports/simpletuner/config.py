@@ -61,7 +61,7 @@ _OTHER_NAMES: Final = {"validation_step_interval": "validation_steps"}
 
 
 def read(path: Path) -> Draft:
-    """A job of a configuration.
+    """Return a job of a configuration.
 
     Raises:
         UserError: It cannot be read, or is not of this tool.
@@ -85,7 +85,7 @@ def read(path: Path) -> Draft:
 
 
 def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:
-    """What the tool uses for keys that are not set under any of their names."""
+    """Return what the tool uses for keys that are not set under any of their names."""
     defaults = dict(_DEFAULTS)
     lycoris = str(theirs.get("lora_type")).strip().lower() == "lycoris"  # has a file of its own
     if str(theirs.get("model_type") or "lora").strip().lower() == "lora" and not lycoris:

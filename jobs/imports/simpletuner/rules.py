@@ -64,7 +64,7 @@ def lora_type(draft: Draft, key: str, value: Any) -> None:
 
 
 def unless_lycoris(rule: Rule) -> Rule:
-    """A key that the tool does not read where LyCORIS has a file of its own."""
+    """Return a key that the tool does not read where LyCORIS has a file of its own."""
 
     def chosen(draft: Draft, key: str, value: Any) -> None:
         if _is_lycoris(draft) and draft.get("lycoris_config"):
@@ -113,7 +113,7 @@ def _dim(draft: Draft, key: str, value: Any) -> None:
 
 
 def _of_lokr(ours: str) -> Rule:
-    """A key that only LoKr has."""
+    """Return a key that only LoKr has."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if draft.values.get("lora_variant") == "lokr":
@@ -200,7 +200,7 @@ def _is_forced(draft: Draft) -> bool:
 
 
 def unless_sana(rule: Rule) -> Rule:
-    """A key of how sigma is drawn, which the tool ignores for Sana."""
+    """Return a key of how sigma is drawn, which the tool ignores for Sana."""
 
     def chosen(draft: Draft, key: str, value: Any) -> None:
         if models.family_of(draft).name == "sana":

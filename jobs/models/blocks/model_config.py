@@ -121,7 +121,10 @@ def _look_at(text: str) -> tuple[str, dict[str, Any], Path | None]:
 
 
 def _component(root: Path) -> Path:
-    """The directory with the denoiser's config: of a pipeline a folder in it, else itself."""
+    """Return the directory with the denoiser's config.
+
+    Of a pipeline a folder in it, else itself.
+    """
     if exists(root / "config.json"):
         return root
     if folder := next((root / n for n in _DENOISERS if exists(root / n / "config.json")), None):
@@ -134,7 +137,7 @@ def _component(root: Path) -> Path:
 
 
 def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any], Path | None]:
-    """A flavour's config: of the hub's cache if it is there, else as we know it."""
+    """Return a flavour's config: of the hub's cache if it is there, else as we know it."""
     published = family.flavours.get(flavour or "")
     if published is None:
         raise SpecError(

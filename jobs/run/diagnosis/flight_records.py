@@ -78,7 +78,7 @@ def tell_hang(run_dir: RunDir, reason: str, say: Callable[[str], None]) -> str:
 
 
 def find_wait(run_dir: RunDir) -> Wait | None:
-    """The earliest collective that holds the ranks up; None if that is unknown."""
+    """Return the earliest collective that holds the ranks up; None if that is unknown."""
     recorded: dict[tuple[int, str], dict[int, Entries]] = {}
     for path in sorted(run_dir.logs.glob(f"{run_dir.flight_prefix.name}*")):
         number = path.name.removeprefix(run_dir.flight_prefix.name).removesuffix(".json")
@@ -95,7 +95,7 @@ def find_wait(run_dir: RunDir) -> Wait | None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The recorders in a file: JSON has one for each kind of group, a pickle is one."""
+    """Return the recorders in a file: JSON has one for each kind of group, a pickle is one."""
     try:
         data = read_regular(path, _LARGEST)
         if path.suffix == ".json":
@@ -141,7 +141,7 @@ def _wait_of(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
 
 
 def _stuck(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
-    """The first collective that all have reached and none has completed; only NCCL tells."""
+    """Return the first collective that all have reached and none has completed; only NCCL tells."""
     open_ones = [
         {
             number: entry

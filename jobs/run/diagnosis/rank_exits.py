@@ -59,7 +59,10 @@ class RankExit:
 
 
 def rank_exits(run_dir: RunDir) -> list[RankExit]:
-    """The ranks that failed: the first one, then others, then those that the launcher ended."""
+    """Return the ranks that failed.
+
+    The first one, then others, then those that the launcher ended.
+    """
     text = read_tail(run_dir.launcher_log)
     if tasks := _TASKS.findall(text):
         return _of_slurm(tasks)
@@ -76,7 +79,7 @@ def rank_exits(run_dir: RunDir) -> list[RankExit]:
 
 
 def _of_slurm(tasks: list[tuple[str, str, str]]) -> list[RankExit]:
-    """The ranks that failed, by what srun reports about its tasks.
+    """Return the ranks that failed, by what srun reports about its tasks.
 
     Args:
         tasks: Numbers such as `0-1,3`, an exit status or "", a signal's description or "".
@@ -93,7 +96,7 @@ def _of_slurm(tasks: list[tuple[str, str, str]]) -> list[RankExit]:
 
 
 def launcher_signal(run_dir: RunDir) -> str | None:
-    """The signal on which the launcher ended its ranks and itself, by name."""
+    """Return the signal on which the launcher ended its ranks and itself, by name."""
     match = _SIGNALED.search(read_tail(run_dir.launcher_log))
     return signal_name(int(match[1])) if match else None
 

@@ -129,14 +129,17 @@ def _rank_error(error: dict[str, Any]) -> Failure:
 
 
 def _cause_in(text: str) -> Cause:
-    """The kind of failure that a library's message is about."""
+    """Return the kind of failure that a library's message is about."""
     return next(
         (cause for cause, pattern in _PATTERNS.items() if pattern.search(text)), Cause.OTHER
     )
 
 
 def _doing(phase: str, step: Any) -> str:
-    """What a rank was at, in words; a part of a step belongs to the step that was not yet done."""
+    """Return what a rank was at, in words.
+
+    A part of a step belongs to the step that was not yet done.
+    """
     if phase in _PARTS and isinstance(step, int):
         return f"in {_PARTS[phase]} of step {step + 1}"
     after = f" after step {step}" if step else ""
@@ -144,7 +147,7 @@ def _doing(phase: str, step: Any) -> str:
 
 
 def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: bool) -> Failure:
-    """A rank that ended without reporting an error."""
+    """Return a rank that ended without reporting an error."""
     status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
     when = f"at step {status.step} during {status.phase}" if status else "while starting"
     if out_of_memory and code in (None, -signal.SIGKILL):
@@ -165,7 +168,7 @@ def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: b
 
 
 def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:
-    """What a rank that torch's watchdog aborted had waited for; the late rank, if known."""
+    """Return what a rank that torch's watchdog aborted had waited for; the late rank, if known."""
     timeout = find_timeout(run_dir, rank)
     if timeout is None:
         return None

@@ -88,13 +88,18 @@ def _unknown(key: str, value: str, choices: Collection[str], of: str = "") -> Sp
 
 
 def default_values(name: object, flavour: object) -> dict[str, Any]:
-    """The keys of a job that have another default for this family and flavour; {} if unknown."""
+    """Return the keys of a job that have another default for this family and flavour.
+
+    {} if unknown.
+    """
     family = FAMILIES.get(str(read_family(name)))
     return family.defaults_of(str(flavour)) if family is not None else {}
 
 
 def flavour_of(family: object, name_or_path: object) -> str | None:
-    """The flavour that a model's name says: its hub id, or a directory called as its repository.
+    """Return the flavour that a model's name says.
+
+    Its hub id, or a directory called as its repository.
 
     None where it says none, or where one published model is several flavours; that a model gets new
     inputs is no matter of its name.
@@ -116,7 +121,10 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
 
 
 def component_of(spec: JobKeys) -> str:
-    """The denoiser that a job trains: its directory in the model, and its name in the pipeline."""
+    """Return the denoiser that a job trains.
+
+    Its directory in the model, and its name in the pipeline.
+    """
     return get_family(spec.model_family).component_of(spec.model_flavour)
 
 
@@ -133,13 +141,19 @@ def references_of(spec: JobKeys) -> References | None:
 
 
 def widened_of(spec: JobKeys) -> str:
-    """The layer that gets inputs for a conditioning image, in a job's model; empty for none."""
+    """Return the layer that gets inputs for a conditioning image, in a job's model.
+
+    Empty for none.
+    """
     family = FAMILIES.get(spec.model_family)
     return family.widened_of(spec.model_flavour) if family is not None else ""
 
 
 def denoiser_config(spec: JobKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A denoiser's config as the job trains it: with channels for a conditioning image, if new."""
+    """Return a denoiser's config as the job trains it.
+
+    With channels for a conditioning image, if new.
+    """
     if not widened_of(spec):
         return dict(config)
     channels = config.get("out_channels") or config["in_channels"]
@@ -165,5 +179,8 @@ def sees_images(spec: JobKeys) -> bool:
 
 
 def wrapped_classes(spec: RecipeKeys) -> list[str]:
-    """The block classes that become FSDP units of their own: the job's, else the family's."""
+    """Return the block classes that become FSDP units of their own.
+
+    The job's, else the family's.
+    """
     return spec.fsdp_transformer_layer_cls_to_wrap or list(get_family(spec.model_family).blocks)

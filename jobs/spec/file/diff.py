@@ -40,7 +40,7 @@ class Difference:
 
 
 def differences(first: JobSpec, second: JobSpec) -> list[Difference]:
-    """The keys whose values differ, in the order of a job file; names do not count."""
+    """Return the keys whose values differ, in the order of a job file; names do not count."""
     ours, theirs = first.to_dict(), second.to_dict()
     return [
         Difference(key, field_group(key), ours[key], theirs[key], _kind(ours[key], theirs[key]))

@@ -60,7 +60,7 @@ def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_flag(name: str, text: str) -> Any:
-    """What one flag says, as a job file would have it: without quotes that came along."""
+    """Return what one flag says, as a job file would have it: without quotes that came along."""
     if takes_many(name):
         return None if as_none(text) is None and text.strip() else text.strip()
     if name in _MAPPINGS and text.strip().startswith("{"):
@@ -71,7 +71,9 @@ def read_flag(name: str, text: str) -> Any:
 
 
 def to_flags(spec: JobSpec) -> list[str]:
-    """The words that `parse_flags` reads back to the same job; `shlex.join` makes a line of them.
+    """Return the words that `parse_flags` reads back to the same job.
+
+    `shlex.join` makes a line of them.
 
     Defaults of the job's family are skipped.
     """
@@ -79,7 +81,7 @@ def to_flags(spec: JobSpec) -> list[str]:
 
 
 def _value_of(name: str, rest: list[str]) -> tuple[str, str]:
-    """The name and value of a flag without an equals sign; takes its value off the rest."""
+    """Return the name and value of a flag without an equals sign; takes its value off the rest."""
     if name not in JobSpec.model_fields and name.startswith("no_") and is_switch(name[3:]):
         return name[3:], "false"
     follows = bool(rest) and not rest[0].startswith("--")
@@ -135,7 +137,7 @@ def _entries(name: str, value: Any) -> list[Any]:
 
 
 def _example(name: str) -> str:
-    """A value that the field might have."""
+    """Return a value that the field might have."""
     field = JobSpec.model_fields[name]
     default = field.default
     if takes_many(name):
@@ -146,7 +148,7 @@ def _example(name: str) -> str:
 
 
 def _text(name: str, value: Any) -> str:
-    """A value as a flag has it."""
+    """Return a value as a flag has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

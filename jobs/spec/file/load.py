@@ -134,14 +134,14 @@ def _is_no_text(key: str, value: Any) -> bool:
 
 
 def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
-    """The job as YAML that `load_spec` reads back to an equal job."""
+    """Return the job as YAML that `load_spec` reads back to an equal job."""
     return dump_mapping(spec.to_dict(only_set=only_set))
 
 
 def _with_accelerate(
     values: dict[str, Any], roots: Sequence[Path]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The values over those of an accelerate config, and notes about them.
+    """Return the values over those of an accelerate config, and notes about them.
 
     Raises:
         SpecError: It cannot be read, or is for something unsupported.
@@ -190,7 +190,7 @@ def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
 
 
 def _absolute_entry(entry: Dataset, roots: Sequence[Path]) -> dict[str, Any]:
-    """The paths of a dataset."""
+    """Return the paths of a dataset."""
     return {
         "path": _absolute(entry.path, roots) or entry.path,
         "mask_path": _absolute(entry.mask_path or "", roots) or entry.mask_path,

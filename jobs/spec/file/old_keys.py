@@ -105,7 +105,7 @@ def agree(key: str, value: Any, other: Any) -> bool:
 
 
 def read_value(key: str, value: Any) -> Any:
-    """A value as the job has it.
+    """Return a value as the job has it.
 
     Raises:
         ValidationError: The key may not have it.

@@ -52,7 +52,7 @@ def templates_home() -> Path:
 
 
 def path_of(name: str) -> Path:
-    """The file of a person's template of this name, whether there is one or not."""
+    """Return the file of a person's template of this name, whether there is one or not."""
     return templates_home() / f"{_plain(name)}.yaml"
 
 
@@ -61,7 +61,7 @@ def _plain(name: str) -> str:
 
 
 def list_templates() -> tuple[list[Template], list[str]]:
-    """The person's templates, by name, then each flavour of each family; reads the disk.
+    """Return the person's templates, by name, then each flavour of each family; reads the disk.
 
     Returns:
         The templates, and what cannot be read, a sentence each.
@@ -71,7 +71,7 @@ def list_templates() -> tuple[list[Template], list[str]]:
 
 
 def find_template(name: str) -> Template:
-    """The template of this name, or title, in any case; a person's own goes first.
+    """Return the template of this name, or title, in any case; a person's own goes first.
 
     Raises:
         NotFoundError: There is none.

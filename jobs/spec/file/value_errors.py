@@ -33,7 +33,7 @@ _LONGEST: Final = 200  # characters of a value
 
 
 def key_of(error: ErrorDetails) -> str:
-    """The key that an error is about."""
+    """Return the key that an error is about."""
     return str(error["loc"][0]) if error["loc"] else ""
 
 

@@ -27,7 +27,7 @@ def read_formats(value: Any) -> Any:
 
 
 def read_dtype(value: Any) -> Any:
-    """A precision, also as torch calls it."""
+    """Return a precision, also as torch calls it."""
     value = as_choice(value, get_args(ExportDtype))
     return _SPELLINGS.get(value.strip().lower(), value) if isinstance(value, str) else value
 

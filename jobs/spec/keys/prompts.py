@@ -33,7 +33,7 @@ _STOCK_NAMES: Final = {
 
 
 def read_size(value: Any) -> Any:
-    """A side (`768`), or `WIDTHxHEIGHT`; equal sides are one.
+    """Return a side (`768`), or `WIDTHxHEIGHT`; equal sides are one.
 
     Raises:
         PydanticCustomError: It is neither, or too small or large.
@@ -127,12 +127,15 @@ class SampleRequest:
 
 
 def requests_of(spec: DataPlanKeys) -> list[SampleRequest]:
-    """The images that a job samples, in the order of its prompts."""
+    """Return the images that a job samples, in the order of its prompts."""
     return [_request(entry, spec) for entry in spec.validation_prompts]
 
 
 def class_prompts(spec: DataPlanKeys, numbers: Iterable[int]) -> list[ValidationPrompt]:
-    """The class images with these numbers, as prompts to sample; the number of one is its seed."""
+    """Return the class images with these numbers, as prompts to sample.
+
+    The number of one is its seed.
+    """
     prompt, side = spec.class_prompt or "", all_resolutions(spec)[-1]
     return [
         ValidationPrompt(prompt=prompt, seed=number, resolution=side, num_frames=1)
@@ -141,18 +144,21 @@ def class_prompts(spec: DataPlanKeys, numbers: Iterable[int]) -> list[Validation
 
 
 def validation_seed_of(spec: DataPlanKeys) -> int:
-    """The seed of samples and of the validation loss."""
+    """Return the seed of samples and of the validation loss."""
     return spec.seed if spec.validation_seed is None else spec.validation_seed
 
 
 def as_prompt(text: str) -> dict[str, Any] | None:
-    """What `{prompt: a cat, seed: 3}` says, so that one text can hold settings; else None."""
+    """Return what `{prompt: a cat, seed: 3}` says, so that one text can hold settings.
+
+    Else None.
+    """
     value = as_mapping(text)
     return value if value is not None and "prompt" in value else None
 
 
 def read_prompts(value: Any) -> Any:
-    """A list of texts or mappings, one of them, or texts with commas between."""
+    """Return a list of texts or mappings, one of them, or texts with commas between."""
     if isinstance(value, str):
         value = [value] if _is_one(value) else as_list(value)
     if isinstance(value, (dict, ValidationPrompt)):

@@ -59,7 +59,7 @@ def bucket_step(resolution: int, spec: InputKeys) -> int:
 
 
 def widest_bucket(spec: DataKeys) -> float:
-    """The largest ratio of a bucket's long side to its short one."""
+    """Return the largest ratio of a bucket's long side to its short one."""
     return 1.0 if spec.crop == "square" else spec.max_bucket_aspect_ratio
 
 
@@ -72,7 +72,7 @@ def divisible(sizes: Sequence[tuple[int, int]], step: int, parts: int) -> list[t
 
 
 def nearest_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The bucket that crops least: nearest in log aspect ratio, then the largest."""
+    """Return the bucket that crops least: nearest in log aspect ratio, then the largest."""
     log_ratio = math.log(width / height)
     return min(
         sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - log_ratio), 9), -s[0] * s[1])
@@ -85,7 +85,7 @@ def enlargement(width: int, height: int, size: tuple[int, int]) -> float:
 
 
 def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
-    """The sizes that images are fitted to, of all resolutions.
+    """Return the sizes that images are fitted to, of all resolutions.
 
     Raises:
         UserError: None of a resolution can be shared out over a context-parallel group.
@@ -94,7 +94,7 @@ def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
 
 
 def sizes_at(resolution: int, spec: JobSpec) -> list[tuple[int, int]]:
-    """The sizes that images are fitted to at one resolution; raises as `sizes_of` does."""
+    """Return the sizes that images are fitted to at one resolution; raises as `sizes_of` does."""
     sizes = bucket_sizes(resolution, bucket_step(resolution, spec), widest_bucket(spec))
     ranks = spec.context_parallel_size
     sizes = divisible(sizes, latent_step_of(spec), ranks)

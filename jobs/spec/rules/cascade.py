@@ -18,7 +18,7 @@ _OF_ONE_RANK: Final = ("auto", "single")  # strategies; the first leaves it open
 
 
 def settle(spec: JobSpec) -> JobSpec:
-    """The job with nothing left open about its text encoders.
+    """Return the job with nothing left open about its text encoders.
 
     Several ranks encode all captions first and free the encoders, since a resident copy on each
     would take the memory that sharding saves. Freed encoders cannot encode, so freeing implies
@@ -40,7 +40,7 @@ def settle(spec: JobSpec) -> JobSpec:
 def follow_ranks(
     values: Mapping[str, Any], before: int, after: int, kept: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What changes when a job that had one rank gets several, or the other way round.
+    """Return what changes when a job that had one rank gets several, or the other way round.
 
     Several ranks shard the model, and free its text encoders once their captions are cached; one
     rank cannot shard. Nothing changes between two and more.
@@ -74,7 +74,7 @@ def follow_ranks(
 
 
 def find_overruled(spec: JobSpec) -> list[str]:
-    """What the job turns off and `settle` turns on; a sentence each."""
+    """Return what the job turns off and `settle` turns on; a sentence each."""
     if trains_text(spec):
         return []  # what they say has no effect, and that is said
     settled = settle(spec)

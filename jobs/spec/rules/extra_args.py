@@ -47,7 +47,7 @@ _FOREIGN: Final = {
 
 
 def words_of(spec: DeviceKeys) -> list[str]:
-    """The flags as accelerate takes them: `--key=value`, and bare switches that are on."""
+    """Return the flags as accelerate takes them: `--key=value`, and bare switches that are on."""
     words = []
     for name, value in _read(spec):
         if name not in SWITCHES:

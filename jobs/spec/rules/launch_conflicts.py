@@ -85,7 +85,7 @@ def _options(spec: JobSpec) -> Conflict | None:
 
 
 def _refused(words: list[str], ours: Mapping[str, str]) -> str:
-    """What is wrong with options as a person wrote them; "" if nothing is."""
+    """Return what is wrong with options as a person wrote them; "" if nothing is."""
     for word in words:
         if "\n" in word or "\0" in word:
             return f"{shlex.quote(word)} has a line break"

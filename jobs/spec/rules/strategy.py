@@ -62,7 +62,7 @@ class Room:
 
 
 def world_size(spec: DeviceKeys) -> int:
-    """The number of ranks the job asks for."""
+    """Return the number of ranks the job asks for."""
     if spec.num_processes is not None:
         return spec.num_processes
     if isinstance(spec.gpus, int):
@@ -93,7 +93,7 @@ def data_parallel_size(spec: DeviceKeys, ranks: int | None = None) -> int:
 
 
 def chosen_strategy(spec: RecipeKeys, room: Room | None = None) -> tuple[str, str]:
-    """The strategy that will run, and why.
+    """Return the strategy that will run, and why.
 
     Args:
         spec: The job.
@@ -142,7 +142,7 @@ def _per_machine(spec: DeviceKeys) -> str:
 
 
 def launched_strategy(environment: Mapping[str, str]) -> tuple[str, str]:
-    """The strategy that a launch was given, and why; both empty where there was none.
+    """Return the strategy that a launch was given, and why; both empty where there was none.
 
     Args:
         environment: Of the launch; older ones have both in one variable.
@@ -157,7 +157,7 @@ def depends_on_memory(spec: RecipeKeys) -> bool:
 
 
 def _settled(spec: RecipeKeys) -> tuple[str, str] | None:
-    """The strategy and the reason, where the job's own settings decide."""
+    """Return the strategy and the reason, where the job's own settings decide."""
     if spec.strategy != "auto":
         return spec.strategy, AS_ASKED
     ranks = world_size(spec)
@@ -182,7 +182,7 @@ def shards(spec: RecipeKeys) -> bool:
 
 
 def own_policy(spec: FsdpKeys) -> str | None:
-    """The dotted path of a wrap policy of the person's own; None for the known ones."""
+    """Return the dotted path of a wrap policy of the person's own; None for the known ones."""
     return spec.fsdp_auto_wrap_policy if "." in spec.fsdp_auto_wrap_policy else None
 
 

@@ -76,7 +76,10 @@ _MASK: Final = re.compile(r"(?P<stem>.+)[-_]mask(?:label)?")  # OneTrainer write
 
 
 def masked_stem(stem: str) -> str | None:
-    """The stem of the image whose mask a file is by its name; None if it is named otherwise."""
+    """Return the stem of the image whose mask a file is by its name.
+
+    None if it is named otherwise.
+    """
     match = _MASK.fullmatch(stem)
     return match["stem"] if match else None
 
@@ -152,7 +155,7 @@ def list_files(root: Path) -> Listing:
 
 
 def same_name(path: Path | str) -> str:
-    """A path with its accents written in one way (NFC)."""
+    """Return a path with its accents written in one way (NFC)."""
     return unicodedata.normalize("NFC", os.fspath(path))
 
 

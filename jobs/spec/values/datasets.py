@@ -49,7 +49,7 @@ _OTHER_NAMES: Final = {
 
 
 def _read_texts(value: Any) -> Any:
-    """A list of texts; one is a list of one."""
+    """Return a list of texts; one is a list of one."""
     value = as_none(value)
     return [value] if isinstance(value, str) else value
 
@@ -126,7 +126,10 @@ class Dataset(BaseModel):
 
 
 def read_datasets(value: Any) -> Any:
-    """A list of mappings or paths, or paths with commas between; `PATH x3` repeats three times."""
+    """Return a list of mappings or paths, or paths with commas between.
+
+    `PATH x3` repeats three times.
+    """
     value = as_none(value)
     if isinstance(value, dict):
         value = [value]
@@ -137,7 +140,7 @@ def read_datasets(value: Any) -> Any:
 
 
 def datasets_of(spec: InputKeys) -> list[Dataset]:
-    """The job's datasets, in order; `dataset` alone is a list of one.
+    """Return the job's datasets, in order; `dataset` alone is a list of one.
 
     Those of the hub that were fetched have the path of their folder in its cache.
     """
@@ -154,7 +157,7 @@ def _with_place(dataset: Dataset) -> Dataset:
 
 
 def fallback_caption(spec: DataKeys, dataset: Dataset) -> str | None:
-    """The caption of a dataset's images that have none, if there is one."""
+    """Return the caption of a dataset's images that have none, if there is one."""
     return spec.class_prompt if dataset.regularization else None
 
 
@@ -180,7 +183,7 @@ def with_folder_repeats(spec: JobSpec) -> tuple[JobSpec, list[str]]:
 
 
 def _repeated(root: Path) -> list[tuple[Path, int]]:
-    """The folders of a dataset with their repeats, if all have them."""
+    """Return the folders of a dataset with their repeats, if all have them."""
     try:
         inside = sorted(p for p in root.iterdir() if not p.name.startswith("."))
     except OSError:

@@ -103,7 +103,7 @@ def field(
     public: bool | None = None,
     **limits: Any,
 ) -> Any:
-    """A field of the job.
+    """Return a field of the job.
 
     Args:
         default: Its value where the job does not set it.
@@ -140,7 +140,7 @@ def field(
 
 @cache
 def facts_of(model: type[BaseModel]) -> dict[str, KeyFacts]:
-    """What the definitions of a job's keys say, by key."""
+    """Return what the definitions of a job's keys say, by key."""
     return {
         key: next(facts for facts in info.metadata if isinstance(facts, KeyFacts))
         for key, info in model.model_fields.items()

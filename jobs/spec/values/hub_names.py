@@ -37,7 +37,7 @@ class HubName:
 
     @classmethod
     def read(cls, kind: Kind, text: str) -> HubName | None:
-        """What a text names; None where it cannot be a name of the hub."""
+        """Return what a text names; None where it cannot be a name of the hub."""
         match = _NAME.fullmatch(text.strip().removesuffix("/"))
         if match is None or ".." in text:
             return None

@@ -61,7 +61,7 @@ class Pairs:
 
 
 def _by_stem(root: Path, pictures: Sequence[Path]) -> dict[str, Path]:
-    """The first file of each name."""
+    """Return the first file of each name."""
     by_stem: dict[str, Path] = {}
     for path in pictures:
         by_stem.setdefault(_stem(path, root), path)

@@ -18,7 +18,7 @@ _SIDE: Final[TypeAdapter[int]] = TypeAdapter(Annotated[int, Field(ge=16, le=8192
 
 
 def read_resolutions(value: Any) -> Any:
-    """A side (`768`), or several in ascending order (`512,768`); a list of one is that side.
+    """Return a side (`768`), or several in ascending order (`512,768`); a list of one is that side.
 
     Raises:
         PydanticCustomError: A side is not a whole number within the limits.
@@ -42,12 +42,12 @@ OptionalResolutions = Annotated[int | list[int] | None, BeforeValidator(_read_op
 
 
 def sides_of(value: int | list[int]) -> tuple[int, ...]:
-    """The sides that a value stands for, in ascending order."""
+    """Return the sides that a value stands for, in ascending order."""
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 def resolutions_of(spec: TrainingKeys, dataset: Dataset | None = None) -> tuple[int, ...]:
-    """The resolutions of a dataset, in ascending order: its own, else the job's."""
+    """Return the resolutions of a dataset, in ascending order: its own, else the job's."""
     own = dataset.resolution if dataset is not None else None
     return sides_of(own or spec.resolution)
 
@@ -67,7 +67,7 @@ def has_several(spec: DataPlanKeys) -> bool:
 
 
 def largest_resolution(spec: TrainingKeys) -> int:
-    """The largest resolution of the job's own key; what samples have by default."""
+    """Return the largest resolution of the job's own key; what samples have by default."""
     return max(sides_of(spec.resolution))
 
 

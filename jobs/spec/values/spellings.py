@@ -27,7 +27,7 @@ def normal_key(key: str) -> str:
 
 
 def nearest(word: str, words: Iterable[str], *, least: float = 0.6) -> str | None:
-    """The one of `words` that `word` most resembles, or None when nothing is close.
+    """Return the one of `words` that `word` most resembles, or None when nothing is close.
 
     Args:
         word: As written.
@@ -49,7 +49,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 def unquoted(text: str) -> str:
-    """A text without the spaces around it, and without one pair of quotes that came along.
+    """Return a text without the spaces around it, and without one pair of quotes that came along.
 
     In double quotes it may be JSON, so that any text can be given: `"\\"sks\\" cat "`.
     """
@@ -117,7 +117,10 @@ def as_list(value: Any) -> Any:
 
 
 def as_mapping(text: str) -> dict[Any, Any] | None:
-    """What `{"seed": 3}` or `{seed: 3}` says, so that one text can hold settings; else None."""
+    """Return what `{"seed": 3}` or `{seed: 3}` says, so that one text can hold settings.
+
+    Else None.
+    """
     text = text.strip()
     if not (text.startswith("{") and text.endswith("}")):
         return None
@@ -126,7 +129,7 @@ def as_mapping(text: str) -> dict[Any, Any] | None:
 
 
 def _loaded(text: str, kind: type, readers: Iterable[Callable[[str], Any]]) -> Any:
-    """What the first reader makes of a text that gets something of this kind; else None."""
+    """Return what the first reader makes of a text that gets something of this kind; else None."""
     for read in readers:
         try:
             value = read(text)

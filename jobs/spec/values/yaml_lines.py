@@ -71,7 +71,7 @@ def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]
 
 
 def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
-    """The tree and the values of a text, which is read once.
+    """Return the tree and the values of a text, which is read once.
 
     Raises:
         ValueError: It has more in it than a person writes.

@@ -72,7 +72,7 @@ def _job_ids(ctx: click.Context, param: click.Parameter, start: str) -> list[Com
 
 
 def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """The number of a job, `3` or `#3`."""
+    """Return the number of a job, `3` or `#3`."""
     if value is None:
         return None
     digits = value.removeprefix("#")
@@ -113,7 +113,7 @@ TEMPLATE: Final = click.option(
 def read_job(
     words: tuple[str, ...], *, ignoring: Collection[str] = (), template: str | None = None
 ) -> JobSpec:
-    """The job of `[JOB.yaml] [--key=value …]`; warnings about it go to standard error.
+    """Return the job of `[JOB.yaml] [--key=value …]`; warnings about it go to standard error.
 
     Args:
         words: What stands on the command line.

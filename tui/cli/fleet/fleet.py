@@ -57,7 +57,7 @@ def fleet(patience: float, as_json: bool) -> int:
 
 
 def _look(machines: Fleet, patience: float) -> tuple[BoxView, ...]:
-    """What the machines say of themselves, as soon as all have answered or failed."""
+    """Return what the machines say of themselves, as soon as all have answered or failed."""
     watch, done = FleetWatch(machines), threading.Event()
 
     def publish(views: tuple[BoxView, ...]) -> None:

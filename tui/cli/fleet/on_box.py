@@ -85,7 +85,7 @@ def run_on(name: str, words: list[str], here: click.Command | None = None) -> in
 def _with_job_file(
     words: list[str], command: click.Command | None
 ) -> tuple[list[str], bytes | None]:
-    """The words with `-` in place of a job file of this machine, and what is in it.
+    """Return the words with `-` in place of a job file of this machine, and what is in it.
 
     Args:
         words: The command and what follows it.
@@ -123,7 +123,7 @@ def _not_sent(local: str, words: Sequence[str]) -> UserError:
 
 
 def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
-    """The word that would be read as a file there, and names one here; "" if none does."""
+    """Return the word that would be read as a file there, and names one here; "" if none does."""
     while isinstance(command, click.Group):
         at = next((at for at, word in enumerate(words) if at and word in command.commands), 0)
         command, words = (command.commands[words[at]], words[at:]) if at else (None, words)
@@ -143,7 +143,7 @@ def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
 
 
 def _others(command: click.Command, words: Sequence[str]) -> list[str]:
-    """What of the words are no options of the command and no keys of a job."""
+    """Return what of the words are no options of the command and no keys of a job."""
     try:
         context = command.make_context(words[0], list(words[1:]))
         return parse_flags(context.params.get("words", ()))[1]

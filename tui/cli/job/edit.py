@@ -100,7 +100,7 @@ def _checked(spec: JobSpec) -> JobSpec:
 
 
 def _draft(job: Job, before: JobSpec) -> Path:
-    """A file to edit.
+    """Return a file to edit.
 
     Raises:
         UserError: There is no terminal to edit it in.
@@ -116,7 +116,7 @@ def _draft(job: Job, before: JobSpec) -> Path:
 
 
 def _from_editor(path: Path) -> JobSpec | None:
-    """What the person makes of a job file; None when it stays as it is.
+    """Return what the person makes of a job file; None when it stays as it is.
 
     Raises:
         UserError: What was written describes no job; it is kept.

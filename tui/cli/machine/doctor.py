@@ -89,7 +89,7 @@ def _repair(*, as_json: bool) -> int:
 
 
 def read_names(text: str | None) -> tuple[str, ...]:
-    """The GPUs of `--gpus`.
+    """Return the GPUs of `--gpus`.
 
     Raises:
         UserError: It names none, or one twice.
@@ -132,7 +132,7 @@ def style(environ: Mapping[str, str], *, tty: bool) -> Style:
 
 
 def lines(finding: Finding, look: Style, *, first: bool = False) -> Iterator[str]:
-    """A finding as text, under its heading if it is the first of its group. Pure."""
+    """Yield a finding as text, under its heading if it is the first of its group. Pure."""
     if first:
         yield ""
         yield click.style(finding.group, bold=True) if look.colour else finding.group

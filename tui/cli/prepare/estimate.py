@@ -134,7 +134,10 @@ def estimate_job(
 
 
 def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: int | None) -> Estimate:
-    """The job on its own ranks; if it names none, on the fewest of these on which it fits."""
+    """Return the job on its own ranks.
+
+    If it names none, on the fewest of these on which it fits.
+    """
     asks = spec.launcher == "slurm" and card is None
     cards = cards_of(spec, ask_partitions()) if asks else UNKNOWN_CARDS
     if not ranks or spec.num_processes is not None or spec.gpus is not None:
@@ -189,7 +192,7 @@ def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None])
 
 
 def _across(asked: Estimate, nodes: Sequence[int], gigabits: float) -> list[Across]:
-    """What crosses the network between machines, for each strategy."""
+    """Return what crosses the network between machines, for each strategy."""
     several = [count for count in nodes if count > 1]
     predicted = asked.predict("single", 1) if several else None
     if not isinstance(predicted, Predicted):
@@ -225,7 +228,7 @@ def _on_nodes(row: Across, gigabits: float, step: float | None) -> dict[str, Any
 
 
 def _rooms(asked: Estimate) -> list[Room]:
-    """The kinds of GPU to hold it against: this machine's, and those that people have."""
+    """Return the kinds of GPU to hold it against: this machine's, and those that people have."""
     if not asked.place.on_gpus:
         return list(asked.place.rooms)
     if not asked.place.here:

@@ -63,7 +63,7 @@ def facts(family: Family) -> dict[str, Any]:
 
 
 def table(chosen: list[Family]) -> str:
-    """A Markdown table, a row for each family."""
+    """Return a Markdown table, a row for each family."""
     lines = [
         f"| family | flavours | parameters | block classes | LoRA on {_CARDS} GB GPUs "
         "| 8-bit base | 4-bit base "
@@ -84,13 +84,13 @@ def table(chosen: list[Family]) -> str:
 
 
 def _smallest(family: Family, kind: str) -> str:
-    """The smallest number of each card that does for the first flavour: `1, 1, 1`."""
+    """Return the smallest number of each card that does for the first flavour: `1, 1, 1`."""
     counts = read_smallest().get(family.name, {}).get(kind, {})
     return ", ".join(str(counts.get(str(card)) or "–") for card in IN_TABLES)
 
 
 def _paragraph(family: Family) -> str:
-    """A family in a few lines."""
+    """Return a family in a few lines."""
     width = max((len(name) for name in family.flavours), default=0)
     kind = ", videos" if family.frame_step else ""
     lines = [f"{family.name}  {family.title}{kind}"]
@@ -102,7 +102,7 @@ def _paragraph(family: Family) -> str:
 
 
 def _sizes(family: Family) -> str:
-    """The different sizes of a family's flavours, in their order."""
+    """Return the different sizes of a family's flavours, in their order."""
     sizes = [_billions(PARAMETERS.get(flavour.hub_id)) for flavour in family.flavours.values()]
     return ", ".join(dict.fromkeys(sizes))
 

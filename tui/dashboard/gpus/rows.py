@@ -81,7 +81,7 @@ def graph_cells(width: int) -> int:
 
 
 def graph(shares: Sequence[int | None], width: int, lines: int) -> list[str]:
-    """The newest percentages as columns, `lines` high; the newest on the right."""
+    """Return the newest percentages as columns, `lines` high; the newest on the right."""
     newest = shares[max(0, len(shares) - width) :]
     steps = [0 if share is None else round(share * lines * 8 / 100) for share in newest]
     steps = [max(1, step) if share else step for step, share in zip(steps, newest, strict=True)]

@@ -116,7 +116,7 @@ class FitBars(Static):
         return self.prediction is not None and self.prediction.values == values
 
     def strategy_of(self, values: Mapping[str, Any]) -> str:
-        """The strategy that was predicted for these values, or ""."""
+        """Return the strategy that was predicted for these values, or ""."""
         return (
             self.prediction.strategy if self.prediction is not None and self.knows(values) else ""
         )
@@ -254,7 +254,7 @@ def _faster(asked: Estimate, strategy: str) -> str:
 
 
 def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:
-    """A name and a fit for each GPU; those that are alike share one."""
+    """Return a name and a fit for each GPU; those that are alike share one."""
     own, place = asked.own, asked.place
     assert not isinstance(own, Refused)
     if not place.on_gpus:
@@ -287,7 +287,7 @@ def _name(gpus: list[int | None]) -> str:
 
 
 def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:
-    """A line for each bar, all bars of one length."""
+    """Return a line for each bar, all bars of one length."""
     figures = [_figures(fit) for _, fit in bars]
     words = [_verdict(fit) for _, fit in bars]
     beside = max(map(len, figures)) + max(map(len, words)) if bars else 0
@@ -303,7 +303,7 @@ def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:
 
 
 def _bar(fit: Fit, cells: int) -> Content:
-    """What is needed at least, at most, what is free, and what others hold."""
+    """Return what is needed at least, at most, what is free, and what others hold."""
     colour, total = _COLOURS[fit.verdict], max(1, fit.room.total)
     held = min(cells - 1, round((fit.room.held + fit.room.passing) / total * cells))
     low, high = (min(cells - held, round(n / total * cells)) for n in (fit.low, fit.high))
@@ -333,7 +333,7 @@ def _verdict(fit: Fit) -> str:
 
 
 def _in_words(step: Step) -> str:
-    """The first thing to change."""
+    """Return the first thing to change."""
     changed = ", ".join(f"{key}: {word(value)}" for key, value in step.changes.items())
     cost = f", {step.cost}" if step.cost else ""
     return f"{changed}: {gib(step.before.high)} → {gib(step.after.high)} GiB{cost}"

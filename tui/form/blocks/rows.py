@@ -27,7 +27,9 @@ _GAP: Final = "  "
 def block_rows(
     classes: Sequence[BlockClass], chosen: Collection[str], width: int, names: int
 ) -> list[Row]:
-    """A heading, and a row for each class; columns that do not fit are dropped from the right.
+    """Return a heading, and a row for each class.
+
+    Columns that do not fit are dropped from the right.
 
     Args:
         classes: In the order of the rows.

@@ -22,7 +22,10 @@ _TITLES: Final = 9  # columns of `converted`, the longest title of a group
 
 
 def bucket_rows(buckets: Sequence[Mapping[str, Any]], width: int) -> list[Row]:
-    """A heading and a row for each bucket; columns that do not fit are dropped from the right."""
+    """Return a heading and a row for each bucket.
+
+    Columns that do not fit are dropped from the right.
+    """
     names = max(6, *(len(bucket_name(bucket)) for bucket in buckets))
     most = max(bucket["samples"] for bucket in buckets)
     counts = max(7, len(str(most)))
@@ -65,7 +68,7 @@ def _mark(share: float) -> str:
 
 
 def finding_rows(report: Mapping[str, Any], width: int) -> list[Row]:
-    """What is skipped, converted, or unexpected; and each dataset, if there are several."""
+    """Return what is skipped, converted, or unexpected; and each dataset, if there are several."""
     rows: list[Row] = []
     for group in groups(report):
         own: list[Row] = []
@@ -78,7 +81,7 @@ def finding_rows(report: Mapping[str, Any], width: int) -> list[Row]:
 
 
 def _titled(title: str, rows: Sequence[Row]) -> list[Row]:
-    """The rows with their title in front of the first."""
+    """Return the rows with their title in front of the first."""
     titles = [title, *[""] * (len(rows) - 1)]
     return [
         (Span(own.ljust(_TITLES), "title"), *row) for own, row in zip(titles, rows, strict=True)
@@ -125,7 +128,7 @@ def _tail_cut(text: str, room: int) -> str:
 
 
 def _head_cut(text: str, room: int) -> str:
-    """The end of a path says most."""
+    """Return the end of a path says most."""
     while text and cell_len(text) > max(0, room):
         text = "…" + text[2:] if len(text) > 1 else ""
     return text

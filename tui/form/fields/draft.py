@@ -81,7 +81,7 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def begin_with(template: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A template's values, and of the form's those that a template leaves to the person."""
+    """Return a template's values, and of the form's those that a template leaves to the person."""
     kept = {key: values[key] for key in _NOT_OF_TEMPLATES if values.get(key) not in (None, "")}
     if template.get("datasets"):
         kept.pop("dataset", None)
@@ -94,7 +94,7 @@ def begin_with(template: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
 
 
 def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
-    """What the form says over what it carries along; blank fields fall to their default."""
+    """Return what the form says over what it carries along; blank fields fall to their default."""
     values = {key: value for key, value in base.items() if key not in shown} | dict(shown)
     if base.get("fsdp_enable") is not None and shown.get("strategy") != base.get("strategy"):
         values.pop("fsdp_enable", None)  # the person just chose the strategy by its name
@@ -104,7 +104,7 @@ def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What of the values makes the job, and why the others do not apply.
+    """Return what of the values makes the job, and why the others do not apply.
 
     A value that does not apply stays in the job while it does no harm, so that a job file comes
     back as it was; it is dropped where it alone would be refused.
@@ -123,7 +123,7 @@ def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
-    """The job as far as its values can be read, and the keys of those that cannot."""
+    """Return the job as far as its values can be read, and the keys of those that cannot."""
     try:
         return JobSpec.model_validate(dict(values)), set()
     except ValidationError as error:
@@ -149,19 +149,21 @@ def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:
 
 
 def defaults_of(family: object, flavour: object) -> dict[str, Any]:
-    """What a job of this family and flavour has where it says nothing else."""
+    """Return what a job of this family and flavour has where it says nothing else."""
     return JobSpec(model_family=family, model_flavour=flavour).to_dict()
 
 
 def flavours_of(family: object) -> tuple[str, ...]:
-    """The published flavours of a family, if it is one."""
+    """Return the published flavours of a family, if it is one."""
     return tuple(FAMILIES[str(family)].flavours) if family in FAMILIES else ()
 
 
 def adopt(
     values: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What changes with another model: values that were the old one's defaults become its own.
+    """Return what changes with another model.
+
+    Values that were the old one's defaults become its own.
 
     Args:
         values: By key.
@@ -183,7 +185,7 @@ def carried(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def carried_line(values: Mapping[str, Any]) -> str:
-    """What other pages than the first say, in a line; "" where they say nothing."""
+    """Return what other pages than the first say, in a line; "" where they say nothing."""
     texts = (f"{key}={as_text(key, value)}" for key, value in carried(values).items())
     listed = ", ".join(texts)
     return f"also set: {listed}" if listed else ""
@@ -212,7 +214,7 @@ def non_default(values: Mapping[str, Any]) -> dict[str, Any]:
 def give_back(
     values: Mapping[str, Any], taken: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the values were without those that were taken; what was typed since stays."""
+    """Return what the values were without those that were taken; what was typed since stays."""
     back = {key for key in taken if as_text(key, values.get(key)) == as_text(key, taken[key])}
     kept = {key: value for key, value in values.items() if key not in back}
     return kept | {key: before[key] for key in back if key in before}
@@ -226,7 +228,7 @@ def same(values: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def find_problems(values: Mapping[str, Any]) -> dict[str, Problem]:
-    """What is wrong with the values, by field; the key is empty for what belongs to none."""
+    """Return what is wrong with the values, by field; the key is empty for what belongs to none."""
     try:
         load_spec(None, values)
     except SpecError as error:
@@ -238,7 +240,7 @@ def find_problems(values: Mapping[str, Any]) -> dict[str, Problem]:
 
 
 def warnings(values: Mapping[str, Any]) -> list[str]:
-    """What runs, but not as the person may think; nothing while the values are wrong."""
+    """Return what runs, but not as the person may think; nothing while the values are wrong."""
     try:
         return find_warnings(JobSpec.model_validate(dict(values)))
     except ValidationError:
@@ -246,7 +248,7 @@ def warnings(values: Mapping[str, Any]) -> list[str]:
 
 
 def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, str]:
-    """What the strategy comes to, as far as it is known before the job starts.
+    """Return what the strategy comes to, as far as it is known before the job starts.
 
     Args:
         values: By key.
@@ -312,7 +314,7 @@ def names_hub(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def doubt_of(name: str, values: Mapping[str, Any]) -> str:
-    """What to ask about before a job on this path is queued, or ""; reads the disk."""
+    """Return what to ask about before a job on this path is queued, or ""; reads the disk."""
     text = str(values.get(name) or "")
     if name != "dataset" or not text:
         return ""
@@ -323,7 +325,7 @@ def doubt_of(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
-    """A job on a model or dataset at this path, for looks at it alone."""
+    """Return a job on a model or dataset at this path, for looks at it alone."""
     return JobSpec.model_validate(
         {
             "pretrained_model_name_or_path": text,
@@ -335,7 +337,7 @@ def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
 
 
 def model_of(values: Mapping[str, Any]) -> Model:
-    """The model that the values name, there or not."""
+    """Return the model that the values name, there or not."""
     family, flavour, path = (
         str(values.get(name) or "").strip() or None
         for name in ("model_family", "model_flavour", "pretrained_model_name_or_path")
@@ -352,7 +354,7 @@ def ranks_of(values: Mapping[str, Any]) -> int:
 
 
 def spec_of(values: Mapping[str, Any], *, ignoring: Collection[str] = ()) -> JobSpec:
-    """The job that the values describe.
+    """Return the job that the values describe.
 
     Args:
         values: By key.
@@ -365,7 +367,7 @@ def spec_of(values: Mapping[str, Any], *, ignoring: Collection[str] = ()) -> Job
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
-    """The values as a job file, without what is the default anyway."""
+    """Return the values as a job file, without what is the default anyway."""
     try:
         return dump_spec(load_spec(None, values), only_set=True)
     except SpecError:

@@ -20,7 +20,7 @@ _SEPARATOR: Final = " | "  # between prompts
 
 
 def help_text(name: str) -> str:
-    """The field's own help, with its key as job files spell it."""
+    """Return the field's own help, with its key as job files spell it."""
     text = JobSpec.model_fields[name].description or ""
     if name == "validation_prompts":
         text += " Separate prompts with |; settings like {prompt: a cat, seed: 3}."
@@ -30,26 +30,26 @@ def help_text(name: str) -> str:
 
 
 def placeholder(name: str) -> str:
-    """What stands in an input while it is blank: the default, or what may be typed."""
+    """Return what stands in an input while it is blank: the default, or what may be typed."""
     return key_facts(name).blank or as_text(name, JobSpec.model_fields[name].default)
 
 
 def model_hint(family: object, flavour: object) -> str:
-    """What stands in the model's input while it is blank: where this one is published."""
+    """Return what stands in the model's input while it is blank: where this one is published."""
     flavours = FAMILIES[str(family)].flavours if family in FAMILIES else {}
     shown = flavours.get(str(flavour)) or next(iter(flavours.values()), None)
     return f"folder, or {shown.hub_id}" if shown is not None else "folder, or hub id"
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The words a field allows; families and flavours included."""
+    """Return the words a field allows; families and flavours included."""
     if name == "model_family":
         return tuple(FAMILIES)
     return field_choices(name)
 
 
 def as_text(name: str, value: Any) -> str:
-    """A value as it stands in an input; `from_text` and the job's reader bring it back."""
+    """Return a value as it stands in an input; `from_text` and the job's reader bring it back."""
     if value is None or value == "" == JobSpec.model_fields[name].default:
         return ""
     if name == "validation_prompts" and isinstance(value, list):
@@ -66,7 +66,7 @@ def as_text(name: str, value: Any) -> str:
 
 
 def _nice(name: str, value: Any) -> str:
-    """A list as people write it, if it is one of words."""
+    """Return a list as people write it, if it is one of words."""
     if name == "datasets":
         return ", ".join(map(_dataset, value))
     if name == "accelerate_extra_args":
@@ -108,7 +108,7 @@ def _prompt(entry: str | Mapping[str, Any]) -> str:
 
 
 def from_text(name: str, text: str) -> Any:
-    """What an input says; None when it is blank, which means the default."""
+    """Return what an input says; None when it is blank, which means the default."""
     text = text.strip()
     if not text:
         return None
@@ -125,7 +125,7 @@ def from_text(name: str, text: str) -> Any:
 
 
 def leaving(queueing: bool) -> str:
-    """What becomes of what was typed when the form is left."""
+    """Return what becomes of what was typed when the form is left."""
     if queueing:
         return "The job is being queued; leaving does not stop that."
     return "Your changes will be lost. ^s saves a job file, ^t a template."

@@ -76,7 +76,7 @@ class Page:
 
 
 def _headings(group: str) -> dict[str, list[str]]:
-    """The fields of a group that are not on the first page, by heading."""
+    """Return the fields of a group that are not on the first page, by heading."""
     by_heading: dict[str, list[str]] = {group: []}
     for name in field_names():
         if field_group(name) == group and name not in SHOWN:
@@ -94,7 +94,7 @@ PAGES: Final[tuple[Page, ...]] = (
 
 
 def page_of(name: str) -> int:
-    """The number of the page, from 0, on which a field stands."""
+    """Return the number of the page, from 0, on which a field stands."""
     return next(number for number, page in enumerate(PAGES) if name in page.fields)
 
 
@@ -104,5 +104,5 @@ def first_of(names: Collection[str]) -> str:
 
 
 def label(name: str) -> str:
-    """What a field is called: in words, on every page; its key stands in its help."""
+    """Return what a field is called: in words, on every page; its key stands in its help."""
     return key_facts(name).label or " ".join(_CASED.get(word, word) for word in name.split("_"))

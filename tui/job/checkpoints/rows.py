@@ -33,7 +33,7 @@ _MOST_HEALTH: Final = 36  # the rest is shown below, of the highlighted one
 
 
 def checkpoint_rows(listed: Sequence[Listed], width: int, now: float) -> list[Row]:
-    """A heading, and a row for each checkpoint.
+    """Return a heading, and a row for each checkpoint.
 
     Args:
         listed: In the order of the rows.

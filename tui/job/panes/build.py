@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build_pane(name: str, store: Store, job: Job) -> Pane:
-    """A new pane for a tab.
+    """Return a new pane for a tab.
 
     Raises:
         ValueError: There is no such tab.

@@ -190,7 +190,10 @@ class ConfigPane(TextPane):
 
 
 def read_config(job: Job) -> Config:
-    """The job file in both lengths, and the command; the file as it is where it cannot be used."""
+    """Return the job file in both lengths, and the command.
+
+    The file as it is where it cannot be used.
+    """
     try:
         text = job.run_dir.job_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -82,7 +82,7 @@ def _state_row(look: Look, width: int, *, with_state: bool = True) -> Row:
 
 
 def _measured(look: Look) -> list[str]:
-    """The newest numbers, the most telling first."""
+    """Return the newest numbers, the most telling first."""
     steps = look.curve.steps
     if not steps:
         return []
@@ -175,7 +175,7 @@ def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
 
 
 def failed_rank(look: Look) -> int | None:
-    """The rank that failed first; None where none left a word."""
+    """Return the rank that failed first; None where none left a word."""
     failed = causes_of(look.errors) or look.errors
     return int(failed[0]["rank"]) if failed else None
 
@@ -185,7 +185,7 @@ def _key(key: str, does: str) -> Row:
 
 
 def device_part(look: Look, snapshot: Snapshot, width: int, room: int) -> list[Row]:
-    """The GPUs of the job as the dashboard shows them, or its ranks on the CPU.
+    """Return the GPUs of the job as the dashboard shows them, or its ranks on the CPU.
 
     Args:
         look: The job.

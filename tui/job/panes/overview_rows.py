@@ -114,7 +114,7 @@ def _memory(look: Look) -> list[Row]:
 
 
 def _predicted(look: Look) -> list[Row]:
-    """What was predicted of a rank before it ran, beside what has been measured."""
+    """Return what was predicted of a rank before it ran, beside what has been measured."""
     if look.predicted is None:
         return []
     peaks, measure = peaks_of(look)

@@ -46,7 +46,7 @@ def late_words(ranks: Sequence[RankStatus], now: float) -> str:
 
 
 def rank_rows(ranks: Sequence[RankStatus], ended: bool, now: float, width: int) -> list[Row]:
-    """A heading, and a row for each rank.
+    """Return a heading, and a row for each rank.
 
     Args:
         ranks: By number.

@@ -36,7 +36,7 @@ class TextPane(Pane):
         yield self.lines
 
     def rows_of(self, look: Look, width: int) -> Sequence[Row]:
-        """The text at a width."""
+        """Return the text at a width."""
         raise NotImplementedError
 
     def update_from(self, look: Look) -> None:

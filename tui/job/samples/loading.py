@@ -43,7 +43,7 @@ class Loading:
         self._kept = kept or Thumbnails()
 
     def cached(self, sample: Sample) -> Image | None:
-        """An image that needs no decoding."""
+        """Return an image that needs no decoding."""
         return self._kept.cached(sample.picture, sample.time, self._longest)
 
     def want(self, samples: Sequence[Sample]) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def picture_class(protocol: Protocol) -> Any:
-    """The widget class of a protocol; it has an `image` to set.
+    """Return the widget class of a protocol; it has an `image` to set.
 
     Importing textual-image 0.12 asks the terminal what it can do and waits a tenth of a second for
     each answer: too short for many links, whose answers Textual would then take for keys. It asks

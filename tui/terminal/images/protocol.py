@@ -81,7 +81,7 @@ def choose(
     interactive: bool,
     ask: Callable[[], bytes],
 ) -> Protocol:
-    """The protocol.
+    """Return the protocol.
 
     Args:
         environment: Of the process.

@@ -48,7 +48,7 @@ class Grid:
 
 
 def find_grid(count: int, aspect: float, columns: int, lines: int) -> Grid | None:
-    """The layout that shows most: many images, but not so small that they cannot be seen.
+    """Return the layout that shows most: many images, but not so small that they cannot be seen.
 
     Args:
         count: How many images there are.
@@ -75,7 +75,7 @@ def find_grid(count: int, aspect: float, columns: int, lines: int) -> Grid | Non
 
 
 def pictures_of(strip: bytes, aspect: float) -> list[Image]:
-    """The images of a strip.
+    """Return the images of a strip.
 
     Args:
         strip: A PNG: images of one size in a row, with gaps around them but not above.

@@ -29,7 +29,7 @@ class Thumbnails:
         self._lock = Lock()
 
     def cached(self, path: Path, time: float, longest: int) -> Image | None:
-        """An image that needs no decoding."""
+        """Return an image that needs no decoding."""
         with self._lock:
             image = self._kept.get((path, time, longest))
             if image is not None:
@@ -60,7 +60,7 @@ class Thumbnails:
 
 
 def decode(path: Path, longest: int) -> Image:
-    """An image in RGB, its longer side at most so long.
+    """Return an image in RGB, its longer side at most so long.
 
     Raises:
         BrokenPictureError: It cannot be decoded; says why.

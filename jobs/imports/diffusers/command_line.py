@@ -26,6 +26,8 @@ _COMMENT: Final = re.compile(
     r"""(?P<kept>'[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?<![^\s;&|])\#[^\n]*""", re.DOTALL
 )
 _LEFT_OPEN: Final = re.compile(r"\$[\w{(@*]|`")
+_CONTINUED: Final = re.compile(r"(?:\\|(?<=[ \t])[\^`])[ \t]*\r?\n")  # sh, cmd and PowerShell
+_MARK: Final = "\x00"  # in no text that a shell takes
 _ENDS: Final = frozenset("\n;&|")
 # Switches of accelerate and torchrun; their other flags take a value.
 _SWITCHES: Final = frozenset(
@@ -195,7 +197,8 @@ def _commands(text: str, where: str) -> list[list[str]]:
         UserError: A quotation is not closed.
     """
     text = re.sub(r"^[ \t]*#.*\n?", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\\[ \t]*\r?\n", " ", text)
+    text = _CONTINUED.sub(" ", text)
+    text, inner = _without_substitutions(text)
     text = _COMMENT.sub(lambda match: match["kept"] or "", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="".join(_ENDS))
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
@@ -207,12 +210,50 @@ def _commands(text: str, where: str) -> list[list[str]]:
                 _keep_assignments(commands[-1], variables)
                 commands.append([])
             else:
+                for mark, original in inner.items():
+                    token = token.replace(mark, original)
                 commands[-1] += _filled_in(token, variables)
     except ValueError as error:
         raise UserError(
             f"{where} cannot be read ({error})", "is a quotation mark missing?"
         ) from None
     return [words for words in commands if words]
+
+
+def _without_substitutions(text: str) -> tuple[str, dict[str, str]]:
+    """Put a mark in the place of each `$(…)`, `$((…))` and `` `…` ``, whose words are not ours.
+
+    Returns:
+        The text, and what each mark stands for.
+    """
+    out, inner, at = [], dict[str, str](), 0
+    while at < len(text):
+        end = _end_of_substitution(text, at)
+        if end is None:
+            out.append(text[at])
+            at += 1
+            continue
+        mark = f"{_MARK}{len(inner)}{_MARK}"
+        inner[mark] = text[at:end]
+        out.append(mark)
+        at = end
+    return "".join(out), inner
+
+
+def _end_of_substitution(text: str, at: int) -> int | None:
+    """Return where the substitution that begins here ends; None if there is none, or no end."""
+    if at and text[at - 1] == "\\":
+        return None
+    if text[at] == "`":
+        return text.find("`", at + 1) + 1 or None
+    if not text.startswith("$(", at):
+        return None
+    depth = 0
+    for i in range(at + 1, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    return None
 
 
 def _keep_assignments(words: Sequence[str], variables: dict[str, str]) -> None:

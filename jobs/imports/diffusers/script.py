@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.errors import UserError
 from jobs.imports.common import data, hub, launch, models, trackers, training_keys
 from jobs.imports.common.draft import (
     Draft,
@@ -47,6 +48,34 @@ _OTHER_TASKS: Final = re.compile(
     r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter|dpo|orpo"
     r"|custom_diffusion|(^|_)(control|reflow|lpl|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
 )
+# Those that train the whole model. A script of another name without flags of a LoRA may train
+# anything: a job that trains it in full by mistake would cost days.
+_FULL: Final = re.compile(r"train_dreambooth(_flux|_sd3)?|train_text_to_image(_sdxl)?")
+# Scripts of other tools, by their paths or by flags that no script of diffusers has.
+_FOREIGN: Final = (
+    (
+        "musubi-tuner",
+        re.compile(
+            r"musubi|(^|/)(hv(_1_5)?|wan|fpack|flux_kontext|flux_2|qwen_image|zimage|kandinsky5|ltx2)"
+            r"_train(_network)?\.py$"
+        ),
+        {"dit"},
+    ),
+    (
+        "kohya's sd-scripts",
+        re.compile(
+            r"sd-scripts|(^|/)((\w+_)?train_network|(flux|sdxl|sd3|anima|lumina)_train|train_db|fine_tune"
+            r"|(\w+_)?train_(control_net|controlnet_\w*lllite|leco|textual_inversion))\.py$"
+        ),
+        {"network_module", "network_dim", "network_args", "dataset_config"},
+    ),
+    ("OneTrainer", re.compile("OneTrainer"), {"config_path"}),
+    ("diffusion-pipe", re.compile("diffusion-pipe"), {"deepspeed"}),
+    ("DiffSynth-Studio", re.compile("DiffSynth"), {"lora_base_model", "lora_target_modules"}),
+    ("SimpleTuner", re.compile("SimpleTuner|simpletuner"), {"data_backend_config"}),
+    ("ai-toolkit", re.compile("ai-toolkit|ai_toolkit"), set[str]()),
+)
+_IMPORTED: Final = {"SimpleTuner": "simpletuner", "ai-toolkit": "ai-toolkit"}
 # Those that train on pairs as it is done here.
 _PAIRS: Final = re.compile(r"flux_kontext|control_lora_flux|flux2(?:_klein)?_img2img")
 _FLAVOURS: Final = {"flux_kontext": "kontext", "control_lora_flux": "control"}
@@ -78,9 +107,11 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     """Return what is imported, in a few words, and the job of it.
 
     Raises:
-        UserError: There is no command, or it cannot be read.
+        UserError: There is no command, it cannot be read, it is of another tool, or nothing says
+            whether it trains a LoRA.
     """
     source, command = read_command(given)
+    _refuse_foreign(command)
     draft = Draft(dict(command.flags), command.folder)
     _set_script(draft, command)
     launch.read_environment(draft, command.environment)
@@ -99,6 +130,20 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     return source, draft
 
 
+def _refuse_foreign(command: Command) -> None:
+    """Raise `UserError` for a script of another tool, whose flags mean something else."""
+    for tool, path, flags in _FOREIGN:
+        if path.search(command.script or "") or not flags.isdisjoint(command.flags):
+            name = (command.script or "the command").rpartition("/")[2]
+            theirs = _IMPORTED.get(tool)
+            raise UserError(
+                f"{name} is of {tool}, not of diffusers",
+                f"`fsdp-tui import {theirs} CONFIG` reads its configuration"
+                if theirs
+                else "its jobs cannot be imported yet; `fsdp-tui keys` lists what a job can say",
+            )
+
+
 def _set_script(draft: Draft, command: Command) -> None:
     """The family, by the script's or the model's name; a LoRA, by the script's or its flags."""
     stem = (command.script or "").rpartition("/")[2].removesuffix(".py").lower()
@@ -107,6 +152,14 @@ def _set_script(draft: Draft, command: Command) -> None:
     family = next((family for word, family in _FAMILIES.items() if word in stem), None)
     family = family or models.guess_family(draft, model)
     family = family or ("stable_diffusion" if _OLDEST.fullmatch(stem) else None)
+    if not (is_lora or _FULL.fullmatch(stem) or _OTHER_TASKS.search(stem)):
+        what = (
+            f"{stem}.py is not one of" if stem else "no script is named; a full model needs one of"
+        )
+        raise UserError(
+            f"{what} the scripts of diffusers that train the full model",
+            "for a LoRA, pass its --rank, too",
+        )
     draft.values["model_type"] = "lora" if is_lora else "full"
     if command.script is None:
         draft.values |= {} if family is None else {"model_family": family}

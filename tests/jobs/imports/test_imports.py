@@ -340,7 +340,7 @@ def test_a_script_that_is_launched_with_a_file() -> None:
 def test_fewer_processes_than_gpus_take_the_first_of_them() -> None:
     """And a variable in front of the command is read, whatever else is set there."""
     start = "CUDA_VISIBLE_DEVICES=3,1,2 X=1 accelerate launch --num_processes=2"
-    imported = import_script([f"{start} train_flux.py --seed=1"])
+    imported = import_script([f"{start} train_dreambooth_flux.py --seed=1"])
     assert imported.spec.gpus == [3, 1]
     assert imported.spec.num_processes is None
     assert entry(imported, "X").kind is Needless
@@ -1290,7 +1290,9 @@ def test_no_value_of_any_key_breaks_an_import(value: Any, tmp_path: Path) -> Non
     process(tmp_path, datasets=value, network=value, sample=value, trigger_word=value)
 
     words = [f"--{key}={value}" for key in diffusers_script._RULES]
-    import_script(["accelerate", "launch", f"--num_processes={value}", "train_flux.py", *words])
+    import_script(
+        ["accelerate", "launch", f"--num_processes={value}", "train_dreambooth_flux.py", *words]
+    )
 
 
 @pytest.mark.parametrize(
@@ -1654,3 +1656,68 @@ def test_every_family_of_the_tables_is_spelled_as_here() -> None:
             assert set(names.values()) <= set(FAMILIES[family].flavours), family
     for family, flavour in ai_toolkit_rules._ARCHITECTURES.values():
         assert flavour is None or flavour in FAMILIES[family].flavours, flavour
+
+
+# -- never a full fine-tune by mistake -------------------------------------------------------
+
+FLAGS: Final = {"rank": "8", "seed": "3", "output_dir": "out"}
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["$((SLURM_NNODES * 4))", "$(nvidia-smi -L | wc -l)", "`hostname; date`", "$(a $(b;c))"],
+)
+@pytest.mark.parametrize("flag", ["--num_processes={}", "--num_processes {}", '--main_ip="{}"'])
+def test_what_a_shell_would_run_first_is_one_word(inner: str, flag: str) -> None:
+    text = f"accelerate launch {flag.format(inner)} x/train_dreambooth_lora_flux.py"
+    found = command(" ".join([text, *(f"--{key}={value}" for key, value in FLAGS.items())]))
+    assert (found.script, found.flags) == ("x/train_dreambooth_lora_flux.py", FLAGS)
+    assert list(found.launch.values()) == [inner]
+    assert not found.strays
+
+
+@pytest.mark.parametrize("end", ["\\\n", "\\\r\n", "^\n", "^\r\n", "`\n", "`\r\n", "\\  \n"])
+def test_a_command_goes_on_as_in_any_shell(end: str) -> None:
+    """Of sh, of cmd, and of PowerShell."""
+    lines = [
+        "accelerate launch train_dreambooth_lora_flux.py",
+        *(f"--{k} {v}" for k, v in FLAGS.items()),
+    ]
+    found = command(f" {end}  ".join(lines))
+    assert (found.script, found.flags) == ("train_dreambooth_lora_flux.py", FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("accelerate launch flux_train_network.py --network_dim=16", "kohya's sd-scripts"),
+        ("accelerate launch sdxl_train.py --learning_rate=1e-5", "kohya's sd-scripts"),
+        ("accelerate launch sd-scripts/train_db.py --seed=1", "kohya's sd-scripts"),
+        ("python own.py --network_module=networks.lora", "kohya's sd-scripts"),
+        ("accelerate launch src/musubi_tuner/wan_train_network.py --dit=a", "musubi-tuner"),
+        ("accelerate launch hv_train_network.py --network_dim=8", "musubi-tuner"),
+        ("accelerate launch fpack_train_network.py --dit x", "musubi-tuner"),
+        ("python OneTrainer/scripts/train.py --config-path=a.json", "OneTrainer"),
+        ("deepspeed --num_gpus=1 train.py --deepspeed --config a.toml", "diffusion-pipe"),
+        ("accelerate launch train.py --lora_base_model dit --lora_rank 32", "DiffSynth-Studio"),
+        ("accelerate launch SimpleTuner/train.py --model_type=lora", "SimpleTuner"),
+        ("python ai-toolkit/run.py --name=a", "ai-toolkit"),
+    ],
+)
+def test_a_script_of_another_tool_is_refused_by_its_name(text: str, tool: str) -> None:
+    with pytest.raises(UserError, match=f"is of {tool}, not of diffusers"):
+        import_script([text])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "accelerate launch my_flux.py --seed=1",
+        "accelerate launch train.py --pretrained_model_name_or_path=black-forest-labs/FLUX.1-dev",
+        "--pretrained_model_name_or_path=black-forest-labs/FLUX.1-dev --seed=1",
+    ],
+)
+def test_what_may_be_a_lora_is_never_imported_as_a_full_model(text: str) -> None:
+    with pytest.raises(UserError, match="scripts of diffusers that train the full model"):
+        import_script([text])
+    assert import_script([f"{text} --rank=4"]).spec.model_type == "lora"

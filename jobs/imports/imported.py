@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from jobs.errors import UserError
 from jobs.imports.ai_toolkit import config as ai_toolkit
 from jobs.imports.common.import_report import Kind, Report
+from jobs.imports.common.places import parse
+from jobs.imports.common.whose import AI_TOOLKIT, SIMPLETUNER, hint, tool_of
 from jobs.imports.diffusers import script as diffusers_script
 from jobs.imports.simpletuner import config as simpletuner
 from jobs.models.find_model import find_model
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import InputKeys
 
 
+_CONFIGS: Final = (".json", ".yaml", ".yml", ".toml")
 _USUAL: Final = {"repeats": 1}  # of datasets
 
 
@@ -80,6 +83,28 @@ def import_ai_toolkit(path: Path) -> Imported:
         UserError: It cannot be read, or is none.
     """
     return _finish(ai_toolkit.TITLE, path.name, ai_toolkit.read(path))
+
+
+def import_file(path: Path) -> Imported:
+    """Return a job of a file of any tool that can be imported, which its keys tell.
+
+    Raises:
+        UserError: It cannot be read, or is of another tool, or of none.
+    """
+    if path.suffix.lower() not in _CONFIGS:
+        return import_script([str(path)])
+    otherwise = ".json" if path.suffix.lower() == ".json" else ".yaml"
+    tool = tool_of(parse(path, otherwise=otherwise))
+    if tool == SIMPLETUNER:
+        return import_simpletuner(path)
+    if tool == AI_TOOLKIT:
+        return import_ai_toolkit(path)
+    if tool:
+        raise UserError(f"{path} is a configuration of {tool}", hint(tool))
+    raise UserError(
+        f"{path} has no key by which a tool can be told",
+        "name the tool: `fsdp-tui import simpletuner FILE` or `fsdp-tui import ai-toolkit FILE`",
+    )
 
 
 def import_script(words: Sequence[str]) -> Imported:

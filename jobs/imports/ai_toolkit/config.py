@@ -11,6 +11,7 @@ from jobs.imports.ai_toolkit import rules
 from jobs.imports.common import hub, launch, models, trackers, training_keys
 from jobs.imports.common.draft import Draft, all_of, flatten, named, needless, same, without
 from jobs.imports.common.places import parse
+from jobs.imports.common.whose import refuse_others
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +47,9 @@ def read(path: Path) -> Draft:
     Raises:
         UserError: It cannot be read, or is no training of this tool.
     """
-    process, around, others = _process(path, parse(path, otherwise=".yaml"))
+    values = parse(path, otherwise=".yaml")
+    refuse_others(values, path, TITLE)
+    process, around, others = _process(path, values)
     theirs = {str(k): v for k, v in flatten(process, keep=("datasets",)).items()}
     draft = Draft(around | theirs, path.absolute().parent, defaults=_defaults(process))
     for number in range(1, others + 1):

@@ -18,6 +18,7 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.places import parse
+from jobs.imports.common.whose import refuse_others
 from jobs.imports.simpletuner import data as simpletuner_data
 from jobs.imports.simpletuner import optimizer, published, rules
 from jobs.spec.values.spellings import normal_key
@@ -67,6 +68,7 @@ def read(path: Path) -> Draft:
         UserError: It cannot be read, or is not of this tool.
     """
     values = parse(path)
+    refuse_others(values, path, TITLE)
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a SimpleTuner config: it has no keys")
     theirs: dict[str, Any] = {}

@@ -21,6 +21,7 @@ from jobs.imports.diffusers.command_line import read_command
 from jobs.imports.imported import (
     Imported,
     import_ai_toolkit,
+    import_file,
     import_script,
     import_simpletuner,
 )
@@ -1721,3 +1722,53 @@ def test_what_may_be_a_lora_is_never_imported_as_a_full_model(text: str) -> None
     with pytest.raises(UserError, match="scripts of diffusers that train the full model"):
         import_script([text])
     assert import_script([f"{text} --rank=4"]).spec.model_type == "lora"
+
+
+# -- whose file it is ------------------------------------------------------------------------
+
+FOREIGN: Final = {
+    "kohya's sd-scripts": [
+        ("a.toml", 'network_module = "networks.lora"\nnetwork_dim = 16\n'),
+        ("a.toml", '[model]\npretrained_model_name_or_path = "a"\n[network]\nnetwork_dim = 8\n'),
+        ("a.json", '{"LoRA_type": "Standard", "network_dim": 8, "train_batch_size": 1}'),
+        ("a.toml", "[general]\nshuffle_caption = true\n[[datasets]]\nresolution = 512\n"),
+    ],
+    "musubi-tuner": [("a.toml", 'dit = "a"\nnetwork_module = "networks.lora_wan"\n')],
+    "OneTrainer": [("a.json", '{"training_method": "LORA", "base_model_name": "a"}')],
+    "diffusion-pipe": [
+        ("a.toml", 'micro_batch_size_per_gpu = 1\n[model]\ntype = "flux"\n'),
+        ("a.toml", '[model]\ntype = "flux"\n[adapter]\nrank = 32\n'),
+    ],
+}
+CELLS: Final = [(tool, name, text) for tool, files in FOREIGN.items() for name, text in files]
+
+
+@pytest.mark.parametrize(("tool", "name", "text"), CELLS)
+@pytest.mark.parametrize("read", [import_file, import_simpletuner, import_ai_toolkit])
+def test_a_configuration_of_another_tool_is_refused_by_its_name(
+    read: Any, tool: str, name: str, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"is a configuration of {tool}"):
+        read(path)
+
+
+def test_a_file_tells_whose_it_is() -> None:
+    files = {
+        "simpletuner/flux-lora/config.json": "SimpleTuner",
+        "ai-toolkit/flux-lora.yaml": "ai-toolkit",
+        "diffusers-script/flux-lora.sh": "a diffusers script",
+    }
+    for name, tool in files.items():
+        assert import_file(EXAMPLES / name).tool == tool, name
+
+
+def test_a_file_of_nobody_is_not_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"learning_rate": 1e-4, "resolution": 512}')
+    with pytest.raises(UserError, match="no key by which a tool can be told"):
+        import_file(path)
+    path.write_text('{"data_backend_config": "b.json", "model_type": "lora"}')
+    with pytest.raises(UserError, match="is a configuration of SimpleTuner, not of ai-toolkit"):
+        import_ai_toolkit(path)

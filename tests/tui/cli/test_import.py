@@ -135,8 +135,8 @@ def test_options_stand_in_front_of_the_words_of_a_command(tmp_path: Path) -> Non
     ("words", "said"),
     [
         (("simpletuner", "nowhere.json"), "no such file: nowhere.json"),
-        (("simpletuner", TRAINING), "is not valid JSON|has no key"),
-        (("ai-toolkit", CONFIG), "is not an ai-toolkit config"),
+        (("simpletuner", TRAINING), "is a configuration of ai-toolkit"),
+        (("ai-toolkit", CONFIG), "is a configuration of SimpleTuner"),
         (("ai-toolkit", EXAMPLES), "is a directory"),
         (("diffusers-script", "python"), "no such file: python"),
         (("diffusers-script",), "Missing argument"),

@@ -31,13 +31,45 @@ _FORCE: Final = click.option("--force", is_flag=True, help="Overwrite an existin
 _DETAILED: Final = (Kind.TAKEN, Kind.TRANSLATED, Kind.UNSUPPORTED, Kind.UNREADABLE, Kind.UNKNOWN)
 
 
-@click.group(name="import")
+class _OfAnyTool(click.Group):
+    """A group whose first word may be a file instead of a tool."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        word = args[0] if args else ""
+        if (
+            word
+            and not word.startswith("-")
+            and word not in self.commands
+            and (Path(word).is_file() or not word.isidentifier())
+        ):
+            return "file", any_file, args
+        return super().resolve_command(ctx, args)
+
+
+@click.group(name="import", cls=_OfAnyTool, subcommand_metavar="FILE|TOOL ...")
 def import_job() -> None:
     """Convert another tool's config to a job file.
+
+    `fsdp-tui import FILE` tells by the file's keys which tool it is of; TOOL reads it as that
+    tool's.
 
     The job goes to standard output and the report to standard error; with -o, the job goes to a
     file. The report lists what has no equivalent here; that never stops the import.
     """
+
+
+@click.command(name="file")
+@_CONFIG
+@_OUTPUT
+@_FORCE
+@JSON
+def any_file(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
+    """Convert a configuration of any tool, or a shell script."""
+    from jobs.imports.imported import import_file  # the tables take some 20 ms
+
+    _tell(import_file(config), output, force, as_json, config)
 
 
 @import_job.command()

@@ -38,12 +38,7 @@ class _OfAnyTool(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         word = args[0] if args else ""
-        if (
-            word
-            and not word.startswith("-")
-            and word not in self.commands
-            and (Path(word).is_file() or not word.isidentifier())
-        ):
+        if word not in self.commands and (Path(word).suffix or Path(word).is_file()):
             return "file", any_file, args
         return super().resolve_command(ctx, args)
 

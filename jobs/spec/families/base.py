@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Objective = Literal["flow", "denoising"]
 Guidance = Literal["embedded", "classifier_free", "none"]
-Attention = Literal["unmasked", "masked", "masked_batches", "masked_samples", "fixed"]
+Attention = Literal["unmasked", "masked_batches", "masked_samples", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class Family:
             each with what its modules' names begin with in kohya's scripts; none of most families.
         told_sizes: Whether its denoiser takes images' original sizes and crops as an input.
         attention: What its denoiser calls attention with, which decides what `attention_backend`
-            can be: "unmasked"; "masked", which no flash attention supports; "masked_batches", with
-            a mask where captions in a batch differ in length; "masked_samples", in samples too; or
-            "fixed", in diffusers classes that have no setting for the kernel.
+            can be: "unmasked"; "masked_batches", with a mask where captions in a batch differ in
+            length, which no flash attention supports; "masked_samples", in samples too; or "fixed",
+            in diffusers classes that have no setting for the kernel.
         keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
         latent_step: Sides of images are multiples of this, in pixels.
         longest_side: Of images, in pixels, by the denoiser's config; None for any, or where a

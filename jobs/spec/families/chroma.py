@@ -8,7 +8,7 @@ FAMILY = Family(
     pipelines=("ChromaPipeline",),
     transformer="ChromaTransformer2DModel",
     blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
-    attention="masked_samples",
+    attention="masked_batches",
     flavours={
         "hd": Flavour("lodestones/Chroma1-HD", note="trained on at 1024 pixels"),
         "base": Flavour(

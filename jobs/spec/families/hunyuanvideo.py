@@ -12,7 +12,7 @@ FAMILY = Family(
         "t2v": Flavour("hunyuanvideo-community/HunyuanVideo", note="guidance-distilled"),
     },
     guidance="embedded",
-    attention="masked",
+    attention="masked_batches",
     latent_step=16,  # the VAE shrinks by 8, and 2x2 latents make a token
     frame_step=4,
     # Its scheduler's 7 is for sampling in 50 steps; musubi-tuner's docs lower it to 3 for detail.

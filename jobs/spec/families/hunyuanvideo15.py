@@ -18,7 +18,7 @@ FAMILY = Family(
             note="720p",
         ),
     },
-    attention="masked",
+    attention="masked_batches",
     latent_step=16,  # the VAE shrinks by 16, and each latent is a token
     frame_step=4,
     # The default of the authors' trainer (train_timestep_shift in its train.py). Its samplers have

@@ -15,7 +15,7 @@ FAMILY = Family(
     pipelines=("LTXPipeline", "LTXConditionPipeline"),
     transformer="LTXVideoTransformer3DModel",
     blocks=("LTXVideoTransformerBlock",),
-    attention="masked",
+    attention="masked_samples",
     flavours={
         "2b-0.9": Flavour(
             "Lightricks/LTX-Video", note="text or first frame to video", first_frame=True

@@ -43,12 +43,6 @@ def kernel_conflict(
         )
     if kernel not in _FLASH or not is_masked(family):
         return None
-    if family.attention == "masked":
-        return Conflict(
-            "attention_backend",
-            f"{kernel} supports no masks, and {family.title} always has one; use auto",
-            named=True,
-        )
     if batch > 1:
         return Conflict(
             "attention_backend",

@@ -57,12 +57,6 @@ MASKED = {
     "sana",
     "z_image",
 }
-# What `Family.attention` of these has to become, which says "masked" of all three.
-AHEAD = {
-    "hunyuanvideo": "masked_batches",
-    "hunyuanvideo15": "masked_batches",
-    "ltxvideo": "masked_samples",
-}
 # Its pipeline sets what is masked to zero, and the model was trained to attend to those zeros.
 ATTENDS_TO_PADDING = {"auraflow"}
 
@@ -131,7 +125,7 @@ def test_levels_of_its_validation_loss_are_quantiles_of_what_it_trains_on(
 def test_its_attention_is_masked_as_its_facts_say(case: Case) -> None:
     """By diffusers, which refuses flash attention with a mask."""
     denoiser = getattr(case.stock(), case.family.component)
-    kind = AHEAD.get(case.facts.name, case.facts.attention)
+    kind = case.facts.attention
     spec = JobSpec(attention_backend="flash")
     if kind == "fixed":
         with pytest.raises(UserError, match="does not support choosing a kernel"):
@@ -140,7 +134,7 @@ def test_its_attention_is_masked_as_its_facts_say(case: Case) -> None:
     choose_attention(denoiser, spec)
     shape = case.family.encode_pictures(*vae_and_pixels(case)).shape[1:]
     short, long = case.encoded("a star"), case.encoded(PROMPT * 8)
-    for texts, masked in (([short], kind == "masked"), ([short, long], kind != "unmasked")):
+    for texts, masked in (([short], False), ([short, long], kind != "unmasked")):
         noisy, levels = torch.randn(len(texts), *shape), torch.full((len(texts),), 0.5)
         condition = case.family.arrange(batch_of(*texts))
         expected = pytest.raises(ValueError, match="mask") if masked else nullcontext()

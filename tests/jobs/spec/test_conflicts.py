@@ -66,6 +66,18 @@ def read(**values: Any) -> JobSpec:
         {"attention_backend": "cudnn", "model_family": "hunyuanvideo"},
         {"attention_backend": "flash", "model_family": "qwen_image", "validation_prompts": ["a"]},
         {"attention_backend": "flash3", "model_family": "z_image"},
+        {"attention_backend": "flash", "model_family": "ltxvideo"},
+        {"attention_backend": "flash", "model_family": "chroma", "validation_prompts": ["a"]},
+        {
+            "attention_backend": "flash",
+            "model_family": "hunyuanvideo",
+            "validation_prompts": [{"prompt": "a", "num_frames": 5}],
+        },
+        {
+            "attention_backend": "flash",
+            "model_family": "hunyuanvideo15",
+            "validation_prompts": [{"prompt": "a", "num_frames": 5}],
+        },
     ],
 )
 def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
@@ -227,14 +239,9 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ),
         ({"model_family": "sdxl", "attention_backend": "math"}, "attention_backend", "no choice"),
         (
-            {"model_family": "ltxvideo", "attention_backend": "flash"},
+            {"model_family": "ltxvideo", "attention_backend": "flash", "validation_prompts": ["a"]},
             "attention_backend",
-            "LTX-Video always has one",
-        ),
-        (
-            {"model_family": "chroma", "attention_backend": "flash", "validation_prompts": ["a"]},
-            "attention_backend",
-            "samples of Chroma have one",
+            "samples of LTX-Video have one",
         ),
         (
             {"model_family": "z_image", "attention_backend": "flash3", "train_batch_size": 2},

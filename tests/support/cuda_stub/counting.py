@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 # In the order of the enum in cuda_stub.c.
 NAMES: Final = (
@@ -37,24 +37,22 @@ _LITTLE: Final = 4 << 20  # bytes; less than a toy transformer
 _OURS: Final = ("/engine/", "/diffusers/", "/peft/", "/fully_shard/", "/_fsdp", "/optim/", "/amp/")
 
 
-_READ_BACK: Final = ("encode", "sample")  # phases in which libraries read what they have computed
+# Phases in which libraries read what they have computed: it is done on the CPU as well (`numbers`).
+_READ_BACK: Final = ("encode", "sample")
 
 
 class Counting:
     """While it is entered, every step and every phase of it is counted.
 
     Args:
-        numbers: Phases in which the host reads what was computed, beyond those where it always
-            does; what they compute is done on the CPU as well (see `numbers`).
         full_in: Phase from which on the device gives no memory beyond what it has given;
             "start" for all of the job.
 
     The engine is not asked to report this, so two of its methods are wrapped for the time being.
     """
 
-    def __init__(self, numbers: Sequence[str] = (), full_in: str | None = None) -> None:
+    def __init__(self, full_in: str | None = None) -> None:
         self._full_in = full_in
-        self._numbers = {*_READ_BACK, *numbers}
         self._library = ctypes.CDLL(None)
         self._library.cuda_stub_count.restype = ctypes.c_long
         self._library.cuda_stub_used.restype = ctypes.c_long
@@ -144,10 +142,10 @@ class Counting:
             self._memory[name] = self._library.cuda_stub_used(self._device())
 
     def _computed(self, phase: str) -> AbstractContextManager[Any]:
-        """Not while it trains, where little but a loss is read, and everything counts."""
+        """In phases whose numbers are read; not while it trains, where everything counts."""
         from tests.support.cuda_stub.numbers import Numbers
 
-        return Numbers() if phase in self._numbers else nullcontext()
+        return Numbers() if phase in _READ_BACK else nullcontext()
 
     @staticmethod
     def _device() -> int:

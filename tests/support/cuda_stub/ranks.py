@@ -1,11 +1,11 @@
 """Many jobs on stub GPUs, a process per rank: `python -m tests.support.cuda_stub.ranks PLAN.json`.
 
 The plan says which toys to write, `{family: directory}`, and has a list of groups,
-`{"ranks": 2, "jobs": {run directory: {"values": …, "numbers": [phase, …], "full_in": phase}}}`. The
-libraries are imported once, and each group's ranks are forked from there. Beside what a job
-itself writes, each rank leaves `cuda.<rank>.json` in the run directory, with what its steps
-asked of the device. A job that fails leaves what a failing rank always leaves, and its ranks
-go: the others would wait for one in a collective. The jobs behind it are done by new ranks.
+`{"ranks": 2, "jobs": {run directory: {"values": …, "full_in": phase}}}`. The libraries are imported
+once, and each group's ranks are forked from there. Beside what a job itself writes, each rank
+leaves `cuda.<rank>.json` in the run directory, with what its steps asked of the device. A job that
+fails leaves what a failing rank always leaves, and its ranks go: the others would wait for one in a
+collective. The jobs behind it are done by new ranks.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _job(rank: int, root: Path, job: dict[str, Any]) -> bool:
         # Of four ranks, so that groups that shard are as large as those that replicate.
         os.environ["CUDA_STUB_SPLIT"] = str(spec.dp_replicate_size or 0)
         choose_backends(spec)
-        with Counting(job["numbers"], job["full_in"]) as counting:
+        with Counting(job["full_in"]) as counting:
             run_job(spec, run_dir, start_world(spec), telemetry)
     except BaseException as error:
         record_failure(run_dir, rank, error, telemetry)

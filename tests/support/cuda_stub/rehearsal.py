@@ -32,7 +32,6 @@ class Job:
     Attributes:
         ranks: How many GPUs it has.
         values: What its file says beyond `values_of`.
-        numbers: Further phases in which the host reads what was computed on the device.
         resumes: The job whose last checkpoint it begins with.
         full_in: Phase in which its GPUs run out of memory; see `counting`.
         cached_by: A job before it that has encoded its texts and pictures.
@@ -41,7 +40,6 @@ class Job:
 
     ranks: int
     values: Mapping[str, Any]
-    numbers: tuple[str, ...] = ()
     resumes: str | None = None
     full_in: str | None = None
     cached_by: str | None = None
@@ -111,7 +109,6 @@ class Rehearsal:
                 "values": self.values_of(job.family, num_processes=job.ranks)
                 | dict(job.values)
                 | self._begin(job),
-                "numbers": job.numbers,
                 "full_in": job.full_in,
             }
         plan = {

@@ -36,19 +36,35 @@ def rounds_of(
 
 
 class Forwards:
-    """Counts the forwards of models, within a context, and can make more of them.
+    """Counts the forwards of models, within a context, and makes more of them after the last.
+
+    These are made while the pipeline is still in its last forward: what it changes of a model, such
+    as masks, which flash attention does not take, is only changed meanwhile.
 
     Args:
         models: The models.
         moved: Called after each forward.
+        expected: How many the pipeline makes.
+        total: How many all ranks make, with the inputs of the last one, if that is more; a
+            collective.
 
     Attributes:
-        made: How many so far.
+        made: How many the pipeline has made so far.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], moved: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        moved: Callable[[], None],
+        *,
+        expected: int = 0,
+        total: int = 0,
+    ) -> None:
         self._models = list(models)
         self._moved = moved
+        self._expected = expected
+        self._more = max(total - expected, 0)
+        self._filling = False
         self._last: tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
         self.made = 0
 
@@ -68,25 +84,27 @@ class Forwards:
             hook.remove()
         self._last = None
 
-    def check(self, expected: int, pipeline: Any) -> None:
+    def check(self, pipeline: Any) -> None:
         """Compare what a pipeline made with what was planned for.
 
         Raises:
             RuntimeError: The other ranks would wait for forwards that never come, or miss some.
         """
-        if self.made != expected:
+        if self.made != self._expected:
             raise RuntimeError(
                 f"{type(pipeline).__name__} made {self.made} forwards of the denoiser instead of "
-                f"{expected}; forwards_of the family, or its scheduler, is "
+                f"{self._expected}; forwards_of the family, or its scheduler, is "
                 "not what this version of diffusers does"
             )
 
-    def fill_up(self, total: int) -> None:
-        """Make forwards with the inputs of the last one until there are `count`; a collective."""
-        while self.made < total:
-            assert self._last is not None, "a pipeline has made at least one forward"
-            model, positional, named = self._last
+    def _fill_up(self) -> None:
+        """Make the forwards that the pipeline does not make."""
+        assert self._last is not None, "this is the hook of a forward"
+        model, positional, named = self._last
+        self._filling = True
+        for _ in range(self._more):
             model(*positional, **named)
+        self._filling = False
 
     def _remember(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -94,5 +112,9 @@ class Forwards:
         self._last = (model, args, kwargs)
 
     def _count(self, *_: Any) -> None:
-        self.made += 1
         self._moved()
+        if self._filling:
+            return
+        self.made += 1
+        if self.made == self._expected:
+            self._fill_up()

@@ -152,13 +152,17 @@ class Sampler:
             return torch.empty(0)
         # Those that have none do the same as the one with the fewest forwards.
         number = numbers[-1] if number is None else number
-        request, moved = requests[number], self.run.telemetry.moved
-        with Forwards(studio.denoisers, moved) as forwards, autocast(self.run.spec, studio.device):
+        request, own = requests[number], planned[number]
+        forwards = Forwards(
+            studio.denoisers,
+            self.run.telemetry.moved,
+            expected=own,
+            total=planned[numbers[0]] if self.run.world.shards else own,
+        )
+        with forwards, autocast(self.run.spec, studio.device):
             pictures = [self.data.pictures[path] for path in request.conditioning]
             latents = studio.denoise(request, *self._texts(request), pictures)
-            forwards.check(planned[number], studio.pipeline)
-            if self.run.world.shards:
-                forwards.fill_up(planned[numbers[0]])
+            forwards.check(studio.pipeline)
         return latents
 
     def _check(self, latents: torch.Tensor, number: int) -> None:

@@ -5,6 +5,7 @@ That is decided on the host, without asking the device.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -12,7 +13,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.families.shared import hidream_experts
+from engine.model.kernels import choose_attention
+from engine.sample.lockstep import Forwards
 from engine.toy.components.weights import one_thread
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.kernels import kernel_conflict
 from tests.support.engine.families import (
     NEGATIVE,
     PROMPT,
@@ -24,7 +29,9 @@ from tests.support.engine.families import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from jobs.spec.keys.prompts import SampleRequest
 
 SHORT: Final = "a star"
 LONG: Final = " ".join([PROMPT] * 5)
@@ -139,10 +146,9 @@ def test_a_forward_reads_nothing_from_the_device(
     assert velocity.shape == noisy.shape
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("guided", [False, True])
-def test_masks_of_samples_mask_something(case: Case, guided: bool) -> None:
-    changes: dict[str, Any] = {"num_frames": case.frames}
+def sampling_of(case: Case, guided: bool) -> tuple[Any, SampleRequest, Callable[[], Any]]:
+    """A pipeline for a toy, what it makes in two steps, and what makes that."""
+    changes: dict[str, Any] = {"num_frames": case.frames, "num_inference_steps": 2}
     if guided:
         changes |= {"guidance": 3.0, "true_cfg_scale": 3.0, "negative_prompt": NEGATIVE}
     request = case.request(**changes)
@@ -154,15 +160,48 @@ def test_masks_of_samples_mask_something(case: Case, guided: bool) -> None:
     denoiser = getattr(stock, case.family.component)
     pipeline = case.family.sampling_pipeline(case.paths.model, denoiser, stock.vae)
     pipeline.set_progress_bar_config(disable=True)
-    with Attention() as seen:
-        pipeline(
+    return (
+        pipeline,
+        request,
+        partial(
+            pipeline,
             **arguments,
             width=request.width,
             height=request.height,
             num_inference_steps=2,
             output_type="latent",
             generator=torch.Generator().manual_seed(request.seed),
-        )
+        ),
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guided", [False, True])
+def test_masks_of_samples_mask_something(case: Case, guided: bool) -> None:
+    _, _, make = sampling_of(case, guided)
+    with Attention() as seen:
+        make()
     assert seen.in_vain == IN_VAIN.get(case.name, (0, 0))[guided]
     if case.name in ("chroma", "hunyuanvideo", "hunyuanvideo15"):
         assert seen.masked == 0, "of tokens with tokens, in every block"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guided", [False, True])
+def test_samples_are_made_with_flash_attention_where_a_job_may_choose_it(
+    case: Case, guided: bool
+) -> None:
+    """By diffusers, which refuses it with a mask; so are the forwards that other ranks wait for."""
+    if kernel_conflict(case.facts, "flash", 1, samples=True):
+        pytest.skip("a job may not choose it")
+    pipeline, request, make = sampling_of(case, guided)
+    names = (case.family.component, case.family.second_denoiser)
+    denoisers = [getattr(pipeline, name) for name in names if name]
+    for denoiser in denoisers:
+        choose_attention(denoiser, JobSpec(attention_backend="flash"))
+    made: list[None] = []
+    own = case.family.forwards_of(request)
+    with Forwards(denoisers, lambda: made.append(None), expected=own, total=own + 1) as forwards:
+        make()
+        forwards.check(pipeline)
+    assert len(made) == own + 1

@@ -336,18 +336,20 @@ def test_missing_forwards_are_made_with_the_last_inputs_and_hooks_are_gone_after
             seen.append((float(x), scale))
             return x * scale
 
-    model = Model()
-    with Forwards([model], lambda: None) as forwards:
+    model, moved = Model(), []
+    with Forwards([model], lambda: moved.append(len(seen)), expected=2, total=4) as forwards:
         model(torch.tensor(1.0), scale=2.0)
-        model(torch.tensor(3.0), scale=4.0)
-        forwards.check(2, model)
-        forwards.fill_up(4)
-        assert forwards.made == 4
-        with pytest.raises(RuntimeError, match="made 4 forwards"):
-            forwards.check(2, model)
-    assert seen == [(1.0, 2.0), (3.0, 4.0), (3.0, 4.0), (3.0, 4.0)]
+        with pytest.raises(RuntimeError, match="made 1 forwards"):
+            forwards.check(model)
+        assert model(torch.tensor(3.0), scale=4.0) == 12
+        forwards.check(model)
+        assert seen == [(1.0, 2.0), (3.0, 4.0), (3.0, 4.0), (3.0, 4.0)]
+        assert moved == [1, 2, 3, 4]
+        model(torch.tensor(5.0), scale=6.0)
+        with pytest.raises(RuntimeError, match="made 3 forwards"):
+            forwards.check(model)
     model(torch.tensor(1.0), scale=1.0)
-    assert forwards.made == 4
+    assert forwards.made == 3
 
 
 @pytest.fixture

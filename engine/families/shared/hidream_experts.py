@@ -24,10 +24,13 @@ def call_every_expert(transformer: torch.nn.Module) -> None:
     their output; and in training it asks the GPU eight times a block which tokens are whose.
     """
     for module in transformer.modules():
-        if isinstance(module, MOEFeedForwardSwiGLU) and "forward" not in vars(module):
-            # A bound method: a copy of the model gets one of its own.
-            module.forward = MethodType(_forward, module)
-            module.gate.alpha = 0.0  # of a loss that the model computes and leaves out
+        if not isinstance(module, MOEFeedForwardSwiGLU):
+            continue
+        if "forward" in vars(module):
+            return  # and so have all others: each forward begins here
+        # A bound method: a copy of the model gets one of its own.
+        module.forward = MethodType(_forward, module)
+        module.gate.alpha = 0.0  # of a loss that the model computes and leaves out
 
 
 def _forward(experts: MOEFeedForwardSwiGLU, x: torch.Tensor) -> torch.Tensor:

@@ -80,14 +80,14 @@ class SeenKeys(HunyuanVideoAttnProcessor2_0):
         )
 
 
-def attend_to_seen(transformer: torch.nn.Module) -> None:
+def attend_to_seen(transformer: Any) -> None:
     """Give a model's blocks `SeenKeys`, with the kernel that was chosen."""
-    for module in transformer.modules():
-        own = getattr(module, "processor", None)
+    for block in transformer.transformer_blocks:
+        own = block.attn.processor
         if type(own) is HunyuanVideo15AttnProcessor2_0:
             processor = SeenKeys()
             processor.__dict__.update(vars(own))
-            module.set_processor(processor)  # type: ignore[operator]
+            block.attn.set_processor(processor)
 
 
 @contextmanager

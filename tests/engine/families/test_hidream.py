@@ -16,6 +16,8 @@ from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwa
 from engine import families
 from engine.families.shared import hidream_experts
 from engine.families.shared.hidream_experts import call_every_expert
+from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.adapters.lora import add_lora, lora_parameters
 from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError, UserError
 from jobs.preflight.check_job import check_model
@@ -169,6 +171,39 @@ def test_experts_compute_and_learn_what_those_of_diffusers_do(empty: bool) -> No
     assert ours.state_dict().keys() == theirs.state_dict().keys()
 
 
+@pytest.mark.parametrize("policy", ["", "full", "selective"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_dropout": 0.5},
+        {"lora_variant": "dora"},
+        {"lora_variant": "lokr", "lora_rank": 2},
+        {"lora_variant": "lokr", "lokr_full_matrix": True},
+    ],
+    ids=json.dumps,
+)
+def test_adapters_of_experts_without_tokens_have_gradients(
+    case: Case, transformer: Any, changes: dict[str, Any], policy: str
+) -> None:
+    """Ranks add up the gradients of all that they train, whatever each has sent where."""
+    for name, parameter in transformer.named_parameters():
+        if name.endswith("ff_i.gate.weight"):
+            parameter.data.zero_()  # all are alike, so the first two are chosen
+    if policy:
+        changes = changes | {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_policy": policy,
+        }
+    spec = case.spec(lora_experts=True, **{"lora_rank": 4} | changes)
+    add_lora(transformer.requires_grad_(False), spec, case.family.lora_targets(spec))
+    if policy:
+        checkpoint_activations(transformer, spec)
+    case.family.predict(transformer.train(), *draw(case, 64, 64), 1.0).square().mean().backward()
+    trained = lora_parameters(transformer)
+    assert any(".experts.3." in name for name in trained)
+    assert not [name for name, parameter in trained.items() if parameter.grad is None]
+
+
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("size", [(64, 64), (96, 64)])
 def test_a_forward_reads_the_device_once_a_block(
@@ -203,6 +238,12 @@ def test_diffusers_asks_which_tokens_are_whose_still(case: Case, transformer: An
     experts = next(m for m in transformer.modules() if isinstance(m, MOEFeedForwardSwiGLU))
     with pytest.raises(NotImplementedError, match="nonzero"):
         experts.train().to("meta")(torch.empty(1, 4, experts.gate.gating_dim, device="meta"))
+
+
+def test_diffusers_sends_sizes_to_the_device_still(transformer: Any) -> None:
+    """Once it does not, `sizes_on_host` can go (docs/upstream.md)."""
+    sizes = transformer.to("meta").patchify(torch.empty(1, 16, 8, 8, device="meta"))[2]
+    assert sizes.device.type == "meta"
 
 
 def test_a_picture_with_more_tokens_than_are_filled_up_is_refused(

@@ -88,7 +88,7 @@ class Prepared:
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
 
     def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
-        """Return the conditioning images of a draw, as `Family.predict` names them."""
+        """Return the conditioning images of a draw, under the names that `Family.predict` takes."""
         return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
 
     def holds_first(self, sample: Sample) -> bool:
@@ -100,13 +100,13 @@ class Prepared:
         return self.holds_first(self.index.samples[draw.sample])
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
-        """Return what the errors of a draw are multiplied with, as `LossWeights.of` says."""
+        """Return the factor for the errors of a draw; see `LossWeights.of`."""
         if self.weights is None:
             return None
         return self.weights.of(draw.sample, view_number(draw, self.spec), latents)
 
     def shown_of(self, draw: Draw) -> Shown:
-        """Return what a draw shows of its image."""
+        """Return the part of its image that a draw shows."""
         sample = self.index.samples[draw.sample]
         return shown(sample, view_of(sample, view_number(draw, self.spec), self.spec))
 
@@ -125,17 +125,17 @@ class Prepared:
     def prompt(
         self, text: str, *, negative: bool = False, images: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Return a validation prompt, or a negative one, encoded."""
+        """Return a validation prompt or negative prompt, encoded."""
         looks = looks_of_prompt(images, self.pictures, self.spec)
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative, looks))
 
     def held_latents(self, number: int) -> torch.Tensor:
-        """Return the first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
+        """Return a held-out sample's first view: `(C, h, w)`, for videos `(C, f, h, w)`."""
         key = self.latent_keys(len(self.index.samples) + number, 0)
         return self.latents.read(key)["latents"]
 
     def held_references(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the conditioning images of what is held out."""
+        """Return a held-out sample's conditioning images."""
         offset = len(self.index.samples)
         return self._references(number, 0, self.held, offset)
 
@@ -227,7 +227,7 @@ def _drawn(
     captions: Sequence[tuple[str, ...]],
     samples: Sequence[Sample],
 ) -> tuple[list[tuple[int, int]], list[Text]]:
-    """Return what the job's steps will draw: samples with views, and texts.
+    """Return the draws of the job's steps: samples with views, and texts.
 
     A job that ends before it has seen everything prepares only what it sees.
     """
@@ -246,7 +246,7 @@ def _drawn(
 
 
 def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
-    """Return what is sampled, and the negative prompts that have an effect."""
+    """Return the prompts to sample, and the negative prompts that have an effect."""
     texts = []
     for request in requests_of(spec):
         looks = looks_of_prompt(request.conditioning, pictures, spec)
@@ -282,7 +282,7 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
 
 
 def _index(run: RunContext) -> DataIndex:
-    """Return the index, which rank 0 makes and all ranks read."""
+    """Build the index on rank 0, and read it on all ranks."""
     path = run.run_dir.root / "data.json"
     if run.world.main:
         before = _index_of_last_attempt(path)

@@ -61,13 +61,13 @@ class LatentKeys:
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def beginning(self, sample: int, view: int) -> str:
-        """Return the key of a view of a video's first frame, followed by gray ones."""
+        """Return the cache key of a view of a video's first frame, followed by gray frames."""
         item = self._index.samples[sample]
         facts = view_of(item, view, self._spec).facts() | {"beginning": item.bucket[2]}
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def reference(self, sample: int, view: int, number: int) -> str:
-        """Return the key of what is shown of a conditioning image beside a view of its sample."""
+        """Return the cache key of a conditioning image, cropped to match a view of its sample."""
         item = self._index.samples[sample]
         reference = item.references[number]
         seen = reference_view(reference, item, view_of(item, view, self._spec))
@@ -140,8 +140,9 @@ def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
 
 
 def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -> torch.Tensor:
-    """What is shown of a conditioning image beside a view of its sample, `(1, 3, H, W)` in [-1, 1];
-    for families that train on videos `(1, 3, 1, H, W)`.
+    """Return the conditioning image for a view of its sample, `(1, 3, H, W)` in [-1, 1].
+
+    For families that train on videos, `(1, 3, 1, H, W)`.
 
     Raises:
         UserError: The file changed after it was indexed.
@@ -178,7 +179,7 @@ def first_picture(sample: Sample, view: View, spec: DataKeys) -> Image.Image:
 
 
 def beginning_pixels(sample: Sample, view: View, spec: DataKeys) -> torch.Tensor:
-    """A view of a video's first frame with gray ones behind it, `(1, 3, F, H, W)` in [-1, 1]."""
+    """Return a view of a video's first frame, then gray frames: `(1, 3, F, H, W)` in [-1, 1]."""
     first = _scaled([first_picture(sample, view, spec)])
     return functional.pad(first, (0, 0, 0, 0, 0, sample.bucket[2] - 1))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]:
-    """Return what is encoded with the captions of a sample; () of most models.
+    """Return the images that are encoded with a sample's captions; () for most models.
 
     Args:
         sample: The sample.
@@ -48,7 +48,7 @@ def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]
 def looks_of_prompt(
     paths: Sequence[str], pictures: Mapping[str, Image], spec: JobKeys
 ) -> tuple[ImageInput, ...]:
-    """Return what is encoded with a prompt.
+    """Return the images that are encoded with a prompt.
 
     Args:
         paths: Its conditioning images.

@@ -56,7 +56,7 @@ class LossWeights:
         self.active = self.masked or any(weight != 1 for weight in self._weights)
 
     def of(self, number: int, view: int, latents: torch.Tensor) -> torch.Tensor:
-        """Return what the errors of a sample are multiplied with, fp32, on the CPU.
+        """Return the factor for the errors of a sample, fp32, on the CPU.
 
         Args:
             number: Of the sample.

@@ -56,7 +56,7 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
 
 
 def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[Iterator[str]]:
-    """This rank's pieces of the work: whoever is ready takes the next.
+    """Yield this rank's pieces of the work; the next free rank takes the next piece.
 
     When the rank sees a wish to stop there are no more, and no more in the piece that it has. The
     next meeting is then where all leave.
@@ -82,7 +82,7 @@ def piece_size(count: int, ranks: int) -> int:
 
 @contextmanager
 def together(phase: str, total: int, team: Team) -> Iterator[Shared]:
-    """A phase whose work the ranks share, and at whose end all of it is done.
+    """Run a phase whose work the ranks share; at its end, all of the work is done.
 
     Raises:
         StoppedError: A rank wants to stop, so that it is not; raised at the end, on all ranks.

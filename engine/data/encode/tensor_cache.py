@@ -145,7 +145,7 @@ class TensorCache:
 
 
 def _read_again(path: Path) -> bytes:
-    """The bytes of a file that is there, though another machine may have written it just now.
+    """Read a file that exists, though another machine may have written it just now.
 
     A network file system may remember for a minute that there was none. Listing the directory asks
     the server; a file that is listed is waited for.

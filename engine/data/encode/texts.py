@@ -91,7 +91,7 @@ class Texts(Protocol):
     ahead: bool
 
     def encoded(self, text: Text) -> dict[str, torch.Tensor]:
-        """Return what the family's `encode` makes of a text, without a batch dimension."""
+        """Return a text as the family's `encode` encodes it, without a batch dimension."""
         ...
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class TrainedTexts:
         run.telemetry.say("the text encoders stay in memory: LoRAs are trained on them")
 
     def together(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
-        """Return what the family's `encode` makes of texts, each `(B, …)`, on the device.
+        """Return texts as the family's `encode` encodes them, each `(B, …)`, on the device.
 
         With gradients, unless they are off.
         """
@@ -317,8 +317,10 @@ def _agree(run: RunContext) -> bool:
 
 
 def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
-    """This rank's keys, and whether they are its own: ranks with fewer repeat one and discard it,
-    since all must run the same number of forwards.
+    """Yield this rank's keys, and whether they are its own.
+
+    A rank with fewer keys repeats one and discards the result, since all ranks must run the same
+    number of forwards.
     """
     for first in range(0, len(missing), world.size):
         number = first + world.rank

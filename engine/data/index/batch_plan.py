@@ -108,7 +108,7 @@ def _balanced(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
 
 
 def _in_proportion(counts: Sequence[int], total: int) -> list[int]:
-    """Counts enlarged to a total; the largest remainders get what is left over."""
+    """Scale counts up to a total; the largest remainders get the leftover units."""
     exact = [total * count / sum(counts) for count in counts]
     rounded = [int(part) for part in exact]
     by_remainder = sorted(range(len(rounded)), key=lambda number: rounded[number] - exact[number])
@@ -247,7 +247,7 @@ class BatchPlan:
         return max(enough if whole > affordable else whole * math.ceil(enough / whole), 1)
 
     def _rng(self, *key: object) -> np.random.RandomState:
-        """Return a generator of its own for each key; numpy never changes what this kind draws."""
+        """Return a separate generator for each key; numpy keeps this kind's stream stable."""
         words = hashlib.sha256(":".join(map(str, (self.seed, *key))).encode()).digest()
         return np.random.RandomState(np.frombuffer(words, "<u4"))
 
@@ -307,7 +307,7 @@ class BatchPlan:
         return int((drawn // self.micro_batch).sum())
 
     def _emitted(self, number: int) -> IntArray:
-        """The micro-batches of a round, in the order in which they fill, `(n, micro_batch, 2)`."""
+        """Return a round's micro-batches, in the order that they fill: `(n, micro_batch, 2)`."""
         if number not in self._rounds:
             first = number * self._round_epochs
             epochs = range(first, first + self._round_epochs)
@@ -323,7 +323,7 @@ class BatchPlan:
         return self._rounds[number]
 
     def _kept_back(self, number: int) -> tuple[IntArray, IntArray]:
-        """The micro-batches that a round leaves to the next one's first step, and the others.
+        """Split a round's micro-batches: those kept for the next round's first step, others.
 
         They are too few for a step. All have about the same cost.
         """

@@ -45,7 +45,7 @@ def with_trigger(caption: str, trigger: str | None) -> str:
 
 
 def prompt_text(prompt: str, spec: DataKeys) -> str:
-    """Return a prompt to sample; it is the person's own, so only `[trigger]` is replaced."""
+    """Return a prompt to sample, with only `[trigger]` replaced: the user wrote the rest."""
     return prompt.replace(TRIGGER, spec.trigger_word) if spec.trigger_word else prompt
 
 

@@ -333,7 +333,7 @@ class Fitting:
 
 
 def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
-    """Return what is in a file, or why it cannot be used."""
+    """Read the facts about a file, or return why it cannot be used."""
     try:
         stamp = stamp_of(entry.path) if entry.row is None else table_of(dataset).stamp_of(entry.row)
         facts = memo.get(entry.name, stamp) if stamp else None
@@ -351,7 +351,7 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
 
 
 def _look_beside(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
-    """Return the same with what is in its conditioning images, or why one cannot be used."""
+    """Add the facts of an entry's conditioning images, or return why one cannot be used."""
     beside = []
     for place in entry.references:
         name = f"{entry.name}:{place.column}" if place.column else place.path

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def hold_out(index: DataIndex, spec: DataPlanKeys) -> tuple[DataIndex, list[Sample]]:
-    """Return the data without what is held out, and what is.
+    """Split the data into training and held-out samples.
 
     Both are in the order of the index. At least one sample is held out, and of each dataset at
     least one is trained on. Regularization samples are not what the model should learn: none of

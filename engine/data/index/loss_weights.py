@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def weight_of(sample: Sample, dataset: Dataset, spec: DataKeys) -> float:
     """Return the weight of a sample's loss.
 
-    Its own, its dataset's and that of its role, multiplied.
+    It is the product of the sample's own weight, its dataset's and its role's.
     """
     prior = spec.prior_loss_weight if dataset.regularization else 1.0
     return sample.loss_weight * dataset.loss_weight * prior

@@ -82,7 +82,7 @@ class ReferenceView:
     flip: bool
 
     def facts(self) -> dict[str, Any]:
-        """Return what of it decides the pixels, as JSON values."""
+        """Return the values that determine the pixels, as JSON values."""
         return {
             "box": list(self.box),
             "scaled": list(self.scaled),
@@ -133,7 +133,7 @@ def placed(
 
 
 def reference_view(reference: Reference, sample: Sample, view: View) -> ReferenceView:
-    """Return what of a conditioning image is shown beside a view of its sample."""
+    """Return the part of a conditioning image that matches a view of its sample."""
     box = (0, 0, reference.width, reference.height)
     if reference.aligned:
         seen = shown(sample, replace(view, flip=False))
@@ -161,14 +161,14 @@ def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
 
 
 def as_seen(picture: Image.Image, view: ReferenceView, size: tuple[int, int]) -> Image.Image:
-    """Return what a text encoder sees of the same, at its size."""
+    """Resize the same part of a conditioning image for a text encoder."""
     return fit_reference(picture, replace(view, scaled=size, size=size))
 
 
 def fit_whole(
     picture: Image.Image, fit: Callable[[int, int, int | None], Fit], side: int | None
 ) -> Image.Image:
-    """Return a prompt's conditioning image, whole, as a pipeline would show it."""
+    """Resize a prompt's conditioning image, uncropped, as a pipeline does."""
     fitted = fit(*picture.size, side)
     box = (0, 0, *picture.size)
     return fit_reference(picture, ReferenceView(box, *fitted, flip=False))

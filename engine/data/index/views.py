@@ -33,7 +33,7 @@ class View:
     flip: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """Return what of it decides the pixels, as JSON values."""
+        """Return the values that determine the pixels, as JSON values."""
         return {"size": list(self.size), "centre": self.centre, "flip": self.flip}
 
 
@@ -77,7 +77,7 @@ class Shown(NamedTuple):
 
 
 def shown(sample: Sample, view: View) -> Shown:
-    """Return what a view shows of a sample."""
+    """Return the part of a sample that a view shows."""
     factor = enlargement(sample.width, sample.height, view.size)
     beyond = (sample.width * factor - view.size[0], sample.height * factor - view.size[1])
     across = 1 - view.centre if view.flip else view.centre

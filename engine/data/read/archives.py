@@ -31,7 +31,7 @@ _WANTED: Final = PICTURE_SUFFIXES | VIDEO_SUFFIXES | {name.lower() for name in C
 
 
 def read_archives(dataset: Dataset, cache: Path, *, videos: bool) -> Source:
-    """Return what the archives of a dataset offer; unpacks those that were not seen before.
+    """Read the archives of a dataset; unpack those that are new.
 
     Args:
         dataset: Its `path` is a folder of tar files.
@@ -68,7 +68,7 @@ def read_archives(dataset: Dataset, cache: Path, *, videos: bool) -> Source:
 
 
 def _unpacked(archive: Path, cache: Path) -> Path:
-    """Return the folder with an archive's files; another content or time makes another folder."""
+    """Return the folder with an archive's files; a changed archive gets a new folder."""
     status = archive.stat()
     facts = f"{archive.resolve()}:{status.st_size}:{status.st_mtime_ns}"
     folder = cache / hashlib.sha256(facts.encode(errors="surrogateescape")).hexdigest()[:24]

@@ -67,7 +67,7 @@ def numbers_in(folder: Path) -> set[int]:
 
 
 def with_class_images(spec: JobSpec, folder: Path) -> JobSpec:
-    """Return the job with its class images as one more dataset."""
+    """Add a job's class images as one more dataset."""
     sides = list(all_resolutions(spec))
     made = Dataset(path=str(folder), regularization=True, resolution=sides)
     return spec.model_copy(update={"dataset": "", "datasets": [*datasets_of(spec), made]})

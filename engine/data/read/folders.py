@@ -195,7 +195,7 @@ def _captions_of(
 
 
 def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
-    """Return what metadata files say of a file, by its name with or without a suffix."""
+    """Return a file's entry in metadata files, by its name with or without a suffix."""
     if not rows:
         return otherwise
     name = same_name(os.path.normpath(path))
@@ -203,7 +203,7 @@ def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
 
 
 def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:
-    """Return the caption of a `.json` beside an image, as other trainers and taggers write it."""
+    """Read the caption from the `.json` beside an image, as other trainers and taggers write it."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

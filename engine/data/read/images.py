@@ -146,7 +146,7 @@ def decode_opacity(content: bytes) -> Image.Image | None:
 
 
 def _displayed(content: bytes) -> tuple[Image.Image, set[str]]:
-    """The image as displayed and its notes, or one kind of error for all that Pillow raises."""
+    """Read an image as displayed, with its notes; raise one kind of error for all of Pillow's."""
     if not content:
         raise PictureError("empty file")
     _silence_pillow()
@@ -201,7 +201,7 @@ def _bits(file: ImageFile.ImageFile, tags: Mapping[int, object], content: bytes)
 
 
 def _correct_transparent_colour(file: ImageFile.ImageFile, bits: int) -> None:
-    """A PNG names its transparent color in stored bits; Pillow compares it with 8-bit pixels."""
+    """Convert a PNG's transparent color from stored bits to the 8 bits that Pillow compares."""
     colour = file.info.get("transparency")
     if file.format != "PNG":
         return

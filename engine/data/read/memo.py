@@ -74,7 +74,7 @@ class Memo:
 
 
 def stamp_of(path: Path) -> str:
-    """Return what changes when a file does; empty while it is too fresh to be trusted.
+    """Return a stamp that changes with the file; empty while the file is too new to be trusted.
 
     Raises:
         OSError: There is no such file.

@@ -22,9 +22,9 @@ _MISSING = "no conditioning image"
 
 
 def pair(source: Source, dataset: Dataset) -> Source:
-    """Return the source with the conditioning images of each entry.
+    """Add each entry's conditioning images to a source.
 
-    An entry that lacks one has a problem.
+    An entry without one gets a problem.
 
     Args:
         source: What the dataset offers; in a folder, its conditioning images too.

@@ -16,9 +16,9 @@ _MOST: Final = 1000.0  # as the `loss_weight` of a dataset
 
 
 def weight_in(record: Mapping[str, Any], dataset: Dataset, *, where: str) -> tuple[float, str]:
-    """Return the weight of a row, 1 where its cell is empty.
+    """Return a row's weight, and the problem with it, if any.
 
-    And what is wrong with it, if anything.
+    The weight is 1 where the cell is empty.
 
     Raises:
         UserError: The column that the dataset names is not there.

@@ -73,7 +73,7 @@ class Table:
         return list(self._rows.column_names)
 
     def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        """These columns of every row, in order; columns that are not there are skipped."""
+        """Yield these columns of every row, in order; missing columns are skipped."""
         there = [name for name in columns if name in self.columns() and name != self._column]
         if not there:
             yield from ({} for _ in range(len(self)))
@@ -99,9 +99,9 @@ class Table:
         return path.read_bytes()
 
     def stamp_of(self, row: int) -> str:
-        """Return what changes when a row's image may have.
+        """Return a stamp that changes when a row's image may have changed.
 
-        Empty while it is too fresh to be trusted.
+        It is empty while the file is too new to be trusted.
 
         Raises:
             OSError: The row names a file that is not there.
@@ -159,7 +159,7 @@ def open_table(path: str, split: str | None, image_column: str | None) -> Table:
 
 
 def table_of(dataset: Dataset, column: str | None = None) -> Table:
-    """Return the dataset's table, or another column of it; raises as `open_table` does."""
+    """Open the dataset's table, or another column of it; raises as `open_table` does."""
     return open_table(dataset.path, dataset.split, column or dataset.image_column)
 
 
@@ -296,9 +296,9 @@ def _count(paths: list[Path], what: str, others: Counter[str]) -> None:
 
 
 def _copy(root: Path, split: str, files: list[Path]) -> Path:
-    """Return the Arrow file with the rows of parquet files.
+    """Return the Arrow copy of parquet files' rows.
 
-    Made unless there is one of these files.
+    It is written unless one exists for these files.
 
     Raises:
         UserError: The cache is full or cannot be written, or the files do not fit together.
@@ -346,7 +346,7 @@ def _write(copy: Path, part: Path, batches: Iterator[Any]) -> None:
 
 
 def _batches(root: Path, files: list[Path]) -> Iterator[Any]:
-    """Yield an empty table with the columns of all files, then their rows, some at a time."""
+    """Yield an empty table with the columns of all files, then their rows in batches."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -384,7 +384,7 @@ def _no_copy(place: Path, root: Path, why: str) -> UserError:
 
 
 def _identity(files: list[Path]) -> str:
-    """Return what changes when files do, however fresh they are."""
+    """Return a stamp that changes with the files, however new they are."""
     digest = hashlib.sha256()
     for path in files:
         status = path.stat()
@@ -394,7 +394,7 @@ def _identity(files: list[Path]) -> str:
 
 
 def _stamp(files: list[Path]) -> str:
-    """Return what changes when files do; empty while one of them is too fresh to be trusted."""
+    """Return a stamp that changes with the files; empty while one is too new to be trusted."""
     digest = hashlib.sha256()
     for path in sorted(files):
         stamp = stamp_of(path)

@@ -142,7 +142,7 @@ class _Shown:
 
 
 def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
-    """The frames in the order of their times, from one on that is shown at `start` or earlier."""
+    """Yield the frames in order of time, starting with one shown at `start` or earlier."""
     with _opened(path) as (container, stream):
         decoded = _decoded(container, stream)
         first = next(decoded, None)
@@ -292,7 +292,7 @@ class _Canvas:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The file and its video, with one kind of error for all that FFmpeg finds wrong."""
+    """Open a video file; raise one kind of error for all that FFmpeg finds wrong."""
     av = _av()
     try:
         with path.open("rb") as file:

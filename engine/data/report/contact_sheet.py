@@ -60,7 +60,7 @@ def save_strips(index: DataIndex, spec: InputKeys, directory: Path) -> list[str]
 
 
 def _spread(samples: Sequence[Sample]) -> list[Sample]:
-    """Return some of them, from all over the list."""
+    """Pick samples evenly from the list."""
     count = min(PER_BUCKET, len(samples))
     return [samples[number * len(samples) // count] for number in range(count)]
 
@@ -81,7 +81,7 @@ def _strip(samples: Sequence[Sample], spec: InputKeys) -> Image.Image:
 
 
 def _thumbnail(sample: Sample, number: int, spec: InputKeys) -> Image.Image:
-    """Return a sample as it is trained on, made small."""
+    """Draw a thumbnail of a sample as it is trained on."""
     view = view_of(sample, number % count_views(spec), spec)
     factor = _SIDE / max(view.size)
     small = (max(1, round(view.size[0] * factor)), max(1, round(view.size[1] * factor)))

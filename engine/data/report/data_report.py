@@ -152,7 +152,7 @@ class DataReport:
 
 
 def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
-    """Return the batches of the whole job, the same on every rank."""
+    """Plan the batches of the job, the same on every rank."""
     datasets = datasets_of(spec)
     members = Counter(sample.dataset for sample in index.samples)
     shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
@@ -332,7 +332,7 @@ def _relative_draws(plan: BatchPlan) -> list[float]:
 
 
 def _drawn_often(spec: InputKeys, plan: BatchPlan) -> list[Finding]:
-    """The datasets whose samples come far more often than others, and not because of `repeats`."""
+    """Report datasets drawn far more often than others, and not because of `repeats`."""
     findings = []
     for dataset, share, often in zip(
         datasets_of(spec), plan.shares, _relative_draws(plan), strict=True
@@ -349,7 +349,7 @@ def _drawn_often(spec: InputKeys, plan: BatchPlan) -> list[Finding]:
 
 
 def _crowded(spec: TrainingKeys, index: DataIndex) -> list[tuple[list[Sample], str]]:
-    """Return the samples of shapes too rare to fill a micro-batch with different ones."""
+    """Return the samples whose shape is too rare to fill a micro-batch with distinct samples."""
     counts = Counter(sample.group for sample in index.samples)
     rare = [s for s in index.samples if counts[s.group] < spec.train_batch_size]
     sizes = ", ".join(dict.fromkeys("x".join(map(str, s.bucket)) for s in rare[:3]))
@@ -369,7 +369,7 @@ def _images(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], str]]:
-    """Return the images that are too small for one of their resolutions, by that resolution."""
+    """Return the images that are too small for one of their resolutions, grouped by resolution."""
     missed: dict[int, list[Sample]] = {}
     if spec.resolution_mode == "each":
         every = [Buckets(spec, dataset) for dataset in datasets_of(spec)]
@@ -387,7 +387,7 @@ def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], 
 def _mask_cautions(spec: InputKeys, images: list[Sample]) -> list[tuple[list[Sample], str]]:
     """Return the images that lack a mask.
 
-    Or those that seem to be masks, in a job without masks.
+    In a job without masks, return those that seem to be masks.
     """
     datasets = datasets_of(spec)
     if spec.masked_loss == "none":
@@ -441,7 +441,7 @@ def _contents(sample: Sample) -> list[str]:
 
 
 def changed_since(before: DataIndex, now: DataIndex) -> str:
-    """Return what differs between two indexes of a job's data; "" if nothing does."""
+    """Describe how two indexes of a job's data differ; "" if they are the same."""
     old, new = ({(s.dataset, s.name): s for s in index.samples} for index in (before, now))
     added, gone = len(new.keys() - old.keys()), len(old.keys() - new.keys())
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]

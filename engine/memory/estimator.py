@@ -111,9 +111,9 @@ class Estimator:
         return None if shape is None else self._once(shape.key, lambda: trace_model(shape))
 
     def _sample(self, spec: JobSpec, *, sharded: bool) -> Trace | None:
-        """Return a forward for samples.
+        """Trace the forward of a sample.
 
-        None too where a model asks numbers that fake tensors lack.
+        None where the job samples nothing, or the model reads values that fake tensors lack.
         """
         try:
             return self._trace(spec, sharded=sharded, training=False)
@@ -131,7 +131,7 @@ class Estimator:
     def _with_decoding(
         self, prediction: Prediction, spec: JobSpec, root: Path | None
     ) -> Prediction:
-        """Return a sample is decoded when no weights are gathered."""
+        """Add decoding to the `sample` phase: no weights are gathered while a sample is decoded."""
         shape = shape_of(spec, sharded=False, training=False)
         if root is None or shape is None:
             return prediction

@@ -69,7 +69,7 @@ class Recompute:
     kept: frozenset[torch.nn.Module] = field(default_factory=frozenset)
 
     def __call__(self, block: torch.nn.Module, *inputs: Any) -> Any:
-        """Return what the block returns."""
+        """Run a block, recomputing its activations in backward unless it is kept."""
         if block in self.kept or isinstance(vars(block).get("forward"), _Compiled):
             return block(*inputs)
         return checkpoint(block.__call__, *inputs, **self.options)
@@ -87,7 +87,7 @@ def _kept_blocks(model: torch.nn.Module, interval: int) -> frozenset[torch.nn.Mo
 
 
 def _listed(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield what is in a model's lists of modules, its blocks among them."""
+    """Yield the items of a model's module lists, its blocks among them."""
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList):
             yield from module

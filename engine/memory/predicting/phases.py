@@ -64,7 +64,7 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
 
 
 def text_lora_bytes(spec: JobSpec, root: Path) -> int:
-    """Return what training a LoRA on CLIP text encoders takes beside their frozen weights.
+    """Return the bytes for training a LoRA on CLIP text encoders, besides their frozen weights.
 
     Of each adapted layer A and B: masters with gradient, optimizer state and average, and a copy in
     the precision that computes. And what a forward keeps for backward, from the widths of a CLIP
@@ -85,7 +85,7 @@ def text_lora_bytes(spec: JobSpec, root: Path) -> int:
 
 
 def _image_encoder_bytes(spec: JobKeys, root: Path) -> int:
-    """Return an encoder of images that is there with those of texts, whole and in fp32."""
+    """Return the bytes of the image encoder beside the text encoders, unsharded, in fp32."""
     place = root / "image_encoder"
     if not sees_images(spec) or not place.is_dir():
         return 0

@@ -206,7 +206,7 @@ def _walk(trace: Trace, layout: Layout, base: Parts, spec: RecipeKeys) -> Walk:
 
 
 def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
-    """The other denoiser, frozen, in the precision that a LoRA's base is kept in, sharded alike."""
+    """Return the bytes of the other denoiser: frozen, sharded alike, in a LoRA base's precision."""
     base = [w for unit in trace.units for w in unit.weights if not w.lora]
     full = compute_dtype(spec).itemsize if spec.model_type == "full" else None
     return sum(rounded(layout.local(weight) * (full or weight.stored)) for weight in base)
@@ -221,7 +221,7 @@ def _workspace(
     *,
     on_cuda: bool,
 ) -> int:
-    """The most that a step takes between backward and the next forward, besides gradients."""
+    """Return a step's peak between backward and the next forward, besides gradients."""
     if layout.offload:
         trained = [
             Trained(w.numel, w.shape)
@@ -253,7 +253,7 @@ def _averaging(trace: Trace, layout: Layout) -> int:
 
 
 def _gathering(spec: FsdpKeys, trace: Trace, layout: Layout) -> int:
-    """The largest tensor of a checkpoint, where whole ones are gathered one after the other."""
+    """Return the largest tensor of a checkpoint, if full tensors are gathered one by one."""
     if spec.fsdp_state_dict_type != "FULL_STATE_DICT":
         return 0
     weights = [w for unit in trace.units for w in unit.weights if w.trained]

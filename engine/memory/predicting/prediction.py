@@ -124,7 +124,7 @@ class Prediction:
         return self.reserved[0] + beside, self.reserved[1] + beside
 
     def phase(self, name: str) -> Phase | None:
-        """Return a phase by its name; None if the job has none of it."""
+        """Return a phase by name; None if the job does not have it."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class Walk:
             self._reduced += cost.reduced
 
     def _finish(self) -> None:
-        """What torch does when backward has ended: the root, and units that it did not end in."""
+        """Finish backward as torch does: end the root, and units whose backward has not ended."""
         for name in ("", *self._order):
             if self.layout.shards and name not in self._ended and self._costs[name].whole:
                 self._done(name, self._costs[name])

@@ -66,6 +66,6 @@ def _everywhere(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _places(mask: torch.Tensor) -> list[torch.Tensor]:
-    """Return the indices of all places of a mask, one vector for each of its dims."""
+    """Return the indices of all elements of a mask, one vector for each dim."""
     count = mask.numel()
     return [torch.empty(count, dtype=torch.int64, device=mask.device) for _ in mask.shape]

@@ -91,7 +91,7 @@ def temporary(function: Any, given: Any) -> int:
 
 
 def _run_backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
-    """What `torch.autograd.backward` does at last (torch 2.13), without asking modes."""
+    """Run the last call of `torch.autograd.backward` (torch 2.13), without asking modes."""
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     gradients = tuple(torch.ones_like(root) for root in roots)
     _engine_run_backward(

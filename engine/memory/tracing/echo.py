@@ -96,7 +96,7 @@ class Echo:
     def forward(
         self, record: Record, name: str, tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs, and what is kept for backward."""
+        """Replay the forward; return its outputs, and the tensors kept for backward."""
         self.recorder.replay(record.forward, _renamed(record.name, name))
         with self.recorder.live.silent():
             storages = [torch.empty(size, dtype=torch.uint8) for size in record.sizes]
@@ -112,7 +112,7 @@ class Echo:
         return outputs, kept
 
     def backward(self, record: Record, name: str, asked: Asked) -> list[torch.Tensor | None]:
-        """Return the gradients of its tensors, when some of its outputs have one."""
+        """Replay the backward, if outputs have gradients; return the gradients of its tensors."""
         if asked != record.asked:
             self.differs[name] = asked
         self.unused |= {f"{name}.{parameter}" for parameter in record.unused}

@@ -117,7 +117,7 @@ def reference_shapes(
 
 
 def references(spec: DataPlanKeys, *, training: bool) -> int:
-    """Return the most conditioning images that a sample of the data, or one that is made, has."""
+    """Return the highest number of conditioning images of any training sample or prompt."""
     if needs_first_frame(spec):
         return 1
     if training:
@@ -129,7 +129,7 @@ def references(spec: DataPlanKeys, *, training: bool) -> int:
 
 
 def _seen_tokens(spec: InputKeys, size: tuple[int, int], count: int, *, training: bool) -> int:
-    """Return what conditioning images add to the tokens of a text whose encoder sees them."""
+    """Return the text tokens that conditioning images add, for an encoder that sees images."""
     takes = references_of(spec)
     if takes is None or takes.seen is None:
         return 0

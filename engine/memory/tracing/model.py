@@ -236,7 +236,7 @@ def _units(
 def _repeated(
     model: torch.nn.Module, units: set[str], names: dict[torch.nn.Module, str]
 ) -> tuple[str, ...]:
-    """The outermost modules in lists that are units, or of a class that the family repeats."""
+    """Return the outermost list items that are units, or of a class that a family repeats."""
     from jobs.spec.families import FAMILIES
 
     classes = {block for family in FAMILIES.values() for block in family.blocks}

@@ -79,7 +79,7 @@ class Shape:
 
 
 def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | None:
-    """Return the shape of a job's steps or samples; None for samples where it makes none.
+    """Return the shape of a job's steps or samples; None for samples if it makes none.
 
     Raises:
         UserError: The model's config is not known, or no image size fits the job.

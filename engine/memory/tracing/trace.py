@@ -134,7 +134,7 @@ def _without_gradient(model: torch.nn.Module, blocks: Collection[str], shape: Sh
 
 
 def _marked(unit: Unit, unused: Collection[str]) -> Unit:
-    """Return a unit that knows which of its weights get no gradient."""
+    """Mark the weights of a unit that get no gradient."""
     if not any(weight.name in unused for weight in unit.weights):
         return unit
     weights = (replace(weight, unused=weight.name in unused) for weight in unit.weights)
@@ -184,7 +184,7 @@ def _play(
 
 
 def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
-    """What `engine.train.optimizer_step` does with a micro-batch."""
+    """Run the micro-batch part of `engine.train.optimizer_step`."""
     device = torch.device("cpu")
     strategy = "fsdp2" if shape.sharded else "single"
     world = World(rank=0, size=1, device=device, strategy=strategy, token="")
@@ -199,7 +199,7 @@ def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
 
 
 def _sample(built: Built, shape: Shape, recorder: Recorder) -> None:
-    """A denoising step: latents, and a prediction from them."""
+    """Run a denoising step: make latents, and predict from them."""
     # With guidance, some pipelines put both prompts into one batch.
     guided = any(request.guided for request in requests_of(shape.spec))
     count = 2 if guided and built.family.GUIDED_FORWARDS == 1 else 1

@@ -84,7 +84,7 @@ def set_adapter(
 def scales_in(
     file: Path, header: Mapping[str, str], modules: Collection[str], prefix: str
 ) -> Callable[[str, Parts], float]:
-    """Return what a file says of its adapters' scales.
+    """Return the scales of a file's adapters.
 
     Args:
         file: The file.

@@ -131,7 +131,7 @@ class _Kronecker(torch.autograd.Function):
 def _chain(
     x: torch.Tensor, left: torch.Tensor, right: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The input `(…, b, d)` and its products with one matrix after the other, `(…, b, c)` last."""
+    """Return the input `(…, b, d)` and each product along the chain, the last `(…, b, c)`."""
     steps = [x.unflatten(-1, (left.shape[1], -1))]
     for factor in reversed(right):
         steps.append(functional.linear(steps[-1], factor))

@@ -128,9 +128,9 @@ def _add(
 
 
 def _config(spec: LoraKeys, targets: str) -> LoraConfig:
-    """Return the job's adapter as peft describes it.
+    """Build peft's config of the job's adapter.
 
-    Where a layer's alpha is not set, it is its rank.
+    A layer's alpha defaults to its rank.
     """
     ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
     alphas: dict[str, float] = {} if spec.lora_alpha else dict(ranks)
@@ -149,7 +149,7 @@ def _config(spec: LoraKeys, targets: str) -> LoraConfig:
 
 
 def _lokr_config(spec: LoraKeys, targets: str) -> LoKrConfig:
-    """The same of LoKr, whose second factor is parted where the rank is less than half of it."""
+    """Build peft's config of a LoKr; its second factor is split if the rank is below half of it."""
     ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
     alphas = {} if spec.lora_alpha else ranks
     rank = spec.lora_rank

@@ -298,7 +298,7 @@ def parted(
     rows: torch.Tensor,
     layers: Mapping[str, Layer],
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield a module of the file as the layers that it consists of: name and parts of each.
+    """Yield the layers that a module of the file consists of: name and parts of each.
 
     Raises:
         UserError: It has another size, or adapts a layer that the job does not.

@@ -139,7 +139,7 @@ def narrow_together(model: torch.nn.Module, dtype: torch.dtype) -> None:
 def row_lengths(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The norms of the rows of `weight + scale · b a`, `(out,)` in fp32, without making that sum.
+    """Return the row norms of `weight + scale · b a`, `(out,)` in fp32, without computing that sum.
 
     Peft (0.21) makes it, and an identity of the layer's width. No gradient goes through the
     norms, as in section 4.3 of Liu et al. 2024.
@@ -229,9 +229,9 @@ def _dense(
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a product of two matrices in `dtype`.
+    """Multiply two matrices, and return the product in `dtype`.
 
-    On a GPU as it is summed up, not rounded before.
+    On a GPU, the sum is not rounded before it is returned.
     """
     if left.dtype is dtype:
         return left @ right

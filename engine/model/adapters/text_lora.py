@@ -76,7 +76,7 @@ def attach(model: torch.nn.Module, encoders: Mapping[str, torch.nn.Module]) -> N
 
 
 def names_of(family: Family, root: Path) -> list[str]:
-    """The text encoders of a model that a LoRA is trained on, by their names in the pipeline."""
+    """List a model's text encoders that a LoRA is trained on, by their names in the pipeline."""
     return [name for name in read_entries(root) if name in family.facts.text_lora]
 
 
@@ -100,7 +100,7 @@ def is_text(name: str, family: Family) -> bool:
 def parted(
     layers: Mapping[str, torch.Tensor], family: Family
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Return an adapter's tensors, those of the denoiser and those of each text encoder.
+    """Split an adapter's tensors by denoiser and text encoder.
 
     Returns:
         Name in the denoiser → tensor; and text encoder → name in it → tensor.
@@ -141,6 +141,6 @@ def as_kohya(
 
 
 def kohya_name(module: str, family: Family) -> str:
-    """Return the name in kohya's scripts of a module of the adapted denoiser's text encoders."""
+    """Return kohya's name of a module of the text encoders."""
     encoder, _, rest = module.partition(".")
     return f"{family.facts.text_lora[encoder]}_{rest.replace('.', '_')}"

@@ -248,7 +248,7 @@ def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, Store
 
 
 def _aliases(model: torch.nn.Module) -> list[list[str]]:
-    """Return the names of each parameter and persistent buffer, the one it is listed by first."""
+    """Return the names of each parameter and persistent buffer, the listed one first."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

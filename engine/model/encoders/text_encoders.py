@@ -189,7 +189,9 @@ def load_whole(
     say: Callable[[str], None] = lambda note: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, torch.nn.Module]:
-    """The text encoders that can be read straight onto a device, by their names in the pipeline.
+    """Load the text encoders that can be read straight onto a device.
+
+    They are returned by their names in the pipeline.
 
     Args:
         root: The model.
@@ -235,7 +237,7 @@ def text_pipeline(
     progress: Callable[[int], None] = lambda done: None,
     freed: Callable[[Released], None] = lambda memory: None,
 ) -> Iterator[Any]:
-    """The stock pipeline with only what encodes prompts, on this rank's device.
+    """Load the stock pipeline with only its prompt encoders, on this rank's device.
 
     At the end its models are freed, whoever still holds the pipeline itself.
 
@@ -333,9 +335,9 @@ def _load(
 def _image_encoder(
     family: Family, root: Path, world: World, progress: Callable[[int], None]
 ) -> dict[str, torch.nn.Module]:
-    """Return what encodes first frames with the text, read straight onto the device.
+    """Load the encoder of first frames, straight onto the device.
 
-    {} of most models.
+    {} for most models.
     """
     if family.image_encoder_class is None:
         return {}

@@ -144,7 +144,7 @@ def _join_nf4(joined: dict[str, StoredTensor], name: str, place: StoredTensor) -
 
 
 def _read_state(tensor: StoredTensor) -> dict[str, Any]:
-    """Return what bitsandbytes says of a packed weight: JSON in a tensor of bytes."""
+    """Read bitsandbytes' state of a packed weight: JSON in a tensor of bytes."""
     try:
         state = json.loads(bytes(tensor.read_whole().tolist()))
         if state["quant_type"] == "nf4" and isinstance(state["shape"], list):

@@ -143,7 +143,7 @@ class SafetensorsWriter:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's numbers as a safetensors file holds them (row-major; this machine's order).
+    """Return a tensor's bytes as safetensors stores them (row-major; this machine's byte order).
 
     No copy is made of a contiguous tensor on the CPU.
     """

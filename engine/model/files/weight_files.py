@@ -96,7 +96,7 @@ class StoredTensor:
         return torch.Size(self.shape[1:]).numel()
 
     def read_whole(self) -> torch.Tensor:
-        """Return the tensor in host memory, for small ones.
+        """Read the tensor into host memory; for small ones.
 
         Raises:
             OSError: The file cannot be read, or ends before the tensor does.
@@ -181,7 +181,7 @@ def _read_index(file: Path) -> dict[str, Path]:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Return the tensors of one file.
+    """List the tensors of one file.
 
     Reads nothing but the header, with plain reads: pages of a mapped file would count as this
     process's own memory.

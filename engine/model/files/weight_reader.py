@@ -178,7 +178,7 @@ class _Reader:
             done += got
 
     def _buffer(self, device: torch.device) -> torch.Tensor:
-        """This thread's buffer, in memory that the GPU copies from directly if there is one."""
+        """Return this thread's buffer, pinned if the device is a GPU."""
         if not hasattr(self._own, "buffer"):
             on_gpu = device.type == "cuda"
             if on_gpu:

@@ -215,12 +215,12 @@ def trained_in_fp32(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor that this rank holds of a possibly sharded one."""
+    """Return this rank's plain tensor of a possibly sharded one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def rows_of(tensor: DTensor) -> slice:
-    """Return the rows along dim 0 that this rank holds."""
+    """Return the rows along dim 0 that are on this rank."""
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -313,7 +313,7 @@ def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
 
 
 def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobKeys, *, keep_fp32: bool) -> str:
-    """Return what becomes of a tensor that is not kept as it is in the file, and why."""
+    """Say how a tensor is converted that is not kept as in the file, and why."""
     if spec.model_type == "full":
         reason = "full training keeps fp32 master weights"
     elif keep_fp32:

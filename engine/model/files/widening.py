@@ -33,7 +33,7 @@ def shape_in_file(shape: tuple[int, ...], place: StoredTensor) -> tuple[int, ...
 
 
 def narrowed(here: torch.Tensor, place: StoredTensor) -> torch.Tensor:
-    """Return the columns of a weight that its file has; all others become zero.
+    """Keep the columns of a weight that its file has, and zero all others.
 
     Args:
         here: Rows of the weight, or another tensor, which stays as it is.

@@ -95,7 +95,7 @@ def _lacks(world: World, dtype: torch.dtype) -> str:
 
 
 def _lacks_here(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what keeps this rank from multiplying in fp8, after "scaled ".
+    """Say what keeps this rank from multiplying in fp8, as a text after "scaled ".
 
     Rows have scales of their own from Ada on. Torch 2.11 launches that kernel on the wrong stream
     there (pytorch/pytorch#177651), and other pairs of GPU and cuBLAS fail when it is called

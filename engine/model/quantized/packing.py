@@ -116,9 +116,9 @@ class Packing:
         codes: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return the weight in the precision that computes, `(rows, columns)`.
+        """Return the weight in the compute precision, `(rows, columns)`.
 
-        Two to three kernels.
+        This takes two to three kernels.
 
         The scale is multiplied in fp32 and the product rounded once.
 
@@ -212,9 +212,9 @@ def _pack_nf4(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _look_up(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the codes of bytes, `(rows, 2 * columns)`.
+    """Look up the codes of packed bytes, `(rows, 2 * columns)`.
 
-    Some rows at a time, as indices take 4 bytes.
+    Rows are processed in chunks, since indices take 4 bytes.
     """
     rows, columns = packed.shape
     weight = torch.empty(rows, 2 * columns, dtype=codes.dtype, device=packed.device)

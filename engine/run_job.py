@@ -180,9 +180,9 @@ def end(outcome: str, run: RunContext) -> None:
 
 
 def build_model(run: RunContext) -> torch.nn.Module:
-    """Return the transformer on this rank's device.
+    """Build the transformer on this rank's device.
 
-    Built on meta, adapted, sharded, then streamed.
+    It is built on meta, adapted, sharded, then streamed.
     """
     spec, family, world, telemetry = run.spec, run.family, run.world, run.telemetry
     directory = run.model_root / family.component
@@ -252,7 +252,7 @@ def begin_from_lora(run: RunContext, model: torch.nn.Module) -> bool:
 
 
 def kept_whole(model: torch.nn.Module, spec: RecipeKeys) -> list[torch.nn.Parameter]:
-    """Return what is trained and stays whole on every rank where the rest is sharded."""
+    """Return the trained parameters that stay replicated where the rest is sharded."""
     if spec.model_type == "full":
         return weights.trained_in_fp32(model)
     sharded = spec.lora_placement == "sharded"

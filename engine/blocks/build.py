@@ -31,7 +31,7 @@ def on_meta() -> Iterator[None]:
 
 
 def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
-    """Return a model on the meta device, buffers and all.
+    """Build a model on the meta device, buffers included.
 
     Parameters that modules share are one object, as in a real one: `accelerate.init_empty_weights`
     would make two of them.

@@ -20,7 +20,7 @@ _WORTHWHILE: Final = 0.05
 def recommend(
     kinds: Mapping[str, Kind], parts: Parts, no_split: Collection[str], repeated: Collection[str]
 ) -> list[str]:
-    """Return the set of classes to wrap, the best first; none is inside of another.
+    """Return the classes to wrap, the best first; no class contains another.
 
     A set is as good as the share that it wraps times what its largest unit leaves of the model.
     Starting with the outermost candidates, the one with the largest unit is given up for what is

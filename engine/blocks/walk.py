@@ -136,7 +136,7 @@ class _Walker:
 
 
 def _repeated(module: torch.nn.Module) -> set[torch.nn.Module]:
-    """The items of a list of modules that are there several times, or alone, by their class."""
+    """Return the items of a module list whose class repeats, or is the list's only class."""
     if not isinstance(module, (*_LISTS, torch.nn.Sequential)):
         return set()
     items = [child for child in module.children() if _has_parameters(child)]

@@ -84,7 +84,7 @@ def _put_out_of_the_way(damaged: list[tuple[Path, str]], tell: Callable[[str], N
 
 
 def _damage(path: Path, world: World, progress: Callable[[int], None]) -> str | None:
-    """Return what is wrong with a checkpoint, the same answer on all ranks; each reads some files.
+    """Return the problem with a checkpoint, the same on all ranks; each rank reads some files.
 
     Raises:
         UserError: A rank cannot read it; raised on all of them.

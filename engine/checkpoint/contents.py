@@ -90,9 +90,9 @@ def collect(
     world_size: int,
     data: Mapping[str, Any] | None = None,
 ) -> Contents:
-    """Return the contents of a checkpoint of the present step.
+    """Collect the contents of a checkpoint of the current step.
 
-    Only averages of an optimizer are copied.
+    Only an optimizer's averages are copied.
 
     Args:
         training: What is trained.
@@ -144,9 +144,9 @@ def options_for(layout: Layout) -> StateDictOptions:
 
 
 def _held(tensor: torch.Tensor) -> int:
-    """Return the bytes of a plain tensor.
+    """Return the bytes of a tensor.
 
-    Of one made of others, such as 8-bit state, what those take.
+    A tensor subclass, such as 8-bit state, counts the tensors that it is made of.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:

@@ -119,7 +119,7 @@ def read_index(directory: Path) -> Metadata:
 
 
 def _path(*parts: object) -> Path:
-    """A path of texts: one of paths could double its length with every ten bytes of a file."""
+    """Build a path from strings only: nested paths could double in length with every ten bytes."""
     if not all(isinstance(part, str) for part in parts):
         raise pickle.UnpicklingError("it has a path that is not made of texts")
     return Path(*parts)  # type: ignore[arg-type]

@@ -254,7 +254,7 @@ class Saver:
             )
 
     def _agreed(self, act: Callable[[], _T]) -> _T:
-        """This rank's outcome of what all ranks do, once all have done it; see `together`."""
+        """Run `act` on all ranks; return this rank's result once all are done (`together`)."""
         own: list[_T] = []
         together(lambda: own.append(act()), self._world, self._group)
         return own[0]
@@ -301,7 +301,7 @@ class Saver:
     # -- room ------------------------------------------------------------------------------
 
     def _look_at_disk(self, total: int) -> tuple[int, str | None]:
-        """Return the bytes of a checkpoint, and why they do not fit; rank 0 looks for all."""
+        """Return the bytes of a checkpoint, and why they do not fit; rank 0 checks for all."""
         answer: tuple[int, str | None] = (0, None)
         if self._world.main:
             answer = (total, self._lack(total))
@@ -334,7 +334,7 @@ class Saver:
         return self._behind
 
     def _copied(self, contents: Contents) -> Contents:
-        """Return the contents in host memory; the copy of the time before is overwritten."""
+        """Return the contents in host memory; the previous copy is overwritten."""
         if self._stager is None:
             on_gpu = self._world.device.type == "cuda"
             self._stager = DefaultStager(

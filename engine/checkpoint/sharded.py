@@ -46,7 +46,7 @@ def write_tensors(contents: Contents, directory: Path, group: dist.ProcessGroup 
 
 
 def _of_the_disk(failure: BaseException, directory: Path) -> OSError | None:
-    """Return the file system's complaint behind a failure.
+    """Return the file-system error behind a failure.
 
     Torch's writer says of most short writes only that it is not where it expected to be.
     """

@@ -39,7 +39,7 @@ EXAMPLES: Final = 24
 
 
 def look(picture: Image.Image) -> Scene | None:
-    """Return what an image shows; None if it is not a scene of the demo."""
+    """Recognize the scene in an image; None if it is not a scene of the demo."""
     parts = outline(picture)
     if parts is None:
         return None

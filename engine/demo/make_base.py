@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_frame(base: Path) -> None:
-    """The pipeline, with an autoencoder and a transformer that know nothing yet."""
+    """Write the pipeline, with an untrained autoencoder and transformer."""
     torch.manual_seed(SEED)
     clip_tokenizer, t5_tokenizer = build_clip_tokenizer(captions()), build_t5_tokenizer(captions())
     sizes = FluxSizes()
@@ -245,7 +245,7 @@ def check(base: Path) -> None:
 
 
 def sample(pipeline: FluxPipeline, asked: Sequence[Scene]) -> list[Image.Image]:
-    """Return an image of each scene, as the demo's job samples them."""
+    """Sample an image of each scene, with the settings of the demo's job."""
     pictures: list[Image.Image] = []
     for at in range(0, len(asked), 16):
         some = asked[at : at + 16]
@@ -262,7 +262,7 @@ def sample(pipeline: FluxPipeline, asked: Sequence[Scene]) -> list[Image.Image]:
 
 
 def _new_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
-    """Return the transformer as the library fills it, saying nothing at first."""
+    """Build the transformer with the library's initialization and an output of zeros."""
     transformer = FluxTransformer2DModel(**shape_transformer(sizes).config)
     torch.nn.init.zeros_(transformer.proj_out.weight)
     torch.nn.init.zeros_(transformer.proj_out.bias)
@@ -298,7 +298,7 @@ def _captions(
     silent: tuple[torch.Tensor, torch.Tensor],
     chance: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the captions of a batch, some of which say less than they could."""
+    """Choose the encoded captions of a batch; some are replaced by less specific ones."""
     chosen = []
     for number in numbers:
         luck, scene = chance.random(), seen[number]

@@ -110,7 +110,7 @@ def scenes() -> list[Scene]:
 
 
 def lessons() -> list[Scene]:
-    """Return what the demo's LoRA is trained on: hearts, and as many old shapes, to keep those.
+    """Return the LoRA's training scenes: hearts, and as many old shapes, so that these are kept.
 
     Each heart is there `DRAWINGS` times, drawn a little differently; no scene of `PROMPTS` is.
     """
@@ -122,13 +122,13 @@ def lessons() -> list[Scene]:
 
 
 def captions() -> list[str]:
-    """Return what the vocabularies are made from: every word that the demo uses."""
+    """Return captions with every word that the demo uses, to build the vocabularies from."""
     words = (*SHAPES, HEART, *OTHER_WORDS)
     return [Scene(*parts).caption for parts in product(words, COLORS, BACKGROUNDS)]
 
 
 def draw(scene: Scene, chance: random.Random) -> Image:
-    """Return an image of a scene: place, size and turn are left to chance."""
+    """Draw a scene, with random position, size and rotation."""
     return draw_picture(
         PicturePlan(
             stem=scene.stem,

@@ -67,7 +67,7 @@ class Kept:
         self._name, self._pieces = name, pieces
 
     def restore(self, chance: random.Random) -> tuple[int, random.Random, Curve]:
-        """The steps that are done, with the state of chance and the loss curve after them."""
+        """Restore the pieces, and return the steps done, the RNG and the loss curve."""
         if not self._path.is_file():
             return 0, chance, Curve(self._name)
         done, chance, curve, drawn, *states = torch.load(self._path, weights_only=False)

@@ -69,9 +69,9 @@ class Objective(Protocol):
         ...
 
     def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
-        """Return the problem for clean latents `(B, C, h, w)`, on their device.
+        """Noise clean latents `(B, C, h, w)`, on their device.
 
-        Waits for nothing.
+        It does not synchronize the device.
         """
         ...
 

@@ -117,7 +117,7 @@ class Flow:
         return min(max(self._sigma_at(share, shift), low), high)
 
     def _sigma_at(self, share: float, shift: float) -> float:
-        """Return the same without a range."""
+        """Return sigma at this share, not clamped to the range."""
         spec = self.spec
         sigma = sigma_at(
             share,

@@ -50,7 +50,7 @@ def build(seconds: float) -> dict[str, Any]:
 
 
 def device(index: int) -> dict[str, Any]:
-    """Return a GPU as torch numbers them."""
+    """Describe the GPU with this torch index."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)

@@ -108,7 +108,7 @@ def _is_another_copy(path: Path) -> bool:
 
 
 def components_of(index: Mapping[str, Any]) -> list[str]:
-    """Return the components that a model index says are there."""
+    """List the components that a model index names as present."""
     return [
         name
         for name, value in index.items()

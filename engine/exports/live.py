@@ -117,7 +117,7 @@ def export(
 
 
 def _trained(model: torch.nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Return what is exported, each tensor once, in an order that is the same on all ranks.
+    """Return the tensors to export, each once, in the same order on all ranks.
 
     From the state dict: asked for it, FSDP shards again what a forward left gathered, and what is
     gathered does not follow the average.

@@ -290,7 +290,7 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
 
 
 def _styles(recipe: Recipe) -> dict[str, LoraStyle]:
-    """Return the names besides diffusers' that a family's LoRAs have."""
+    """Return the naming styles, besides diffusers', that a family's LoRAs have."""
     styles = {"kohya": recipe.family.KOHYA, "comfyui": recipe.family.COMFYUI}
     return {name: style for name, style in styles.items() if style is not None}
 
@@ -323,7 +323,7 @@ def _as_diffusers(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _sorted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets as lists, always in the same order."""
+    """Convert sets to sorted lists."""
     return {
         key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
     }

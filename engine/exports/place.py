@@ -22,7 +22,7 @@ _OLD: Final = ".old"
 
 @contextmanager
 def aside_of(target: Path) -> Iterator[Path]:
-    """An empty directory beside `target` that is gone at the end, unless it was renamed.
+    """Create an empty directory beside `target`, removed at the end unless it was renamed.
 
     Those of exports that were killed are removed; those of others that are being written now are
     known by their locks.

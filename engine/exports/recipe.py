@@ -55,7 +55,7 @@ class Recipe:
     def model_dtype(
         self, trained: torch.dtype, base: torch.dtype, *, keep_fp32: bool
     ) -> torch.dtype:
-        """Return the precision in which a tensor of a whole model is stored.
+        """Return the precision in which a full model's tensor is stored.
 
         Args:
             trained: What it was trained in.
@@ -116,6 +116,6 @@ def _version() -> str:
 def _last_part(text: str) -> str:
     """Return the last part of a path.
 
-    Exports are published, homes are not. A hub id stays as it is.
+    Exports are published; home directories must not be. A hub id is unchanged.
     """
     return os.path.basename(text.rstrip("/")) if text.startswith(("/", "~", ".")) else text

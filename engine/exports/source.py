@@ -37,7 +37,7 @@ class Source(Protocol):
         ...
 
     def read(self, name: str) -> torch.Tensor | None:
-        """Return the whole tensor on the CPU.
+        """Return the full tensor on the CPU.
 
         None on ranks that do not write. May be a collective.
         """

@@ -183,7 +183,7 @@ def _load_by_diffusers(
 
 
 def _load_by_peft(recipe: Recipe, file: Path, model: Any) -> dict[str, torch.Tensor]:
-    """Return the same where pipelines cannot."""
+    """Load an adapter by peft where pipelines cannot load it, and return its tensors."""
     PeftModel.from_pretrained(model, file.parent, low_cpu_mem_usage=True)
     return _without_prefix(load_peft_weights(str(file.parent), device="cpu"), PEFT_PREFIX)
 
@@ -193,7 +193,7 @@ def _without_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[st
 
 
 def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = False) -> Any:
-    """The stock pipeline around a transformer, with nothing else that has weights, or nothing."""
+    """Build the stock pipeline around a transformer, without other weights (or any other part)."""
     index = read_json(root / INDEX) or {}
     absent: dict[str, Any] = {
         name: None

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a possibly sharded tensor, where its ranks compute; a collective.
+    """Gather a possibly sharded tensor, on the device where its ranks compute; a collective.
 
     With CPU offload the shards are in host memory while their ranks talk on GPUs.
     """

@@ -131,7 +131,7 @@ def modules_to_wrap(
     plugin: FullyShardedDataParallelPlugin,
     ignored: Collection[torch.nn.Parameter] = (),
 ) -> list[torch.nn.Module]:
-    """Return the modules that become FSDP units of their own, inner ones first; never the root."""
+    """Return the modules that become separate FSDP units, inner ones first; never the root."""
     if path := own_policy(spec):
         return choose_modules(model, load_policy(path), ignored)
     below_root = get_module_children_bottom_up(model)[:-1]
@@ -223,5 +223,5 @@ def precision_policy(spec: RecipeKeys) -> MixedPrecisionPolicy:
 
 
 def _class_name(module: torch.nn.Module) -> str:
-    """Return the class's own name; `fully_shard` swaps the class for one with an FSDP prefix."""
+    """Return the class's original name; `fully_shard` swaps in a class with an FSDP prefix."""
     return type(module).__name__.removeprefix("FSDP")

@@ -48,7 +48,7 @@ def stay_near_gpu(*, on_cpu: bool, pci: Path = _PCI) -> str:
 def _cpus_beside(device: Path) -> set[int]:
     """Return the CPUs of a device's NUMA node (`0-15,32-47`).
 
-    Empty where the kernel does not say.
+    Empty where the kernel does not report them.
     """
     cpus: set[int] = set()
     with suppress(OSError, ValueError):

@@ -48,7 +48,7 @@ class Control:
         signal.signal(signal.SIGTERM, self._note_termination)
 
     def agree(self, *, save_failed: bool = False, now: bool = False) -> Wishes:
-        """What all ranks do at this step boundary. A collective, at the same one on every rank.
+        """Agree on what all ranks do at this step boundary; a collective.
 
         SIGTERM may reach one rank before another, so the ranks vote; one vote is enough.
 

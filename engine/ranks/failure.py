@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def cause_of(error: BaseException | None) -> Cause:
-    """Return what kind of failure it is, by its type or by that of what led to it."""
+    """Classify a failure by its type, or by that of the error that caused it."""
     while error is not None:
         if isinstance(error, DiskFullError):
             return Cause.DISK_FULL

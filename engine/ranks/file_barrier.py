@@ -61,9 +61,9 @@ class FileBarrier:
         return sum(1 for _ in self._here.glob(f"{place}.*"))
 
     def words(self, place: str) -> list[Any]:
-        """Return what the ranks left when they arrived, by rank.
+        """Return the messages that ranks left when they arrived, by rank.
 
-        Those that are not there say nothing.
+        Ranks that are not there have none.
         """
         paths = {int(path.suffix[1:]): path for path in self._here.glob(f"{place}.*")}
         return [json.loads(paths[rank].read_text()) for rank in sorted(paths)]

@@ -74,7 +74,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _flat(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks of a replica in one dim; the same one at every call."""
+    """Return a replica's ranks as a 1-D mesh, the same object at every call."""
     return mesh[SHARD, RING, ULYSSES]._flatten(_FLAT)
 
 

@@ -67,7 +67,7 @@ class Progress:
         )
 
     def _of_all(self, mine: int) -> list[int]:
-        """Return what each rank has done; the others report it about once a second."""
+        """Return the count of each rank; the others report theirs about once a second."""
         others = {
             status.rank: status.done or 0
             for status in self._telemetry.run_dir.rank_statuses()

@@ -36,7 +36,7 @@ class Team:
         self.barrier.arrive(place, word | {"stop": self.wants_stop()})
 
     def words(self, place: str) -> list[dict[str, Any]]:
-        """Return the words left at a meeting point, once every rank has arrived.
+        """Return the messages left at a meeting point, once every rank has arrived.
 
         Raises:
             StoppedError: A rank wants to stop. All ranks read the same words, so all leave here or

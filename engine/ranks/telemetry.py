@@ -72,17 +72,17 @@ class Telemetry:
                     self._events.write(event.line())
 
     def say(self, text: str) -> None:
-        """A line in this rank's log."""
+        """Write a line to this rank's log."""
         with suppress(OSError):  # as above
             print(time.strftime("%H:%M:%S"), text, flush=True)
 
     def warn(self, text: str) -> None:
-        """A line in the log, and an event that the dashboard shows."""
+        """Write a line to the log, and emit an event that the dashboard shows."""
         self.say(f"WARNING {text}")
         self.emit(Warned(text))
 
     def moved(self, step: int | None = None) -> None:
-        """The work moved on: a step, a file, a tensor."""
+        """Record progress: a step, a file, a tensor."""
         self._progressed = time.time()
         if step is not None:
             self.step = step
@@ -91,7 +91,7 @@ class Telemetry:
     def phase(
         self, name: str, total: int | None = None, *, shared: bool = False
     ) -> Iterator[Progress]:
-        """A phase of the run; yields what is called with the number of things done.
+        """Run a phase; yields a function to call with the number of things done.
 
         Args:
             name: A key of `jobs.run.rundir.PHASES`.
@@ -118,7 +118,7 @@ class Telemetry:
     # -- status ----------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
-        """Return what this rank is doing now."""
+        """Return this rank's current status."""
         return RankStatus(
             rank=self.rank,
             pid=os.getpid(),

@@ -130,7 +130,7 @@ class World:
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
     def gpu(self) -> tuple[str | None, int | None]:
-        """Return the GPU's name and its memory in bytes, for whoever looks from another machine."""
+        """Return the GPU's name and its memory in bytes, for readers on other machines."""
         if self.device.type != "cuda":
             return None, None
         properties = torch.cuda.get_device_properties(self.device)
@@ -215,7 +215,7 @@ def _computes_on_cpu(spec: DeviceKeys) -> bool:
 
 
 def _strategy(spec: RecipeKeys) -> tuple[str, str]:
-    """Return what the launcher chose; ranks started by hand choose for themselves."""
+    """Return the launcher's strategy; ranks started by hand choose their own."""
     strategy, reason = launched_strategy(os.environ)
     return (strategy, reason) if reason else chosen_strategy(spec)
 

@@ -83,9 +83,9 @@ def _write_video(frames: Sequence[Image], fps: float, path: Path) -> None:
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:
-    """Return the facts as image viewers know them from web interfaces.
+    """Format the facts as web interfaces write them, for image viewers.
 
-    Prompt, negative prompt, rest.
+    Prompt, negative prompt, then the rest.
     """
     guidance = {"CFG scale": facts["guidance"]}
     if facts.get("guidance_embedded"):

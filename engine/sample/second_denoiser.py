@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def second_denoisers(run: RunContext) -> Iterator[dict[str, Any]]:
-    """The other denoisers that the pipeline samples with, by their names in it; a collective."""
+    """Load the pipeline's other denoisers to sample with, by their names in it; a collective."""
     name = run.family.second_denoiser
     if name is None:
         yield {}
@@ -42,7 +42,7 @@ def second_denoisers(run: RunContext) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def frozen_denoiser(run: RunContext, name: str) -> Iterator[Any]:
-    """A denoiser to sample with, as the model has it; a collective."""
+    """Load a denoiser to sample with, unchanged from the model; a collective."""
     model = _load(run, name)
     watch = Watch({name: model})
     yield model

@@ -27,7 +27,7 @@ QUANTISERS: Final = ("torchao", "bitsandbytes")
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """What is made within this is never garbage; for imports, before there is anything else."""
+    """Exempt objects made in this context from garbage collection; for imports at startup."""
     gc.disable()
     try:
         yield

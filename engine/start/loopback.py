@@ -50,7 +50,7 @@ class Loopback(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, which is made on first use, for an agent that is the only one."""
+        """Return the store, created on first use, for the only agent."""
         if self._store is None:
             self._store = listen()
         where = RendezvousStoreInfo(_HOST, self._store.port)

@@ -166,7 +166,7 @@ def _with_article(phrase: str) -> str:
 
 
 def _draw_background(plan: PicturePlan, width: int, height: int) -> Image.Image:
-    """Return the background: RGB, `width` x `height`."""
+    """Draw the background: RGB, `width` x `height`."""
     first, second = (COLOURS[name] for name in plan.background_colours)
     picture = Image.new("RGB", (width, height), first)
     if plan.background == "plain":

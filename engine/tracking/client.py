@@ -141,7 +141,7 @@ def _start(
 def _options(
     name: str, spec: TrackingKeys, run_dir: RunDir, *, run_id: str, again: bool, resumed: int | None
 ) -> dict[str, Any]:
-    """Return what a tracker is started with besides the project."""
+    """Return a tracker's start options, except the project."""
     title = spec.tracker_run_name or run_dir.root.name
     place = spec.logging_dir or str(run_dir.tracking)
     match name:

@@ -52,7 +52,7 @@ class Place:
 
     @classmethod
     def read(cls, kept: dict[str, Any] | None) -> Place:
-        """Return what was kept, or the beginning where it cannot be used."""
+        """Read the kept place; the beginning of the log if it cannot be used."""
         try:
             return cls(
                 max(0, int((kept or {})["offset"])),
@@ -148,7 +148,7 @@ class Follower:
         return []
 
     def _resume(self, step: int) -> None:
-        """An attempt starts: what was sent of later steps is replaced, where it can be."""
+        """Start an attempt: replace what was sent of later steps, if the tracker supports that."""
         if self.client is not None and self.name in TAKES_BACK:
             with self._call():
                 self.client.finish()

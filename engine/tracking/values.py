@@ -44,15 +44,15 @@ def validation_values(event: dict[str, Any]) -> dict[str, float]:
 
 
 def memory_values(ranks: Iterable[RankStatus]) -> dict[str, float]:
-    """Return what each rank holds now, in GiB: allocated on its GPU, or resident on CPU ranks."""
+    """Return the memory of each rank, in GiB: allocated on its GPU, or resident on CPU ranks."""
     sizes = {status.rank: status.allocated or status.rss for status in ranks}
     return {f"memory/rank{rank}_gib": size / _GIB for rank, size in sizes.items() if size}
 
 
 def config_values(spec: JobSpec) -> dict[str, bool | int | float | str]:
-    """Return the job's public keys as trackers take them.
+    """Return the job's public keys in types that trackers take.
 
-    Texts for lists, and nothing that is not set.
+    Lists become text; keys that are not set are skipped.
     """
     return {
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)

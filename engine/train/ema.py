@@ -210,7 +210,7 @@ def _pieces(pairs: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def _buckets(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """Yield runs of about a bucket, none empty."""
+    """Yield runs of pairs of about a bucket's size, none empty."""
     bucket: list[Pair] = []
     size = 0
     for pair in pairs:

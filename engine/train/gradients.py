@@ -51,7 +51,7 @@ class Averager:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self) -> None:
-        """The backward that begins now is the last one of the step."""
+        """Prepare for the last backward of the step."""
         self._missing = [set(bucket) for bucket in self._buckets]
         self._filled = []
 
@@ -141,7 +141,7 @@ def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float, world: World
 def parts_of(
     parameters: Sequence[torch.nn.Parameter], at_once: int | None = None
 ) -> list[list[torch.nn.Parameter]]:
-    """Lists for functions that take many tensors: sharded ones in parts, then all plain ones.
+    """Split parameters for functions of many tensors: sharded ones in parts, then all plain ones.
 
     Apart, since torch's functions take tensors of one kind only. In parts, since the first time
     that one is called with a list of `DTensor`s, torch 2.13 takes time with the square of its
@@ -156,7 +156,7 @@ def parts_of(
 
 
 def _norm_of_shards(gradients: Sequence[DTensor]) -> torch.Tensor:
-    """Return the norm over all of them and all ranks that share them; one collective for each mesh.
+    """Return the norm over all gradients and ranks that share them; one collective per mesh.
 
     Not by `DTensor`'s own arithmetic, for the reason of `parts_of`.
     """
@@ -192,7 +192,7 @@ def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def buckets(
     parameters: Sequence[torch.nn.Parameter],
 ) -> Iterator[list[torch.nn.Parameter]]:
-    """Runs of parameters of one precision and about `BUCKET` elements, as this rank has them."""
+    """Yield runs of parameters of one precision and about `BUCKET` elements on this rank."""
     bucket: list[torch.nn.Parameter] = []
     size = 0
     for parameter in parameters:

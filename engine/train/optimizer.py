@@ -50,7 +50,7 @@ def build_optimizer(
     device: torch.device,
     texts: Sequence[torch.nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Return the job's optimizer over the trained parameters (plain, `DTensor`, or some of each).
+    """Build the job's optimizer over the trained parameters (plain, `DTensor`, or both).
 
     With one group, so that a checkpoint does not depend on which of them are sharded, and another
     one for text encoders, which may have a learning rate of their own; but for optimizers that have
@@ -225,7 +225,7 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def explain_load_failure(error: CheckpointException) -> UserError | None:
-    """Return the sentence for a checkpoint whose optimizer state does not fit the number of ranks.
+    """Explain that a checkpoint's optimizer state does not fit the number of ranks.
 
     Torchao keeps 8-bit state in blocks of 256 values with a scale each, and (0.18) cannot cut
     through one; a shard of another size may ask for that.
@@ -249,7 +249,7 @@ def _made(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _library(optimizer: str, module: str, package: str) -> Any:
-    """Return an optional package; imported late, since transformers' and torchao's take seconds."""
+    """Import an optional package; late, since transformers' and torchao's take seconds."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -72,7 +72,7 @@ def _forget(optimizer: Any) -> None:
 
 
 def _begin(state: dict[str, Any], parameter: torch.Tensor) -> None:
-    """The state of a parameter before its first step; sharded as it is."""
+    """Create a parameter's state before its first step, sharded like the parameter."""
     if "step" not in state:
         state["step"] = 0
         state["p0"] = parameter.detach().clone()
@@ -132,7 +132,7 @@ def _step(
 def _of(
     states: Any, parameters: Sequence[torch.nn.Parameter], *names: str
 ) -> list[list[torch.Tensor]]:
-    """This rank's parts of the state, by name."""
+    """Return this rank's parts of the state, by name."""
     return [[local_part(states[p][name]) for p in parameters] for name in names]
 
 

@@ -207,7 +207,7 @@ class Trainer:
 
 
 def step_line(result: StepResult, steps: int) -> str:
-    """Return a step in the log, in columns that stand under those of the steps before it.
+    """Format a step for the log, in columns aligned with the steps before it.
 
     Args:
         result: The step.

@@ -155,7 +155,7 @@ def _qwen3_config(tokenizer: Qwen2Tokenizer, dim: int, layers: int) -> Qwen3Conf
 
 
 def _common(tokenizer: PreTrainedTokenizerFast, dim: int, layers: int) -> dict[str, Any]:
-    """Return what the configs of all these models call alike."""
+    """Return the config values that all these models share."""
     heads = max(2, dim // HEAD_DIM)
     return {
         "vocab_size": len(tokenizer),

@@ -42,18 +42,18 @@ def sample_images(seed: int) -> tuple[Image.Image, ...]:
 
 
 def sample_pixels(seed: int, count: int = 16) -> torch.Tensor:
-    """Return some of them, `(count, 3, H, W)` in [-1, 1]."""
+    """Return `count` toy images as pixels, `(count, 3, H, W)` in [-1, 1]."""
     return as_tensor(sample_images(seed)[:count])
 
 
 def picture_vae(seed: int) -> AutoencoderKL:
-    """Return the autoencoder of most families' toys, the caller's own to change."""
+    """Return a copy of the autoencoder of most families' toys, which the caller may change."""
     return deepcopy(fitted_vae(seed))
 
 
 @cache  # fitting takes two seconds, and tests write the toys of many families in a row
 def fitted_vae(seed: int) -> AutoencoderKL:
-    """Return the same, shared by all callers: read-only."""
+    """Return the autoencoder of most families' toys, shared by all callers: read-only."""
     return build_vae(as_tensor(sample_images(seed)), seed=seed)
 
 

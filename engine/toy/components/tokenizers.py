@@ -241,7 +241,7 @@ def build_llama_tokenizer(captions: Iterable[str]) -> LlamaTokenizer:
 
 
 def _byte_level(texts: Sequence[str], *, special: Sequence[str] = ()) -> Tokenizer:
-    """Return a tokenizer of bytes in Llama 3's pieces, made from `texts`."""
+    """Build a byte-level tokenizer with Llama 3's pieces from `texts`."""
     pieces = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(LLAMA3_PIECES), behavior="isolated"),
@@ -297,7 +297,7 @@ def _train(
 
 
 def _as_pairs(merges: Iterable[str | Sequence[str]]) -> list[Pair]:
-    """Merges of a tokenizer's JSON, in which older versions join the two by a space."""
+    """Return merges of a tokenizer's JSON as pairs; older versions join the two by a space."""
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
     return [(left, right) for left, right in pairs]
 
@@ -308,9 +308,9 @@ def _words_too(texts: Sequence[str]) -> list[str]:
 
 
 def _plain(template: str) -> list[str]:
-    """Return what of a template is text.
+    """Split a template into its texts.
 
-    Its parts between the special tokens and around the prompt.
+    These are its parts between the special tokens and around the prompt.
     """
     marks = Regex(r"<\|[a-z_]+\|>|\{\}")
     parts = pre_tokenizers.Split(marks, behavior="removed").pre_tokenize_str(template)

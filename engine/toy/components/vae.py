@@ -76,7 +76,7 @@ def build_vae(pictures: torch.Tensor, *, seed: int) -> AutoencoderKL:
 
 
 def new_vae() -> AutoencoderKL:
-    """Return the autoencoder with weights of no use yet."""
+    """Build the autoencoder, untrained."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * len(CHANNELS),
         up_block_types=("UpDecoderBlock2D",) * len(CHANNELS),

@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 
 
 def build_clip_tokenizer(captions: Iterable[str]) -> CLIPTokenizer:
-    """Return a CLIP tokenizer in which every word of `captions` is one token."""
+    """Build a CLIP tokenizer in which every word of `captions` is one token."""
     merges = byte_pair_merges(_count_words(captions))
     signs = byte_signs()
     tokens = [
@@ -58,7 +58,7 @@ def save_clip_vocabulary(tokenizer: CLIPTokenizer, directory: Path) -> None:
 
 
 def build_t5_tokenizer(captions: Iterable[str]) -> T5TokenizerFast:
-    """Return a T5 tokenizer in which every word of `captions` is one token."""
+    """Build a T5 tokenizer in which every word of `captions` is one token."""
     words = _count_words(captions)
     total = sum(words.values())
     pieces = [(WORD_START + word, math.log(words[word] / total)) for word in sorted(words)]
@@ -76,7 +76,7 @@ def build_t5_tokenizer(captions: Iterable[str]) -> T5TokenizerFast:
 
 
 def byte_signs() -> list[str]:
-    """The 256 printable signs that stand for the byte values 0 to 255 in byte-level vocabularies.
+    """Return the 256 printable signs of the byte values 0 to 255 in byte-level vocabularies.
 
     A byte that prints is its own Latin-1 sign; the others take the signs from U+0100 on.
     """

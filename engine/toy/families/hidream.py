@@ -59,7 +59,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def build_scheduler(flavour: str) -> Any:
-    """Return the scheduler of Full; Dev and Fast are made for few steps, each with new noise."""
+    """Build the scheduler of Full; Dev's and Fast's are for few steps, each with new noise."""
     if flavour == "full":
         return UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0

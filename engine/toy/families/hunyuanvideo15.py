@@ -51,9 +51,9 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def _template(vae: AutoencoderKLHunyuanVideo15) -> str:
-    """Return what a prompt stands in.
+    """Return the template around a prompt.
 
-    The pipeline cuts the beginning off by its published length.
+    The pipeline cuts its beginning off by the published length.
     """
     names = signature(HunyuanVideo15Pipeline).parameters
     message = HunyuanVideo15Pipeline(**dict.fromkeys(names) | {"vae": vae}).system_message

@@ -45,7 +45,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def build_scheduler() -> EulerDiscreteScheduler:
-    """Return the published one."""
+    """Build the published scheduler."""
     return EulerDiscreteScheduler(
         num_train_timesteps=1000,
         beta_start=0.00085,

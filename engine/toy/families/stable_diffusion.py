@@ -46,7 +46,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def build_scheduler(flavour: str) -> PNDMScheduler | DDIMScheduler:
-    """Return the published one."""
+    """Build the published scheduler."""
     words: dict[str, Any] = {
         "num_train_timesteps": 1000,
         "beta_start": 0.00085,

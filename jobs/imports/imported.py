@@ -54,7 +54,7 @@ class Imported:
     report: Report
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the keys of the job file: those that are not as they would be anyway."""
+        """Return the keys of the job file: those that differ from their defaults."""
         values: dict[str, Any] = yaml.safe_load(dump_spec(self.spec, only_set=True))
         for entry in values.get("datasets", []):
             for key in [key for key, value in entry.items() if value in (None, _USUAL.get(key))]:
@@ -62,13 +62,13 @@ class Imported:
         return values
 
     def to_yaml(self) -> str:
-        """Return the job file, with a line that says where it comes from."""
+        """Return the job file, with a line that names its source."""
         values, source = self.to_dict(), " ".join(self.source.split())
         return f"# From {source} ({self.tool}).\n{dump_mapping(values)}"
 
 
 def import_simpletuner(path: Path) -> Imported:
-    """Return a job of SimpleTuner's `config.json`, with the datasets of the file that it names.
+    """Import a job from SimpleTuner's `config.json`, with the datasets of the file that it names.
 
     Raises:
         UserError: It cannot be read, or is none.
@@ -77,7 +77,7 @@ def import_simpletuner(path: Path) -> Imported:
 
 
 def import_ai_toolkit(path: Path) -> Imported:
-    """Return a job of ai-toolkit's `CONFIG.yaml`.
+    """Import a job from ai-toolkit's `CONFIG.yaml`.
 
     Raises:
         UserError: It cannot be read, or is none.
@@ -108,7 +108,7 @@ def import_file(path: Path) -> Imported:
 
 
 def import_script(words: Sequence[str]) -> Imported:
-    """Return a job of a command line that starts a training script of diffusers' examples.
+    """Import a job from a command line that starts a training script of diffusers' examples.
 
     Args:
         words: Its words; or one text with all of it; or a shell script that has it.
@@ -135,9 +135,9 @@ def _finish(tool: str, source: str, draft: Draft) -> Imported:
 
 
 def _spec_of(draft: Draft) -> JobSpec:
-    """Return the job. Each value was checked by itself.
+    """Build the job.
 
-    Those that conflict with others are dropped.
+    Each value was checked separately; a value that conflicts with another is dropped.
     """
     try:
         return JobSpec.model_validate(draft.values)

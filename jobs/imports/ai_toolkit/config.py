@@ -42,7 +42,7 @@ _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
 
 
 def read(path: Path) -> Draft:
-    """Return a job of a configuration.
+    """Convert a configuration to a job.
 
     Raises:
         UserError: It cannot be read, or is no training of this tool.
@@ -96,7 +96,7 @@ def _process(path: Path, values: Any) -> tuple[dict[str, Any], dict[str, Any], i
 
 
 def _defaults(process: dict[str, Any]) -> dict[str, Any]:
-    """Return what the tool uses for keys that are not set."""
+    """Return the tool's values of keys that are not set."""
     defaults = dict(_DEFAULTS)
     network, sample = process.get("network"), process.get("sample")
     if isinstance(network, dict):

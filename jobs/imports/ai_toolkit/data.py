@@ -75,7 +75,7 @@ def read_datasets(draft: Draft, key: str, value: Any) -> None:
 
 
 def _defaults(part: Draft) -> dict[str, Any]:
-    """Return what a dataset has where it does not say it: its buckets, and how videos are read."""
+    """Return the tool's defaults of a dataset: its buckets, and how videos are read."""
     defaults: dict[str, Any] = {"bucket_tolerance": _BUCKET_TOLERANCE}
     if not _has_videos(part) or part.on("auto_frame_count"):
         return defaults
@@ -114,7 +114,7 @@ def _caption_suffix(part: Draft, key: str, value: Any) -> None:
 
 
 def _default_caption(part: Draft, key: str, value: Any) -> None:
-    """The caption of images that have none, with the trigger word as the tool inserts it."""
+    """Take the caption for images without one, with the trigger word inserted as the tool does."""
     word = part.job.get("trigger_word")
     text = str(value).replace(TRIGGER, word or "")
     data.only_caption(part, key, f"{word} {text}" if word and word not in text else text)
@@ -138,7 +138,7 @@ def _kept(part: Draft, key: str, value: Any) -> None:
 
 
 def _masks(part: Draft, key: str, value: Any) -> None:
-    """A folder of masks with the names of the images."""
+    """Take a folder of masks named like their images."""
     place = find_beside(part.folder, str(value))
     if part.take(key, "mask_path", str(place) if place else str(value)):
         part.values["masked_loss"] = "file"
@@ -152,7 +152,7 @@ def _outside(part: Draft, key: str, value: Any) -> None:
 
 
 def reg_weight(draft: Draft, key: str, value: Any) -> None:
-    """The weight of regularization, if there is any."""
+    """Take the weight of regularization, if there is a regularization dataset."""
     entries = draft.theirs.get("datasets")
     entries = entries if isinstance(entries, list) else [entries]
     if any(isinstance(entry, dict) and not is_off(entry.get("is_reg")) for entry in entries):
@@ -252,7 +252,7 @@ def _prompts(draft: Draft, key: str, value: Any) -> None:
 
 
 def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return settings of a prompt that is a mapping, and its keys that are not supported here."""
+    """Split a prompt that is a mapping into settings and keys that are not supported here."""
     settings = {_SETTINGS[k]: v for k, v in entry.items() if k in _SETTINGS and v is not None}
     width, height = entry.get("width"), entry.get("height")
     if width or height:
@@ -267,7 +267,7 @@ def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _of_text(text: str) -> tuple[dict[str, Any], list[str]]:
-    """Return settings of a prompt followed by flags, and the flags that are not supported here."""
+    """Split a prompt followed by flags into settings and flags that are not supported here."""
     prompt, *flags = re.split(r"(?:^|\s)--(?=[a-z])", text)
     settings: dict[str, Any] = {"prompt": prompt.strip()}
     sides: dict[str, str] = {}

@@ -181,7 +181,7 @@ def rank(draft: Draft, key: str, value: Any) -> None:
 
 
 def of_lokr(ours: str) -> Rule:
-    """Return a key that only LoKr has."""
+    """Make a rule for a key that only LoKr has."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if _is_lokr(draft):
@@ -277,7 +277,7 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
 
 
 def rate(draft: Draft, key: str, value: Any) -> None:
-    """The learning rate; with prodigy, that tool takes 1 for what is below 0.1."""
+    """Take the learning rate; with prodigy, that tool replaces rates below 0.1 by 1."""
     number = as_number(value)
     prodigy = str(draft.get("train.optimizer")).strip().lower().startswith("prodigy")
     if prodigy and number is not None and number < 0.1:
@@ -287,7 +287,7 @@ def rate(draft: Draft, key: str, value: Any) -> None:
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
-    """The schedule, of torch there: two of them are called as others here."""
+    """Convert the schedule: two of torch's have other names here."""
     word = str(value).strip().lower()
     if word == "linear":
         draft.unsupported(

@@ -49,13 +49,13 @@ class Part(Draft):
 
 
 def folder(draft: Draft, key: str, value: Any) -> None:
-    """A dataset's folder, which may lie beside the configuration."""
+    """Take a dataset's folder, which may be beside the configuration."""
     place = find_beside(draft.folder, str(value))
     draft.take(key, "path", str(place) if place else str(value))
 
 
 def hub_id(draft: Draft, key: str, value: Any) -> None:
-    """A dataset of the hub, or a directory of that name."""
+    """Take a dataset of the hub, or a directory of that name."""
     place = find_beside(draft.folder, str(value))
     draft.take(key, "path", str(place) if place else str(value), "" if place else _HUB)
 
@@ -89,7 +89,7 @@ def first_frame(part: Draft, key: str, value: Any) -> None:
 
 
 def conditioning_column(part: Draft, key: str, value: Any) -> None:
-    """A column of conditioning images."""
+    """Take a column of conditioning images."""
     if references_of(part) is None:
         part.unsupported(key, f"{family_of(part).title} trains without conditioning images here")
     else:

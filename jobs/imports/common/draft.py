@@ -185,7 +185,7 @@ def is_off(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a number, also one that is written as text."""
+    """Return a value as a number; it may be a number in text."""
     if isinstance(value, bool):
         return None
     try:
@@ -198,7 +198,7 @@ def as_number(value: Any) -> float | None:
 def flatten(
     values: Mapping[Any, Any], keep: Iterable[str] = (), prefix: str = ""
 ) -> dict[str, Any]:
-    """Mappings in mappings as one with dots in its keys; those in `keep` stay whole."""
+    """Flatten nested mappings to one with dotted keys; mappings in `keep` stay nested."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -213,12 +213,12 @@ def flatten(
 
 
 def named(ours: str, why: str = "") -> Rule:
-    """Return the same thing under this name."""
+    """Make a rule that takes a value unchanged, under this name."""
     return lambda draft, key, value: void(draft.take(key, ours, value, why))
 
 
 def same(draft: Draft, key: str, value: Any) -> None:
-    """The same thing under the same name."""
+    """Take a value unchanged, under the same name."""
     draft.take(key, key.rpartition(".")[2], value)
 
 
@@ -254,7 +254,7 @@ def chosen(ours: str, words: Mapping[str, tuple[Any, str]], otherwise: str) -> R
 
 
 def unless_off(ours: str, value: Any, why: str = "the equivalent value") -> Rule:
-    """Return a switch that is a value of one of our keys."""
+    """Make a rule for a switch that stands for a value of one of our keys."""
 
     def rule(draft: Draft, key: str, theirs: Any) -> None:
         if is_off(theirs):
@@ -266,7 +266,7 @@ def unless_off(ours: str, value: Any, why: str = "the equivalent value") -> Rule
 
 
 def all_of(keys: str, rule: Rule) -> dict[str, Rule]:
-    """Return the same rule for several keys, with spaces between."""
+    """Apply one rule to several keys, separated by spaces."""
     return dict.fromkeys(keys.split(), rule)
 
 

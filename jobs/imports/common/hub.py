@@ -15,7 +15,7 @@ _MODEL: Final = "pretrained_model_name_or_path"
 
 
 def push(draft: Draft, key: str, value: Any) -> None:
-    """The switch; after it, what else is said of uploads."""
+    """Take the switch for uploads; the other upload settings follow it."""
     if is_off(value):
         draft.unneeded(key, "off is the default")
     else:
@@ -23,7 +23,7 @@ def push(draft: Draft, key: str, value: Any) -> None:
 
 
 def of_push(ours: str) -> Rule:
-    """Return a key that means something only where something is pushed."""
+    """Make a rule for a key that has an effect only if something is pushed."""
     take = named(ours)
 
     def rule(draft: Draft, key: str, value: Any) -> None:
@@ -36,7 +36,7 @@ def of_push(ours: str) -> Rule:
 
 
 def revision(draft: Draft, key: str, value: Any) -> None:
-    """A part of the model's name; after that."""
+    """Append the revision to the model's name; runs after the model is set."""
     text = str(draft.values.get(_MODEL) or "")
     name = HubName.read("model", text)
     if is_off(value) or str(value) == "main":

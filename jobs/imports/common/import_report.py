@@ -73,7 +73,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
 
     def of(self, kind: Kind) -> list[Entry]:
-        """Return the keys of which this became."""
+        """Return the entries of this kind."""
         return [entry for entry in self.entries if entry.kind is kind]
 
     def to_dict(self) -> dict[str, Any]:

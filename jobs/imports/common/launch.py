@@ -174,7 +174,7 @@ _LAUNCH: Final[dict[str, Rule]] = {
 
 
 def read_flags(draft: Draft, prefix: str, flags: dict[str, Any]) -> None:
-    """Flags in front of the script's name, and the file that one of them may name."""
+    """Read the flags in front of the script's name, and the config file that they may name."""
     rest = {key: value for key, value in flags.items() if key != "config_file"}
     _apply(draft, prefix, rest)
     if "config_file" in flags:
@@ -182,7 +182,7 @@ def read_flags(draft: Draft, prefix: str, flags: dict[str, Any]) -> None:
 
 
 def read_file(draft: Draft, key: str, name: str, over: Collection[str] = ()) -> None:
-    """A file that `accelerate config` wrote.
+    """Read a file that `accelerate config` wrote.
 
     Args:
         draft: The job.

@@ -66,7 +66,7 @@ def by_pipeline(root: Path) -> ModelMatch | None:
 
 
 def set_model(draft: Draft, key: str, value: Any) -> None:
-    """The base model: a hub id, or a directory that may lie beside the configuration."""
+    """Set the base model: a hub id, or a directory that may be beside the configuration."""
     text = str(value).strip()
     address = _ADDRESS.match(text)
     name = address["id"] if address else text
@@ -94,7 +94,7 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
 
 
 def set_training_adapter(draft: Draft, key: str, value: Any) -> None:
-    """A LoRA that takes part in training alone: a path, or a name of the hub."""
+    """Set a LoRA that is active only while training: a path, or a name of the hub."""
     text = str(value).strip()
     place = find_beside(draft.folder, text)
     if place is None and not text.startswith(("/", "~", ".")):
@@ -120,7 +120,7 @@ def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = N
 
 
 def guess_family(draft: Draft, text: str) -> str | None:
-    """Return the family of a model by its name, where nothing says more."""
+    """Guess the family of a model by its name, if no other key tells it."""
     place = find_beside(draft.folder, text)
     match = by_hub_id(text) or (by_pipeline(place) if place else None)
     if match is not None:
@@ -130,9 +130,9 @@ def guess_family(draft: Draft, text: str) -> str | None:
 
 
 def _named_in(text: str) -> str | None:
-    """Return the family that stands in a name.
+    """Return the family that a name contains.
 
-    The longest, and Stable Diffusion where no other does.
+    The longest match wins, and Stable Diffusion comes last.
     """
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
     for words, family in _SPELLED_OUT.items():

@@ -24,7 +24,7 @@ _PARENTS: Final = 3
 
 
 def read_text(path: Path) -> str:
-    """Return a file of text.
+    """Read a text file.
 
     Raises:
         UserError: It cannot be read, or is none.
@@ -47,7 +47,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(path: Path, *, otherwise: str = ".json") -> Any:
-    """Return what a JSON, YAML or TOML file says.
+    """Parse a JSON, YAML or TOML file.
 
     Args:
         path: The file; what it is, its suffix says.
@@ -129,7 +129,7 @@ def read_beside(
 
 
 def find_beside(folder: Path, text: str, *, by_name: bool = False) -> Path | None:
-    """Return what a relative path of a configuration names.
+    """Resolve a relative path of a configuration.
 
     The tools look from where they were started, which is not known: often above the folder that
     the configuration lies in.

@@ -29,7 +29,7 @@ def report_to(draft: Draft, key: str, value: Any) -> None:
 
 
 def wandb(draft: Draft, key: str, value: Any) -> None:
-    """A switch for Weights & Biases."""
+    """Take the switch for Weights & Biases."""
     if is_off(value):
         draft.unneeded(key, "off is the default")
     else:
@@ -37,9 +37,9 @@ def wandb(draft: Draft, key: str, value: Any) -> None:
 
 
 def of_trackers(ours: str) -> Rule:
-    """Return a key that means something only where there is a tracker.
+    """Make a rule for a key that has an effect only if there is a tracker.
 
-    After the one that names it.
+    It must run after the rule of the key that names the tracker.
     """
     take = named(ours)
 
@@ -53,7 +53,7 @@ def of_trackers(ours: str) -> Rule:
 
 
 def logging_dir(draft: Draft, key: str, value: Any) -> None:
-    """A directory of its own; one below the output's is the run directory's here."""
+    """Take a separate log directory; one below the output is part of the run directory here."""
     if draft.values.get("report_to") and str(value).startswith(("/", "~")):
         draft.take(key, "logging_dir", value)
     else:

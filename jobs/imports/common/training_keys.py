@@ -110,9 +110,9 @@ NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"
 
 
 def text_encoders(ranks: str) -> Rule:
-    """Return a switch to train text encoders too.
+    """Make a rule for a switch that trains text encoders too.
 
-    A LoRA of the denoiser's rank, where there is one.
+    They get a LoRA of the denoiser's rank, if the denoiser has one.
 
     Args:
         ranks: Their keys that may say the rank of a LoRA.
@@ -133,7 +133,7 @@ def text_encoders(ranks: str) -> Rule:
 
 
 def text_encoder_rate(switch: str) -> Rule:
-    """Return the learning rate of text encoders, where the switch of that name trains them."""
+    """Make a rule for the text encoders' rate; the switch of that name trains them."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         trains = draft.on(switch) and family_of(draft).text_lora
@@ -155,7 +155,7 @@ def _is_on(value: Any) -> bool:
 
 
 def base_precision(draft: Draft, key: str, value: Any) -> None:
-    """The precision of the frozen base, by whichever library it would be packed there."""
+    """Convert the precision of the frozen base, whichever library quantizes it in that tool."""
     word = str(value).strip().lower().partition("|")[0]
     if word in _WHOLE:
         draft.unneeded(key, "nothing is quantized by default")
@@ -168,7 +168,7 @@ def base_precision(draft: Draft, key: str, value: Any) -> None:
 
 
 def bitsandbytes(draft: Draft, key: str, value: Any) -> None:
-    """A file with the arguments of a `BitsAndBytesConfig`."""
+    """Read a file with the arguments of a `BitsAndBytesConfig`."""
     file = read_beside(draft, key, value, dict, "set base_precision: int8 or nf4")
     if file is None:
         return
@@ -182,7 +182,7 @@ def bitsandbytes(draft: Draft, key: str, value: Any) -> None:
 
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:
-    """Steps of warm-up, which a constant rate has neither there nor here."""
+    """Take the steps of warm-up; a constant rate has none, neither in that tool nor here."""
     word = str(draft.get("lr_scheduler") or "constant").strip().lower()
     if not is_off(value) and SCHEDULES.get(word, ("constant", ""))[0] == "constant":
         draft.unneeded(key, "lr_scheduler: constant has no warm-up in that tool either")
@@ -213,7 +213,7 @@ def _curve(of: str, ours: str) -> Rule:
 
 
 def rate(draft: Draft, key: str, value: Any, *, scaled: bool = False, root: bool = False) -> None:
-    """The learning rate, where asked for times the global batch."""
+    """Take the learning rate, multiplied by the global batch (or its root) if that is requested."""
     number = as_number(value)
     if number is None or not scaled:
         draft.take(key, "learning_rate", value)
@@ -235,13 +235,13 @@ def snr(draft: Draft, key: str, value: Any) -> None:
 
 
 def clean_name(text: Any) -> str | None:
-    """Return a text as the name of a job; None when nothing of it can be."""
+    """Turn a text into a valid job name; None if no character is left."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(text).strip()).strip("-._")[:64]
     return name or None
 
 
 def job_name(draft: Draft, key: str, value: Any) -> None:
-    """A name or the last part of a path becomes the job's name, which its run directory has too."""
+    """Name the job, and so its run directory, after a name or the last part of a path."""
     name = clean_name(re.split(r"[/\\]", str(value).strip().rstrip("/\\"))[-1])
     if name is None:
         draft.unneeded(key, OWN_DIRECTORIES)
@@ -250,7 +250,7 @@ def job_name(draft: Draft, key: str, value: Any) -> None:
 
 
 def inverted(ours: str) -> Rule:
-    """Return a switch that says the opposite."""
+    """Make a rule for a switch with the opposite meaning."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         off = as_bool(value)
@@ -260,7 +260,7 @@ def inverted(ours: str) -> Rule:
 
 
 def limit(ours: str) -> Rule:
-    """Return a number of which 0 means no limit."""
+    """Make a rule for a number where 0 means no limit."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, ours, None if is_off(value) else value)
@@ -269,7 +269,7 @@ def limit(ours: str) -> Rule:
 
 
 def size(draft: Draft, key: str, value: Any) -> None:
-    """A size of samples; of several, the first."""
+    """Take the size of samples; of several, the first."""
     sizes = [part.strip() for part in str(value).split(",") if part.strip()]
     if not sizes:
         draft.unneeded(key, "not set")
@@ -302,7 +302,7 @@ def side_of(megapixels: float) -> int:
 
 
 def epochs(draft: Draft, key: str, value: Any) -> None:
-    """A length in epochs, unless there is one in steps."""
+    """Take a length in epochs, unless one in steps is set."""
     if is_off(value) or not is_off(draft.get("max_train_steps")):
         draft.unneeded(key, "max_train_steps is used")
     else:
@@ -310,7 +310,7 @@ def epochs(draft: Draft, key: str, value: Any) -> None:
 
 
 def global_batch(draft: Draft) -> float:
-    """Return samples of an optimizer step, as far as the configuration says."""
+    """Return the samples per optimizer step, as far as the configuration says."""
     gpus = draft.values.get("gpus")
     ranks = len(gpus) if isinstance(gpus, list) else draft.values.get("num_processes") or 1
     sizes = [draft.number(key) or 1 for key in ("train_batch_size", "gradient_accumulation_steps")]

@@ -74,7 +74,7 @@ class Command:
 
 
 def read_command(words: Sequence[str]) -> tuple[str, Command]:
-    """Return what is imported, in a few words, and the command.
+    """Return what is imported, as a short text, and the command.
 
     Args:
         words: The words of a command; or one text with all of it; or the name of a shell script.
@@ -132,7 +132,7 @@ def _launcher_at(words: Sequence[str]) -> int | None:
 
 
 def _launch_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return flags up to the script's name, and what comes from there on."""
+    """Split words into the flags before the script's name, and the rest."""
     flags: dict[str, Any] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):
@@ -145,7 +145,7 @@ def _launch_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return flags of the script, and words in front of them."""
+    """Split words into flags of the script, and words in front of them."""
     flags: dict[str, Any] = {}
     strays: list[str] = []
     name = ""
@@ -165,7 +165,7 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _training(text: str, where: str) -> list[str]:
-    """Return the words of the one command in a shell script that trains.
+    """Return the words of the only training command in a shell script.
 
     Raises:
         UserError: There is none, or there are several.
@@ -265,7 +265,7 @@ def _keep_assignments(words: Sequence[str], variables: dict[str, str]) -> None:
 
 
 def _filled_in(token: str, variables: Mapping[str, str]) -> list[str]:
-    """Return a word with variables put in; one that is a variable with flags in it is several."""
+    """Substitute variables in a word; a variable that holds flags becomes several words."""
 
     def value(match: re.Match[str]) -> str:
         name = match["plain"] or match["name"]

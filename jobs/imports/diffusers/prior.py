@@ -47,7 +47,7 @@ def switch(draft: Draft, key: str, value: Any) -> None:
 
 
 def part(draft: Draft, key: str, value: Any) -> None:
-    """A flag that `switch` has read."""
+    """Record a flag that `switch` has already read."""
     draft.unneeded(key, "set by with_prior_preservation" if _is_on(draft) else _OFF)
 
 

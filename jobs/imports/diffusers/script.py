@@ -104,7 +104,7 @@ _RATES: Final = {"train_dreambooth.py": 5e-6, "train_dreambooth_lora.py": 5e-4, 
 
 
 def read(given: Sequence[str]) -> tuple[str, Draft]:
-    """Return what is imported, in a few words, and the job of it.
+    """Return what is imported, as a short text, and its job.
 
     Raises:
         UserError: There is no command, it cannot be read, it is of another tool, or nothing says
@@ -145,7 +145,7 @@ def _refuse_foreign(command: Command) -> None:
 
 
 def _set_script(draft: Draft, command: Command) -> None:
-    """The family, by the script's or the model's name; a LoRA, by the script's or its flags."""
+    """Set the family by the script's or model's name, and a LoRA by the script's name or flags."""
     stem = (command.script or "").rpartition("/")[2].removesuffix(".py").lower()
     is_lora = "lora" in stem or not _OF_LORAS.isdisjoint(draft.theirs)
     model = str(draft.theirs.get("pretrained_model_name_or_path", ""))
@@ -181,7 +181,7 @@ def _set_script(draft: Draft, command: Command) -> None:
 
 
 def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
-    """Return what the script uses for flags that are not set."""
+    """Return the script's values of flags that are not set."""
     defaults = dict(_DEFAULTS)
     family = models.family_of(draft)
     script = (command.script or "").rpartition("/")[2]
@@ -271,7 +271,7 @@ def _prompt(draft: Draft, key: str, value: Any) -> None:
 
 
 def _dataset(draft: Draft, key: str, value: Any) -> None:
-    """The one dataset, with what other flags say of it."""
+    """Take the only dataset, with the other flags that describe it."""
     part = data.Part(draft, "", {k: v for k, v in draft.theirs.items() if k in _DATA})
     if key == "dataset_name":
         data.hub_id(part, key, value)
@@ -290,7 +290,7 @@ def _dataset(draft: Draft, key: str, value: Any) -> None:
 
 
 def _with_dataset(draft: Draft, key: str, value: Any) -> None:
-    """What `_dataset` has reported, if there was a dataset."""
+    """Report a flag that `_dataset` reads as unsupported if there was no dataset."""
     if not {"dataset", "datasets"} & set(draft.values):
         draft.unsupported(key, "it needs a dataset, and none could be read")
 

@@ -62,7 +62,7 @@ _OTHER_NAMES: Final = {"validation_step_interval": "validation_steps"}
 
 
 def read(path: Path) -> Draft:
-    """Return a job of a configuration.
+    """Convert a configuration to a job.
 
     Raises:
         UserError: It cannot be read, or is not of this tool.
@@ -87,7 +87,7 @@ def read(path: Path) -> Draft:
 
 
 def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return what the tool uses for keys that are not set under any of their names."""
+    """Return the tool's values of keys that are not set under any of their names."""
     defaults = dict(_DEFAULTS)
     lycoris = str(theirs.get("lora_type")).strip().lower() == "lycoris"  # has a file of its own
     if str(theirs.get("model_type") or "lora").strip().lower() == "lora" and not lycoris:

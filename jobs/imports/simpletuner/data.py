@@ -45,7 +45,7 @@ _INHERITED: Final = (
 
 
 def read_backends(draft: Draft, key: str, value: Any) -> None:
-    """The datasets of the file that a key names."""
+    """Read the datasets of the file that a key names."""
     file = read_beside(draft, key, value, list, "set dataset or datasets")
     if file is None:
         return
@@ -112,7 +112,7 @@ def _why_skipped(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
 
 
 def _for_datasets(draft: Draft, key: str, value: Any) -> None:
-    """A key that holds for datasets which do not say otherwise."""
+    """Record a key that applies to datasets without their own value."""
     draft.record(Kind.TAKEN, key, why="for datasets that do not set their own")
 
 
@@ -145,7 +145,7 @@ def _general_resolution(draft: Draft, key: str, value: Any) -> None:
 
 
 def _conditioning(part: Draft, key: str, value: Any) -> None:
-    """The dataset of conditioning images, whose files have the samples' names."""
+    """Take the dataset of conditioning images; its files are named like the samples."""
     kind = str(value.get("conditioning_type")) if isinstance(value, dict) else ""
     folder = value.get("instance_data_dir") if isinstance(value, dict) else None
     if not kind.startswith("reference") or not folder:
@@ -189,7 +189,7 @@ def _is_metadata(part: Draft) -> bool:
 
 
 def _instance_prompt(part: Draft, key: str, value: Any) -> None:
-    """The caption of all images, or a prefix of every caption, or nothing."""
+    """Take the caption of all images, or a prefix of every caption, or nothing."""
     strategy = str(part.get("caption_strategy") or "").lower().replace("_", "")
     if strategy == "instanceprompt" or part.on("only_instance_prompt"):
         data.only_caption(part, key, value)

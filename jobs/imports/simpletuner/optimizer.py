@@ -63,7 +63,7 @@ def _is_schedule_free(draft: Draft) -> bool:
 
 
 def of_deepspeed(draft: Draft, key: str, value: Any) -> None:
-    """Settings that only DeepSpeed's optimizer is made with."""
+    """Take a setting that only DeepSpeed's optimizer uses."""
     if draft.on("deepspeed_config"):
         draft.take(key, "weight_decay" if key == "adam_weight_decay" else key, value)
     else:
@@ -71,7 +71,7 @@ def of_deepspeed(draft: Draft, key: str, value: Any) -> None:
 
 
 def settings(draft: Draft, key: str, value: Any) -> None:
-    """Settings of the optimizer in one text: `eps=1e-6,weight_decay=0`."""
+    """Parse settings of the optimizer in one text: `eps=1e-6,weight_decay=0`."""
     parts = [part.partition("=")[::2] for part in str(value).split(",")]
     names = {"eps": "adam_epsilon", "weight_decay": "weight_decay"}
     ours: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def settings(draft: Draft, key: str, value: Any) -> None:
 
 
 def use_own_settings(draft: Draft) -> None:
-    """The settings that an optimizer has there if nothing else is set."""
+    """Set that tool's defaults of the optimizer, where nothing else is set."""
     values = _OPTIMIZER_SETTINGS.get(_optimizer_of(draft))
     if values is None or draft.on("deepspeed_config"):
         return
@@ -103,7 +103,7 @@ def use_own_settings(draft: Draft) -> None:
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
-    """The schedule; a constant rate has a warm-up there if one is set."""
+    """Convert the schedule; there, a constant rate has a warm-up if one is set."""
     word = str(value).strip().lower().replace("-", "_")
     word = "cosine" if word == "cosine_with_warmup" else word
     if _is_schedule_free(draft):

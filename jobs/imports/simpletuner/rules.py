@@ -34,7 +34,7 @@ _KERNELS: Final[training_keys.Words] = {
 
 
 def kernel(draft: Draft, key: str, value: Any) -> None:
-    """The kernel of attention; torch chooses it where the model cannot have that one here."""
+    """Take the attention kernel; torch chooses one if the model cannot use it here."""
     ours, why = _KERNELS.get(str(value).strip().lower().replace("-", "_"), ("", ""))
     batch, family = int(draft.number("train_batch_size") or 1), models.family_of(draft)
     if not ours:
@@ -64,7 +64,7 @@ def lora_type(draft: Draft, key: str, value: Any) -> None:
 
 
 def unless_lycoris(rule: Rule) -> Rule:
-    """Return a key that the tool does not read where LyCORIS has a file of its own."""
+    """Make a rule for a key that the tool ignores if LyCORIS has its own file."""
 
     def chosen(draft: Draft, key: str, value: Any) -> None:
         if _is_lycoris(draft) and draft.get("lycoris_config"):
@@ -80,7 +80,7 @@ def _is_lycoris(draft: Draft) -> bool:
 
 
 def lycoris(draft: Draft, key: str, value: Any) -> None:
-    """A file that says which of LyCORIS's adapters is trained."""
+    """Read the file that says which of LyCORIS's adapters is trained."""
     if not _is_lycoris(draft):
         draft.unneeded(key, "only for LyCORIS")
         return
@@ -113,7 +113,7 @@ def _dim(draft: Draft, key: str, value: Any) -> None:
 
 
 def _of_lokr(ours: str) -> Rule:
-    """Return a key that only LoKr has."""
+    """Make a rule for a key that only LoKr has."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if draft.values.get("lora_variant") == "lokr":
@@ -200,7 +200,7 @@ def _is_forced(draft: Draft) -> bool:
 
 
 def unless_sana(rule: Rule) -> Rule:
-    """Return a key of how sigma is drawn, which the tool ignores for Sana."""
+    """Make a rule for a key of sigma sampling, which the tool ignores for Sana."""
 
     def chosen(draft: Draft, key: str, value: Any) -> None:
         if models.family_of(draft).name == "sana":
@@ -212,7 +212,7 @@ def unless_sana(rule: Rule) -> Rule:
 
 
 def shift(draft: Draft, key: str, value: Any) -> None:
-    """The shift of sigma, which also applies to the uniform schedule there."""
+    """Take the shift of sigma, which in that tool also applies to the uniform schedule."""
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only for flow-matching models")
     elif models.family_of(draft).name == "sana":
@@ -235,7 +235,7 @@ def shift(draft: Draft, key: str, value: Any) -> None:
 
 
 def auto_shift(draft: Draft, key: str, value: Any) -> None:
-    """The shift by resolution, which is the family's own here."""
+    """Take the shift by resolution, which the family decides here."""
     if is_off(value):
         draft.unneeded(key, "off is the default")
         return
@@ -298,7 +298,7 @@ def prompt(draft: Draft, key: str, value: Any) -> None:
 
 
 def library(draft: Draft, key: str, value: Any) -> None:
-    """A file with prompts by short names."""
+    """Read a file with prompts by short names."""
     file = read_beside(draft, key, value, dict, "list the prompts as validation_prompts")
     if file is None:
         return

@@ -81,7 +81,7 @@ class JobSpec(
     @model_validator(mode="before")
     @classmethod
     def _fill_unset(cls, data: Any) -> Any:
-        """A key without a value (`lora_alpha:`) means its default, which may be the family's.
+        """Give keys without a value (`lora_alpha:`) their default, which may be the family's.
 
         Where there is no `model_flavour` at all, the model's name may say it; an empty one stays
         empty, so that every job can be written down and read back.
@@ -115,13 +115,13 @@ class JobSpec(
         return {key: value for key, value in values.items() if value != usual[key]}
 
     def public_values(self) -> dict[str, Any]:
-        """Return what differs from the default and anyone may read."""
+        """Return the public values that differ from their defaults."""
         return {key: value for key, value in self.to_dict(only_set=True).items() if is_public(key)}
 
     def digest(self) -> str:
-        """Return a hash of what decides the result.
+        """Return a hash of the values that determine the result.
 
-        Used to tell whether a resume changes anything.
+        A resume uses it to detect changes.
         """
         # -0.0 equals 0.0, so files that leave defaults out cannot keep it.
         values = {
@@ -178,7 +178,7 @@ def field_names() -> list[str]:
 
 
 def key_facts(name: str) -> KeyFacts:
-    """Return what a key's definition says about it."""
+    """Return the facts from a key's definition."""
     return facts_of(JobSpec)[name]
 
 
@@ -213,7 +213,7 @@ def field_choices(name: str) -> tuple[str, ...]:
 def field_words(name: str) -> tuple[str, ...]:
     """Return the words to offer for a field.
 
-    Those it allows, or the usual ones where it allows others.
+    These are the allowed words, or the usual words if others are allowed too.
     """
     if name == "model_family":
         return tuple(FAMILIES)

@@ -116,7 +116,7 @@ def lay_over(
 def _split(
     config: dict[str, Any], name: str, notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the file says by keys of a job, and the rest."""
+    """Split the file into values for keys of a job, and the rest."""
     theirs: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for key, value in config.items():
@@ -198,7 +198,7 @@ def _parallelism(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _take_dynamo(rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the backend is a key of the job; how it compiles stays in the file."""
+    """Take `dynamo_backend`, which is a key of the job; other dynamo options stay in the file."""
     config = rest.get("dynamo_config")
     if not isinstance(config, dict):
         return {}
@@ -221,7 +221,7 @@ def _dynamo(backend: Any) -> dict[str, Any]:
 def _fitting(
     theirs: dict[str, Any], mine: Mapping[str, Any], name: str, notes: list[str]
 ) -> dict[str, Any]:
-    """Return what the file says, less what the job says already in other words."""
+    """Return the file's values, without those that the job sets under other keys."""
     fits = {key: value for key, value in theirs.items() if key not in _RANKS}
     own = {key: mine[key] for key in _RANKS if as_none(mine.get(key)) not in (None, "auto")}
     rank_keys = {key: theirs[key] for key in _RANKS if key in theirs}
@@ -269,7 +269,7 @@ def _check(theirs: dict[str, Any], name: str) -> None:
 
 
 def _look_at_unknown(key: str, name: str, notes: list[str]) -> None:
-    """A later accelerate may know it; what looks like a slip is refused."""
+    """Refuse an unknown key that looks like a typo; note others: a later accelerate may know it."""
     best = nearest(key, (*SAME, *REST, *READ, *FOREIGN), least=_A_SLIP)
     if best is not None:
         raise SpecError(f'{KEY}: {name} has an unknown key "{key}" (did you mean "{best}"?)')

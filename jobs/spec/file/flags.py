@@ -60,7 +60,7 @@ def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_flag(name: str, text: str) -> Any:
-    """Return what one flag says, as a job file would have it: without quotes that came along."""
+    """Return a flag's value as a job file would have it, without leftover quotes."""
     if takes_many(name):
         return None if as_none(text) is None and text.strip() else text.strip()
     if name in _MAPPINGS and text.strip().startswith("{"):
@@ -71,9 +71,9 @@ def read_flag(name: str, text: str) -> Any:
 
 
 def to_flags(spec: JobSpec) -> list[str]:
-    """Return the words that `parse_flags` reads back to the same job.
+    """Return the flags that `parse_flags` reads back to the same job.
 
-    `shlex.join` makes a line of them.
+    `shlex.join` joins them to one line.
 
     Defaults of the job's family are skipped.
     """
@@ -100,7 +100,7 @@ def _is_setting(switch: str, word: str) -> bool:
 
 
 def _check_stray(word: str, listed: str) -> None:
-    """What is neither a flag nor the name of a job file is a slip.
+    """Refuse a word that is neither a flag nor the name of a job file.
 
     Raises:
         SpecError: It is.
@@ -148,7 +148,7 @@ def _example(name: str) -> str:
 
 
 def _text(name: str, value: Any) -> str:
-    """Return a value as a flag has it."""
+    """Format a value as in a flag."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -203,7 +203,7 @@ def _all_absolute(texts: Sequence[str] | None, roots: Sequence[Path]) -> list[st
 
 
 def _absolute(text: str, roots: Sequence[Path]) -> str | None:
-    """The path that a text names below one of the roots, if there is one or it must be one."""
+    """Resolve a path below one of the roots; None if it does not exist and does not have to."""
     if not text:
         return None
     path = expand(text)

@@ -52,7 +52,7 @@ def templates_home() -> Path:
 
 
 def path_of(name: str) -> Path:
-    """Return the file of a person's template of this name, whether there is one or not."""
+    """Return the path of the user's template of this name; the file may not exist."""
     return templates_home() / f"{_plain(name)}.yaml"
 
 
@@ -61,7 +61,7 @@ def _plain(name: str) -> str:
 
 
 def list_templates() -> tuple[list[Template], list[str]]:
-    """Return the person's templates, by name, then each flavour of each family; reads the disk.
+    """Read the user's templates, by name, then each flavour of each family.
 
     Returns:
         The templates, and what cannot be read, a sentence each.
@@ -71,7 +71,7 @@ def list_templates() -> tuple[list[Template], list[str]]:
 
 
 def find_template(name: str) -> Template:
-    """Return the template of this name, or title, in any case; a person's own goes first.
+    """Find a template by name or title, ignoring case; the user's own come first.
 
     Raises:
         NotFoundError: There is none.

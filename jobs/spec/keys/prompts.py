@@ -33,7 +33,7 @@ _STOCK_NAMES: Final = {
 
 
 def read_size(value: Any) -> Any:
-    """Return a side (`768`), or `WIDTHxHEIGHT`; equal sides are one.
+    """Read a side (`768`), or `WIDTHxHEIGHT`; equal sides become one number.
 
     Raises:
         PydanticCustomError: It is neither, or too small or large.
@@ -89,7 +89,7 @@ class ValidationPrompt(BaseModel):
 
     @model_serializer
     def _as_written(self) -> str | dict[str, Any]:
-        """A prompt without settings is its text, unless that would be read as something else."""
+        """Serialize a prompt without settings as text, unless that reads as something else."""
         values = {name: value for name, value in self if value is not None}
         plain = len(values) == 1 and as_prompt(self.prompt) is None
         return self.prompt if plain else values
@@ -134,7 +134,7 @@ def requests_of(spec: DataPlanKeys) -> list[SampleRequest]:
 def class_prompts(spec: DataPlanKeys, numbers: Iterable[int]) -> list[ValidationPrompt]:
     """Return the class images with these numbers, as prompts to sample.
 
-    The number of one is its seed.
+    A number is the image's seed.
     """
     prompt, side = spec.class_prompt or "", all_resolutions(spec)[-1]
     return [
@@ -149,16 +149,16 @@ def validation_seed_of(spec: DataPlanKeys) -> int:
 
 
 def as_prompt(text: str) -> dict[str, Any] | None:
-    """Return what `{prompt: a cat, seed: 3}` says, so that one text can hold settings.
+    """Parse `{prompt: a cat, seed: 3}`, so that one text can hold settings.
 
-    Else None.
+    None if the text is not a mapping.
     """
     value = as_mapping(text)
     return value if value is not None and "prompt" in value else None
 
 
 def read_prompts(value: Any) -> Any:
-    """Return a list of texts or mappings, one of them, or texts with commas between."""
+    """Read a list of texts or mappings, one of them, or texts with commas between."""
     if isinstance(value, str):
         value = [value] if _is_one(value) else as_list(value)
     if isinstance(value, (dict, ValidationPrompt)):

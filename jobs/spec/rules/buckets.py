@@ -59,12 +59,12 @@ def bucket_step(resolution: int, spec: InputKeys) -> int:
 
 
 def widest_bucket(spec: DataKeys) -> float:
-    """Return the largest ratio of a bucket's long side to its short one."""
+    """Return the highest ratio of a bucket's long side to its short side."""
     return 1.0 if spec.crop == "square" else spec.max_bucket_aspect_ratio
 
 
 def divisible(sizes: Sequence[tuple[int, int]], step: int, parts: int) -> list[tuple[int, int]]:
-    """The sizes whose tokens, one for each square of `step` pixels, divide into `parts` parts.
+    """Keep the sizes whose tokens, one per square of `step` pixels, divide into `parts` parts.
 
     Under context parallelism a sample's tokens are shared evenly by the ranks of a group.
     """

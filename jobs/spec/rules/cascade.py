@@ -40,7 +40,7 @@ def settle(spec: JobSpec) -> JobSpec:
 def follow_ranks(
     values: Mapping[str, Any], before: int, after: int, kept: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what changes when a job that had one rank gets several, or the other way round.
+    """Return the changes when a job goes from one rank to several, or the other way round.
 
     Several ranks shard the model, and free its text encoders once their captions are cached; one
     rank cannot shard. Nothing changes between two and more.
@@ -74,7 +74,7 @@ def follow_ranks(
 
 
 def find_overruled(spec: JobSpec) -> list[str]:
-    """Return what the job turns off and `settle` turns on; a sentence each."""
+    """List the settings that the job turns off and `settle` turns on; a sentence each."""
     if trains_text(spec):
         return []  # what they say has no effect, and that is said
     settled = settle(spec)

@@ -171,7 +171,7 @@ def _split(spec: JobSpec) -> Conflict | None:
 
 
 def _widened(spec: RecipeKeys) -> Conflict | None:
-    """New inputs are trained by the adapter alone."""
+    """Check the new inputs of a widened layer, which only an adapter trains."""
     layer = widened_of(spec)
     if not layer:
         return None

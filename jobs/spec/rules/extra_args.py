@@ -58,7 +58,7 @@ def words_of(spec: DeviceKeys) -> list[str]:
 
 
 def extra_args(spec: JobSpec) -> Conflict | None:
-    """A flag that accelerate does not know, that a key of the job says, or that is not for us."""
+    """Refuse a flag that accelerate does not know, that duplicates a key, or that is not for us."""
     for name, value in _read(spec):
         if name in WITH_VALUE and not value:
             return _conflict(f"--{name} needs a value")

@@ -85,7 +85,7 @@ def _options(spec: JobSpec) -> Conflict | None:
 
 
 def _refused(words: list[str], ours: Mapping[str, str]) -> str:
-    """Return what is wrong with options as a person wrote them; "" if nothing is."""
+    """Describe what is wrong with options as the user wrote them; "" if nothing is."""
     for word in words:
         if "\n" in word or "\0" in word:
             return f"{shlex.quote(word)} has a line break"
@@ -124,7 +124,7 @@ def gpu_count(spec: DeviceKeys) -> Conflict | None:
 
 
 def machines(spec: JobSpec) -> Conflict | None:
-    """A job's supervisor knows ranks by their process ids, which are those of its own machine."""
+    """Refuse several machines for a local job: its supervisor knows ranks by their process ids."""
     if spec.num_machines > 1 and spec.launcher == "local":
         return Conflict(
             "num_machines",

@@ -39,7 +39,7 @@ _NO_PROMPTS: Final = "needs validation_prompts"
 
 
 def find_inapplicable(spec: JobSpec) -> dict[str, str]:
-    """Return the keys that mean nothing in this job, each with the reason in a few words."""
+    """Return the keys that have no effect in this job, each with a short reason."""
     reasons: dict[str, str] = {}
     for key, facts in facts_of(type(spec)).items():
         if why := next(filter(None, (reason(spec) for reason in facts.no_effect)), ""):

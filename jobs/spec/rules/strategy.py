@@ -182,7 +182,7 @@ def shards(spec: RecipeKeys) -> bool:
 
 
 def own_policy(spec: FsdpKeys) -> str | None:
-    """Return the dotted path of a wrap policy of the person's own; None for the known ones."""
+    """Return the dotted path of the user's own wrap policy; None for the built-in ones."""
     return spec.fsdp_auto_wrap_policy if "." in spec.fsdp_auto_wrap_policy else None
 
 

@@ -40,7 +40,7 @@ VALIDATION_RULES = (shared_tokens,)
 
 
 def validation_warnings(spec: JobSpec) -> list[str]:
-    """Return what runs, but perhaps not as the person expects; a sentence each."""
+    """List the settings that work, but perhaps not as the user expects; a sentence each."""
     texts = (warning(spec) for warning in _WARNINGS)
     return [text for text in texts if text]
 

@@ -36,7 +36,7 @@ _NO_WARNING: Final = ("fsdp_enable", "fsdp_version")
 
 
 def find_warnings(spec: JobSpec) -> list[str]:
-    """Return what runs, but not as the person may think; a sentence each."""
+    """List the settings that work, but not as the user may think; a sentence each."""
     warnings = []
     if spec.fsdp_version == 1:
         warnings.append("fsdp_version: FSDP v1 is deprecated; the job runs with FSDP v2")

@@ -76,16 +76,16 @@ _MASK: Final = re.compile(r"(?P<stem>.+)[-_]mask(?:label)?")  # OneTrainer write
 
 
 def masked_stem(stem: str) -> str | None:
-    """Return the stem of the image whose mask a file is by its name.
+    """Return the stem of the image whose mask a file is, judged by its name.
 
-    None if it is named otherwise.
+    None if the name is not a mask's.
     """
     match = _MASK.fullmatch(stem)
     return match["stem"] if match else None
 
 
 def without_masks(pictures: list[Path], folder: Path | None) -> list[Path]:
-    """The images that are not named as masks of others beside them, nor in the masks' folder."""
+    """Keep images neither named as masks of others beside them nor in the masks' folder."""
     pictures = [path for path in pictures if folder not in path.parents]
     stems = {path.with_suffix("") for path in pictures}
 
@@ -155,7 +155,7 @@ def list_files(root: Path) -> Listing:
 
 
 def same_name(path: Path | str) -> str:
-    """Return a path with its accents written in one way (NFC)."""
+    """Normalize the accents in a path (NFC)."""
     return unicodedata.normalize("NFC", os.fspath(path))
 
 

@@ -49,7 +49,7 @@ _OTHER_NAMES: Final = {
 
 
 def _read_texts(value: Any) -> Any:
-    """Return a list of texts; one is a list of one."""
+    """Read a list of texts; a single text becomes a list of one."""
     value = as_none(value)
     return [value] if isinstance(value, str) else value
 
@@ -126,7 +126,7 @@ class Dataset(BaseModel):
 
 
 def read_datasets(value: Any) -> Any:
-    """Return a list of mappings or paths, or paths with commas between.
+    """Read a list of mappings or paths, or paths with commas between.
 
     `PATH x3` repeats three times.
     """
@@ -140,7 +140,7 @@ def read_datasets(value: Any) -> Any:
 
 
 def datasets_of(spec: InputKeys) -> list[Dataset]:
-    """Return the job's datasets, in order; `dataset` alone is a list of one.
+    """Return the job's datasets, in order; `dataset` becomes a list of one.
 
     Those of the hub that were fetched have the path of their folder in its cache.
     """
@@ -157,7 +157,7 @@ def _with_place(dataset: Dataset) -> Dataset:
 
 
 def fallback_caption(spec: DataKeys, dataset: Dataset) -> str | None:
-    """Return the caption of a dataset's images that have none, if there is one."""
+    """Return the caption for a dataset's images that have none, if one is set."""
     return spec.class_prompt if dataset.regularization else None
 
 

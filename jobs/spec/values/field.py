@@ -140,7 +140,7 @@ def field(
 
 @cache
 def facts_of(model: type[BaseModel]) -> dict[str, KeyFacts]:
-    """Return what the definitions of a job's keys say, by key."""
+    """Return the facts from the definitions of a job's keys, by key."""
     return {
         key: next(facts for facts in info.metadata if isinstance(facts, KeyFacts))
         for key, info in model.model_fields.items()

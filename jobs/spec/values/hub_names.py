@@ -37,7 +37,7 @@ class HubName:
 
     @classmethod
     def read(cls, kind: Kind, text: str) -> HubName | None:
-        """Return what a text names; None where it cannot be a name of the hub."""
+        """Parse a hub name; None if the text cannot be one."""
         match = _NAME.fullmatch(text.strip().removesuffix("/"))
         if match is None or ".." in text:
             return None

@@ -18,7 +18,7 @@ _SIDE: Final[TypeAdapter[int]] = TypeAdapter(Annotated[int, Field(ge=16, le=8192
 
 
 def read_resolutions(value: Any) -> Any:
-    """Return a side (`768`), or several in ascending order (`512,768`); a list of one is that side.
+    """Read a side (`768`), or several in ascending order (`512,768`); a list of one is a side.
 
     Raises:
         PydanticCustomError: A side is not a whole number within the limits.

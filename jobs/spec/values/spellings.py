@@ -27,7 +27,7 @@ def normal_key(key: str) -> str:
 
 
 def nearest(word: str, words: Iterable[str], *, least: float = 0.6) -> str | None:
-    """Return the one of `words` that `word` most resembles, or None when nothing is close.
+    """Return the one of `words` most similar to `word`, or None if none is close.
 
     Args:
         word: As written.
@@ -49,7 +49,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 def unquoted(text: str) -> str:
-    """Return a text without the spaces around it, and without one pair of quotes that came along.
+    """Strip surrounding spaces, and one pair of leftover quotes.
 
     In double quotes it may be JSON, so that any text can be given: `"\\"sks\\" cat "`.
     """
@@ -99,7 +99,7 @@ def as_choice(value: Any, choices: tuple[str, ...]) -> Any:
 
 
 def as_list(value: Any) -> Any:
-    """A list in one text: JSON, `[a, b]`, or parts with commas between. Quotes around a part go.
+    """Read a list in one text: JSON, `[a, b]`, or parts with commas between; unquote each part.
 
     A mapping, `{path: a}`, is a list of one.
     """
@@ -117,9 +117,9 @@ def as_list(value: Any) -> Any:
 
 
 def as_mapping(text: str) -> dict[Any, Any] | None:
-    """Return what `{"seed": 3}` or `{seed: 3}` says, so that one text can hold settings.
+    """Parse `{"seed": 3}` or `{seed: 3}`, so that one text can hold settings.
 
-    Else None.
+    None if the text is not a mapping.
     """
     text = text.strip()
     if not (text.startswith("{") and text.endswith("}")):
@@ -129,7 +129,7 @@ def as_mapping(text: str) -> dict[Any, Any] | None:
 
 
 def _loaded(text: str, kind: type, readers: Iterable[Callable[[str], Any]]) -> Any:
-    """Return what the first reader makes of a text that gets something of this kind; else None."""
+    """Return the first reader's result that is of this kind; None if there is none."""
     for read in readers:
         try:
             value = read(text)

@@ -82,7 +82,7 @@ _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
 
 
 def refuse(value: Any, allowed: Sequence[str], instead: str = "") -> PydanticCustomError:
-    """Return the error about a value that is not one of the allowed words; names the nearest."""
+    """Build the error about a value that is not one of the allowed words; suggests the nearest."""
     words = {
         "value": str(value),
         "allowed": instead or f"one of {', '.join(allowed)}",
@@ -182,7 +182,7 @@ def read_reshard(value: Any) -> Any:
 
 
 def read_prefetch(value: Any) -> Any:
-    """Return a number of units; yes and no mean 1 and 0, and so do FSDP v1's words.
+    """Read a number of units; yes and no mean 1 and 0, and so do FSDP v1's words.
 
     What they name, FSDP2 does by itself: it gathers the next unit while one computes.
     """
@@ -197,7 +197,7 @@ def read_prefetch(value: Any) -> Any:
 
 
 def read_gpus(value: Any) -> Any:
-    """Return a count (`4`), a list (`[0, 1]`, `0,1`, UUIDs), or nothing."""
+    """Read a count (`4`), a list (`[0, 1]`, `0,1`, UUIDs), or nothing."""
     value = as_none(value)
     if isinstance(value, str):
         word = unquoted(value)
@@ -210,7 +210,7 @@ def read_gpus(value: Any) -> Any:
 
 
 def _gpu(name: Any) -> int | str:
-    """Return an index, also as `cuda:0`, or a UUID or a beginning of one."""
+    """Read an index, also written `cuda:0`, or a UUID or its beginning."""
     if isinstance(name, int) and not isinstance(name, bool):
         return name
     word = str(name).strip()
@@ -224,7 +224,7 @@ def _gpu(name: Any) -> int | str:
 
 
 def read_names(value: Any) -> Any:
-    """Return a list in one text."""
+    """Read a list in one text."""
     if not isinstance(value, str):
         return value
     text = unquoted(value)
@@ -244,7 +244,7 @@ def read_words(value: Any) -> Any:
 
 
 def read_slurm_time(value: Any) -> Any:
-    """Return a time limit as Slurm spells it; a bare number is minutes."""
+    """Read a time limit in Slurm's format; a bare number is minutes."""
     value = as_none(value)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -254,7 +254,7 @@ def read_slurm_time(value: Any) -> Any:
 
 
 def read_settings(value: Any) -> Any:
-    """Return a mapping, also as JSON in one text; any other text is the path of a file."""
+    """Read a mapping, also as JSON in one text; any other text is the path of a file."""
     settings = as_none(value)
     if settings is None:
         return None
@@ -271,7 +271,7 @@ def read_settings(value: Any) -> Any:
 
 
 def read_numbers(value: Any) -> Any:
-    """Return a mapping of texts to numbers, also in one text."""
+    """Read a mapping of texts to numbers, also in one text."""
     numbers = as_none(value)
     if isinstance(numbers, str):
         numbers = as_mapping(numbers)
@@ -281,7 +281,7 @@ def read_numbers(value: Any) -> Any:
 
 
 def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
-    """Return the choice that a word names, with one of the endings or without."""
+    """Return the choice that a word names, with or without one of the endings."""
     if isinstance(value, str):
         word = unquoted(value).strip()
         for text in (word, *(f"{word}{ending}" for ending in endings)):

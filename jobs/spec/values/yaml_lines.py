@@ -71,7 +71,7 @@ def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]
 
 
 def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
-    """Return the tree and the values of a text, which is read once.
+    """Parse a text once into a tree and its values.
 
     Raises:
         ValueError: It has more in it than a person writes.
@@ -129,7 +129,7 @@ def _expanded(node: yaml.Node, counts: dict[int, float]) -> float:
 
 
 def dump_mapping(values: dict[str, Any]) -> str:
-    """The values as YAML that is read back to equal ones, and that a terminal can be shown."""
+    """Dump the values as YAML that reads back to equal values and is safe to show in a terminal."""
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     if harmless(text) == text and yaml.safe_load(text) == values:
         return text

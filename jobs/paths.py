@@ -22,7 +22,7 @@ _OURS: Final = (
 
 
 def state_home() -> Path:
-    """Return the state directory: `$FSDP_TUI_HOME`, else the XDG one. Not created here."""
+    """Return the state directory: `$FSDP_TUI_HOME`, or else the XDG one; not created here."""
     if home := os.environ.get("FSDP_TUI_HOME"):
         return Path(home).expanduser().absolute()
     xdg = os.environ.get("XDG_STATE_HOME")
@@ -38,9 +38,9 @@ def cache_home() -> Path:
 
 
 def config_home() -> Path:
-    """Return the directory of a person's settings.
+    """Return the directory of the user's settings.
 
-    `$XDG_CONFIG_HOME/fsdp-tui`. Not created here.
+    It is `$XDG_CONFIG_HOME/fsdp-tui`, not created here.
     """
     xdg = os.environ.get("XDG_CONFIG_HOME")
     base = Path(xdg) if xdg else Path.home() / ".config"
@@ -48,7 +48,7 @@ def config_home() -> Path:
 
 
 def expand(text: str) -> Path:
-    """Return a path as a person writes it, with `~` and `~user`.
+    """Expand `~` and `~user` in a path.
 
     Raises:
         SpecError: There is no such user.
@@ -95,7 +95,9 @@ def ensure_private_dir(path: Path) -> Path:
 
 
 def ensure_state_home() -> Path:
-    """The state directory, created (0700) and writable, and nobody else's. No mode is changed.
+    """Create the state directory (0700) if needed; check its owner and that it is writable.
+
+    The mode of an existing directory is not changed.
 
     Raises:
         UserError: It cannot be created or written, is another user's, or is a place such as /tmp,

@@ -120,7 +120,7 @@ class Teller:
         gpus: Sequence[Mapping[str, Any]],
         paused: bool,
     ) -> Iterator[str]:
-        """Yield what has changed since the last look; ends with a line even if nothing has."""
+        """Yield what has changed since the last call; ends with a line even if nothing has."""
         now: dict[tuple[str, Any], Mapping[str, Any]]
         now = {("id", row["id"]): _briefly(row) for row in jobs}
         now |= {("gpu", row["gpu"]): row for row in gpus}
@@ -137,14 +137,14 @@ class Teller:
         yield _line({"t": round(t)} | ({"paused": True} if paused else {}))
 
     def trouble(self, t: float, problem: str) -> str:
-        """Return the line of a look that failed."""
+        """Return the line that reports a problem."""
         return _line({"t": round(t), "problem": problem})
 
 
 def _briefly(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a fleet shows of a job, rounded to the digits shown.
+    """Return a job's values that a fleet shows, rounded to the digits shown.
 
-    More would be sent at each look.
+    More digits would be sent again at each refresh.
     """
     shown = {key: row[key] for key in BoxJob.model_fields if key in row}
     shown["total_steps"] = shown.get("total_steps") or 0  # not counted yet

@@ -58,9 +58,9 @@ class BoxView:
     received: int = 0
 
     def status_at(self, now: float) -> Status:
-        """Return a box that has missed looks is silent.
+        """Return the status: a box that has missed refreshes is silent.
 
-        Its ssh lives, but it or the way there hangs.
+        Its ssh is alive, but the box or the connection hangs.
         """
         if self.status == "here" and self.snapshot is not None and self.heard is not None:
             late = now - self.heard > _LOOKS_MISSED * self.snapshot.head.interval
@@ -95,7 +95,7 @@ class Link:
         return min([self._due, *(at for _, at in self._ending)])
 
     def files(self) -> Sequence[int]:
-        """Return what to wait for."""
+        """Return the file descriptors to wait for."""
         if self._process is None:
             return ()
         pipes = (self._process.stdout, self._process.stderr)
@@ -239,7 +239,7 @@ class Link:
             self._fail(now, why_failed(self.view.box, status, errors), again)
 
     def _read_last_errors(self) -> None:
-        """What came after the end of its output; others may hold the pipe, so do not wait."""
+        """Read the remaining stderr without waiting: other processes may hold the pipe open."""
         errors = self._process.stderr if self._process is not None else None
         if errors is None or errors.closed:
             return

@@ -68,7 +68,7 @@ def ssh_command(
 
 
 def _shared(box: Box) -> list[str]:
-    """The options that share a connection, or none of the kind where there is no safe place."""
+    """Return ssh options for connection sharing; `_OWN` if there is no safe socket directory."""
     socket = _socket(box)
     if socket is None:
         return _OWN
@@ -105,7 +105,7 @@ def shared_answers(box: Box) -> bool:
 
 
 def runtime_folder() -> Path | None:
-    """Return a folder for sockets that is ours alone, made if need be; None where none can be had.
+    """Return a private folder for sockets, created if needed; None where none can be had.
 
     Whoever could write there could offer ssh a connection of their own.
     """

@@ -61,7 +61,7 @@ class Fetch:
     boot: str = ""
 
     def of(self, done: int, total: int) -> Fetch:
-        """Return the same with other numbers."""
+        """Return a copy with these numbers."""
         return replace(self, done=done, total=total)
 
     def write(self, name: HubName) -> None:
@@ -223,7 +223,7 @@ def is_waited_for(name: HubName) -> bool:
 
 
 def log_of(name: HubName) -> Path:
-    """Return what the processes that fetch it print."""
+    """Return the log of the processes that fetch it."""
     return _home() / f"{name.slug}.log"
 
 

@@ -126,7 +126,7 @@ def push_step(
 
 
 def _pending(job: Job, *, checkpoints: bool) -> tuple[int | None, list[int]]:
-    """Return what training ended with, if it has, and the steps to push, the earliest first."""
+    """Return the final step, if training has completed, and the steps to push, ascending."""
     before = Push.read(job.run_dir).pushed
     steps = _saved(job) if checkpoints else []
     final = (export_facts(job.run_dir.export) or {}).get("step")

@@ -29,7 +29,7 @@ class HubError(UserError):
 
 
 def explain(error: BaseException, name: HubName) -> HubError:
-    """Return what an error of `huggingface_hub` means for the person."""
+    """Turn an error of `huggingface_hub` into one that tells the user what to do."""
     from huggingface_hub import constants, errors, get_token
 
     if isinstance(error, HubError):

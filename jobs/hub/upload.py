@@ -109,7 +109,7 @@ def _is_own_file(path: Path) -> bool:
 def _facts(
     job: Job, spec: InputKeys, export: Path, repo: str
 ) -> tuple[CardFacts, dict[str, Path | bytes]]:
-    """Return what the card says, and the images that it shows."""
+    """Collect the facts for the card, and the images that it shows."""
     exported = export_facts(export) or {}
     step = int(exported.get("step") or 0)
     state: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def _facts(
 
 
 def _base(spec: JobKeys) -> tuple[str, dict[str, Any]]:
-    """Return the base model's hub id, as far as it has one, and the head of its own card."""
+    """Return the base model's hub id, or "", and the metadata of its own card."""
     text = spec.pretrained_model_name_or_path
     try:
         root = find_model(text)
@@ -205,7 +205,7 @@ class CardFacts:
 
 
 def write_card(spec: JobSpec, facts: CardFacts) -> str:
-    """Return the text of README.md; the same for the same facts."""
+    """Return the text of README.md; equal facts give equal text."""
     family, lora = get_family(spec.model_family, spec.model_flavour), spec.model_type == "lora"
     video, trigger = family.frame_step > 0, trigger_of(spec)
     pipeline = "text-to-video" if video else "text-to-image"
@@ -246,7 +246,7 @@ def trigger_of(spec: DataKeys) -> str:
 
 
 def with_trigger(spec: DataKeys, prompt: str) -> str:
-    """Return a prompt as it is read by people."""
+    """Return a prompt with its trigger word filled in."""
     return prompt.replace(TRIGGER, trigger_of(spec)).strip()
 
 
@@ -282,7 +282,7 @@ def _data(spec: JobKeys, facts: CardFacts) -> str:
 
 
 def _settings(spec: JobSpec, facts: CardFacts) -> dict[str, Any]:
-    """Return what differs from the defaults and anyone may read, and what everyone asks about."""
+    """Return public settings that differ from the defaults, and those that everyone asks about."""
     values = {key: getattr(spec, key) for key in _ALWAYS} | spec.public_values()
     values["gradient_accumulation_steps"] = accumulation_steps(spec, facts.ranks)
     shown = {"steps": facts.step, "ranks": facts.ranks} | ({"ema": True} if facts.ema else {})

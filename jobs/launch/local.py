@@ -127,7 +127,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
 def rank_variables(
     spec: JobSpec, run_dir: RunDir, run_id: str, strategy: str, reason: str, *, on_gpus: bool
 ) -> dict[str, str]:
-    """Return what every rank finds in its environment, whoever launches it.
+    """Return the environment variables of every rank, for any launcher.
 
     Args:
         spec: The job.
@@ -187,9 +187,9 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def auto_room(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
-    """Return what `strategy: auto` decides by.
+    """Return the memory by which `strategy: auto` decides.
 
-    None where there are no GPUs or nothing can be told.
+    None where there are no GPUs or nothing is known about them.
     """
     if spec.strategy != "auto" or not gpus:
         return None
@@ -217,7 +217,7 @@ def versions() -> dict[str, str]:
 
 
 def full_environment(launch: Launch) -> dict[str, str]:
-    """Return the launch's variables over the inherited ones, less what would confuse a new run."""
+    """Add the launch's variables to the inherited ones, less those that confuse a new run."""
     inherited = {
         key: value
         for key, value in os.environ.items()
@@ -236,7 +236,7 @@ def _word(value: Any) -> str:
 
 
 def accelerate_config(spec: RecipeKeys, strategy: str, *, gpus: Sequence[str]) -> dict[str, Any]:
-    """Return what `accelerate launch --config_file` reads.
+    """Return the contents of the file for `accelerate launch --config_file`.
 
     Without a file, it would merge whatever the person's own default config says into the flags it
     was not given.
@@ -270,7 +270,7 @@ def accelerate_config(spec: RecipeKeys, strategy: str, *, gpus: Sequence[str]) -
 
 
 def fsdp_options(spec: RecipeKeys) -> dict[str, Any]:
-    """Return the job's FSDP options as accelerate calls them, in its files and as flags."""
+    """Return the job's FSDP options under accelerate's names, in its files and as flags."""
     options: dict[str, Any] = {
         "fsdp_version": 2,
         # Accelerate knows yes and no; the number of shards is the engine's to see to.

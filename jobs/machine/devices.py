@@ -153,7 +153,7 @@ class _Ask:
         self.problem: str | None = None
 
     def __call__(self, *calls: str | tuple[Any, ...]) -> Any:
-        """The answer to the first of these calls (name, or name and arguments) that has one."""
+        """Return the answer of the first call (name, or name and arguments) that has one."""
         for call in calls:
             name, *arguments = (call,) if isinstance(call, str) else call
             function = getattr(self.nvml, name, None)
@@ -239,7 +239,7 @@ def _read(nvml: Any, position: int) -> Gpu:
 
 
 def _slow_facts(ask: _Ask, position: int) -> Gpu:
-    """Return the GPU without what changes from look to look."""
+    """Return the GPU's values that do not change between refreshes."""
     # Asked at every look: all that is remembered hangs on whose it is.
     uuid = _text(ask("nvmlDeviceGetUUID"))
     if ask.problem is not None:
@@ -284,7 +284,7 @@ def _nvlinks(ask: _Ask) -> int | None:
 
 
 def _lost(position: int, problem: str) -> Gpu:
-    """Return a GPU that the driver cannot reach, with what was known of it before."""
+    """Return a GPU that the driver cannot reach, with its last known values."""
     remembered = _driver.facts.get(position)
     gpu = (
         remembered.gpu if remembered is not None else Gpu(position, f"unknown-{position}", "GPU", 0)
@@ -298,7 +298,7 @@ def _memory(ask: _Ask) -> Any:
 
 
 def _instances(ask: _Ask) -> Iterator[tuple[_Ask, MigInstance]]:
-    """Yield the MIG instances. Their handles end with any change of the layout, so none is kept."""
+    """Yield the MIG instances; a change of the layout invalidates all handles, so none is kept."""
     for place in range(ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
         handle = ask(("nvmlDeviceGetMigDeviceHandleByIndex", place))
         if handle is None:  # a hole; others may follow

@@ -90,7 +90,7 @@ class Gpu:
 
 
 def find(name: str, present: Sequence[Gpu]) -> tuple[Gpu, MigInstance | None] | None:
-    """Return the GPU or MIG instance that a person or `CUDA_VISIBLE_DEVICES` calls by this name.
+    """Find the GPU or MIG instance that a user or `CUDA_VISIBLE_DEVICES` calls by this name.
 
     Args:
         name: An index, the UUID or a beginning of it (`GPU-…`, `MIG-…`) that fits only one

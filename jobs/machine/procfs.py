@@ -51,9 +51,9 @@ def started_at(pid: int) -> float | None:
 
 
 def _status(pid: int, *names: bytes) -> list[bytes]:
-    """Return the values of these lines of its status.
+    """Return the values of these lines of a process's status.
 
-    Nothing when it is gone, or one is missing.
+    Empty if the process is gone, or a line is missing.
     """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
@@ -72,9 +72,9 @@ def _state(pid: int) -> bytes:
 
 
 def _fields(pid: int) -> list[bytes]:
-    """Return what follows the command's name, which is in brackets and may hold anything.
+    """Return the fields after the command's name, the state first.
 
-    State first.
+    The name is in parentheses and may contain anything.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -47,7 +47,7 @@ def residence() -> Residence:
 
 
 def read_residence(recorded: str | None) -> Residence:
-    """Return what was recorded of a residence."""
+    """Read a recorded residence."""
     match = _RECORDED.fullmatch(recorded or "")
     return Residence(*(part or "" for part in match.groups())) if match else Residence()
 
@@ -78,7 +78,7 @@ def elsewhere(recorded: str | None, folder: Path) -> str:
 
 
 def boot_id() -> str | None:
-    """Return the kernel's id of this boot; processes recorded under another one are gone."""
+    """Return the kernel's id of this boot; processes recorded under another id are gone."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

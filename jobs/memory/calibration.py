@@ -73,7 +73,7 @@ class Calibration:
         )
 
     def in_words(self) -> str:
-        """Return a sentence for people; "" while nothing is known."""
+        """Return a sentence for the user; "" while nothing is known."""
         if not self.runs:
             return ""
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"

@@ -54,7 +54,7 @@ def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
 
 
 def fastest(options: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest strategy that fits for sure, else the fastest that may.
+    """Return the fastest strategy that surely fits, or else the fastest that may fit.
 
     None if none does.
     """
@@ -66,9 +66,9 @@ def fastest(options: Sequence[Candidate]) -> Candidate | None:
 
 
 def group_of(spec: DeviceKeys) -> int:
-    """Return the number of which a job's ranks are a multiple.
+    """Return the number that must divide a job's number of ranks.
 
-    Machines, and those that share a sample.
+    It is the least common multiple of the machines and of the ranks that share a sample.
     """
     return math.lcm(spec.context_parallel_size, spec.num_machines)
 

@@ -60,7 +60,7 @@ _SIZES: Final = {24: 24_564, 40: 40_960, 48: 46_068, 80: 81_559, 141: 143_771}
 
 
 def room_of_type(name: str) -> Room | None:
-    """Return what a GPU has by the type that a site gave it in Slurm; None if that says nothing.
+    """Return the memory of a GPU by its Slurm type; None if the type does not tell.
 
     Args:
         name: Such as `a100`, `rtx_4090`, `nvidia_a100-sxm4-80gb`, `1g.10gb`.

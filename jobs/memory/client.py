@@ -125,7 +125,7 @@ class Server:
     def _read(
         self, process: subprocess.Popen[bytes], cancelled: Callable[[], bool], deadline: float
     ) -> dict[str, Any]:
-        """Return the next line; what is no JSON object is passed over."""
+        """Read the next line; skip lines that are not JSON objects."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as waiting:
             waiting.register(process.stdout, selectors.EVENT_READ)
@@ -208,7 +208,7 @@ _SHARED_LOCK: Final = threading.Lock()
 
 
 def shared() -> Server:
-    """Return the server of this process; there is one, however many ask."""
+    """Return the server of this process; all callers share it."""
     with _SHARED_LOCK:
         if not _shared:
             _shared.append(Server())

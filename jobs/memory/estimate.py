@@ -162,7 +162,7 @@ class Estimate:
         return Candidate(strategy, self.fit(result))
 
     def fit(self, predicted: Predicted, room: Room | None = None) -> Fit:
-        """Return a prediction against the place, or against one room of it."""
+        """Compare a prediction with the place, or with one room of it."""
         factor = self.calibration.factor
         if room is None:
             return self.place.fit(predicted, factor)
@@ -198,7 +198,7 @@ class Estimate:
         return next(self.climb(room), None)
 
     def climb(self, room: Room | None = None) -> Iterator[Step]:
-        """Return the steps, one by one, as they are found."""
+        """Yield the steps, one by one, as they are found."""
         return climb(self._settled, partial(self._fit, room), enough=_fits)
 
     def faster(self) -> Step | None:

@@ -123,7 +123,7 @@ def facts(
 def facts_of(
     predicted: Predicted, measure: str, peaks: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Return a prediction beside what was measured, as JSON values. Pure."""
+    """Return a prediction with what was measured, as JSON values. Pure."""
     return {
         "strategy": predicted.strategy,
         "ranks": predicted.ranks,

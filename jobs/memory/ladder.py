@@ -108,7 +108,7 @@ def _next(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step
 
 
 def _take(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
-    """Return the step on a rung; None where it does nothing, or cannot run."""
+    """Return the step of a rung; None if it has no effect, or the job cannot run."""
     changes = rung.change(spec)
     changed = changes and _with(spec, changes)
     if not changes or not changed:
@@ -119,7 +119,7 @@ def _take(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | No
 
 
 def _with(spec: JobSpec, changes: Changes) -> JobSpec | None:
-    """Return the job with changes; None where one of them does nothing, or cannot run."""
+    """Return the job with changes; None if one of them has no effect, or the job cannot run."""
     try:
         changed = type(spec).model_validate(spec.to_dict() | changes)
     except ValidationError:

@@ -56,7 +56,7 @@ def across(
     gigabits: float,
     full: bool,
 ) -> Across:
-    """Return what a step moves between machines.
+    """Compute the traffic between machines in a step.
 
     Args:
         strategy: One of `SHARED`.

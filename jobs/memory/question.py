@@ -38,7 +38,7 @@ class Refused:
 
 
 def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobSpec:
-    """Return the job with this strategy on `ranks` ranks; what only concerned another one is gone.
+    """Return the job with this strategy on `ranks` ranks, without keys of another strategy.
 
     Raises:
         SpecError: A job cannot be so.
@@ -153,7 +153,7 @@ def predict(
 
 
 def _complete(spec: JobSpec) -> JobSpec:
-    """Return a job with something where a file could be that no prediction reads."""
+    """Fill in the paths that a prediction does not read."""
     values: dict[str, Any] = {}
     if not (spec.dataset or spec.datasets):
         values["dataset"] = "."

@@ -128,7 +128,7 @@ def _average(spec: RecipeKeys) -> Changes | None:
 
 
 def _batch(spec: TrainingKeys) -> Changes | None:
-    """Return the next smaller batch that leaves the global one as it is."""
+    """Return the next smaller batch that keeps the global batch."""
     batch = spec.train_batch_size
     smaller = next((n for n in range(batch // 2, 0, -1) if batch % n == 0), None)
     if smaller is None:
@@ -215,7 +215,7 @@ def _offload(spec: RecipeKeys) -> Changes | None:
 
 
 def _samples(spec: DataPlanKeys) -> Changes | None:
-    """Return samples no larger and no longer than what is trained on."""
+    """Limit samples to the size and length of the training data."""
     requests = requests_of(spec)
     largest = max((max(request.width, request.height) for request in requests), default=0)
     longest = max((request.frames for request in requests), default=0)

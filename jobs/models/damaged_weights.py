@@ -60,7 +60,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return what a file's header says besides its tensors.
+    """Return the metadata of a file's header.
 
     Raises:
         DamagedError: It cannot be read.
@@ -113,7 +113,7 @@ def shape_of(entry: Any) -> tuple[int, ...]:
 
 
 def _wrong_with(header: dict[str, Any], room: int) -> str | None:
-    """Return what is wrong with the tensors of a file that has `room` bytes for them."""
+    """Describe what is wrong with the tensors of a file that has `room` bytes for them."""
     spans = []
     for name, tensor in header.items():
         try:

@@ -63,7 +63,7 @@ def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
 
 
 def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """The samples of a folder without the conditioning images in it, and those that lack theirs.
+    """Return a folder's samples without its conditioning images, and those that lack theirs.
 
     Raises:
         SpecError: None of them has one.
@@ -99,7 +99,7 @@ def missing_partners(spec: InputKeys) -> list[str]:
 
 
 def samples_in(spec: DataKeys, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
-    """The images of a folder without masks and conditioning images, and those that lack theirs."""
+    """Return a folder's images without masks and conditioning images, and those lacking theirs."""
     pictures = files.pictures
     if spec.masked_loss == "file":
         masks = expand(dataset.mask_path) if dataset.mask_path else None

@@ -35,7 +35,7 @@ _MOST_OPENED: Final = 5000  # images; of more, hardly all are unusable
 
 
 def check_dataset(spec: JobSpec) -> int:
-    """Return the number of images and videos in the job's folders, before anything is looked into.
+    """Count the images and videos in the job's folders, before any file is read.
 
     Rows of tables are not counted.
 
@@ -135,7 +135,7 @@ def _check_any_usable(root: Path, pictures: list[Path], spec: DataKeys, buckets:
 
 
 def _why_unusable(path: Path, spec: DataKeys, buckets: Buckets) -> str:
-    """Return what is wrong with an image, as far as its first bytes say; "" if nothing is."""
+    """Say why an image cannot be used, as far as its first bytes tell; "" if it can."""
     if spec.missing_captions == "skip" and not any(
         path.with_suffix(suffix).exists() for suffix in CAPTION_SUFFIXES
     ):

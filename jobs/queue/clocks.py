@@ -33,7 +33,7 @@ class Clocks:
     def of(self, job: Job, now: float) -> Sequence[RankStatus]:
         """Return what a job's ranks wrote last.
 
-        Times by this machine's clock, `now` in Unix seconds.
+        Times are by this machine's clock; `now` is in Unix seconds.
         """
         statuses = job.run_dir.rank_statuses()
         return self.translate(job.id, statuses, now) if not job.here else statuses
@@ -41,7 +41,7 @@ class Clocks:
     def translate(
         self, job: int, statuses: Sequence[RankStatus], now: float
     ) -> Sequence[RankStatus]:
-        """Return the same for ranks that may be on other machines.
+        """Translate the times of ranks that may be on other machines to this machine's clock.
 
         Args:
             job: Whose ranks they are.

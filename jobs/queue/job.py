@@ -128,7 +128,7 @@ def backend_of(wanted: int | list[str] | None) -> str:
 
 
 def moved(job: Job, queue: Sequence[Job], to: Place) -> dict[int, float]:
-    """Return what `queued` becomes when a job moves among those of its priority, by job.
+    """Return the new `queued` values, by job, when a job moves among those of its priority.
 
     Raises:
         StateError: It cannot go further up or down.
@@ -152,7 +152,7 @@ def moved(job: Job, queue: Sequence[Job], to: Place) -> dict[int, float]:
 
 
 def job_of_row(row: sqlite3.Row) -> Job:
-    """Return a row of the `jobs` table as a `Job`; the same one for a row that did not change."""
+    """Convert a row of the `jobs` table to a `Job`; an unchanged row returns the same object."""
     values, key = tuple(row), (row["run_dir"], row["id"])
     cached = _latest.get(key)
     if cached is None or cached[0] != values:

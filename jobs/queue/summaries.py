@@ -92,7 +92,7 @@ def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> d
 
 
 def kept_progress(store: Store) -> dict[int, tuple[float | None, Progress]]:
-    """Return what is kept: by job, of which end, and how far it was."""
+    """Return the kept progress, by job, with the end time of the job."""
     by_job = {}
     with store.connect() as db:
         for job, ended, text in db.execute("SELECT job, ended, progress FROM summaries"):
@@ -103,7 +103,7 @@ def kept_progress(store: Store) -> dict[int, tuple[float | None, Progress]]:
 
 
 def report_of(store: Store, job: Job) -> RunReport:
-    """Return what the run of a job says of itself."""
+    """Return the report of a job's run."""
     with store.connect() as db:
         row = db.execute("SELECT ended, report FROM summaries WHERE job=?", (job.id,)).fetchone()
     log = ReportLog.begin(job.run_dir, row["report"] if row else "")

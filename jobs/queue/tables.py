@@ -76,7 +76,7 @@ CREATE TABLE IF NOT EXISTS summaries (
 
 @contextmanager
 def opened(path: Path, mode: str, patience: float) -> Iterator[sqlite3.Connection]:
-    """A connection, closed in the end; a lock is waited for this many seconds."""
+    """Open a connection, closed at the end; waits up to `patience` seconds for a lock."""
     # Never created here: an empty file in the place of a deleted one would have no tables.
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     with closing(sqlite3.connect(uri, uri=True, timeout=patience, isolation_level=None)) as db:
@@ -143,9 +143,9 @@ def leave_wal(db: sqlite3.Connection) -> None:
 
 
 def journal_of(path: Path) -> str:
-    """Return the journal that the file asks for.
+    """Return the journal mode of the file: `wal` or `rollback`.
 
-    `wal`, or `rollback`. Nothing is opened by SQLite.
+    SQLite does not open the file.
     """
     with path.open("rb") as file:
         return "wal" if file.read(20)[18:] == b"\x02\x02" else "rollback"

@@ -115,7 +115,7 @@ def compare_plans(state: Mapping[str, Any], name: str, *, own: bool) -> list[str
 
 
 def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
-    """Return the job of an older version as far as it can be read, and the values that cannot."""
+    """Read the job of an older version; return also the values that cannot be read."""
     readable = {key: value for key, value in values.items() if key in JobSpec.model_fields}
     try:
         return JobSpec.model_validate(readable), {}
@@ -155,7 +155,7 @@ def _model(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -
 
 
 def _flavour(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -> None:
-    """It is only a word, but where it names one of two denoisers."""
+    """Check the flavour, which matters only where it names one of two denoisers."""
     was, now = old.model_flavour, spec.model_flavour
     if was != now and (_is_second(old) or _is_second(spec)):
         conflicts.impossible.append(_refusal("model_flavour", was, now))
@@ -164,7 +164,7 @@ def _flavour(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts)
 def _held_out(
     old: ValidationKeys, spec: ValidationKeys, done: int, conflicts: ResumeConflicts
 ) -> None:
-    """The seed of validation chooses which samples are held out, and else only draws."""
+    """Check the validation seed, if it chooses which samples are held out."""
     was, now = old.validation_seed, spec.validation_seed
     if was != now and (old.validation_fraction or spec.validation_fraction):
         conflicts.changes.append(_line("validation_seed", was, now))
@@ -202,7 +202,7 @@ def _targets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts)
 
 
 def _alpha(old: RecipeKeys, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """It scales what is trained already."""
+    """Check alpha, which scales what is already trained."""
     if not counts("lora_alpha", spec):
         return
     if spec.model_type != "lora" or old.model_type != "lora" or old.lora_rank != spec.lora_rank:
@@ -228,7 +228,7 @@ def _batch(old: RecipeKeys, spec: RecipeKeys, done: int, conflicts: ResumeConfli
 
 
 def _schedule(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """The multiple of the learning rate at every step that is left."""
+    """Check the learning rate's multiple at every remaining step."""
     if _rates(old, done) == _rates(spec, done):
         return
     named = [
@@ -245,7 +245,7 @@ _OF_SCHEDULES: Final = ("lr_scheduler", "lr_warmup_steps", "lr_end", "lr_num_cyc
 
 
 def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
-    """Return what decides the schedule from a step on."""
+    """Return the values that determine the schedule from a step on."""
     if _decays(spec):
         bends = [getattr(spec, key) for key in _OF_SCHEDULES if counts(key, spec)]
         return (*bends, total_steps(spec) or length_in_words(spec))
@@ -253,9 +253,9 @@ def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
 
 
 def _stretched(old: RecipeKeys, spec: RecipeKeys) -> str:
-    """Return what another length does to a schedule, in steps or as the jobs say it.
+    """Describe how a new length changes a schedule, in steps or as the jobs say it.
 
-    "" for the same.
+    "" if it does not.
     """
     was, now = total_steps(old), total_steps(spec)
     if was is None or now is None:
@@ -266,7 +266,7 @@ def _stretched(old: RecipeKeys, spec: RecipeKeys) -> str:
 
 
 def with_known_length(spec: JobSpec, state: Mapping[str, Any]) -> JobSpec:
-    """The job with its length in steps, as far as a checkpoint's state tells what an epoch draws.
+    """Set the length in steps, as far as a checkpoint's state tells the draws of an epoch.
 
     Args:
         spec: The job as it will run.
@@ -307,7 +307,7 @@ def _average(old: NoiseKeys, spec: NoiseKeys, done: int, conflicts: ResumeConfli
 
 
 def _data(old: InputKeys, spec: InputKeys, done: int, conflicts: ResumeConflicts) -> None:
-    """A list of one dataset is the same as the one."""
+    """Check the datasets; a list of one dataset equals that dataset."""
     if not old.dataset and not old.datasets:
         return  # the checkpoint does not tell
     was, now = datasets_of(old), datasets_of(spec)
@@ -330,7 +330,7 @@ def _buckets(old: InputKeys, spec: DataPlanKeys, done: int, conflicts: ResumeCon
 
 
 def _matmul(old: RecipeKeys, spec: RecipeKeys, done: int, conflicts: ResumeConflicts) -> None:
-    """A checkpoint says what was chosen; `auto` is of older versions, and keeps that."""
+    """Check base_matmul: an older checkpoint's `auto` was `dequantize`; a new `auto` keeps it."""
     was = "dequantize" if old.base_matmul == "auto" else old.base_matmul
     if may_scale(old) and may_scale(spec) and spec.base_matmul not in ("auto", was):
         conflicts.changes.append(_line("base_matmul", was, spec.base_matmul))
@@ -376,7 +376,7 @@ def _refusal(key: str, was: object, now: object) -> str:
 
 
 def _word(value: object) -> str:
-    """Return a value as it is written in a job file."""
+    """Format a value as in a job file."""
     if value is None:
         return "unset"
     if isinstance(value, bool):

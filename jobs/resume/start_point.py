@@ -40,7 +40,7 @@ def read_step(text: str) -> int:
 
 
 def find_origin(store: Store, text: str) -> Checkpoint:
-    """Return the checkpoint that `resume_from_checkpoint` names, whole as far as sizes tell.
+    """Find the checkpoint that `resume_from_checkpoint` names; its file sizes are checked.
 
     Args:
         store: The jobs.
@@ -66,7 +66,7 @@ def find_origin(store: Store, text: str) -> Checkpoint:
 
 
 def _at(path: Path) -> Checkpoint:
-    """Return the checkpoint at a path, or the newest one of a run directory."""
+    """Find the checkpoint at a path, or the newest one of a run directory."""
     if exists(path / MANIFEST):
         damage = find_damage(path, contents=False)
         checkpoint = read_checkpoint(path)

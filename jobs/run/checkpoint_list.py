@@ -147,7 +147,7 @@ def verify(listed: Listed, progress: Callable[[int], None] = lambda count: None)
 def _damage(
     path: Path, *, contents: bool = False, progress: Callable[[int], None] = lambda count: None
 ) -> tuple[str | None, bool]:
-    """Return what is wrong, and whether the checkpoint could be read."""
+    """Return the damage, if any, and whether the checkpoint could be read."""
     try:
         return find_damage(path, contents=contents, progress=progress), True
     except UnreadableError as error:
@@ -155,7 +155,7 @@ def _damage(
 
 
 def find_listed(listed: Sequence[Listed], name: str, whose: str) -> Listed:
-    """Return the checkpoint that a person names: `30`, `step-30` or `step-30.rewound`.
+    """Find a checkpoint by name: `30`, `step-30` or `step-30.rewound`.
 
     Raises:
         NotFoundError: No checkpoint has this name.

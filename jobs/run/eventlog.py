@@ -188,7 +188,7 @@ class EventLog:
 
 
 def read_end(path: Path) -> EventLog:
-    """Return the newest steps alone: at least as many as the pace is taken of, where there are any.
+    """Read only the newest steps: at least as many as the pace needs, if there are that many.
 
     Read from the end of the file, as far back as it takes. Whether a step counts is decided by
     what comes after it, so these are exactly the last ones of the whole stream.

@@ -29,7 +29,7 @@ class Event:
     t: float = field(default=0.0, kw_only=True)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the line says beside its time and kind."""
+        """Return the line's values, without its time and kind."""
         return {name: getattr(self, name) for name, _, _ in self._fields()}
 
     def line(self) -> str:
@@ -124,7 +124,7 @@ class PhaseEvent(Event):
         return float(value)  # without it, nothing can be said of how long the phase takes
 
     def facts(self) -> dict[str, Any]:
-        """Return what this state has, and no more."""
+        """Return the values that belong to this state."""
         absent = {"seconds_left", "seconds"} - {_OF_STATE.get(self.state)}
         if self.ranks is None:
             absent.add("ranks")

@@ -17,7 +17,7 @@ FACTS_FILE: Final = "export.json"
 
 
 def export_facts(path: Path) -> dict[str, Any] | None:
-    """Return what an export says of itself: job, step, ema, files; None when it is not ours."""
+    """Read an export's facts: job, step, ema, files; None if fsdp-tui did not write it."""
     return read_json(path / FACTS_FILE)
 
 

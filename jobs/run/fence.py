@@ -26,7 +26,7 @@ def raise_fence(run: Path, allocation: str) -> None:
 def taken_over(run: Path, own: str | None = None) -> str:
     """Return the allocation that has taken a run over.
 
-    "" while it is our own, or we belong to none.
+    "" while it is our own, or this process belongs to no allocation.
 
     Args:
         run: The run directory.

@@ -89,7 +89,7 @@ class ReportLog(EventLog):
             return cls(run_dir.events, passed_over=STEP_LINE)
 
     def to_json(self) -> str:
-        """Return what was read so far."""
+        """Return the report as JSON."""
         return json.dumps(
             {
                 "offset": self._offset,
@@ -118,7 +118,7 @@ def read_report(run_dir: RunDir) -> RunReport:
 
 
 def _read(kind: type[_E], log: EventLog) -> _E:
-    """Return the newest event of a kind; an empty one where there is none that can be read."""
+    """Read the newest event of a kind; an empty one if none can be read."""
     try:
         return kind.read(log.notes.get(kind.kind, {}))
     except (TypeError, ValueError, OverflowError):

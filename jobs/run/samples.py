@@ -136,7 +136,7 @@ def _samples_in(directory: Path, step: int) -> list[Sample]:
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a directory; nothing where it is missing, gone, or may not be read."""
+    """List a directory; empty if it is missing, gone, or not readable."""
     try:
         with os.scandir(path) as entries:
             return list(entries)

@@ -102,7 +102,7 @@ class Timeline(EventLog):
 
 
 def in_words(kind: str, event: dict[str, Any]) -> str:
-    """Return what an event says, or "" where it says nothing to people.
+    """Describe an event, or return "" if it is not for users.
 
     Raises:
         KeyError: It lacks what such an event has; as `TypeError` and `ValueError`.
@@ -141,7 +141,7 @@ _READ: Final[dict[str, type[Event]]] = {event.kind: event for event in _EVENTS}
 
 
 def _phase(event: PhaseEvent) -> str:
-    """Return a phase that is over and took long enough to mention."""
+    """Describe a finished phase that took long enough to mention."""
     if event.state != "end" or event.name in _LONG_STORIES:
         return ""
     seconds = event.seconds or 0.0

@@ -230,7 +230,7 @@ class _First:
             )
 
     def load_export(self) -> Iterator[Finding]:
-        """Yield the stock diffusers pipeline with the exported LoRA makes the run's last sample."""
+        """Check that the stock diffusers pipeline with the exported LoRA makes the last sample."""
         job = self.job
         sample = max(list_samples(job.run_dir), key=lambda sample: sample.step)
         answer = self._stage.engine(
@@ -303,7 +303,7 @@ def _bandwidth(stage: Stage) -> Iterator[Finding]:
 
 
 def _killed_rank(stage: Stage) -> Iterator[Finding]:
-    """Yield a rank that is killed is named, and the others are gone."""
+    """Check that a killed rank is named in the reason, and that the other ranks are gone."""
     rank = stage.ranks - 1
     values = stage.values(
         "killed", stage.ranks, max_train_steps=_LONG, checkpointing_steps=0, train_batch_size=1
@@ -321,7 +321,7 @@ def _killed_rank(stage: Stage) -> Iterator[Finding]:
 
 
 def _out_of_memory(stage: Stage) -> Iterator[Finding]:
-    """Yield a batch that no GPU can hold ends with one sentence, and leaves the GPUs free."""
+    """Check that a batch too large for any GPU fails with one sentence, and frees the GPUs."""
     values = wide_values(
         stage,
         "memory",

@@ -65,7 +65,7 @@ _IMAGE_TAKES: Final = 2**30  # bytes of activations, at the least; of these bloc
 
 
 def speed(stage: Stage) -> Iterator[Finding]:
-    """Yield a LoRA at 1024 px on one GPU and on all of them: seconds, MFU, idle share, memory."""
+    """Measure a LoRA at 1024 px on one GPU and on all of them: seconds, MFU, idle share, memory."""
     layouts = [(1, "single")] + ([(stage.ranks, "fsdp2")] if stage.ranks > 1 else [])
     for ranks, strategy in layouts:
         values = wide_values(stage, f"speed-{ranks}", ranks, strategy=strategy)

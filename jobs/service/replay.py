@@ -27,7 +27,7 @@ FORMS: Final = get_args(Form)
 
 
 def replay(job: Job, form: Form) -> str:
-    """Return what replays a job: a job file, flags quoted for a shell, or a script for a shell.
+    """Return the text that replays a job: a job file, shell-quoted flags, or a shell script.
 
     Raises:
         UserError: Its job file cannot be read.
@@ -41,7 +41,7 @@ def replay(job: Job, form: Form) -> str:
 
 
 def replay_facts(job: Job, form: Form) -> Any:
-    """Return the same as JSON values.
+    """Return the replay of a job as JSON values.
 
     The job's values, its flags, or environment, command and files.
     """
@@ -56,15 +56,15 @@ def replay_facts(job: Job, form: Form) -> Any:
 
 
 def resolved(spec: JobSpec) -> str:
-    """Return a job that was not submitted, complete.
+    """Return a job that was not submitted, with all values resolved.
 
-    A job file, or for Slurm a script with one inside.
+    It is a job file, or for Slurm a script that contains one.
     """
     return backend(spec.launcher).by_hand(spec)
 
 
 def yaml_of(job: Job) -> str:
-    """Return the whole job as a job file."""
+    """Return the complete job as a job file."""
     return dump_spec(load_spec(job.run_dir.job_file))
 
 
@@ -123,13 +123,13 @@ def script_of(facts: dict[str, Any], what: str) -> str:
 
 
 def command_of(facts: dict[str, Any]) -> str:
-    """Return the launch line as a shell takes it, a flag a line."""
+    """Return the launch command for a shell, one flag per line."""
     first, *flags = _grouped(facts["command"])
     return " \\\n  ".join([first, *flags])
 
 
 def _grouped(words: list[str]) -> list[str]:
-    """Return the words quoted, those that a flag takes beside it."""
+    """Quote the words, and join each flag with its value."""
     lines: list[str] = []
     for word in map(shlex.quote, words):
         flag = lines and lines[-1].startswith("-") and "=" not in lines[-1]

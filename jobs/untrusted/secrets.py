@@ -25,7 +25,7 @@ _SHORTEST: Final = 8  # characters; shorter values are words
 
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text without tokens, and without the values of variables that are named as secrets."""
+    """Remove tokens from a text, and the values of variables that are named as secrets."""
     for name, value in environment.items():
         if len(value) >= _SHORTEST and SECRET_NAME.search(name):
             text = text.replace(value, HIDDEN)

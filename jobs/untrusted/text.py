@@ -16,19 +16,19 @@ _DEEPEST: Final = 20  # levels of a value that are read; deeper ones are dropped
 
 
 def harmless(text: str, instead: str = _INSTEAD) -> str:
-    """Return the text, lines and tabs kept, without anything that a terminal obeys."""
+    """Remove terminal control codes from a text; lines and tabs are kept."""
     if text.isprintable():  # nearly all of it is, and this is ten times as fast
         return text
     return _UNSAFE.sub(instead, text)
 
 
 def one_line(text: str) -> str:
-    """Return the same on one line."""
+    """Return the text on one line, without terminal control codes."""
     return text if text.isprintable() else harmless(" ".join(text.split()))
 
 
 def harmless_value(value: Any, depth: int = _DEEPEST) -> Any:
-    """Return a JSON value with all of its texts harmless, keys too."""
+    """Remove terminal control codes from all texts of a JSON value, keys too."""
     if isinstance(value, str):
         return harmless(value)
     if isinstance(value, dict | list) and not depth:

@@ -83,7 +83,7 @@ class LocalRanks:
         time.sleep(LOOK_EVERY)
 
     def leave_if_replaced(self) -> None:
-        """A supervisor is replaced only once it is dead."""
+        """Do nothing: a supervisor is replaced only once it is dead."""
 
     def gone(self, statuses: Sequence[RankStatus]) -> set[int]:
         return {s.rank for s in statuses if not ProcessId(s.pid, s.started).alive()}
@@ -154,11 +154,11 @@ class LocalRanks:
         return ""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome:
-        """Return the GPUs are this job's from its start to its end."""
+        """Return the outcome unchanged: the job has its GPUs from start to end."""
         return outcome
 
     def conclude(self, outcome: Outcome) -> Outcome:
-        """Return an end here means what it says."""
+        """Return the outcome unchanged: no scheduler can have ended the ranks."""
         return outcome
 
 

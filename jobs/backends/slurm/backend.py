@@ -81,7 +81,7 @@ class Slurm:
         return slurm_facts(store, job)
 
     def restore(self, run_dir: RunDir) -> Mapping[str, object]:
-        """Return a job may run while nothing of it does here."""
+        """Return the values of a restored job, which Slurm may run although no process is here."""
         handed = read_handed_in(run_dir)
         if handed is None:
             return {}

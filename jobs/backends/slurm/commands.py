@@ -104,7 +104,7 @@ def waiting() -> list[Waiting]:
 
 
 def state_of(slurm_id: str) -> str:
-    """Return the state of one job; "" if Slurm says that it does not know it.
+    """Return the state of one job; "" if Slurm does not know the job.
 
     Raises:
         AwayError: It did not answer, or said nothing.

@@ -83,7 +83,7 @@ def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
 
 
 def find(record: HandedIn, listed: Mapping[str, Listed]) -> str:
-    """Return the job that an earlier keeper handed in before it was killed; "" if it did not."""
+    """Return the job that an earlier keeper submitted before it was killed; "" if none."""
     return next((job.id for job in listed.values() if job.name == record.name), "")
 
 
@@ -113,7 +113,7 @@ def _record(run_dir: RunDir, record: HandedIn, slurm_id: str) -> HandedIn:
 
 
 def _write_script(spec: JobSpec, job: Job, name: str, home: Path) -> Path:
-    """Return the batch script, in a run directory that says nothing of earlier attempts."""
+    """Write the batch script, and remove the reports of earlier attempts from the run directory."""
     run_dir = job.run_dir
     for path in (warden_file(run_dir), outcome_file(run_dir)):
         path.unlink(missing_ok=True)

@@ -156,7 +156,7 @@ class Keeper:
         )
 
     def _cancel_strays(self, jobs: list[Job]) -> None:
-        """A job that Slurm took though `sbatch` had given up was handed in again since."""
+        """Cancel jobs that Slurm accepted after `sbatch` had failed and that were resubmitted."""
         names = Counter(listed.name for listed in self._listed.values() if not _over(listed))
         twice = {name for name, count in names.items() if count > 1}
         for job in jobs if twice else ():
@@ -303,7 +303,7 @@ class Keeper:
             commands.cancel(handed.id)
 
     def _absent(self, job: Job) -> str:
-        """Return what of the hub it still waits for, which this machine fetches; "" if nothing."""
+        """Return which hub files this machine still downloads for the job; "" if none."""
         reason, failed = why_waiting(job.run_dir)
         if failed and self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED}):
             forget(job.run_dir)
@@ -358,7 +358,7 @@ def _over(listed: Listed) -> bool:
 def _last_line(run_dir: RunDir) -> str:
     """Return the last line of the batch script's log, unless its warden wrote it.
 
-    Those have times.
+    The warden's lines begin with a time.
     """
     lines = read_tail(run_dir.supervisor_log, 4096).splitlines()
     last = next((line for line in reversed(lines) if line.strip()), "")

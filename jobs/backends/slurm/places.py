@@ -33,7 +33,7 @@ class Places:
     _by_id: dict[str, str] = field(default_factory=dict)
 
     def beside(self, listed: Mapping[str, Listed], now: float) -> dict[str, Listed]:
-        """Return the same jobs with their places.
+        """Add their places to the listed jobs.
 
         Args:
             listed: Our jobs, by id.

@@ -159,7 +159,7 @@ class SlurmRanks:
         return "Slurm ends the job: " if self.sigterm_received or self._closing else ""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome | None:
-        """Return a step that Slurm refuses is no attempt: its controller may be away."""
+        """Return the outcome; None to retry a step that Slurm refused (is its controller away?)."""
         ending = bool(self.must_end()) or self.report.wish() > 0
         if not was_refused(self.run_dir) or ending or self._refusals >= _REFUSALS:
             return outcome
@@ -185,7 +185,7 @@ class SlurmRanks:
     # -- the end ---------------------------------------------------------------------------
 
     def conclude(self, outcome: Outcome) -> Outcome:
-        """Return what an end means that no person asked for."""
+        """Decide the outcome of an end that the user did not request."""
         for tracker in self._trackers:
             with suppress(subprocess.TimeoutExpired):
                 tracker.wait(TRACKERS_TAKE)
@@ -383,7 +383,7 @@ def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str])
 
 
 def _strategy(spec: JobSpec, before: Mapping[str, object]) -> tuple[str, str]:
-    """Return what runs; a restart keeps what `auto` chose at first."""
+    """Return the strategy and its reason; a restart keeps what `auto` chose at first."""
     environment = before.get("environment")
     strategy, reason = launched_strategy(environment if isinstance(environment, dict) else {})
     if spec.strategy == "auto" and strategy and reason != AS_ASKED:

@@ -110,7 +110,7 @@ def write_handed_in(run_dir: RunDir, record: HandedIn) -> None:
 
 
 def read_warden_report(path: Path) -> WardenReport | None:
-    """Return what a warden wrote; None if there is nothing, or nothing readable."""
+    """Read a warden's report; None if it is missing or unreadable."""
     values = read_json(path) or {}
     try:
         return WardenReport(
@@ -171,9 +171,9 @@ _SHOWN: Final = ("state", "reason", "nodes", "starts", "restarts", "place")
 
 
 def slurm_facts(store: Store, job: Job) -> dict[str, Any]:
-    """Return a Slurm job's number, where it is and since when that is known.
+    """Return a Slurm job's number, where it is, and since when that is known.
 
-    {} while it has none.
+    {} while the job has no number.
     """
     record = read_handed_in(job.run_dir, job.attempt)
     if record is None:

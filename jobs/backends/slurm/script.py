@@ -32,7 +32,7 @@ def script_of(
     home: Path,
     signal_seconds: int = SIGNAL_SECONDS,
 ) -> str:
-    """Return the script that the queue hands in.
+    """Return the script that the queue submits.
 
     Args:
         spec: The job.
@@ -60,7 +60,7 @@ def script_by_hand(spec: JobSpec, *, python: str = "python") -> str:
 
 
 def per_machine(spec: DeviceKeys) -> int:
-    """Return the ranks on each machine."""
+    """Return the number of ranks on each machine."""
     return world_size(spec) // spec.num_machines
 
 

@@ -88,7 +88,7 @@ class Facts:
 
 
 def settle(now: Verdict, facts: Facts) -> Verdict:
-    """Return the state of a job that was handed in.
+    """Return the state of a job that was submitted.
 
     Args:
         now: As it is recorded.
@@ -136,12 +136,12 @@ def age(seconds: float) -> str:
 
 
 def base(reason: str) -> str:
-    """Return a reason without the age of what it says."""
+    """Return a reason without its age."""
     return reason.partition(AGE)[0]
 
 
 def of_allocation(report: WardenReport | None, allocation: Allocation) -> WardenReport | None:
-    """Return what a warden reported, if it belongs to this allocation."""
+    """Return a warden's report if it belongs to this allocation."""
     return report if report is not None and report.allocation == allocation else None
 
 

@@ -123,7 +123,7 @@ def _look_at(text: str) -> tuple[str, dict[str, Any], Path | None]:
 def _component(root: Path) -> Path:
     """Return the directory with the denoiser's config.
 
-    Of a pipeline a folder in it, else itself.
+    In a pipeline, it is a folder; else it is the directory itself.
     """
     if exists(root / "config.json"):
         return root
@@ -155,7 +155,7 @@ def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any]
 
 
 def _of_hub_id(hub_id: str) -> dict[str, Any] | None:
-    """A published config that comes with us, so that nothing need be downloaded to look at it."""
+    """Read a published config that is shipped with the package, so that nothing is downloaded."""
     name = hub_id.partition("@")[0].replace("/", "--")  # of any revision
     file = files("jobs") / "models" / "published" / f"{name}.json"
     try:

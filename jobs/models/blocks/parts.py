@@ -135,7 +135,7 @@ class Parts:
     def _gather(
         part: Part, left: list[int], units: list[int], below: list[set[str]]
     ) -> tuple[int, int, set[str]]:
-        """What is directly in a part or in no unit below it, units below it, and their classes."""
+        """Return what a part has outside of units below it, these units, and their classes."""
         rest = part.own + sum(left[child] * times for child, times in part.children)
         count = sum(units[child] * times for child, times in part.children)
         names = set().union(*(below[child] for child, _ in part.children))

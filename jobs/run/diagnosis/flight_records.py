@@ -78,7 +78,7 @@ def tell_hang(run_dir: RunDir, reason: str, say: Callable[[str], None]) -> str:
 
 
 def find_wait(run_dir: RunDir) -> Wait | None:
-    """Return the earliest collective that holds the ranks up; None if that is unknown."""
+    """Find the earliest collective that blocks the ranks; None if it is unknown."""
     recorded: dict[tuple[int, str], dict[int, Entries]] = {}
     for path in sorted(run_dir.logs.glob(f"{run_dir.flight_prefix.name}*")):
         number = path.name.removeprefix(run_dir.flight_prefix.name).removesuffix(".json")
@@ -95,7 +95,7 @@ def find_wait(run_dir: RunDir) -> Wait | None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the recorders in a file: JSON has one for each kind of group, a pickle is one."""
+    """Read the recorders in a file: JSON has one for each kind of group, a pickle is one."""
     try:
         data = read_regular(path, _LARGEST)
         if path.suffix == ".json":
@@ -114,7 +114,7 @@ class _Plain(pickle.Unpickler):
 
 
 def _by_group(dump: dict[str, Any]) -> dict[str, Entries]:
-    """The collectives of each process group that a rank is in, without point-to-point calls."""
+    """Return the collectives of each process group of a rank, without point-to-point calls."""
     names = (str(config.get("name", "")) for config in dump.get("pg_config", {}).values())
     groups: dict[str, Entries] = {name: {} for name in names if name}
     for entry in dump.get("entries", []):

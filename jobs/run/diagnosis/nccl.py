@@ -67,7 +67,7 @@ def essence(message: str) -> str:
 
 
 def find_timeout(run_dir: RunDir, rank: int) -> Timeout | None:
-    """Return what the watchdog said in a rank's log."""
+    """Find the watchdog's timeout in a rank's log."""
     match = _WATCHDOG.search(read_tail(run_dir.rank_log(rank), _LOG_END))
     return Timeout(plain_name(match[1]), int(match[2]) / 1000) if match else None
 

@@ -61,7 +61,7 @@ class RankExit:
 def rank_exits(run_dir: RunDir) -> list[RankExit]:
     """Return the ranks that failed.
 
-    The first one, then others, then those that the launcher ended.
+    The first failure comes first, then others, then ranks that the launcher ended.
     """
     text = read_tail(run_dir.launcher_log)
     if tasks := _TASKS.findall(text):

@@ -104,7 +104,7 @@ def is_persons_fault(run_dir: RunDir) -> bool:
 
 
 def causes_of(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The errors of failing ranks, without those that only follow from another rank's failure."""
+    """Return the ranks' errors, without those that only follow from another rank's failure."""
     return [
         error
         for error in errors
@@ -136,7 +136,7 @@ def _cause_in(text: str) -> Cause:
 
 
 def _doing(phase: str, step: Any) -> str:
-    """Return what a rank was at, in words.
+    """Describe what a rank was doing.
 
     A part of a step belongs to the step that was not yet done.
     """
@@ -147,7 +147,7 @@ def _doing(phase: str, step: Any) -> str:
 
 
 def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: bool) -> Failure:
-    """Return a rank that ended without reporting an error."""
+    """Describe a rank that ended without reporting an error."""
     status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
     when = f"at step {status.step} during {status.phase}" if status else "while starting"
     if out_of_memory and code in (None, -signal.SIGKILL):
@@ -168,7 +168,7 @@ def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: b
 
 
 def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:
-    """Return what a rank that torch's watchdog aborted had waited for; the late rank, if known."""
+    """Describe what a rank aborted by torch's watchdog waited for; the late rank, if known."""
     timeout = find_timeout(run_dir, rank)
     if timeout is None:
         return None

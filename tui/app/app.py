@@ -125,9 +125,9 @@ class FsdpTui(App[None]):
             self.problems += settled.problems
 
     def get_driver_class(self) -> type[Driver]:
-        """Return a terminal gets the driver with a budget of bytes.
+        """Return the driver class: in a terminal, the one with a budget of bytes.
 
-        A browser and tests their own.
+        A browser and tests keep their own driver.
         """
         from textual.drivers.linux_driver import LinuxDriver  # needs a terminal's modules
 
@@ -302,7 +302,7 @@ class FsdpTui(App[None]):
         self.screen.refresh()
 
     def action_show_help(self) -> None:
-        """The keys of this screen, and back."""
+        """Show the keys of this screen, or close that help."""
         from tui.widgets.modals.help import HelpScreen
 
         if isinstance(self.screen, HelpScreen):

@@ -164,7 +164,7 @@ _PAIRS: Final = ((DARK, LIGHT), (CONTRAST, CONTRAST_LIGHT), (ANSI, ANSI_LIGHT))
 
 
 def other_theme(name: str, *, dark: bool) -> str:
-    """Return the light theme beside a dark one, and the other way round.
+    """Return the light counterpart of a dark theme, or the dark one of a light theme.
 
     Args:
         name: Of the theme that is shown.

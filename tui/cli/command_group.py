@@ -47,7 +47,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return what stands behind `--on BOX` is for its fsdp-tui to read, of whatever version."""
+        """Leave the words after `--on BOX` to the box's fsdp-tui, whatever its version."""
         if ctx.params.get("on") is None or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         return args[0], _THERE, args

@@ -89,7 +89,7 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
 
 
 def start_demo(store: Store, say: Callable[[str], None]) -> Job:
-    """Return the demo job: the one that is queued or running, or a new one.
+    """Return the demo job that is queued or running, or submit a new one.
 
     Args:
         store: The jobs.
@@ -145,7 +145,7 @@ def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[
 
 
 def _ask_engine(module: str, directory: Path, *flags: str) -> Any:
-    """Return what a command of the engine prints last, as JSON values.
+    """Run a command of the engine, and return the JSON values that it prints last.
 
     Raises:
         UserError: It fails; the last line on its standard error says why.

@@ -21,7 +21,7 @@ _FIXED: Final = 21  # cells before who sits there
 
 
 def pair_head(width: int) -> Row:
-    """Return the headings of both halves."""
+    """Return the headings of both columns of GPUs."""
     half = _half(width)
     words = cut(" #  use temp     GiB used by", half).ljust(half)
     return Span(words, "title"), Span(_BETWEEN, "faint"), Span(words, "title")
@@ -33,7 +33,7 @@ def pair_rows(
     active: Sequence[JobView],
     width: int,
 ) -> list[Row]:
-    """Return the first half of the GPUs on the left, the others on the right.
+    """Return rows with the first half of the GPUs on the left, the others on the right.
 
     Args:
         snapshot: What to show.

@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
 
 def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
-    """Groups in the order of their GPUs; then jobs that take any GPUs, then ended ones.
+    """Group jobs in the order of their GPUs, then jobs that take any GPUs, then ended jobs.
 
     Args:
         views: Jobs as `tui.look.snapshot.in_order` puts them.

@@ -181,7 +181,7 @@ class CurvePanel(Lines):
         self.show_titles(title, subtitle)
 
     def _title(self, loss: float, average: float | None) -> str:
-        """The newest loss, their average, and where there is room that on what is held out."""
+        """Return a title with the newest loss, the average, and the validation loss if it fits."""
         title = f"loss {number(loss)} · [b]avg {number(average)}[/b]"
         if self._curve.validation is None:
             return title

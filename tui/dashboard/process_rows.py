@@ -52,7 +52,7 @@ def process_rows(snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width:
 
 
 def _lines(gpu: Gpu, seats: Sequence[Seat]) -> list[_Line]:
-    """The largest first. Ranks whose pid the driver calls otherwise stand there by themselves."""
+    """Return lines, the largest first; a rank whose pid the driver does not list has its own."""
     by_pid = {seat.rank.pid: seat for seat in seats}
     lines = [_Line(p.memory or 0, by_pid.pop(p.pid, None), p) for p in gpu.processes]
     if by_pid:  # in a container: what cannot be anyone else's is a rank that is listed already

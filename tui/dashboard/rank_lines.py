@@ -76,7 +76,7 @@ def heartbeat(rank: RankStatus, now: float) -> Span:
 
 
 def rank_table(view: JobView, gpus: Sequence[Gpu], now: float, width: int) -> tuple[Row, ...]:
-    """Return a heading and one line per rank: what it does, whether it keeps up, what it holds.
+    """Return a heading and one line per rank: activity, lag, memory.
 
     Args:
         view: The job.

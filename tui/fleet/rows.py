@@ -106,7 +106,7 @@ def _gpu_cells(gpus: Sequence[BoxGpu], cells: int, stale: bool) -> list[Span]:
 
 
 def _doing(snapshot: Snapshot) -> tuple[str, str]:
-    """Return the first active job, or what else there is to say."""
+    """Describe the first active job, or the state of the box if there is none."""
     if snapshot.problem:
         return snapshot.problem, "bad"
     active = [job for job in order_of(snapshot.jobs) if job.state in _ACTIVE]

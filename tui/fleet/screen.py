@@ -152,7 +152,7 @@ class FleetScreen(Screen[None]):
         self.about.scroll_relative(y=lines, animate=False)
 
     def action_press(self, key: str) -> None:
-        """An entry of the key line was clicked."""
+        """Press the key of a clicked entry in the key line."""
         self.app.simulate_key(key)
 
     def action_retry(self) -> None:

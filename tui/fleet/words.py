@@ -29,7 +29,7 @@ def age(seconds: float) -> str:
 
 
 def status_text(view: BoxView, now: float) -> str:
-    """`here`, or how old what is shown of it is: `away, seen 12 s ago`.
+    """Return `here`, or the age of what is shown: `away, seen 12 s ago`.
 
     Args:
         view: The box.

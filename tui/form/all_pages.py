@@ -65,7 +65,7 @@ class Fields(VerticalScroll, can_focus=False):
     # -- values ----------------------------------------------------------------------------
 
     def row(self, name: str) -> FieldRow | None:
-        """Return a field, if its page was turned to."""
+        """Return a field, if its page has been opened."""
         return self.rows.get(name)
 
     @property

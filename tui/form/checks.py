@@ -41,7 +41,7 @@ class Checks:
         self._refused = ""  # why the job could not be queued
 
     def soon(self, changed: str) -> None:
-        """A field says something else: check once nobody types on."""
+        """Schedule a check after a field has changed and the user has stopped typing."""
         if self._due is not None:
             self._due.stop()
         self._due = self._form.set_timer(0.01 if changed in _AT_ONCE else _AFTER, self.now)
@@ -78,7 +78,7 @@ class Checks:
     async def complete(self) -> dict[str, Any] | None:
         """Return the values, if they describe a job.
 
-        Else the first that is wrong gets the focus.
+        Otherwise the first wrong field gets the focus.
         """
         form = self._form
         self._tried, self._refused = True, ""
@@ -97,7 +97,7 @@ class Checks:
         self._form.complain(problem)
 
     def show_ranks(self, values: Mapping[str, Any]) -> None:
-        """What the strategy comes to, and how many ranks chosen GPUs make."""
+        """Show the resolved strategy, and how many ranks the chosen GPUs make."""
         rows = self._form.fields.rows
         rows["strategy"].note(self.strategy_note(values)[0])
         gpus = values.get("gpus")
@@ -105,7 +105,7 @@ class Checks:
         rows["num_processes"].turn_off(f"{count}, one per GPU" if count else "")
 
     def strategy_note(self, values: Mapping[str, Any]) -> tuple[str, str]:
-        """Return what the strategy comes to: in a few characters, and as a sentence."""
+        """Return the resolved strategy: as a few characters, and as a sentence."""
         return draft.strategy_note(values, self._form.query_one(FitBars).strategy_of(values))
 
     def _show_tabs(self, problems: Mapping[str, object]) -> None:

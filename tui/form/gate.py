@@ -72,11 +72,11 @@ class Gate:
             self._form.tell_of_field()
 
     def fetched_for(self, values: Mapping[str, Any]) -> list[HubName]:
-        """Return what the person agreed to fetch for a job of these values."""
+        """Return what the user agreed to fetch for a job of these values."""
         return self._fetched[1] if values == self._fetched[0] else []
 
     def ask_to_fetch(self, answer: Looks.Absent) -> None:
-        """The hub has answered: ask whether to fetch."""
+        """Ask whether to fetch, once the hub has answered."""
         form = self._form
         self._said_no_longer(_ASKS)
         if answer.values != form.values:  # typed on meanwhile

@@ -122,5 +122,5 @@ _WIDE: Final = (
 
 
 def last_line(verb: str, width: int, *, narrow: bool) -> Content:
-    """Return the line of keys, the one that does what the form is for first."""
+    """Return the key line; the form's main action comes first."""
     return key_line((("submit", "^r", verb), *(_NARROW if narrow else _WIDE)), width)

@@ -146,5 +146,5 @@ class Looks:
 
 
 def _key(name: str, values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what a look at a path depends on."""
+    """Return the values that determine the result of a lookup."""
     return tuple(values.get(key) for key in (name, "model_family", *draft.OF_IMAGES))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def open_new(dashboard: DashboardScreen) -> None:
-    """A blank form; a key fills in the model, the data and the ranks of the newest job."""
+    """Open a blank form; a key fills in the model, data and ranks of the newest job."""
     jobs = [view.job for view in dashboard.snapshot.jobs]
     newest = max(jobs, key=lambda job: job.id, default=None)
     values = fresh_values(jobs)
@@ -27,7 +27,7 @@ def open_new(dashboard: DashboardScreen) -> None:
 
 
 def open_copy(dashboard: DashboardScreen, job: Job) -> None:
-    """A new job with all the values of this one, under a name of its own."""
+    """Open a new job with all the values of this one, under a new name."""
     taken = {view.job.name for view in dashboard.snapshot.jobs} | {job.name}
     try:
         values = copy_of(job, taken)
@@ -38,7 +38,7 @@ def open_copy(dashboard: DashboardScreen, job: Job) -> None:
 
 
 def open_edit(dashboard: DashboardScreen, number: int) -> None:
-    """The values of a job that waits in the queue; of another, a copy is offered."""
+    """Open the values of a queued job; for any other job, offer a copy."""
     from tui.widgets.modals.confirm import ConfirmScreen
 
     try:

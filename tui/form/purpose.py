@@ -52,7 +52,7 @@ class Purpose:
     source: Source | None = None
 
     def copy_name(self, store: Store, values: Mapping[str, Any]) -> str:
-        """Return a name for what the form says, where the job can be changed no more."""
+        """Return a free name for a copy, when the job itself can no longer be edited."""
         return edit.free_name(str(values.get("name", "job")), [job.name for job in store.all()])
 
     def carry_out(

@@ -110,7 +110,7 @@ class NewJobScreen(Screen[int | None]):
         self.app.snapshots.subscribe(self, self._looked)
 
     def _looked(self, snapshot: Snapshot) -> None:
-        """The machine as it is now. Nothing is redrawn while the GPUs have the same users."""
+        """Take a new snapshot; nothing is redrawn while the GPUs have the same users."""
         users = users_of(snapshot)
         if users == self._users:
             return
@@ -273,7 +273,7 @@ class NewJobScreen(Screen[int | None]):
         self.query_one("#form-keys", Static).update(keys)
 
     def show_heading(self) -> None:
-        """What the form is for, where that or the offer beside it has changed."""
+        """Show the heading and keys, after the form's purpose or its offer has changed."""
         self.query_one("#form-title", Static).update(self.heading)
         self._show_keys()
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show_data(form: NewJobScreen, values: Mapping[str, Any]) -> None:
-    """What a job of these values would train on."""
+    """Show the data that a job of these values would train on."""
     from tui.form.data.screen import DataScreen
 
     heading = f"data of the new job “{values.get('name', '')}”"

@@ -200,7 +200,7 @@ class JobScreen(JobActions[None]):
         await self.action_show_log(message.rank)
 
     def action_press(self, key: str) -> None:
-        """An entry of the key line was clicked."""
+        """Press the key of a clicked entry in the key line."""
         self.app.simulate_key(key)
 
     # -- acting ----------------------------------------------------------------------------

@@ -366,7 +366,7 @@ def _may_fit(action: Action, job: Job) -> bool:
 
 
 def shown_key(keys: str) -> str:
-    """Return the first of several keys as people read it: `ctrl+x` is `^x`."""
+    """Return the first of several keys as it is displayed: `ctrl+x` is `^x`."""
     key = keys.split(",")[0].strip()
     control = key.startswith("ctrl+")
     return f"^{format_key(key.removeprefix('ctrl+'))}" if control else format_key(key)

@@ -59,7 +59,7 @@ def bindings_of(scope: str, keys: Iterable[Key]) -> list[BindingType]:
 
 
 def line_of(keys: Iterable[Key], width: int) -> Content:
-    """Return the key line, as much of it as there is room for; its entries can be clicked."""
+    """Return the key line, shortened to the width; its entries can be clicked."""
     left = width
     shown: list[tuple[str, str, str]] = []
     for key in (key for key in keys if key.line):
@@ -72,7 +72,7 @@ def line_of(keys: Iterable[Key], width: int) -> Content:
 
 
 def moving(what: str, page: int = 10) -> tuple[Key, ...]:
-    """Return the keys that move a mark in a list of such things."""
+    """Return the keys that move the cursor in a list of these items."""
     return (
         Key("go(1)", "j,down", "↑ ↓", what, f"Next {what}"),
         Key("go(-1)", "k,up", "k ↑", "previous", f"Previous {what}", line=False),

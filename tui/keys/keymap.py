@@ -141,7 +141,7 @@ def _find_clash(
     others: dict[str, tuple[str, ...]],
     bindings: Mapping[str, NamedBinding],
 ) -> tuple[str, str, str] | None:
-    """Return the last wanted action that cannot have its keys, the key, and whose it is."""
+    """Return the last requested action that cannot have its keys, the key, and its owner."""
     keys = {name: binding.keys for name, binding in bindings.items()} | others | chosen
     for name in reversed(chosen):
         for other, binding in bindings.items():

@@ -74,7 +74,7 @@ def screen_keys(screen: Screen[Any]) -> list[ScreenKey]:
 
 
 def _nodes(screen: Screen[Any]) -> Iterator[DOMNode]:
-    """Yield the screen, what is on it, and the application, each kind once; ours, not Textual's."""
+    """Yield the screen, its nodes and the application, each class once; ours, not Textual's."""
     seen: set[type] = set()
     for node in (screen, *screen.walk_children(), screen.app):
         if type(node) not in seen and type(node).__module__.startswith("tui."):
@@ -122,7 +122,7 @@ def _describe(
 
 
 def shown_keys(bindings: list[Binding], app: App[Any]) -> str:
-    """Return the keys of one action as people read them, each once."""
+    """Return the keys of one action as they are displayed, each once."""
     if bindings[0].key_display:
         return bindings[0].key_display
     keys = [binding.key for binding in bindings if not binding.key.startswith("shift+")] or [

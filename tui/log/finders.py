@@ -32,7 +32,7 @@ class Finder(Protocol):
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """Return a regular expression that heeds case only where it has capital letters.
+    """Compile a regular expression that is case-sensitive only if it has capital letters.
 
     What is no regular expression, such as `loss (`, is looked for as it stands.
     """
@@ -67,7 +67,7 @@ class PatternFinder:
         return match.span() if match else None
 
     def _in_plain(self, text: str) -> Iterator[int]:
-        """Here a character is a byte, and the pattern runs over many lines at once."""
+        """Yield the starts of matching lines in ASCII text, where a character is a byte."""
         at = 0
         while at < len(text) and (match := self._search(text, at)):
             first, last = match

@@ -45,7 +45,7 @@ def marked_up_to(text: str) -> int:
 
 
 def pattern_finders(text: str) -> Callable[[], Finder]:
-    """Makes finders of the lines that a pattern matches; one may raise `TooSlowError`."""
+    """Return a factory of finders of the lines that match; one may raise `TooSlowError`."""
     pattern = compile_pattern(text)
     if choices(pattern.pattern) < 2:
         return partial(PatternFinder, pattern)

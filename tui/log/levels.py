@@ -63,7 +63,7 @@ _INDENTED: Final = re.compile(_RANK + r"(?:\s|$)")
 
 
 def level_of(text: str) -> Level:
-    """Return the level of one line."""
+    """Classify one line."""
     return next((level for level, pattern in _LEVELS if pattern.search(text)), Level.PLAIN)
 
 

@@ -128,7 +128,7 @@ class LogModel:
             return self._start(index), self._start(index + 1) if more else self._end
 
     def index_of(self, offset: int) -> int:
-        """Return the line that a byte is in; the first indexed one for what lies before it."""
+        """Return the number of the line with this byte; the first indexed one for earlier bytes."""
         with self._lock:
             block = bisect_right(self._blocks.begins, offset) - 1
             if block < 0:
@@ -150,9 +150,9 @@ class LogModel:
             os.close(fd)
 
     def line(self, index: int) -> str:
-        """Return a line as it may be printed.
+        """Return a line that is safe to print.
 
-        SGR codes are kept, all other control codes are gone.
+        SGR codes are kept, all other control codes are removed.
         """
         start, stop = self.raw(index)
         with self._lock:
@@ -172,7 +172,7 @@ class LogModel:
     # -- inside ----------------------------------------------------------------------------
 
     def _start(self, index: int) -> int:
-        """Return the first byte of a line; of the one after the last, where it will begin."""
+        """Return the first byte of a line; for the number after the last, the next line's start."""
         blocks = self._blocks
         if index <= 0 or not blocks.begins:
             return blocks.begins[0] if blocks.begins else 0
@@ -282,5 +282,5 @@ def clean(raw: bytes) -> str:
 
 
 def without_colours(line: str) -> str:
-    """Return the text of a line that may hold SGR codes."""
+    """Remove SGR codes from a line."""
     return _SGR.sub("", line) if "\x1b" in line else line

@@ -142,7 +142,7 @@ class LogView(ScrollView, can_focus=True):
             self.take_looked(event.what)
 
     def take_looked(self, looked: Looked) -> None:
-        """The file has more lines, or others."""
+        """Take a change of the file: more lines, or other lines."""
         if looked.change is Change.REPLACED:
             self._start_over()
         self.grow(looked.added)

@@ -15,9 +15,9 @@ Page = list[tuple[int, int]]  # line and which of its rows, for each row of the 
 
 
 def page(top: int, height: int, count: int, rows_of: Callable[[int], int]) -> Page:
-    """Return the rows from the beginning of line `top` on.
+    """Return the rows starting at line `top`.
 
-    Fewer than `height` at the end of the log.
+    At the end of the log, they may be fewer than `height`.
     """
     rows: Page = []
     line = top
@@ -41,7 +41,7 @@ def last_page(height: int, count: int, rows_of: Callable[[int], int]) -> Page:
 
 
 def top_for(line: int, height: int, rows_of: Callable[[int], int]) -> int:
-    """Return the first line of a page on whose end `line` stands as a whole."""
+    """Return the first line of a page that ends with all of `line`."""
     top, left = max(0, line), height - (rows_of(line) if line >= 0 else 0)
     while top > 0 and (left := left - rows_of(top - 1)) >= 0:
         top -= 1
@@ -49,5 +49,5 @@ def top_for(line: int, height: int, rows_of: Callable[[int], int]) -> int:
 
 
 def last_top(height: int, count: int, rows_of: Callable[[int], int]) -> int:
-    """Return the last line that a page need begin with: there the page with the end is shown."""
+    """Return the last line that a page may begin with: that page shows the log's end."""
     return top_for(count - 1, height, rows_of)

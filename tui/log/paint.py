@@ -63,9 +63,9 @@ def paint(
 
 
 def folded(strip: Strip, width: int, indent: int = 0) -> list[Strip]:
-    """Return a strip in pieces of at most `width` columns.
+    """Wrap a strip into pieces of at most `width` columns.
 
-    All but the first begin with `indent`.
+    All but the first are indented by `indent`.
     """
     length = strip.cell_length
     if length <= width or width <= indent:

@@ -87,7 +87,7 @@ class Filter:
         return Filter(self.pattern, steps.get(self.least, Level.PLAIN))
 
     def finder(self) -> Callable[[], Finder] | None:
-        """Makes what finds its lines; None when all are shown."""
+        """Return a factory of finders of the filter's lines; None if all lines are shown."""
         makes: list[Callable[[], Finder]] = []
         if self.least > Level.PLAIN:
             makes.append(lambda: LevelFinder(self.least))
@@ -99,5 +99,5 @@ class Filter:
 def both(
     first: Callable[[], Finder], other: Callable[[], Finder] | None = None
 ) -> Callable[[], Finder]:
-    """Makes what finds the lines that both find."""
+    """Return a factory of finders of the lines that both find."""
     return first if other is None else lambda: Both(first(), other())

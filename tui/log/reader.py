@@ -168,7 +168,7 @@ class LogReader(LogView, inherit_bindings=False):
         return self._over(strip, self._role(row)).simplify()
 
     def _over(self, strip: Strip, role: str) -> Strip:
-        """Return a line with the colour of a role behind it, except where it has one of its own."""
+        """Paint a role's background behind a line, except where the line sets its own."""
         if not role:
             return strip
         behind = Style(bgcolor=self.get_visual_style(f"log--{role}").rich_style.bgcolor)
@@ -197,7 +197,7 @@ class LogReader(LogView, inherit_bindings=False):
         return super()._style(role)
 
     def _rows(self) -> Page:
-        """Return what is on each row of the screen."""
+        """Return the rows of the screen."""
         top, height, count = self.scroll_offset.y, self.size.height, self.count
         key = (top, self.size, count, self.wrap, self.model and self.model.extent)
         if self._page[0] != key:
@@ -351,7 +351,7 @@ class LogReader(LogView, inherit_bindings=False):
         self.post_message(self.Moved())
 
     def selected_text(self) -> str:
-        """Return the selected lines, or the one under the cursor, without colours."""
+        """Return the selected lines, or the line under the cursor, without SGR codes."""
         if self.model is None or not self.count:
             return ""
         low, high = self.selected

@@ -61,7 +61,7 @@ class Hits:
         return *counts, round(self.share, 2), self.complete
 
     def at_or_after(self, offset: int) -> int:
-        """Return the number of the first one that does not begin before `offset`; `len` if none."""
+        """Return the index of the first hit at or after `offset`; `len` if there is none."""
         if (index := bisect_left(self.older, offset, 0, self.n_older)) < self.n_older:
             return index
         index = bisect_left(self.newer, offset, 0, self.n_newer)
@@ -70,7 +70,7 @@ class Hits:
         return len(self)
 
     def before(self, offset: int) -> int:
-        """Return the number of the last one that begins before `offset`; -1 if none."""
+        """Return the index of the last hit before `offset`; -1 if there is none."""
         return self.at_or_after(offset) - 1
 
 
@@ -132,7 +132,7 @@ class Scan:
         return False
 
     def _look_at_the_unfinished(self) -> None:
-        """A log may end in the middle of a line, for good when its writer was killed."""
+        """Check the unfinished last line, which may never be finished if its writer was killed."""
         _, end = self._model.extent
         at = self._newer.at
         if (at, end) == self._judged:
@@ -204,7 +204,7 @@ def step_from(hits: Hits, offset: int, forward: bool) -> int | None:
 
 
 def nearest(hits: Hits, offset: int) -> int:
-    """The number of the hit that begins at `offset`, or else the last before it, or the first."""
+    """Return the index of the hit at `offset`, or else the last before it, or the first."""
     number = hits.at_or_after(offset)
     if number < len(hits) and hits[number] == offset:
         return number

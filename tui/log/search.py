@@ -144,7 +144,7 @@ class Finding:
     # -- answers ---------------------------------------------------------------------------
 
     def take(self, answer: Answer) -> None:
-        """An answer, which may come again with more."""
+        """Take an answer; it may be followed by longer ones."""
         name: Name = answer.name  # type: ignore[assignment]  # only we ask
         model = self.reader.model
         if self._numbers.get(name) != answer.number or model is None:
@@ -161,7 +161,7 @@ class Finding:
             self._jump(name, jump)
 
     def _give_up(self, name: Name, problem: str) -> None:
-        """It takes too long to find: look for it no more, and say so."""
+        """Stop a search that takes too long, and say so."""
         self._tell(problem)
         if name == "filter" or self.filter.pattern:
             self.show_only(Filter(least=self.filter.least))

@@ -137,7 +137,7 @@ class Watch:
             post(Looked(Change.NOTHING, added))
 
     def _look_through(self, post: Callable[[Looked | Answer], None]) -> bool:
-        """Return a little of what is asked for; whether there is more to do."""
+        """Work on each question for a short time; return whether there is more to do."""
         with self._lock:
             questions = dict(self._questions)
         more = False

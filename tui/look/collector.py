@@ -148,7 +148,7 @@ class Collector:
     # -- inside ----------------------------------------------------------------------------
 
     def _chosen(self, jobs: Sequence[Job]) -> int | None:
-        """Return the selected job; the first one while nothing is selected."""
+        """Return the selected job; the first one if none is selected."""
         if self.selected in self._ids:
             return self.selected
         return jobs[0].id if jobs else None
@@ -156,7 +156,7 @@ class Collector:
     def _look_at(
         self, jobs: Sequence[Job], gpus: Sequence[Gpu], chosen: int | None, problems: list[str]
     ) -> None:
-        """Views of all jobs; of very many that rest only those are made again that may change."""
+        """Update the views of all jobs; if very many are idle, only views that may have changed."""
         if self._moving is None or chosen != self._shown:
             views = [self._try_view(job, gpus, chosen == job.id, problems) for job in jobs]
             self._views = tuple(views)
@@ -187,7 +187,7 @@ class Collector:
     def _try_view(
         self, job: Job, gpus: Sequence[Gpu], chosen: bool, problems: list[str]
     ) -> JobView:
-        """A job whose files cannot be read is shown all the same, as the database knows it."""
+        """View a job; if its files cannot be read, view it as the database knows it."""
         try:
             return self._view(job, gpus, chosen)
         except Exception as error:
@@ -222,7 +222,7 @@ class Collector:
         return view
 
     def _follow(self, job: Job) -> EventLog:
-        """Return the events of a job; a long log is read in several looks."""
+        """Read a job's new events; a long log takes several refreshes."""
         log = self._logs.get(job.id)
         if log is None:
             log = self._logs[job.id] = EventLog(job.run_dir.events)

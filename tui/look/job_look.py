@@ -174,7 +174,7 @@ class Looker:
         return read_failure(self._job.run_dir) or diagnose(self._job.run_dir, None)
 
     def _prediction(self) -> Predicted | None:
-        """It may come while the job runs, and again for another attempt."""
+        """Read the prediction, which may appear while the job runs and change with an attempt."""
         try:
             changed = kept_prediction.path_of(self._job.run_dir).stat().st_mtime_ns
         except OSError:

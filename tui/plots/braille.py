@@ -55,7 +55,7 @@ class Canvas:
             self._glyphs[line, column] = Span(text, role)
 
     def upright(self, x: int, role: str) -> None:
-        """A line from top to bottom, behind everything."""
+        """Draw a vertical line, behind everything."""
         column = x // ACROSS
         for line in range(self.lines):
             if not self._cells[line][column][0] and (line, column) not in self._glyphs:

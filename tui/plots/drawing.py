@@ -153,7 +153,7 @@ def curves_of(values: Values, choices: Choices, measure: Measure) -> list[Curve]
 
 
 def legend(values: Values, choices: Choices, width: int) -> list[Row]:
-    """A row for each run: its glyph, its name, its values at the cursor or its newest ones."""
+    """Return a row for each run: glyph, name, and its values at the cursor or the newest ones."""
     rows: list[Row] = []
     names = max((len(f"{run.job} {run.name}") for run in values.runs), default=0)
     names = min(names, max(8, width // 3))
@@ -167,7 +167,7 @@ def legend(values: Values, choices: Choices, width: int) -> list[Row]:
 
 
 def reading(values: Values, choices: Choices, run: int) -> str:
-    """Return the values of a run at the cursor, or its newest ones."""
+    """Format the values of a run at the cursor, or its newest ones."""
     texts = []
     for measure in choices.shown:
         series = values.of(run, measure, choices.by_time)
@@ -216,7 +216,7 @@ def settings(values: Values, choices: Choices) -> str:
 
 
 def zoomed(choices: Choices, whole: tuple[float, float], factor: float) -> Choices:
-    """Return the same with `factor` times the part of the axis, around the cursor or the middle."""
+    """Scale the visible part of the axis by `factor`, around the cursor or the middle."""
     first, last = choices.extent or whole
     if choices.cursor is not None and first <= choices.cursor <= last:
         centre = choices.cursor
@@ -230,7 +230,7 @@ def zoomed(choices: Choices, whole: tuple[float, float], factor: float) -> Choic
 
 
 def panned(choices: Choices, whole: tuple[float, float], by: float) -> Choices:
-    """Return the same with another part of the axis, `by` times its length further on."""
+    """Shift the visible part of the axis by `by` times its length."""
     first, last = choices.extent or whole
     if choices.extent is None:
         return choices
@@ -244,7 +244,7 @@ def _held(choices: Choices, whole: tuple[float, float], first: float, size: floa
 
 
 def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
-    """Return the measures and their keys, the shown one marked by brackets too."""
+    """Return the measures and their keys; the shown one is also marked by brackets."""
     tabs: list[Span] = []
     short = sum(len(measure.title) + 5 for measure in MEASURES) + 8 > width
     names = {
@@ -274,7 +274,7 @@ def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
 
 
 def _charts(values: Values, choices: Choices, view: View, width: int, height: int) -> list[Row]:
-    """Return a small chart of each measure that has values, some beside each other."""
+    """Draw a small chart of each measure that has values, some side by side."""
     runs = range(len(values.runs))
     some = [m for m in MEASURES if any(values.of(run, m, choices.by_time).ys for run in runs)]
     beside = 3 if width >= _THREE_BESIDE else 2 if width >= _TWO_BESIDE else 1

@@ -75,9 +75,9 @@ def as_csv(values: Values, choices: Choices) -> str:
 
 
 def as_text(values: Values, choices: Choices) -> str:
-    """Return the values at the cursor, or the newest ones.
+    """Return the values at the cursor, or the newest ones, as text.
 
-    A line a run and measure, tabs between.
+    There is a line for each run and measure, with tabs between columns.
     """
     lines = []
     for number, run in enumerate(values.runs):

@@ -88,12 +88,12 @@ class Series:
     steps: Sequence[int]
 
     def at(self, x: float) -> int | None:
-        """Return the number of the value nearest to a place on the axis."""
+        """Return the index of the value nearest to a place on the axis."""
         return nearest(self.xs, x) if self.xs else None
 
 
 def nearest(places: Sequence[float], x: float) -> int:
-    """Return the number of the place nearest to `x`; there is one at least, and they ascend."""
+    """Return the index of the place nearest to `x`; `places` is ascending and not empty."""
     right = bisect_left(places, x)
     if right == len(places):
         return right - 1
@@ -124,12 +124,12 @@ def series_of(run: Run, measure: Measure, *, by_time: bool) -> Series:
 
 
 def _ascending(xs: Sequence[float]) -> Sequence[float]:
-    """Return times as they would be if nobody had set the clock back."""
+    """Raise times after a clock that was set back, so that they never decrease."""
     highest = -math.inf
     mended = [highest := max(highest, x) for x in xs]
     return xs if mended == xs else mended
 
 
 def place(x: float, *, by_time: bool) -> str:
-    """Return a place on the axis, for people."""
+    """Format a place on the axis."""
     return duration(x) if by_time else f"{round(x)}"

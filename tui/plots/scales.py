@@ -73,7 +73,7 @@ def nice_scale(low: float, high: float, most: int) -> Scale:
 
 
 def log_scale(low: float, high: float, most: int) -> Scale:
-    """Return the same with exponents; `low` is more than zero."""
+    """Return a logarithmic scale; `low` is more than zero."""
     first, last = math.log10(low), math.log10(high)
     if last - first < 1e-6:
         first, last = first - 0.05, last + 0.05
@@ -96,7 +96,7 @@ def log_scale(low: float, high: float, most: int) -> Scale:
 
 
 def labels_of(ticks: Sequence[float], digits: int) -> tuple[str, ...]:
-    """Return the numbers as they stand at the axis, all with as many digits."""
+    """Format the numbers of an axis, all with the same number of digits."""
     labels = tuple(f"{tick:.{digits}f}" for tick in ticks)
     if max(map(len, labels), default=0) > _MAX_LABEL:
         return tuple(f"{tick:.1e}".replace("e-0", "e-").replace("e+0", "e") for tick in ticks)

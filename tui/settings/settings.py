@@ -211,7 +211,7 @@ def _in_words(key: str, error: ErrorDetails) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as it is written in the file."""
+    """Format a value as in the settings file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):

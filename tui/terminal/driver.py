@@ -98,7 +98,7 @@ class GovernedDriver(LinuxDriver):
         self._cells.forget()
 
     def resized(self) -> None:
-        """The terminal has another size; its cells may have moved, and a person waits for it."""
+        """Handle a new terminal size: cells may have moved, and the user waits for the redraw."""
         self.forget()
         self._budget.asked_at = time.monotonic()
         self._look()
@@ -124,7 +124,7 @@ class GovernedDriver(LinuxDriver):
         super().process_message(message)
 
     def _shortened(self, data: str) -> str:
-        """Return what of it is to be sent now."""
+        """Return the part of the data to send now."""
         if data == SYNC_START:
             self._before_picture = data
             return ""
@@ -142,7 +142,7 @@ class GovernedDriver(LinuxDriver):
         return ""
 
     def _get_terminal_size(self) -> tuple[int, int]:
-        """The terminal's own word. Textual asks COLUMNS and LINES first, which never change."""
+        """Ask the terminal for its size. Textual prefers COLUMNS and LINES, which never change."""
         with suppress(OSError):
             size = os.get_terminal_size(self.fileno)
             if all(size):  # a container's terminal has none at first
@@ -186,7 +186,7 @@ class GovernedDriver(LinuxDriver):
 
 
 def writable(text: str) -> str:
-    """Return the text as UTF-8 can have it; names of files may hold bytes that are none. Pure."""
+    """Return the text in valid UTF-8: file names may contain other bytes. Pure."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 

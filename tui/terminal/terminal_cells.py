@@ -147,7 +147,7 @@ class TerminalCells:
 
 
 def _near(cells: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of cells that are written together; there is at least one."""
+    """Yield the first and last cell of each group that is written at once; `cells` is not empty."""
     first = last = cells[0]
     for cell in cells:
         if cell - last > _NEAR:
@@ -159,7 +159,7 @@ def _near(cells: list[int]) -> Iterator[tuple[int, int]]:
 
 @lru_cache(4096)
 def change_of_style(before: str, after: str) -> str:
-    """The codes that lead from one style to another, both SGR parameters from a reset. Pure."""
+    """Return the codes that change one style to another, both SGR parameters from a reset. Pure."""
     if not after:
         return "\x1b[m"
     was, now = _parts(before), _parts(after)
@@ -170,9 +170,9 @@ def change_of_style(before: str, after: str) -> str:
 
 
 def _parts(style: str) -> dict[str, str] | None:
-    """Return what a style sets, by kind.
+    """Parse a style into its parts, by kind.
 
-    Text colour, background, each attribute. None if not sure.
+    Text colour, background, each attribute. None if unsure.
     """
     codes = style.split(";") if style else []
     parts: dict[str, str] = {}

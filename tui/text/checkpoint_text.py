@@ -90,7 +90,7 @@ def resume_question(plan: Plan) -> tuple[str, str]:
 
 
 def resumed(job: Job) -> str:
-    """Return what came of it."""
+    """Say which job was resumed, and its state."""
     return f"job {job.id} is {job.state}: {job.reason}"
 
 

@@ -26,7 +26,7 @@ _BAR: Final = 16  # columns
 
 
 def data_text(report: Mapping[str, Any], *, width: int = 80, every_file: bool = False) -> str:
-    """Return the whole report.
+    """Format the complete report.
 
     Args:
         report: The report.

@@ -66,7 +66,7 @@ def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
 
 
 def phases_text(predicted: Predicted) -> str:
-    """Return the phases with what they are made of, in GiB."""
+    """Format the phases with their parts, in GiB."""
     head = ("phase (GiB)", "peak", *_PARTS)
     rows = [
         (
@@ -86,7 +86,7 @@ def phases_text(predicted: Predicted) -> str:
 
 
 def steps_text(steps: Sequence[Step]) -> str:
-    """Return the ladder, each step with what it changes."""
+    """Format the ladder: each step with its changes."""
     lines = []
     for number, step in enumerate(steps, 1):
         changed = ", ".join(f"{key}: {word(value)}" for key, value in step.changes.items())
@@ -99,7 +99,7 @@ def steps_text(steps: Sequence[Step]) -> str:
 
 
 def word(value: Any) -> str:
-    """Return a value as a job file has it."""
+    """Format a value as in a job file."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -167,12 +167,12 @@ def measured_text(measured: Measured, compared: Sequence[Compared]) -> str:
 
 
 def paragraph(text: str, width: int) -> str:
-    """Return a note, wrapped."""
+    """Wrap a note, with a bullet."""
     return textwrap.fill(text, width, initial_indent="- ", subsequent_indent="  ")
 
 
 def nodes_text(moves: Sequence[Across], gigabits: float, step: float | None) -> str:
-    """Return what several machines move in a step, and whether they are faster than move."""
+    """Format the traffic of several machines per step, and whether they are faster than one."""
     rows = []
     for move in moves:
         if step is None:

@@ -27,7 +27,7 @@ Row = tuple[Span, ...]
 
 
 def state_text(state: str, reason: str) -> str:
-    """Return a job's state and why; a reason that begins with the state says both."""
+    """Return a job's state and its reason; a reason that begins with the state stands alone."""
     if not reason:
         return str(state)
     return reason if reason.split()[:1] == [state] else f"{state}: {reason}"
@@ -64,7 +64,7 @@ def spent(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A loss or a rate in about `digits` significant digits, never longer than eight characters."""
+    """Format a loss or a rate with about `digits` significant digits, at most eight characters."""
     if value is None:
         return MISSING
     if math.isnan(value):
@@ -99,7 +99,7 @@ def percent(value: float | None) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """The text in at most `width` cells, its end replaced by `…` when something is missing."""
+    """Cut the text to `width` cells; `…` replaces its end if something is missing."""
     if len(text) <= width:
         return text
     return text[: width - 1] + "…" if width > 0 else ""
@@ -119,9 +119,9 @@ def right(text: str, width: int) -> str:
 
 
 def bar(fraction: float | None, width: int, role: str = "bar") -> Row:
-    """Return a bar of `width` cells in half-cell steps.
+    """Draw a bar of `width` cells in half-cell steps.
 
-    The shape says it too, not only the colour.
+    Its shape shows the value too, not only its colour.
     """
     if width <= 0:
         return ()
@@ -139,9 +139,9 @@ _HEIGHTS: Final = "▁▂▃▄▅▆▇██"  # by eighths, of which a hundre
 
 
 def sparkline(shares: Sequence[float | None], width: int) -> str:
-    """Return the newest percentages as `width` columns of eight heights.
+    """Draw the newest percentages as `width` columns of eight heights.
 
-    A gap where none is known.
+    An unknown value is a gap.
     """
     newest = shares[len(shares) - width :] if len(shares) > width else shares
     marks = [" " if share is None else _HEIGHTS[min(8, int(share * 8 / 100))] for share in newest]

@@ -89,7 +89,7 @@ def describe(job: Mapping[str, Any]) -> str:
 
 
 def batch_line(samples: int, forwards: int | None) -> str:
-    """Return what a step sees: `8 samples per step, 4 forwards on each rank`."""
+    """Describe a step: `8 samples per step, 4 forwards on each rank`."""
     words = f"{samples} sample{'s' * (samples != 1)} per step"
     return f"{words}, {forwards} forwards on each rank" if (forwards or 1) > 1 else words
 
@@ -109,7 +109,7 @@ def slurm_line(facts: Mapping[str, Any]) -> str:
 
 
 def validation_line(measured: Sequence[Sequence[Any]]) -> str:
-    """Return the loss on what is held out, the newest first: `0.231 at step 40; 0.245 at 20`."""
+    """Format the validation losses, the newest first: `0.231 at step 40; 0.245 at 20`."""
     newest, *before = reversed([(number(loss), step) for step, loss in measured])
     return "; ".join(
         [f"{newest[0]} at step {newest[1]}", *(f"{loss} at {step}" for loss, step in before)]
@@ -117,7 +117,7 @@ def validation_line(measured: Sequence[Sequence[Any]]) -> str:
 
 
 def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
-    """Return the most that any rank took in each phase: `load 1.2 GiB · forward 3.4 GiB`."""
+    """Format the peak of any rank in each phase: `load 1.2 GiB · forward 3.4 GiB`."""
     what = "resident" if measure == "rss" else measure
     each = " · ".join(f"{phase} {size(max(ranks))}" for phase, ranks in peaks.items())
     return f"{each} ({what}, peak of any rank)"
@@ -141,7 +141,7 @@ def prediction_lines(
 def memory_table(peaks: Mapping[str, Sequence[int]]) -> str:
     """Return a row for each phase, a column for each rank.
 
-    Of many ranks, the least and the most.
+    If there are many ranks, only the minimum and the maximum.
     """
     ranks = len(next(iter(peaks.values()), ()))
     if ranks <= _MOST_RANK_COLUMNS:

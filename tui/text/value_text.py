@@ -9,7 +9,7 @@ from tui.text.format import MISSING
 
 
 def in_words(value: Any) -> str:
-    """Return a value as it would stand in a job file, on one line."""
+    """Format a value as in a job file, on one line."""
     if value in (None, "", [], {}):
         return MISSING
     if isinstance(value, bool):

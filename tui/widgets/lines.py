@@ -126,7 +126,7 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
     def row_at(self, y: int) -> int:
-        """Return the row that is painted in line `y` of the widget."""
+        """Return the row painted in line `y` of the widget."""
         return y if y < self.fixed else y + self.scroll_offset.y
 
     def is_marked(self, index: int) -> bool:

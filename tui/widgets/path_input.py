@@ -80,9 +80,9 @@ class PathSuggester(Suggester):
 
 
 async def in_daemon(look: Callable[[], Any]) -> Any:
-    """Return the result of a function in a thread that the program's end does not wait for.
+    """Run a function in a daemon thread, which does not delay the program's exit.
 
-    Or None.
+    Return its result, or None.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

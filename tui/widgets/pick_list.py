@@ -39,7 +39,7 @@ class PickList(Lines, can_focus=True):
         raise NotImplementedError
 
     def table(self, width: int) -> Sequence[Row]:
-        """Return the heading, and a row for each; only asked for when there are some."""
+        """Return the heading, and a row for each item; called only if there are items."""
         raise NotImplementedError
 
     def nothing(self) -> Sequence[Row]:
@@ -51,7 +51,7 @@ class PickList(Lines, can_focus=True):
         self.index = index
 
     def pick(self, row: int) -> None:
-        """A row was clicked, or the room below the last one."""
+        """Select a clicked row; below the last one, the last row."""
         self.go(row - self.index)
 
     def go(self, by: int) -> None:

@@ -57,7 +57,7 @@ def fleet(patience: float, as_json: bool) -> int:
 
 
 def _look(machines: Fleet, patience: float) -> tuple[BoxView, ...]:
-    """Return what the machines say of themselves, as soon as all have answered or failed."""
+    """Query all machines; returns as soon as all have answered or failed."""
     watch, done = FleetWatch(machines), threading.Event()
 
     def publish(views: tuple[BoxView, ...]) -> None:

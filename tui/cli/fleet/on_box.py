@@ -123,7 +123,7 @@ def _not_sent(local: str, words: Sequence[str]) -> UserError:
 
 
 def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
-    """Return the word that would be read as a file there, and names one here; "" if none does."""
+    """Return the word that would be read as a file there but names a file here; "" if none."""
     while isinstance(command, click.Group):
         at = next((at for at, word in enumerate(words) if at and word in command.commands), 0)
         command, words = (command.commands[words[at]], words[at:]) if at else (None, words)
@@ -143,7 +143,7 @@ def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
 
 
 def _others(command: click.Command, words: Sequence[str]) -> list[str]:
-    """Return what of the words are no options of the command and no keys of a job."""
+    """Return the words that are neither options of the command nor keys of a job."""
     try:
         context = command.make_context(words[0], list(words[1:]))
         return parse_flags(context.params.get("words", ()))[1]

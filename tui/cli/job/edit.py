@@ -116,7 +116,7 @@ def _draft(job: Job, before: JobSpec) -> Path:
 
 
 def _from_editor(path: Path) -> JobSpec | None:
-    """Return what the person makes of a job file; None when it stays as it is.
+    """Let the user edit a job file; None if it was not changed.
 
     Raises:
         UserError: What was written describes no job; it is kept.

@@ -105,7 +105,7 @@ class _Tail:
         sys.stdout.flush()
 
     def _notice_cut(self, log: int) -> None:
-        """A log that has something else where it was read last was cut, or begins again."""
+        """Detect that a log was cut or restarted: it changed where it was last read."""
         size = len(self._last)
         if self._offset and os.pread(log, size, self._offset - size) == self._last:
             return

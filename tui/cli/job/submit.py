@@ -90,7 +90,7 @@ def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
 
 @contextlib.contextmanager
 def _looked_at() -> Iterator[Store]:
-    """The jobs, for who changes nothing: where there are none yet, no database is made for it."""
+    """Open the store for reading; where there is no database yet, none is created."""
     if (state_home() / "jobs.db").exists():
         yield Store()
         return

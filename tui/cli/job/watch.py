@@ -90,7 +90,7 @@ def watch_machine(store: Store, every: float) -> None:
 
 
 def brief_gpu(gpu: Gpu, claims: Mapping[str, int]) -> dict[str, Any]:
-    """Return what a fleet shows of a GPU; memory in steps of 64 MiB, since each change is sent."""
+    """Return a GPU's values that a fleet shows; memory is in 64 MiB steps to send fewer changes."""
     used = gpu.memory_used
     return {
         "gpu": gpu.index,
@@ -112,7 +112,7 @@ def look(store: Store) -> list[dict[str, Any]]:
 
 
 def changed_objects(rows: Sequence[Mapping[str, Any]], seen: dict[int, str]) -> Iterator[str]:
-    """Yield the objects that are not as they were `seen`, which is brought up to date."""
+    """Yield the objects that differ from `seen`, and update `seen`."""
     for row in rows:
         if seen.get(row["id"]) != (text := json.dumps(row)):
             seen[row["id"]] = text
@@ -125,7 +125,7 @@ def changed_objects(rows: Sequence[Mapping[str, Any]], seen: dict[int, str]) -> 
 def changed_sentences(
     rows: Sequence[Mapping[str, Any]], seen: dict[int, str], *, first: bool
 ) -> Iterator[str]:
-    """Yield the sentences that are not as they were `seen`, which is brought up to date.
+    """Yield the sentences that differ from `seen`, and update `seen`.
 
     Args:
         rows: Jobs, the oldest first.
@@ -152,7 +152,7 @@ def changed_sentences(
 
 
 def sentence(row: Mapping[str, Any]) -> str:
-    """Return a job in words: `job 3 cats is running on GPU 0: step 40 of 200, loss 0.412`."""
+    """Describe a job: `job 3 cats is running on GPU 0: step 40 of 200, loss 0.412`."""
     state = str(row["state"])
     parts = [f"job {row['id']} {row['name']} is {state}"]
     if row["gpus"] and state not in _ENDED:

@@ -132,7 +132,7 @@ def style(environ: Mapping[str, str], *, tty: bool) -> Style:
 
 
 def lines(finding: Finding, look: Style, *, first: bool = False) -> Iterator[str]:
-    """Yield a finding as text, under its heading if it is the first of its group. Pure."""
+    """Yield the lines of a finding, after a heading if it is the first of its group. Pure."""
     if first:
         yield ""
         yield click.style(finding.group, bold=True) if look.colour else finding.group

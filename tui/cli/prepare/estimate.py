@@ -134,9 +134,9 @@ def estimate_job(
 
 
 def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: int | None) -> Estimate:
-    """Return the job on its own ranks.
+    """Estimate the job on its own number of ranks.
 
-    If it names none, on the fewest of these on which it fits.
+    If it does not set one, estimate it on the fewest of these on which it fits.
     """
     asks = spec.launcher == "slurm" and card is None
     cards = cards_of(spec, ask_partitions()) if asks else UNKNOWN_CARDS
@@ -192,7 +192,7 @@ def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None])
 
 
 def _across(asked: Estimate, nodes: Sequence[int], gigabits: float) -> list[Across]:
-    """Return what crosses the network between machines, for each strategy."""
+    """Compute the traffic between machines for each strategy."""
     several = [count for count in nodes if count > 1]
     predicted = asked.predict("single", 1) if several else None
     if not isinstance(predicted, Predicted):
@@ -228,7 +228,7 @@ def _on_nodes(row: Across, gigabits: float, step: float | None) -> dict[str, Any
 
 
 def _rooms(asked: Estimate) -> list[Room]:
-    """Return the kinds of GPU to hold it against: this machine's, and those that people have."""
+    """Return the kinds of GPU to compare with: this machine's, and common ones."""
     if not asked.place.on_gpus:
         return list(asked.place.rooms)
     if not asked.place.here:

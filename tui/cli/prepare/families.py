@@ -84,13 +84,13 @@ def table(chosen: list[Family]) -> str:
 
 
 def _smallest(family: Family, kind: str) -> str:
-    """Return the smallest number of each card that does for the first flavour: `1, 1, 1`."""
+    """Return the smallest sufficient number of each card for the first flavour: `1, 1, 1`."""
     counts = read_smallest().get(family.name, {}).get(kind, {})
     return ", ".join(str(counts.get(str(card)) or "–") for card in IN_TABLES)
 
 
 def _paragraph(family: Family) -> str:
-    """Return a family in a few lines."""
+    """Describe a family in a few lines."""
     width = max((len(name) for name in family.flavours), default=0)
     kind = ", videos" if family.frame_step else ""
     lines = [f"{family.name}  {family.title}{kind}"]

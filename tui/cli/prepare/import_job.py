@@ -152,7 +152,7 @@ def _write(output: Path, text: str, force: bool, source: Path | None) -> None:
 
 
 def _report(imported: Imported, output: Path | None) -> str:
-    """Return the report as text; what needs a person's eye comes last."""
+    """Format the report as text; entries that the user should check come last."""
     report = imported.report
     lines = [f"{imported.source} ({imported.tool}) → {output or 'a job'}"]
     for kind in _DETAILED:

@@ -59,7 +59,7 @@ def gpus_rows(snapshot: Snapshot, width: int, height: int, selected: int | None)
 def _graphs(
     busy: Sequence[int | None], filled: Sequence[int | None], width: int, lines: int
 ) -> list[Row]:
-    """What part of its time a GPU computed on the left, of its memory was in use on the right."""
+    """Draw a GPU's utilization on the left, and its memory in use on the right."""
     left, right, cells = _USE, _MEMORY, graph_cells(width)
     rows: list[Row] = []
     both = zip(graph(busy, cells, lines), graph(filled, cells, lines), strict=True)

@@ -87,7 +87,7 @@ class GpusScreen(Screen[None]):
         self.panel.scroll_relative(y=lines, animate=False)
 
     def action_press(self, key: str) -> None:
-        """An entry of the key line was clicked."""
+        """Press the key of a clicked entry in the key line."""
         self.app.simulate_key(key)
 
     def action_switch_theme(self) -> None:

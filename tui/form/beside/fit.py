@@ -184,7 +184,7 @@ class FitBars(Static):
         self._show(Content("\n").join(lines))
 
     def _show(self, text: Content) -> None:
-        """Compared before it is written: Textual repaints what it is given."""
+        """Update the text if it changed: Textual repaints at every update."""
         if self.content != text:
             self.update(text)
         self.set_class(bool(text.plain), "-shown")
@@ -241,7 +241,7 @@ def look(
 
 
 def _faster(asked: Estimate, strategy: str) -> str:
-    """A strategy that moves less between the GPUs, if the job shards though it would fit whole."""
+    """Suggest a strategy with less traffic between GPUs, if the job shards but need not."""
     ranks = world_size(asked.spec)
     if (
         strategy not in SHARDING
@@ -254,7 +254,7 @@ def _faster(asked: Estimate, strategy: str) -> str:
 
 
 def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:
-    """Return a name and a fit for each GPU; those that are alike share one."""
+    """Return a label and a fit for each GPU; equal GPUs share one."""
     own, place = asked.own, asked.place
     assert not isinstance(own, Refused)
     if not place.on_gpus:
@@ -287,7 +287,7 @@ def _name(gpus: list[int | None]) -> str:
 
 
 def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:
-    """Return a line for each bar, all bars of one length."""
+    """Return one line for each bar; all bars have the same length."""
     figures = [_figures(fit) for _, fit in bars]
     words = [_verdict(fit) for _, fit in bars]
     beside = max(map(len, figures)) + max(map(len, words)) if bars else 0
@@ -303,7 +303,7 @@ def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:
 
 
 def _bar(fit: Fit, cells: int) -> Content:
-    """Return what is needed at least, at most, what is free, and what others hold."""
+    """Draw a bar: memory surely needed, possibly needed, free, and held by others."""
     colour, total = _COLOURS[fit.verdict], max(1, fit.room.total)
     held = min(cells - 1, round((fit.room.held + fit.room.passing) / total * cells))
     low, high = (min(cells - held, round(n / total * cells)) for n in (fit.low, fit.high))

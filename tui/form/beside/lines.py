@@ -19,6 +19,6 @@ def reveal(place: Static, text: str) -> None:
 
 
 def show(place: Static, text: str) -> None:
-    """Compared before it is written: Textual repaints what it is given."""
+    """Update the text if it changed: Textual repaints at every update."""
     if place.content != text:
         place.update(text)

@@ -29,7 +29,7 @@ def block_rows(
 ) -> list[Row]:
     """Return a heading, and a row for each class.
 
-    Columns that do not fit are dropped from the right.
+    Columns that do not fit are dropped, the rightmost first.
 
     Args:
         classes: In the order of the rows.

@@ -22,9 +22,9 @@ _TITLES: Final = 9  # columns of `converted`, the longest title of a group
 
 
 def bucket_rows(buckets: Sequence[Mapping[str, Any]], width: int) -> list[Row]:
-    """Return a heading and a row for each bucket.
+    """Return a heading, and a row for each bucket.
 
-    Columns that do not fit are dropped from the right.
+    Columns that do not fit are dropped, the rightmost first.
     """
     names = max(6, *(len(bucket_name(bucket)) for bucket in buckets))
     most = max(bucket["samples"] for bucket in buckets)
@@ -68,7 +68,7 @@ def _mark(share: float) -> str:
 
 
 def finding_rows(report: Mapping[str, Any], width: int) -> list[Row]:
-    """Return what is skipped, converted, or unexpected; and each dataset, if there are several."""
+    """Return rows of skipped, converted or unexpected files, and of datasets if several."""
     rows: list[Row] = []
     for group in groups(report):
         own: list[Row] = []
@@ -128,7 +128,7 @@ def _tail_cut(text: str, room: int) -> str:
 
 
 def _head_cut(text: str, room: int) -> str:
-    """Return the end of a path says most."""
+    """Cut a path at its start, since its end is the most telling."""
     while text and cell_len(text) > max(0, room):
         text = "…" + text[2:] if len(text) > 1 else ""
     return text

@@ -81,7 +81,7 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def begin_with(template: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a template's values, and of the form's those that a template leaves to the person."""
+    """Merge a template with those of the form's values that templates do not set."""
     kept = {key: values[key] for key in _NOT_OF_TEMPLATES if values.get(key) not in (None, "")}
     if template.get("datasets"):
         kept.pop("dataset", None)
@@ -94,7 +94,7 @@ def begin_with(template: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
 
 
 def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the form says over what it carries along; blank fields fall to their default."""
+    """Merge the shown values over the form's other values; blank fields use their default."""
     values = {key: value for key, value in base.items() if key not in shown} | dict(shown)
     if base.get("fsdp_enable") is not None and shown.get("strategy") != base.get("strategy"):
         values.pop("fsdp_enable", None)  # the person just chose the strategy by its name
@@ -104,7 +104,7 @@ def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what of the values makes the job, and why the others do not apply.
+    """Return the values that apply to the job, and why the others do not.
 
     A value that does not apply stays in the job while it does no harm, so that a job file comes
     back as it was; it is dropped where it alone would be refused.
@@ -123,7 +123,7 @@ def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
-    """Return the job as far as its values can be read, and the keys of those that cannot."""
+    """Read the job from the valid values, and return the keys of the invalid ones."""
     try:
         return JobSpec.model_validate(dict(values)), set()
     except ValidationError as error:
@@ -136,7 +136,7 @@ def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
 
 
 def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:
-    """What a new number of ranks has changed, and the person has not since, as a sentence."""
+    """Describe what a new number of ranks has changed and the user has not changed since."""
     words = {True: "on", False: "off", None: "auto"}
     listed = ", ".join(f"{label(key)} {words.get(value, value)}" for key, value in changes.items())
     if not listed:
@@ -149,21 +149,21 @@ def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:
 
 
 def defaults_of(family: object, flavour: object) -> dict[str, Any]:
-    """Return what a job of this family and flavour has where it says nothing else."""
+    """Return the defaults of a job of this family and flavour."""
     return JobSpec(model_family=family, model_flavour=flavour).to_dict()
 
 
 def flavours_of(family: object) -> tuple[str, ...]:
-    """Return the published flavours of a family, if it is one."""
+    """Return the published flavours of a family; empty if it is unknown."""
     return tuple(FAMILIES[str(family)].flavours) if family in FAMILIES else ()
 
 
 def adopt(
     values: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what changes with another model.
+    """Return the values that change with another model.
 
-    Values that were the old one's defaults become its own.
+    Values that were the old model's defaults become the new one's.
 
     Args:
         values: By key.
@@ -185,7 +185,7 @@ def carried(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def carried_line(values: Mapping[str, Any]) -> str:
-    """Return what other pages than the first say, in a line; "" where they say nothing."""
+    """Summarize the values on other pages than the first, in a line; "" if none is set."""
     texts = (f"{key}={as_text(key, value)}" for key, value in carried(values).items())
     listed = ", ".join(texts)
     return f"also set: {listed}" if listed else ""
@@ -214,7 +214,7 @@ def non_default(values: Mapping[str, Any]) -> dict[str, Any]:
 def give_back(
     values: Mapping[str, Any], taken: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what the values were without those that were taken; what was typed since stays."""
+    """Restore the values from before `taken`; what was typed since stays."""
     back = {key for key in taken if as_text(key, values.get(key)) == as_text(key, taken[key])}
     kept = {key: value for key, value in values.items() if key not in back}
     return kept | {key: before[key] for key in back if key in before}
@@ -228,7 +228,7 @@ def same(values: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def find_problems(values: Mapping[str, Any]) -> dict[str, Problem]:
-    """Return what is wrong with the values, by field; the key is empty for what belongs to none."""
+    """Find the problems with the values, by field; the key is empty for those of no field."""
     try:
         load_spec(None, values)
     except SpecError as error:
@@ -240,7 +240,7 @@ def find_problems(values: Mapping[str, Any]) -> dict[str, Problem]:
 
 
 def warnings(values: Mapping[str, Any]) -> list[str]:
-    """Return what runs, but not as the person may think; nothing while the values are wrong."""
+    """Return warnings about the values; none while the values are wrong."""
     try:
         return find_warnings(JobSpec.model_validate(dict(values)))
     except ValidationError:
@@ -248,7 +248,7 @@ def warnings(values: Mapping[str, Any]) -> list[str]:
 
 
 def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, str]:
-    """Return what the strategy comes to, as far as it is known before the job starts.
+    """Describe the strategy, as far as it is known before the job starts.
 
     Args:
         values: By key.
@@ -314,7 +314,7 @@ def names_hub(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def doubt_of(name: str, values: Mapping[str, Any]) -> str:
-    """Return what to ask about before a job on this path is queued, or ""; reads the disk."""
+    """Return a question to ask before a job on this path is queued, or ""; reads the disk."""
     text = str(values.get(name) or "")
     if name != "dataset" or not text:
         return ""
@@ -325,7 +325,7 @@ def doubt_of(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
-    """Return a job on a model or dataset at this path, for looks at it alone."""
+    """Return a job on a model or dataset at this path, for inspecting that path only."""
     return JobSpec.model_validate(
         {
             "pretrained_model_name_or_path": text,

@@ -184,6 +184,6 @@ def _hub_ids() -> list[str]:
 
 
 def _yes_or_no(value: bool | int) -> list[tuple[str, bool | int]]:
-    """Return what a switch offers, and the number that a job file gave it, if it may be one."""
+    """Return a switch's options, and the number that a job file set, if it is one."""
     numbers = [(str(value), value)] if type(value) is int else []
     return [("yes", True), ("no", False), *numbers]

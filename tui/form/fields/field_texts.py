@@ -30,12 +30,12 @@ def help_text(name: str) -> str:
 
 
 def placeholder(name: str) -> str:
-    """Return what stands in an input while it is blank: the default, or what may be typed."""
+    """Return the placeholder of an input: the default, or a format to type."""
     return key_facts(name).blank or as_text(name, JobSpec.model_fields[name].default)
 
 
 def model_hint(family: object, flavour: object) -> str:
-    """Return what stands in the model's input while it is blank: where this one is published."""
+    """Return the placeholder of the model's input: the id under which this one is published."""
     flavours = FAMILIES[str(family)].flavours if family in FAMILIES else {}
     shown = flavours.get(str(flavour)) or next(iter(flavours.values()), None)
     return f"folder, or {shown.hub_id}" if shown is not None else "folder, or hub id"
@@ -66,7 +66,7 @@ def as_text(name: str, value: Any) -> str:
 
 
 def _nice(name: str, value: Any) -> str:
-    """Return a list as people write it, if it is one of words."""
+    """Format a list of words as people write it."""
     if name == "datasets":
         return ", ".join(map(_dataset, value))
     if name == "accelerate_extra_args":
@@ -97,8 +97,9 @@ def _dataset(dataset: Any) -> str:
 
 
 def _prompt(entry: str | Mapping[str, Any]) -> str:
-    """A prompt as one line, without the separator; with its settings, or where a text would not
-    come back as it is, as a mapping.
+    """Format a prompt as one line, without the separator.
+
+    With its settings, or if plain text would not be read back the same, it is a mapping.
     """
     if isinstance(entry, str):
         if entry.isprintable() and entry == entry.strip() != "" and "|" not in entry:
@@ -108,7 +109,7 @@ def _prompt(entry: str | Mapping[str, Any]) -> str:
 
 
 def from_text(name: str, text: str) -> Any:
-    """Return what an input says; None when it is blank, which means the default."""
+    """Parse the text of an input; None if it is blank, which means the default."""
     text = text.strip()
     if not text:
         return None
@@ -125,7 +126,7 @@ def from_text(name: str, text: str) -> Any:
 
 
 def leaving(queueing: bool) -> str:
-    """Return what becomes of what was typed when the form is left."""
+    """Describe what happens to unsaved input if the form is left."""
     if queueing:
         return "The job is being queued; leaving does not stop that."
     return "Your changes will be lost. ^s saves a job file, ^t a template."

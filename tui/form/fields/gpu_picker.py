@@ -161,7 +161,7 @@ class GpuPicker(Static, can_focus=True):
         return f"[@click=turn({gpu.index})][{style}]{escape(text)}[/][/]", len(text)
 
     def _tail(self) -> str:
-        """Return what the choice comes to."""
+        """Summarize the choice."""
         if isinstance(self._given, int):
             return f"any {self._given} free GPUs"
         if self._given is not None:

@@ -104,5 +104,5 @@ def first_of(names: Collection[str]) -> str:
 
 
 def label(name: str) -> str:
-    """Return what a field is called: in words, on every page; its key stands in its help."""
+    """Return a field's label on every page; its key is in its help."""
     return key_facts(name).label or " ".join(_CASED.get(word, word) for word in name.split("_"))

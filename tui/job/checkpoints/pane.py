@@ -199,7 +199,7 @@ class CheckpointsPane(Pane, can_focus=True):
         self._put("about", about(checkpoint, self.panel.listed) if checkpoint is not None else "")
 
     def _show_work(self) -> None:
-        """What is under way."""
+        """Show the work in progress."""
         width = self.status.content_size.width
         export = self.app.dashboard.exports.running.get(self.job.id)
         rows = []

@@ -190,9 +190,9 @@ class ConfigPane(TextPane):
 
 
 def read_config(job: Job) -> Config:
-    """Return the job file in both lengths, and the command.
+    """Read the job file in its short and full form, and the command.
 
-    The file as it is where it cannot be used.
+    An unusable file is shown unchanged.
     """
     try:
         text = job.run_dir.job_file.read_text(encoding="utf-8")

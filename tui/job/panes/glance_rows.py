@@ -175,7 +175,7 @@ def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
 
 
 def failed_rank(look: Look) -> int | None:
-    """Return the rank that failed first; None where none left a word."""
+    """Return the rank that failed first; None if no rank reported an error."""
     failed = causes_of(look.errors) or look.errors
     return int(failed[0]["rank"]) if failed else None
 

@@ -68,7 +68,7 @@ class NewestSamples(Vertical):
         Loading(self, _LONGEST).want(shown)
 
     def on_loaded(self, message: Loaded) -> None:
-        """An image is decoded, or cannot be."""
+        """Show an image once it is decoded, or say that it cannot be."""
         message.stop()
         for sample, picture in zip(self._shown, self._pictures, strict=True):
             if sample == message.sample and picture.is_mounted:

@@ -141,12 +141,12 @@ class OverviewPane(Pane):
         self.fill()
 
     async def action_read_log(self) -> None:
-        """The log of the rank that failed; of the first one where none has."""
+        """Open the log of the failed rank, or of the first rank if none has failed."""
         if self.look is not None:
             await self.screen.run_action(f"show_log({failed_rank(self.look) or 0})")
 
     def action_edit_job(self) -> None:
-        """The form is the dashboard's; it comes back to this screen."""
+        """Open the dashboard's form; closing it returns to this screen."""
         from tui.form.opening import open_edit
 
         if self.look is not None:

@@ -114,7 +114,7 @@ def _memory(look: Look) -> list[Row]:
 
 
 def _predicted(look: Look) -> list[Row]:
-    """Return what was predicted of a rank before it ran, beside what has been measured."""
+    """Return rows that compare a rank's predicted memory with what has been measured."""
     if look.predicted is None:
         return []
     peaks, measure = peaks_of(look)

@@ -53,7 +53,7 @@ class Table:
         )
 
     def at(self, place: Place) -> Sample | None:
-        """Return the sample at a place, if there is one."""
+        """Return the sample at a cell, if there is one."""
         if not (0 <= place.row < len(self.prompts) and 0 <= place.column < len(self.steps)):
             return None
         return self.samples.get((self.prompts[place.row], self.steps[place.column]))
@@ -74,7 +74,7 @@ class Table:
         return f"prompt {number}"
 
     def clamp(self, place: Place) -> Place:
-        """Return the nearest place that is in the table."""
+        """Return the nearest cell of the table."""
         return Place(
             max(0, min(place.row, len(self.prompts) - 1)),
             max(0, min(place.column, len(self.steps) - 1)),
@@ -97,7 +97,7 @@ def shape_of(table: Table, width: int, height: int, zoom: int) -> Shape:
 
 
 def window(first: int, shown: int, chosen: int, count: int) -> int:
-    """Return the first of those shown, moved as little as it takes to show the chosen one."""
+    """Return the first visible row, scrolled as little as needed to show the chosen one."""
     if chosen < first:
         first = chosen
     if chosen >= first + shown:

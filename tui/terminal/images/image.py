@@ -70,7 +70,7 @@ class Picture(Container):
         self._fit()
 
     def _fit(self) -> None:
-        """The library's widgets fill what they are given, whatever the image's shape."""
+        """Fit the image to the widget: the library's widgets stretch images to their own size."""
         image, (width, height) = self.inner.image, self.size
         if self._blocks or image is None or not width or not height:
             return

@@ -34,7 +34,7 @@ _READERS: Final = 2  # threads; reading and checksums release the GIL
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes in one forward, on its device.
+    """The input of one rank's forward, on its device.
 
     Attributes:
         positions: Places of its samples in the global batch; draws are keyed by them.
@@ -55,7 +55,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a micro-batch was made of, to say what was wrong with it.
+    """The origin of a micro-batch, for error messages.
 
     Attributes:
         names: Of its samples.
@@ -122,7 +122,7 @@ class Loader:
 
     @torch.no_grad()
     def inputs(self, step: int, micros: Sequence[int]) -> list[Inputs]:
-        """Read micro-batches of a step, counted from 0, once more, and look at what they hold.
+        """Read micro-batches of a step, counted from 0, once more, and inspect their contents.
 
         Args:
             step: Any that was trained.
@@ -154,7 +154,7 @@ class Loader:
                 self._ahead[number] = self._threads.submit(self._read, number)
 
     def _pin_ahead(self, step: int, micro: int) -> None:
-        """Begin to put a micro-batch where it can be copied to the device from."""
+        """Start to copy a micro-batch to pinned memory."""
         if (step, micro) not in self._pinned and step in self._ahead:
             read = self._ahead[step]
             self._pinned[step, micro] = self._pinning.submit(self._pin, read, micro)

@@ -111,7 +111,7 @@ class Prepared:
         return shown(sample, view_of(sample, view_number(draw, self.spec), self.spec))
 
     def name_of(self, draw: Draw) -> str:
-        """Return what a person calls the sample of a draw: mostly its file."""
+        """Return the name of a draw's sample for users: mostly its file."""
         return self.index.samples[draw.sample].name
 
     def caption_of(self, draw: Draw) -> Text:
@@ -197,7 +197,7 @@ def prepare(run: RunContext) -> Prepared:
 
 
 def view_number(draw: Draw, spec: DataPlanKeys) -> int:
-    """Which view of its sample a draw looks at."""
+    """Return which view of its sample a draw uses."""
     return nth_variant(count_views(spec), draw.turn, spec.seed, "view", draw.sample)
 
 
@@ -264,7 +264,7 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
     Raises:
         UserError: An image cannot be used.
     """
-    takes = references_of(spec)  # of others, the pipeline resizes what it is given
+    takes = references_of(spec)  # other families' pipelines resize their inputs
     pictures: dict[str, Image] = {}
     for path in {path for request in requests_of(spec) for path in request.conditioning}:
         try:
@@ -318,7 +318,7 @@ def _look(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | None:
 def _tell(
     index: DataIndex, report: DataReport, before: DataIndex | None, telemetry: Telemetry
 ) -> None:
-    """Log what is in the data, and what has changed since the last attempt."""
+    """Log a summary of the data, and what has changed since the last attempt."""
     for line in summary(report):
         telemetry.say(line)
     for skip in index.skipped:

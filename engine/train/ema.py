@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Pair = tuple[torch.Tensor, torch.Tensor]  # an average and its parameter, this rank's parts
 
-_BUCKET: Final = 16 << 20  # numbers; bounds what an update takes beside the average
+_BUCKET: Final = 16 << 20  # elements; bounds the extra memory of an update
 
 
 class Ema:
@@ -47,7 +47,7 @@ class Ema:
 
     @property
     def shadow(self) -> dict[str, torch.Tensor]:
-        """Name → average, of the parameter's own kind, so that a checkpoint saves it alike."""
+        """Return name → average, of the parameter's type, so that checkpoints save both alike."""
         self.catch_up()
         return self._shadow
 
@@ -91,10 +91,10 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this context the model has the averaged weights.
+        """Run with the averaged weights in the model.
 
-        The two are exchanged value by value: nothing is allocated but one tensor at a time, and
-        whoever holds a parameter (optimizer, FSDP) still holds it.
+        Values are exchanged in place: only one tensor is allocated at a time, and the optimizer and
+        FSDP keep their references to the parameters.
         """
         self._exchange()
         try:
@@ -149,7 +149,7 @@ class Follower:
         self._job: Future[None] | None = None
 
     def begin(self, pairs: list[Pair], weight: float, spoilt: torch.Tensor | None) -> None:
-        """Follow what the tensors are when the device is done with what it has been given."""
+        """Follow the tensors' values once the device has finished its queued work."""
         self.finish()
         if not self._buffers:
             most = min(_BUCKET, sum(average.numel() for average, _ in pairs))

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 BUCKET: Final = 8 << 20  # elements; large enough to be sent at full speed
 AT_ONCE: Final = 64  # sharded tensors in one call; see `parts_of`
-UNDER_WAY: Final = 2  # buckets beside the one that is sent next; bounds the extra memory
+UNDER_WAY: Final = 2  # buckets in flight besides the next one; bounds the extra memory
 
 
 class Averager:
     """Replaces gradients by their means over the ranks, while backward still runs.
 
-    FSDP2 averages the gradients of sharded parameters (`DTensor`s). Parameters whole on every rank
-    (DDP, LoRA placed `replicated`) are averaged here, in flat buckets, before clipping and the
-    optimizer step, so that all replicas stay identical. What is in a bucket never changes, so that
-    sums have one order whatever has been trained before; when a bucket is sent does.
+    FSDP2 averages the gradients of sharded parameters (`DTensor`s). Replicated parameters (DDP,
+    LoRA placed `replicated`) are averaged here, in flat buckets, before clipping and the optimizer
+    step, so that all replicas stay identical. A bucket's contents never change, so that sums have
+    one order whatever has been trained before; only the time when it is sent does.
 
     Args:
         parameters: What is trained; the same on every rank, in the same order.
@@ -39,14 +39,14 @@ class Averager:
         # Backward goes through the model from its end.
         self._buckets = list(buckets(plain[::-1]))
         self._place = {p: n for n, bucket in enumerate(self._buckets) for p in bucket}
-        self._order: list[int] = []  # in which buckets are sent; none before it is known
+        self._order: list[int] = []  # in which buckets are sent; empty until it is known
         self._filled: list[int] = []
         self._missing: list[set[torch.nn.Parameter]] = []
         self._sent = 0
         self._under_way: list[tuple[int, torch.Tensor, Any]] = []
 
     def watch(self) -> None:
-        """Be told of gradients as they come."""
+        """Register hooks that are called when gradients are ready."""
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
@@ -56,14 +56,14 @@ class Averager:
         self._filled = []
 
     def finish(self) -> None:
-        """Average what is left; a collective, and so is what it began with."""
+        """Average the remaining gradients, and wait for those under way; a collective."""
         for number in self._order or range(len(self._buckets)):
             if number not in self._order[: self._sent]:
                 self._send(number)
         while self._under_way:
             self._receive()
         if self._missing and not self._order:
-            # As rank 0 saw them: collectives must have one order. What is not used comes last.
+            # Rank 0's order: collectives must have one order. Unused buckets come last.
             filled = self._world.from_main(self._filled)
             rest = [number for number in range(len(self._buckets)) if number not in filled]
             self._order = [*filled, *rest]
@@ -88,7 +88,7 @@ class Averager:
             if parameter.grad is None:  # unused this step here, but perhaps not on other ranks
                 parameter.grad = torch.zeros_like(parameter)
         flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
-        # Gloo has no AVG, so sum and divide everywhere alike.
+        # Gloo has no AVG, so every backend sums and divides.
         work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, async_op=True)
         self._under_way.append((number, flat, work))
         if len(self._under_way) > UNDER_WAY:
@@ -171,7 +171,7 @@ def _norm_of_shards(gradients: Sequence[DTensor]) -> torch.Tensor:
 
 
 def owners_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[Any, ...], list[int]]:
-    """Return a mesh and its dimensions that split tensors → the places of those in the list."""
+    """Return (mesh, dimensions that split tensors) → the indices of these tensors."""
     owners: dict[tuple[Any, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
@@ -181,7 +181,7 @@ def owners_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[Any, ...], list[int
 
 
 def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply plain tensors by a scalar tensor, those of one device and precision at once."""
+    """Multiply plain tensors by a scalar tensor, grouped by device and precision."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)

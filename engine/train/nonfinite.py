@@ -40,7 +40,7 @@ class Judge:
     def reason_to_skip(
         self, step: int, loss: float, norm: float, losses: Sequence[float]
     ) -> str | None:
-        """Return None for a finite step; of another, which ranks and samples it comes from.
+        """Return None for a finite step, or which ranks and samples a non-finite one comes from.
 
         Args:
             step: Counted from 0.

@@ -151,7 +151,7 @@ def _step_in_parts(
     def join(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         pieces = whole.pop()
         for group, parts in pieces:
-            # Schedule-free AdamW counts steps here, for all parts alike.
+            # Schedule-free AdamW counts steps here, the same for all groups.
             group.update(parts[0] | {"params": group["params"]})
         optimizer.param_groups = [group for group, _ in pieces]
 
@@ -277,10 +277,10 @@ def _adamw_8bit(base: Any) -> Any:
             rates = [group["lr"] for group in self.param_groups]
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = torch.tensor(rate, dtype=torch.float32)
-            # Not `device`: FSDP's offload keeps parameters on the CPU beside a GPU.
+            # Not `device`: with FSDP's offload, parameters are on the CPU although there is a GPU.
             on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
             try:
-                # Made only where it is wanted: it takes effect when it is constructed.
+                # Created only if needed: construction alone has an effect.
                 with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
                     loss: float | None = super().step(closure)
             finally:

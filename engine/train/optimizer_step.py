@@ -76,7 +76,7 @@ class StepResult:
 
 
 class _Moment:
-    """A moment: on a GPU, when it is done with what it has been given until now."""
+    """A point in the device's queue: reached when it has done all work queued so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._host = time.perf_counter()
@@ -181,7 +181,7 @@ class Stepper:
         begun, step = time.perf_counter(), self._training.step
         # Its time begins where that of the step before ended, if that one is still computed.
         start = self._given.done if self._given else _Moment(self._world.device)
-        # Dropout inside the model draws from the global generator: keyed like everything else.
+        # Dropout inside the model draws from the global generator; key it like all other draws.
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
@@ -198,9 +198,9 @@ class Stepper:
         if not self._late:
             tell(StepResult(step + 1, *result, rate, time.perf_counter() - begun, waited))
             return
-        numbers = numbers.to("cpu", non_blocking=True)  # pinned memory: nothing waits
+        numbers = numbers.to("cpu", non_blocking=True)  # pinned memory: does not block
         done = _Moment(self._world.device)
-        self._hear(wait=True)  # the step before, so that the device is given no more than two
+        self._hear(wait=True)  # of the previous step: the device has at most two queued
         self._given = _Given(step, numbers, start, done, rate, waited)
 
     def settle(self, tell: Callable[[StepResult], None]) -> None:
@@ -214,7 +214,7 @@ class Stepper:
 
     def last_words(self) -> None:
         """Report the step before the one that failed, if its result is known; does not wait."""
-        with suppress(Exception):  # what has failed is being raised already
+        with suppress(Exception):  # the original error is being raised already
             self._hear(wait=False)
 
     def measures(self) -> bool:
@@ -222,7 +222,7 @@ class Stepper:
         return self._done < _MEASURED_FIRST or self._done % _MEASURED_EVERY == 0
 
     def accumulate(self, step: int) -> tuple[torch.Tensor, float]:
-        """Forward and backward of each micro-batch; gradients are left on the parameters.
+        """Run forward and backward of each micro-batch; gradients are left on the parameters.
 
         FSDP2 reduces and scatters the gradients of each micro-batch, and sums the shards in fp32:
         a rank never holds more of them than its shard and a unit's. Waiting for the last backward
@@ -257,7 +257,7 @@ class Stepper:
                 # `engine.parallel.context_parallel`.
                 whole = loss * self._world.context_size
                 (whole if scaler is None else scaler.scale(whole)).backward()
-            # Copied: even detached, a loss keeps what autograd built for it.
+            # Copied: even detached, a loss keeps its autograd graph alive.
             losses[number - 1].copy_(loss.detach())
         return losses, waited
 

@@ -27,9 +27,9 @@ def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def averaged_in_place(optimizer: Any) -> Iterator[None]:
-    """Within this context the model has the average.
+    """Run with the average in the model.
 
-    The copy takes as much memory as gradients, which there are none of then.
+    The copy takes as much memory as the gradients, which do not exist at that time.
     """
     (group,) = optimizer.param_groups
     parameters = [local_part(parameter.detach()) for parameter in group["params"]]

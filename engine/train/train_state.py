@@ -38,7 +38,7 @@ class TrainState:
     step: int = 0
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Name → parameter of what is trained."""
+        """Return name → trained parameter."""
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     @property

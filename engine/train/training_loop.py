@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.train.train_state import TrainState
 
 _COLLECT_EVERY: Final = 50  # steps
-_REPLICAS_EVERY: Final = 200  # steps between comparisons of what is whole on several ranks
+_REPLICAS_EVERY: Final = 200  # steps between comparisons of replicated parameters
 
 
 @dataclass
@@ -139,8 +139,9 @@ class Trainer:
             self.sample()
 
     def save(self, *, last: bool = False) -> None:
-        """Write a checkpoint; a collective. Replicas are compared first: a copy of a wrong one
-        would be worse than none.
+        """Write a checkpoint; a collective.
+
+        Replicas are compared first: a copy of a wrong one would be worse than none.
         """
         self.settle()
         check_replicas(self.training.trained(), self.run.world)
@@ -160,13 +161,13 @@ class Trainer:
         self.run.telemetry.emit(Sample(step, str(target), files))
 
     def sample_now(self) -> None:
-        """Do what was asked for, or say why it cannot be done; a collective."""
+        """Sample on request; warn if there are no prompts. A collective."""
         if not self.run.spec.validation_prompts:
             self.run.telemetry.warn("nothing to sample: the job has no validation_prompts")
         self.sample()
 
     def validate(self) -> None:
-        """Measure the loss on what is held out, if anything is; a collective."""
+        """Measure the validation loss, if there are held-out samples; a collective."""
         if not self.data.held:
             return
         self.settle()

@@ -58,7 +58,7 @@ class Measured:
 
 
 class Batch(NamedTuple):
-    """What is computed in one forward: samples of one bucket, at one level, by their numbers."""
+    """The input of one forward: indices of samples of one bucket, at one level."""
 
     samples: tuple[int, ...]
     level: int
@@ -91,8 +91,8 @@ class ValidationLoss:
         begun = time.perf_counter()
         batches = batches_of(self.data.held, self.run.spec)
         each = forwards_each(len(batches), self.run.world.data_size)
-        # Every error has one place and is written by one rank, the others have 0 there: their sum
-        # is exact, and what is computed only to keep step has no weight.
+        # Each error has one slot, which one rank writes and all others leave at 0, so their sum
+        # is exact, and forwards that only keep ranks in step have no weight.
         shape = (len(self.data.held), self.run.spec.validation_timesteps)
         errors = torch.zeros(shape, dtype=torch.float64)
         was_training = model.training

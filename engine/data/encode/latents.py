@@ -217,7 +217,7 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _check(name: str, digest: str, seen: str) -> None:
-    # Else latents of one content would lie under the name of another.
+    # Otherwise latents of one content would be stored under another's name.
     if digest != seen:
         raise UserError(f"{name} changed while the job was preparing its data", "resume the job")
 
@@ -238,7 +238,7 @@ def _encode(family: Family, vae: Any, pixels: torch.Tensor, name: str) -> torch.
 
 
 def _read_ahead(keys: Iterator[str], load: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Load in threads, a few ahead of whoever takes what was loaded."""
+    """Load in threads, a few items ahead of the consumer."""
     waiting: list[tuple[str, Future[torch.Tensor | None]]] = []
     with ThreadPoolExecutor(_READERS) as pool:
         try:

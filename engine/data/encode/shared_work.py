@@ -58,8 +58,8 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
 def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[Iterator[str]]:
     """Yield this rank's pieces of the work; the next free rank takes the next piece.
 
-    When the rank sees a wish to stop there are no more, and no more in the piece that it has. The
-    next meeting is then where all leave.
+    Once the rank sees a request to stop, there are no more pieces, nor items in its current piece.
+    All ranks leave at the next barrier.
     """
     for number, start in enumerate(range(0, len(items), size)):
         if team.wants_stop():

@@ -32,9 +32,9 @@ _SCHEMA: Final = 2
 _SAMPLED_BLOCKS: Final = 64
 _BLOCK: Final = 64 << 10
 _CHECKSUM: Final = "crc32"
-_SEEN_WITHIN: Final = 90.0  # seconds; NFS believes what it remembers for up to 60
+_SEEN_WITHIN: Final = 90.0  # seconds; NFS may serve a cached answer for up to 60
 _LOOK_EVERY: Final = 0.5  # seconds
-_ABANDONED: Final = 3600.0  # seconds after which an unfinished file has no writer any more
+_ABANDONED: Final = 3600.0  # seconds after which an unfinished file counts as abandoned
 
 
 class CacheError(RuntimeError):
@@ -58,9 +58,9 @@ class TensorCache:
         return self.root / key[:2] / f"{key}.safetensors"
 
     def check(self, key: str) -> State:
-        """Read a file whole and compare its checksum; one that is wrong is removed.
+        """Read the entire file and compare its checksum; remove a file that is wrong.
 
-        So is one with values that are not finite, which earlier versions may have written.
+        A file with non-finite values is removed too; earlier versions may have written it.
         """
         from safetensors.torch import load
 
@@ -135,12 +135,12 @@ class TensorCache:
         return load(content)
 
     def sweep(self) -> None:
-        """Remove what writers that were killed have left unfinished."""
+        """Remove unfinished files of killed writers."""
         for path in self.root.glob("*/.*.tmp"):
             try:
                 if time.time() - path.stat().st_mtime > _ABANDONED:
                     path.unlink()
-            except OSError:  # another job sweeps as well
+            except OSError:  # another job is sweeping too
                 continue
 
 
@@ -178,7 +178,7 @@ def nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def fingerprint(directory: Path) -> str:
-    """Identity of a model component: its JSON files whole, its weights by size and samples.
+    """Identify a model component: all of its JSON files, its weights by size and samples.
 
     Reading 64 blocks of a 9 GB encoder takes milliseconds; reading all of it, seconds per rank.
     """

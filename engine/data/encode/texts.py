@@ -95,7 +95,7 @@ class Texts(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more will be asked for."""
+        """Stop: nothing more will be requested."""
         ...
 
 
@@ -353,7 +353,7 @@ def _encode(
 
 
 def _named(text: Text) -> str:
-    """Return what a person calls a text: its beginning, and the images that are encoded with it."""
+    """Return a text's name for users: its beginning, and the images encoded with it."""
     name, words = "the empty caption", one_line(text.words)
     if words:
         words = words if len(words) <= _QUOTED else f"{words[:_QUOTED].rstrip()} …"

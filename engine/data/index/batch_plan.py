@@ -50,7 +50,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What a dataset contributes to an epoch.
+    """A dataset's share of an epoch.
 
     Attributes:
         samples: How many it has; the datasets' samples are numbered one after the other.
@@ -205,7 +205,7 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimizer steps of an epoch; rarely a whole number."""
+        """Return the optimizer steps of an epoch; rarely a whole number."""
         return self.draws_per_epoch / self.global_batch
 
     @cached_property
@@ -216,7 +216,7 @@ class BatchPlan:
         return dict(zip(names, (rates @ self._members).tolist(), strict=True))
 
     def epoch(self, step: int) -> float:
-        """How many epochs are complete when `step` begins, with its fraction."""
+        """Return how many epochs are complete when `step` begins, with the fraction."""
         return step * self.global_batch / self.draws_per_epoch
 
     def draws(self, step: int) -> tuple[Draw, ...]:

@@ -67,7 +67,7 @@ def _orders(caption: str, spec: DataKeys, has_trigger: bool) -> list[str]:
     rest = parts[len(kept) :]
     orders = [caption]
     for number in range(1, spec.caption_shuffles):
-        # Keyed by the caption alone, so that jobs share what was encoded.
+        # Keyed only by the caption, so that jobs share encoded texts.
         shuffled = rest.copy()
         random.Random(f"{number}:{caption}").shuffle(shuffled)
         orders.append(f"{_SEPARATOR} ".join([*kept, *shuffled]))

@@ -82,7 +82,7 @@ class Sample:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What samples of a batch have in common: the bucket, and what they are conditioned on."""
+        """What the samples of a batch share: the bucket, and their conditioning."""
         sizes = tuple(reference.size for reference in self.references)
         return (self.bucket, sizes, self.from_first) if sizes or self.from_first else self.bucket
 
@@ -164,7 +164,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             source, masks = separate_masks(source, dataset)
         if spec.num_class_images:
             source = only_of_job(source, dataset, spec)
-        # What decides which image a name means.
+        # The values that determine which image a name refers to.
         place = f"{dataset.path}:{dataset.split}:{dataset.image_column}"
         memo = Memo(cache_root(spec) / "index", place, _MEMO)
         before, total = len(samples) + len(skipped), len(source.entries)
@@ -230,7 +230,7 @@ def read_reference(reference: Reference, sample: Sample, spec: InputKeys) -> byt
 
 
 def read_content(sample: Sample, spec: InputKeys, column: str | None = None) -> bytes:
-    """Return the sample's file, or what its row has in another column.
+    """Read the sample's file, or another column of its row.
 
     Raises:
         OSError: It is gone or cannot be read.
@@ -245,7 +245,7 @@ def read_content(sample: Sample, spec: InputKeys, column: str | None = None) -> 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What indexing reads from a file."""
+    """The facts that indexing reads from a file."""
 
     width: int
     height: int

@@ -67,7 +67,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ReferenceView:
-    """What of a conditioning image is shown beside a view of its sample.
+    """The part of a conditioning image that matches a view of its sample.
 
     Attributes:
         box: Left, top, right, bottom; pixels of the image, before it is mirrored.
@@ -150,7 +150,7 @@ def reference_view(reference: Reference, sample: Sample, view: View) -> Referenc
 
 
 def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
-    """Cut, mirror, resize as the pipelines do, cut to whole tokens."""
+    """Crop, mirror and resize as the pipelines do, and cut to whole tokens."""
     fitted = picture.crop(view.box)
     if view.flip:
         fitted = ImageOps.mirror(fitted)

@@ -20,7 +20,7 @@ FITTING: Final = 1
 
 @dataclass(frozen=True)
 class View:
-    """One way to look at a sample.
+    """One crop of a sample, mirrored or not.
 
     Attributes:
         size: `(width, height)` it is fitted to.
@@ -45,7 +45,7 @@ def count_views(spec: DataKeys) -> int:
 def view_of(sample: Sample, number: int, spec: DataKeys) -> View:
     """Return the view with this number, one of `count_views`.
 
-    Cuts are spread evenly over the image, shifted by what is drawn from its content, so that
+    Crops are spread evenly over the image, shifted by a random offset from its content, so that
     they are the same in every job.
     """
     width, height = sample.bucket[:2]
@@ -60,7 +60,7 @@ def view_of(sample: Sample, number: int, spec: DataKeys) -> View:
 
 
 class Shown(NamedTuple):
-    """What a view shows of an image.
+    """The part of an image that a view shows.
 
     Attributes:
         original: `(width, height)` of the image, as displayed.

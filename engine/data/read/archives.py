@@ -81,7 +81,7 @@ def _unpacked(archive: Path, cache: Path) -> Path:
         with tarfile.open(archive, "r|*") as stream:  # never goes back, as slow disks like it
             for member in stream:
                 left -= member.size
-                if left < 0:  # compressed so that it takes hours to read, or to pass over
+                if left < 0:  # compressed so highly that reading or skipping it takes hours
                     ratio = f"{_LARGEST_RATIO} times its own size"
                     raise tarfile.ReadError(f"its files take more than {ratio}")
                 place = _place(member)
@@ -101,7 +101,7 @@ def _unpacked(archive: Path, cache: Path) -> Path:
 
 
 def _place(member: tarfile.TarInfo) -> PurePosixPath | None:
-    """Where a member goes below the folder; None for what is no sample, or would leave it."""
+    """Return a member's path below the folder; None if it is not a sample, or would be outside."""
     path = PurePosixPath(member.name)
     parts = [part for part in path.parts if part != "."]
     if not member.isfile() or member.size > LARGEST_PICTURE or path.is_absolute():

@@ -28,7 +28,7 @@ _MADE: Final = 1  # raise it when the same settings come to other images
 
 
 def cache_root(spec: DataKeys) -> Path:
-    """Where the job keeps what it prepares."""
+    """Return the directory for the job's prepared data."""
     return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 
@@ -79,7 +79,7 @@ def has_class_images(spec: InputKeys) -> bool:
 
 
 def only_of_job(source: Source, dataset: Dataset, spec: DataKeys) -> Source:
-    """Of the folder of class images, those that the job asks for; any other source unchanged."""
+    """Keep only the class images that the job requests; any other source is unchanged."""
     if not _holds(dataset, spec):
         return source
     kept = [

@@ -22,7 +22,7 @@ class RangeError(ValueError):
 def to_rgb(
     picture: Image.Image, bits: int = 8, *, white_is_zero: bool = False
 ) -> tuple[Image.Image, set[str]]:
-    """Return a loaded image of any mode in 8-bit RGB, and the notes about what that took.
+    """Convert a loaded image of any mode to 8-bit RGB; return it with notes about the conversion.
 
     Args:
         picture: Its `info` may hold a profile and a transparent color.
@@ -119,7 +119,7 @@ def _from_floats(picture: Image.Image, white_is_zero: bool) -> Image.Image:
 
 @lru_cache(maxsize=32)
 def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
-    """Return the transform of images of a mode with this profile to sRGB.
+    """Return the transform to sRGB of images of a mode with this profile.
 
     Returns:
         None where there is nothing to do: the profile is broken, belongs to images of another mode,
@@ -160,7 +160,7 @@ def _srgb() -> ImageCmsProfile:
 
 @cache
 def _ramp() -> Image.Image:
-    """Colors all over the cube, and grays: enough to tell whether a profile changes anything."""
+    """Return colors all over the cube, and grays: enough to see whether a profile has an effect."""
     steps = range(0, 256, 51)
     cube = [bytes((r, g, b)) for r in steps for g in steps for b in steps]
     greys = [bytes((v, v, v)) for v in range(256)]

@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass
 class Source:
-    """What was found in a dataset.
+    """The contents of a dataset.
 
     Attributes:
         entries: In a fixed order.
@@ -141,7 +141,7 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
 
 
 def _shown(path: Path, root: Path) -> str:
-    """Return the path below a folder, such that it can be printed: file names need not be UTF-8."""
+    """Return the path below a folder, printable: file names need not be UTF-8."""
     name = os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
@@ -171,7 +171,7 @@ def captions_in(
 def _captions_of(
     path: Path, rows: Mapping[str, tuple[str, ...]], renamed: Mapping[str, Path]
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Captions of a file, and what is wrong with them. A row of a metadata file comes first."""
+    """Return a file's captions, and the problem with them; a row of a metadata file comes first."""
     if captions := _of_file(rows, path, ()):
         return captions, ""
     for suffix in CAPTION_SUFFIXES:
@@ -228,7 +228,7 @@ def _encoding(content: bytes) -> str:
 
 
 def records_of(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Where each row stands, and the row or what is wrong with it."""
+    """Return each row with its place, or the problem with it."""
     if table.suffix == ".parquet":
         yield from _parquet_records(table)
         return

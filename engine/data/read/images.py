@@ -37,7 +37,7 @@ from engine.data.read.unreadable import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DECODER: Final = 1  # part of cache keys: raise it when what `decode` returns changes
+DECODER: Final = 1  # part of cache keys: increment it when the output of `decode` changes
 
 NOTES: Final[dict[str, str]] = {
     "16-bit": "more than 8 bits per channel, reduced to 8",
@@ -101,7 +101,7 @@ class Look:
 
 
 def look(content: bytes) -> Look:
-    """Decode an image once, completely, as `decode` does, and report what it is.
+    """Decode an image once, completely, as `decode` does, and report its facts.
 
     Raises:
         PictureError: It cannot be used; `decode` would raise the same.
@@ -215,7 +215,7 @@ def _correct_transparent_colour(file: ImageFile.ImageFile, bits: int) -> None:
 def _orientation(file: ImageFile.ImageFile) -> int | None:
     try:
         orientation = file.getexif().get(_ORIENTATION)
-    except Exception:  # damaged Exif data: viewers show such an image as it is stored
+    except Exception:  # damaged Exif data: viewers show the image as stored
         return None
     return orientation if isinstance(orientation, int) else None
 
@@ -253,6 +253,6 @@ def _silence_pillow() -> None:
 @cache
 def _silence_libtiff() -> None:
     """libtiff writes to standard error by itself, and Pillow (13) has no switch for that."""
-    imaging = ctypes.CDLL(_imaging.__file__)  # finds the symbols of what it is linked to, too
+    imaging = ctypes.CDLL(_imaging.__file__)  # also finds the symbols of linked libraries
     with contextlib.suppress(AttributeError):  # a Pillow without libtiff
         imaging.TIFFSetErrorHandler(None)

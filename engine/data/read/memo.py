@@ -58,11 +58,11 @@ class Memo:
     def save_sometimes(self) -> None:
         """Write the facts so far unless that was done recently, in case of an interruption."""
         if time.monotonic() - self._saved >= _SAVE_EVERY:
-            # What was not asked for yet is still good; a copy, since others put in meanwhile.
+            # Entries not read yet are still valid; a copy, since other threads may add entries.
             self._write(self._kept | self._now.copy())
 
     def save(self) -> None:
-        """Write what was asked for or put in; files that are gone are forgotten."""
+        """Write the facts that were read or added; files that are gone are forgotten."""
         if self._now != self._kept:
             self._write(self._now)
 

@@ -41,7 +41,7 @@ _CAPTIONS_READ: Final = 1000  # rows at a time
 
 
 class RowError(Exception):
-    """What is wrong with one row, in a few words."""
+    """The problem with one row, in a few words."""
 
 
 class Table:
@@ -57,12 +57,12 @@ class Table:
         self.root = Path(path)
         opened = _open(self.root, split)
         self.others = opened.others
-        # Rows come as Arrow tables: as Python objects, every image would be decoded.
-        # Such reads write nothing to the dataset, and each makes its own formatter.
+        # Rows are read as Arrow tables: as Python objects, every image would be decoded.
+        # These reads do not change the dataset, and each creates its own formatter.
         self._rows = opened.rows.with_format("arrow")
         self._column = self._find_column(image_column)
         self._pictures = self._rows.select_columns([self._column])
-        # A row's number means what it does as long as the files, and the column, are the same.
+        # A row's number is valid as long as the files and the column are the same.
         self.stamp = opened.stamp and f"{opened.stamp}:{self._column}"
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class Table:
         cell = self._cell(row)
         if not cell.is_valid or not hasattr(cell, "keys"):
             return self.stamp
-        # Asked of Arrow, whether there are bytes costs nothing; as a Python object they are read.
+        # Arrow knows whether there are bytes; a Python object would read them.
         if "bytes" in cell and cell["bytes"].is_valid:
             return self.stamp
         path = self._path(cell.as_py())
@@ -250,7 +250,7 @@ def _open_parquet(root: Path, split: str | None) -> _Opened:
 
 
 def split_files(root: Path) -> dict[str, list[Path]]:
-    """Return the parquet files below a directory by the split that they belong to, "" for none.
+    """Return the parquet files below a directory by split, "" for none.
 
     A split is named by a file (`train-00000-of-00002.parquet`, `test.parquet`) or by its folder
     (`default/train/0000.parquet`). Any other name (`0000.parquet`, `cats.parquet`) is of no split.
@@ -310,7 +310,7 @@ def _copy(root: Path, split: str, files: list[Path]) -> Path:
         if copy.is_file():
             return copy
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Whoever else wants the same copy waits for it here.
+        # Other processes that need the same copy wait here.
         with (place / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not copy.is_file():
@@ -362,7 +362,7 @@ def _batches(root: Path, files: list[Path]) -> Iterator[Any]:
         common = pa.unify_schemas(schemas, promote_options="permissive")
         yield common.empty_table()
         for path in files:
-            # Buffered: without, all of a row group is held at once, and it may be the whole file.
+            # Buffered: otherwise a row group, possibly the entire file, is in memory at once.
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
                 for batch in file.iter_batches(batch_size=_ROWS_COPIED):
                     table = pa.Table.from_batches([batch]).select(common.names)

@@ -24,7 +24,7 @@ _READ: Final = (  # how the formats begin that are read
     (re.compile(rb"qoif"), "QOI"),
     (re.compile(rb"P[1-7fF]\s"), "PPM"),
 )
-_FOREIGN: Final = (  # what else files named as images contain
+_FOREIGN: Final = (  # other contents of files named like images
     (re.compile(rb".{4}ftyp(hei|hev|mif|msf)", re.DOTALL), "HEIC, which needs pillow-heif"),
     (re.compile(rb"\xff\x0a|.{4}JXL ", re.DOTALL), "JPEG XL, which needs pillow-jxl-plugin"),
     (re.compile(rb"8BPS"), "PSD is not supported"),
@@ -53,7 +53,7 @@ def why_unreadable(error: Exception, content: bytes) -> str:
         foreign = (what for begins, what in _FOREIGN if begins.match(content))
         return next(foreign, "not an image")
     says = str(error).lower()
-    if "decompressed data too large" in says:  # Pillow's guard against bombs beside the pixels
+    if "decompressed data too large" in says:  # Pillow's guard against bombs in metadata
         return "its text or profile is too large"
     if "truncated" in says or _breaks_off(content, kind):
         return "truncated"

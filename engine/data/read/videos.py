@@ -44,7 +44,7 @@ class VideoError(Exception):
 
 @dataclass(frozen=True)
 class VideoLook:
-    """What is known of a video once all of it has been decoded.
+    """The facts of a fully decoded video.
 
     Args:
         width: In pixels, as displayed: upright, with square pixels.
@@ -155,13 +155,13 @@ def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
         if nearer is not None:
             yield from _timed(nearer, stream, first)
             return
-    yield from _shown(path)  # nothing to seek by: decode from the beginning
+    yield from _shown(path)  # cannot seek: decode from the beginning
 
 
 def _sought(
     container: InputContainer, stream: VideoStream, instant: Fraction
 ) -> Iterator[VideoFrame] | None:
-    """Frames from a key frame at or before the instant on; None if none was found there.
+    """Yield frames from a key frame at or before the instant; returns None if none was found there.
 
     Only in containers that keep a time with every frame: in others (MPEG) times are counted on
     from the last one seen, and come out different after a jump.
@@ -194,7 +194,7 @@ def _timed(
             gap = time - held[1]
             yield _Shown(*held, time, canvas)
         held = frame, time
-    assert held is not None  # whoever calls has seen a frame
+    assert held is not None  # the caller has seen a frame
     frame, time = held
     if frame.duration and frame.time_base:
         gap = frame.duration * frame.time_base
@@ -220,7 +220,7 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFr
 
 
 def _ends_early(container: InputContainer, stream: VideoStream, reached: Fraction) -> bool:
-    """Whether the header promised more, in the formats whose headers can be believed."""
+    """Whether the header promised more frames, in formats whose headers are reliable."""
     match _kind(container):
         case "mov" | "matroska":
             promised = Fraction(container.duration or 0, 1_000_000)
@@ -258,7 +258,7 @@ class _Canvas:
     @classmethod
     def of(cls, frame: VideoFrame, stream: VideoStream) -> _Canvas:
         aspect = stream.sample_aspect_ratio or Fraction(1)
-        if not Fraction(1, 4) <= aspect <= 4:  # damage: no camera has such pixels
+        if not Fraction(1, 4) <= aspect <= 4:  # damaged: no camera has such pixels
             aspect = Fraction(1)
         size = max(1, round(frame.width * aspect)), frame.height
         side_data: Any = frame.side_data
@@ -316,7 +316,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         if not videos:
             raise VideoError("no video stream")
         if getattr(videos[0], "codec_context", None) is None:
-            # Cut off before its first frame. PyAV before 18.1 crashes when it decodes such a one.
+            # Truncated before its first frame. PyAV before 18.1 crashes when decoding it.
             raise VideoError("truncated or damaged, or an unknown codec")
         videos[0].thread_type = "AUTO"
         try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def count_tokens(texts: Sequence[str], spec: JobKeys, model_root: Path) -> list[int] | None:
-    """Tokens of each text, special ones included, as the family's main text encoder gets them.
+    """Count each text's tokens, special ones included, as the family's main text encoder gets them.
 
     Returns:
         None when the model brings no tokenizer that can be read.

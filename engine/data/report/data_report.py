@@ -176,7 +176,7 @@ def _pixels(group: Any) -> int:
 def sample_texts(sample: Sample, spec: InputKeys) -> tuple[str, ...]:
     """Return the texts that a sample is trained with; they take turns."""
     dataset = datasets_of(spec)[sample.dataset]
-    # The trigger word is for what is learned, not for what is to stay as it is.
+    # The trigger word is for the learned subject, not for regularization samples.
     trigger = None if dataset.regularization else spec.trigger_word
     return texts_of(sample.captions, spec, dataset.trigger_word or trigger)
 

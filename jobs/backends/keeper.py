@@ -57,7 +57,7 @@ def ensure_keepers(store: Store, running: str = "") -> bool:
 
 
 def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> None:
-    """Move a backend's jobs on until there have been none for `idle_seconds`.
+    """Run a backend's keeper until it has had no jobs for `idle_seconds`.
 
     Returns at once if another keeper of it holds the lock.
     """
@@ -75,7 +75,7 @@ def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> No
             if time.monotonic() - looked_at >= _CODE_EVERY:
                 looked_at, before = time.monotonic(), newest
                 newest = newest_code()
-                if updated := newest == before != code:  # whole: it was the same half a minute ago
+                if updated := newest == before != code:  # complete: unchanged for half a minute
                     _say("fsdp-tui was updated; exiting for a newer one")
                     break
             work = True
@@ -93,7 +93,7 @@ def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> No
             time.sleep(LOOK_EVERY)
         if not updated:
             _say("nothing left to do; exiting")
-    if updated:  # what people run now may disagree with this process
+    if updated:  # newer commands may disagree with this process
         ensure(store, place)
 
 

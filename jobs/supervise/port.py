@@ -67,10 +67,10 @@ class Attempt:
 
 
 class Ranks(Protocol):
-    """The ranks of one job, for the process that supervises them.
+    """The ranks of one job, as its supervisor controls them.
 
-    A method that acts raises `AwayError` or `OSError` if it cannot tell what it would act on; the
-    supervisor then tries again at its next look.
+    A method that acts raises `AwayError` or `OSError` if it cannot tell which processes to act on;
+    the supervisor retries at its next poll.
     """
 
     def adopt(self) -> Attempt | None:
@@ -80,7 +80,7 @@ class Ranks(Protocol):
         """Start all ranks and their trackers."""
 
     def rest(self, attempt: Attempt) -> None:
-        """Sleep until the next look; less if the launcher ends."""
+        """Sleep until the next poll; less if the launcher ends."""
 
     def leave_if_replaced(self) -> None:
         """End the ranks and raise `SystemExit` if another supervisor has the job by now."""
@@ -98,7 +98,7 @@ class Ranks(Protocol):
         """Kill everything, or at least these ranks."""
 
     def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
-        """End what the launcher left; whether healthy ranks had lost their launcher."""
+        """End what the launcher left; return whether healthy ranks had lost their launcher."""
 
     def end_all(self) -> None:
         """End whatever is left of the job, which has failed."""
@@ -107,7 +107,7 @@ class Ranks(Protocol):
         """Say why the place is about to end the job, as "the time limit is near: "; "" if not."""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome | None:
-        """Return how an attempt ended; None if the place gave its ranks no room, to try again.
+        """Return how an attempt ended; None to try again, if the place gave its ranks no resources.
 
         Args:
             outcome: What the attempt left behind says.
@@ -122,7 +122,7 @@ class Report(Protocol):
     """Where a supervisor says what it sees, and reads what a person wants."""
 
     def wish(self) -> int:
-        """Return how firmly a person asked the job to stop; 0: nobody did."""
+        """Return how urgently the user asked the job to stop; 0 if not at all."""
 
     def say(self, state: State, reason: str) -> None:
         """Bring the job into a state."""
@@ -134,7 +134,7 @@ class Report(Protocol):
         """Pass on that the supervisor lives, and how long ranks have stood still."""
 
     def end(self, outcome: Outcome) -> None:
-        """Record the end, however long that takes; one that is recorded stands."""
+        """Record the end, however long that takes; a recorded end is final."""
 
     def log(self, text: str) -> None:
         """Write a line of the supervisor's log."""

@@ -33,7 +33,7 @@ _GPU_MEMORY: Final = {
         "training itself fits",
     ),
 }
-# By the phase in which something was not finite: nothing was trained yet.
+# By the phase with the non-finite value: nothing was trained yet.
 _NOT_FINITE: Final = {
     "encode": ("set mixed_precision: bf16 if it is fp16", "else download the model again", _KEPT),
     "latents": ("download the model again, or leave the file out", _KEPT),
@@ -77,7 +77,7 @@ _ADVICE: Final = {
 
 
 def advice(state: State, failure: Failure | None) -> tuple[str, ...]:
-    """Return what to do now, each in a few words; nothing for a job that has not failed.
+    """Return the next steps, each in a few words; empty for a job that has not failed.
 
     Args:
         state: Of the job.

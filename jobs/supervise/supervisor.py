@@ -82,10 +82,10 @@ class Supervisor:
     _tidied_at: float = float("-inf")
 
     def run(self) -> Outcome:
-        """Launch, or adopt what an earlier supervisor launched, and stay until the end."""
+        """Launch the ranks, or adopt those of an earlier supervisor, and stay until the end."""
         try:
             outcome = self.ranks.conclude(self._train())
-        except UserError as error:  # such as a job file that was damaged since
+        except UserError as error:  # such as a job file damaged since submission
             outcome = Outcome(State.FAILED, f"could not start: {error}")
             self.ranks.end_all()
         except Exception as error:  # a supervisor that dies is replaced, and would die again
@@ -121,7 +121,7 @@ class Supervisor:
         return bool(self.ranks.must_end()) or self.report.wish() > 0
 
     def _look_without_ranks(self) -> bool:
-        """Show signs of life while there is no room for the ranks; whether to wait no longer."""
+        """Report while there are no resources for the ranks; return whether to stop waiting."""
         self.report.look(())
         return self._is_to_end()
 
@@ -184,7 +184,7 @@ class Supervisor:
         return ranks
 
     def _follow(self, saving: Sequence[str]) -> None:
-        """Say what ranks do that are all up, unless they stop."""
+        """Report what the ranks do, if all are up and not stopping."""
         if self.stop_level:
             return
         if saving and self.state is not State.SAVING:
@@ -205,7 +205,7 @@ class Supervisor:
         wish, place = self.report.wish(), self.ranks.must_end()
         now = time.monotonic()
         if self.deadline is not None and saves_on(ranks):
-            # What it saves is what the stop is for; it gets the time that it needs.
+            # The stop is for saving, so a save gets the time that it needs.
             self.deadline = max(self.deadline, now + SAVE_STEP)
         overdue = wish > 0 and self.deadline is not None and now > self.deadline
         level = max(wish, int(place != ""), self.stop_level + 1 if overdue else 0)
@@ -238,7 +238,7 @@ class Supervisor:
         self._set_deadline(attempt)  # from when it has reached them
 
     def _end_the_stranded(self, attempt: Attempt, statuses: list[RankStatus]) -> None:
-        """When a rank has failed, the others may wait in a collective until its timeout.
+        """End ranks that may wait in a collective until its timeout, after another rank has failed.
 
         A launcher would wait for them as long as for a save, since it cannot tell the two apart.
         """
@@ -317,7 +317,7 @@ class Supervisor:
         self._say_again()
 
     def _say_again(self) -> None:
-        """Say what could not be said before, such as on a full disk."""
+        """Repeat reports that failed before, such as on a full disk."""
         if self._unsaid is None:
             return
         try:
@@ -328,7 +328,7 @@ class Supervisor:
             self._unsaid = None
 
     def _log_once(self, text: str, what: str = "") -> None:
-        """Log what would be said again at every look."""
+        """Log a message that would otherwise be repeated at every poll."""
         if (key := what or text) not in self._logged:
             self._logged.add(key)
             self.report.log(text)
@@ -362,7 +362,7 @@ def judge(
     if log.end_reason == "completed":
         return Outcome(State.COMPLETED, f"trained {newest[0] if newest else 0} steps")
     if log.end_reason == "stopped" and (stop_level or not interrupted):
-        # Ranks that trained have saved; those that still prepared had nothing to save.
+        # Ranks that trained have saved; ranks that still prepared had nothing to save.
         where = f"at step {newest[0]}, saved" if newest else "before the first step"
         if not stop_level and (sent := launcher_signal(run_dir)):
             return Outcome(State.STOPPED, f"someone sent {sent} to the launcher; stopped {where}")

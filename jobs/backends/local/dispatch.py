@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
 _SUSPENDED: Final = "is suspended and does not respond"
 _BLOCKED: Final = "is blocked in the kernel, for example by a disk that does not respond"
-_BLOCKED_FOR: Final = 10.0  # seconds without a step after which a wait is no usual one
+_BLOCKED_FOR: Final = 10.0  # seconds without a step after which a wait is unusual
 _KILLED_WITHIN: Final = 1.0  # seconds
 _QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
 _LONGEST_PID: Final = 20  # characters
@@ -42,7 +42,7 @@ def dispatch(store: Store) -> None:
     Waits for another process that holds the queue; if that one does not finish, queued jobs name
     it as the reason they wait.
     """
-    # Before the queue is taken: a driver that does not answer holds nobody up but who asks it.
+    # Before the queue is locked: a driver that does not answer blocks only its caller.
     asked = not store.paused and any(
         job.wanted is not None and not job.held for job in _ours(store, [State.QUEUED])
     )
@@ -59,7 +59,7 @@ def dispatch(store: Store) -> None:
         absent = _find_absent(store, queue)
         if paused:
             reasons |= {job.id: PAUSED for job in queue if not job.held}
-        # One for GPUs that has come since then is served by whoever queued it.
+        # The process that queued a GPU job since then dispatches it.
         ready = [
             job
             for job in queue
@@ -88,7 +88,7 @@ def dispatch(store: Store) -> None:
 
 
 def _find_absent(store: Store, queue: Sequence[Job]) -> dict[int, str]:
-    """Jobs whose model or data is not here yet, and why; those that cannot get it have failed."""
+    """Return the jobs whose model or data is absent, and why; fail those that cannot get it."""
     waiting = {}
     for job in queue:
         try:
@@ -108,7 +108,7 @@ def _ours(store: Store, states: Iterable[State]) -> list[Job]:
 
 
 def look(store: Store) -> bool:
-    """Dispatch if there is anything to look after; whether there is."""
+    """Dispatch if there are any jobs; return whether there are."""
     if not _ours(store, [State.QUEUED, *ACTIVE]):
         return False
     dispatch(store)
@@ -147,8 +147,7 @@ def _mend(store: Store) -> None:
 def _do_without(store: Store, job: Job, supervisor: ProcessId, why: str) -> None:
     """Report a supervisor that does not respond, and replace it if the job needs one.
 
-    Such a supervisor sees nothing: without this, a job whose ranks are gone would still be shown as
-    running.
+    Otherwise a job whose ranks are gone would still be shown as running.
     """
     try:
         running = bool(processes.with_run_id(job.run_id))

@@ -108,7 +108,7 @@ class _Board:
         # Kept up to date, so that a decision costs no look at every GPU; free ones in index order.
         self._free = dict.fromkeys(uuid for uuid in devices if uuid not in claims)
         self._undisturbed = dict.fromkeys(uuid for uuid in self._free if uuid not in foreign)
-        self._waiting: dict[int, list[str]] = {}  # job → GPUs reserved for it that nobody holds
+        self._waiting: dict[int, list[str]] = {}  # job → free GPUs reserved for it
         self._running: dict[int, list[str]] = {}  # job → GPUs that it holds
         for uuid, job in claims.items():
             if uuid in self._index:
@@ -121,7 +121,7 @@ class _Board:
         lacks, facts = units.gpus(count), [f"{len(usable)} available"]
         reserved, held = self._reserved_for(self._waiting), self._held_by(self._running)
         self._reserve(request.job, list(usable), lacks)
-        disturbed = next(iter(self._free), None)  # what is left is used by others
+        disturbed = next(iter(self._free), None)  # the remaining GPUs are used by others
         if disturbed is not None:
             facts.append(self._used_by_others(disturbed))
         facts += filter(None, (reserved, held))
@@ -172,7 +172,7 @@ class _Board:
         self._undisturbed.pop(uuid, None)
 
     def _reserved_for(self, waiting: Mapping[int, Sequence[str]]) -> str:
-        """Say which GPUs nobody holds are kept for which jobs, and why those do not start."""
+        """Say which free GPUs are reserved for which jobs, and why those jobs do not start."""
         return "; ".join(
             f"{self._gpus(gpus)} reserved for job {job}, which waits for {self._lacks[job]}"
             for job, gpus in islice(waiting.items(), _NAMED)

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from jobs.supervise.port import Outcome, Report
 
 LOOK_EVERY: Final = 0.2  # seconds
-_RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
+_RELEASE_TAKES: Final = 15.0  # seconds for the driver to free dead processes' memory
 _BEATS_WITHIN: Final = 5.0  # seconds; a live rank writes about once a second
-_STRANDED: Final = 2.0  # seconds for ranks that can save no more
+_STRANDED: Final = 2.0  # seconds for ranks that can no longer save
 
 
 @dataclass
@@ -50,7 +50,7 @@ class LocalRanks:
 
     job: Job
     report: Report
-    # Kept, since Python complains of children that nobody waits for once they are forgotten.
+    # Kept: Python warns when a child is garbage-collected before it was waited for.
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _unlisted: bool = False
 
@@ -71,7 +71,7 @@ class LocalRanks:
         return attempt
 
     def _follow(self, attempt: Attempt) -> None:
-        """Report the run to its trackers, each in a process that nobody waits for."""
+        """Report the run to its trackers, each in a process that is not waited for."""
         try:
             self._children += start_trackers(attempt.spec, self.job.run_dir)
             self._children += start_push(attempt.spec, self.job)
@@ -104,7 +104,7 @@ class LocalRanks:
         else:
             try:
                 targets = processes.with_run_id(self.job.run_id)
-            except OSError as error:  # such as too many open files; what else there is ends later
+            except OSError as error:  # such as too many open files; the others end later
                 self.report.log(f"cannot list processes: {error}")
                 statuses = self.job.run_dir.rank_statuses()
                 targets = [ProcessId(s.pid, s.started) for s in statuses]
@@ -119,7 +119,7 @@ class LocalRanks:
 
     def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
         left = self._left()
-        # Ranks that are all alive can still save; those that miss one only wait for it.
+        # If all ranks are alive, they can still save; otherwise they only wait for the missing one.
         healthy = healthy and len(left) >= self.job.ranks
         if left:
             self.report.log(f"the launcher is gone; ending {[process.pid for process in left]}")
@@ -150,7 +150,7 @@ class LocalRanks:
                 time.sleep(LOOK_EVERY)
 
     def must_end(self) -> str:
-        """Nobody but a person ends a job of this machine."""
+        """Return "": only the user ends a job of this machine."""
         return ""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome:
@@ -182,8 +182,8 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     started = local.build(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(started.config, sort_keys=False))
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0
-    run_dir.launcher_log.write_bytes(b"")  # an earlier launch's words say nothing of this one
-    # Appended to, so that what is written after a large log was cut does not leave a hole.
+    run_dir.launcher_log.write_bytes(b"")  # drop the output of an earlier launch
+    # Opened for appending: after a large log was cut, writes must not leave a hole.
     with open(run_dir.launcher_log, "ab") as log:
         child = subprocess.Popen(
             started.command,
@@ -276,7 +276,7 @@ def adopt(job: Job) -> Attempt | None:
 
 
 def await_release(job: Job) -> list[tuple[int, int]]:
-    """Wait until the driver has freed dead ranks' memory: the next job needs it.
+    """Wait until the driver has freed dead ranks' memory, which the next job needs.
 
     Returns:
         What it still shows as held, as (GPU's index, pid).

@@ -47,7 +47,7 @@ class DatabaseReport:
     def say(self, state: State, reason: str) -> None:
         before = _UP if state is State.STARTING else _UP - {state}  # a restart is a change, too
         if not self.store.change(self.job.id, state, reason, only_from=before):
-            if self.store.get(self.job.id).state is not state:  # such as one that is to stop
+            if self.store.get(self.job.id).state is not state:  # such as a job that is to stop
                 return
             self.store.explain(self.job.id, reason, state)
         self.log(f"{state}: {reason}")
@@ -66,15 +66,15 @@ class DatabaseReport:
         while self.store.path.exists():
             try:
                 self.store.change(self.job.id, outcome.state, outcome.reason)
-            except (StateError, NotFoundError) as error:  # someone else has recorded an end
+            except (StateError, NotFoundError) as error:  # another process has recorded an end
                 self.log(f"not recorded: {error}")
                 break
-            except sqlite3.OperationalError as error:  # a full disk; else the state would lie
+            except sqlite3.OperationalError as error:  # full disk: retry, or the state is wrong
                 self.log(f"could not record the end: {error}")
                 time.sleep(1.0)
             else:
                 break
-        with suppress(Exception):  # who looks reads it instead
+        with suppress(Exception):  # readers build the summary instead
             keep_summary(self.store, self.store.get(self.job.id))
 
     def log(self, text: str) -> None:

@@ -60,7 +60,7 @@ class Slurm:
         return [unknown] if unknown else []
 
     def keeper(self, store: Store) -> Callable[[], bool]:
-        from jobs.backends.slurm.keeper import ASK_EVERY, Keeper  # who only looks needs none
+        from jobs.backends.slurm.keeper import ASK_EVERY, Keeper  # not needed for reading
 
         return Keeper(store, float(os.environ.get("FSDP_TUI_SLURM_INTERVAL", ASK_EVERY))).look
 

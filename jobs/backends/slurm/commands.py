@@ -24,7 +24,7 @@ PATIENCE: Final = 20.0  # seconds for an answer; a controller that is away keeps
 _COLUMNS: Final = ("JobID", "Name", "State", "Reason", "RestartCnt", "StartTime", "NodeList")
 _APART: Final = "\x1f"  # in no name of a node, and in no name that we give
 _ID: Final = re.compile(r"\d+")
-# What Slurm says of itself, and not of a job: asked again, it may answer.
+# Errors of Slurm itself, not of a job: a retry may succeed.
 _AWAY: Final = re.compile(
     r"Unable to contact slurm controller|Connection refused|Connection timed out|timed out"
     r"|Communication connection failure|Zero Bytes|Socket timed out|Transport endpoint"
@@ -32,7 +32,7 @@ _AWAY: Final = re.compile(
     r"|temporarily unavailable|Resource temporarily",
     re.IGNORECASE,
 )
-# Variables that set options of Slurm's commands, and those that say where its controller is.
+# Variables that set options of Slurm's commands, and variables that name its controller.
 _OPTIONS: Final = ("SALLOC_", "SBATCH_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_", "SQUEUE_")
 _KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _GONE: Final = re.compile(r"Invalid job id|already completed|Job/step already", re.IGNORECASE)

@@ -68,7 +68,7 @@ def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
         name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
         record = HandedIn(name, job.attempt, step=newest[0] if newest else 0)
         script = _write_script(spec, job, name, store.home)
-        with store.write():  # nobody edits it between this look and the record
+        with store.write():  # no edit between this check and the record
             if not _as_it_was(store, job, spec):
                 return None
             write_handed_in(run_dir, record)
@@ -98,7 +98,7 @@ def signal_seconds(run_dir: RunDir) -> int:
 
 
 def _check_fetched(spec: JobSpec, run_dir: RunDir) -> None:
-    """Look at a model that has come since the job was submitted."""
+    """Check a model that was downloaded after the job was submitted."""
     try:
         check(spec)
     except UserError as error:
@@ -127,7 +127,7 @@ def _write_script(spec: JobSpec, job: Job, name: str, home: Path) -> Path:
 
 
 def _as_it_was(store: Store, job: Job, spec: JobSpec) -> bool:
-    """Whether a job still waits to be handed in as it was read."""
+    """Whether a job still waits to be submitted, unchanged since it was read."""
     now = store.get(job.id)
     waits = now.state is State.QUEUED and not now.here and now.attempt == job.attempt
     free = not (now.held or now.stop_level)

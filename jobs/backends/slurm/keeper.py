@@ -91,7 +91,7 @@ class Keeper:
         self._rows = JobList(self.store)
 
     def look(self) -> bool:
-        """Hand in what waits, carry out stops, ask if it is time, and settle every job.
+        """Submit waiting jobs, carry out stops, query Slurm if it is time, and settle every job.
 
         Returns:
             Whether there is any job to look after.
@@ -137,7 +137,7 @@ class Keeper:
             self._away_since = time.monotonic()
 
     def _write_down(self) -> None:
-        """Save what Slurm said for processes that only read it."""
+        """Save Slurm's answer for processes that only read it."""
         answer = {
             "t": time.time(),
             "age": None if self._answered_at is None else time.monotonic() - self._answered_at,
@@ -172,7 +172,7 @@ class Keeper:
     # -- one job ---------------------------------------------------------------------------
 
     def _still_waits(self, job: Job) -> bool:
-        """Whether a job waits in Slurm as it did at the last look: of 1,000, nearly all do."""
+        """Whether a job waits in Slurm unchanged since the last poll, as nearly all of 1,000 do."""
         seen = self._seen.get(job.id)
         if seen is None or seen.waits is None:
             return False
@@ -314,7 +314,7 @@ class Keeper:
         with open(job.run_dir.root / ".handing-in", "a") as lock:
             if not file_lock.take(lock):
                 return
-            if self._away_since is None:  # an answer from before sbatch had ended says nothing
+            if self._away_since is None:  # an answer from before sbatch ended proves nothing
                 self._ask(time.monotonic())
             if self._away_since is not None:
                 self._explain(job, "Slurm does not respond; the job is stopped later")
@@ -366,9 +366,9 @@ def _last_line(run_dir: RunDir) -> str:
 
 
 def move(store: Store, job: Job, to: Verdict) -> bool:
-    """Bring a job into a state as Slurm has it; whether anything changed.
+    """Bring a job into its state in Slurm; return whether anything changed.
 
-    Between two looks it may have been through states that nobody saw.
+    Between two polls it may have been through states that were not observed.
     """
     if (job.state, job.reason) == (to.state, to.reason):
         return False

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from jobs.spec.keys.slurm import SlurmKeys
 
-PATIENCE: Final = 3.0  # seconds; what depends on the answer is only advice
-_FORMAT: Final = "%P|%G"  # as wide as it takes; a line for each kind of node
+PATIENCE: Final = 3.0  # seconds; only advice depends on the answer
+_FORMAT: Final = "%P|%G"  # columns as wide as needed; a line for each kind of node
 _LISTED: Final = 6  # partitions that are named in a line
 # One kind in a list such as `gpu:a100:4(S:0-1),gpu:a30:2,shard:8`: its type, if the site has types.
 _GPU: Final = re.compile(r"(?:^|,)gpu(?::([^:,()]*[^\d:,()][^:,()]*))?(?::\d+[KMG]?)?(?=[,(]|$)")
@@ -61,7 +61,7 @@ def ask_partitions() -> tuple[Partition, ...]:
 
 
 def chosen(spec: SlurmKeys, partitions: Sequence[Partition]) -> tuple[Partition, ...]:
-    """Those that a job may go to: which it names, else the default."""
+    """Return the partitions that a job may use: those that it names, or else the default."""
     if spec.slurm_partition is None:
         return tuple(partition for partition in partitions if partition.default)
     names = spec.slurm_partition.split(",")  # Slurm takes the one that is free first

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from jobs.backends.slurm.commands import Listed, Waiting
 
-EVERY: Final = 60.0  # seconds between two questions: the answer is as long as the cluster's queue
+EVERY: Final = 60.0  # seconds between queries: the answer is as long as the cluster's queue
 _SOON: Final = 15.0  # the same, while the place of one of ours is unknown
-# These wait for something else than a free node, and hold nobody up.
+# Jobs that wait for something other than a free node; they do not delay others.
 _ASIDE: Final = ("JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime")
 
 
@@ -53,7 +53,7 @@ class Places:
 
 
 def places(waiting: Iterable[Waiting]) -> dict[str, str]:
-    """Job id → such as `3 of 41 in gpu`, by priority; of several partitions in the first."""
+    """Return job id → such as `3 of 41 in gpu`, by priority, in the first of its partitions."""
     queues: dict[str, list[Waiting]] = {}
     for job in waiting:
         if not job.reason.startswith(_ASIDE):

@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 LOOK_EVERY: Final = 0.5  # seconds
 ASK_EVERY: Final = 5.0  # seconds
-# What srun says when the controller is away, has just come back, or ends the job.
+# srun's messages when the controller is away, has just come back, or ends the job.
 _REFUSED: Final = re.compile(
     r"Unable to create step|Unable to confirm allocation|Expired or invalid job"
 )
 _HALF: Final = "Application launch failed"  # a node did not respond
 KILL_TAKES: Final = 40.0  # seconds for srun to end its tasks
 TRACKERS_TAKE: Final = 60.0  # seconds for trackers to report the end
-VERDICT_TAKES: Final = 600.0  # seconds for Slurm to carry out what it began with a SIGTERM
-_REFUSALS: Final = 10  # starts of the ranks for which Slurm gave no step
+VERDICT_TAKES: Final = 600.0  # seconds for Slurm to finish an end that starts with SIGTERM
+_REFUSALS: Final = 10  # starts of the ranks that Slurm refused
 _NO_MORE_STEPS: Final = "already completing or completed"
 
 
@@ -86,7 +86,7 @@ class SlurmRanks:
         self._begun = self._newest()
 
     def adopt(self) -> Attempt | None:
-        """Ranks do not outlive whoever supervises them: Slurm ends all steps with the script."""
+        """Return None: ranks do not outlive their supervisor, whose end ends all steps."""
         return None
 
     def launch(self, restarts: int) -> Attempt:
@@ -145,7 +145,7 @@ class SlurmRanks:
             child.kill()
 
     def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
-        """Nothing outlives srun; ranks other than the first leave errors that nobody collects."""
+        """Collect the errors of other ranks than the first; no process outlives srun."""
         add_errors(self.run_dir)
         return False
 
@@ -320,16 +320,16 @@ def start_step(
 
 
 def was_refused(run_dir: RunDir) -> bool:
-    """Whether Slurm gave no step, or could not start all ranks: that is nobody's failure."""
+    """Whether Slurm refused the step or could not start all ranks: no failure of the job."""
     output = read_tail(run_dir.launcher_log)
     none = _REFUSED.search(output) is not None and not run_dir.rank_statuses()
     return none or _HALF in output
 
 
 def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:
-    """Whether SIGTERM that we did not send ended ranks.
+    """Whether ranks were ended by a SIGTERM that we did not send.
 
-    A preemption begins so, with ranks alone; while they start, they cannot save.
+    A preemption starts with one, to the ranks alone; while they start, they cannot save.
     """
     ends = [rank_exit for rank_exit in rank_exits(run_dir) if rank_exit.rank not in ended_by_us]
     return any(rank_exit.code == -signal.SIGTERM for rank_exit in ends)
@@ -410,7 +410,7 @@ def _without_foreign(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def add_errors(run_dir: RunDir) -> None:
-    """Add to the events what ranks other than the first left: no rank writes any more."""
+    """Add the errors of ranks other than the first to the events; all ranks have ended."""
     errors = [error for error in run_dir.rank_errors() if error["rank"]]
     with suppress(OSError), open(run_dir.events, "a", encoding="utf-8") as file:
         for error in errors:

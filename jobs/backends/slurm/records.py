@@ -94,7 +94,7 @@ def outcome_file(run_dir: RunDir) -> Path:
 
 
 def read_handed_in(run_dir: RunDir, attempt: int | None = None) -> HandedIn | None:
-    """Which Slurm job it is; None if it has none yet, or only one of another attempt."""
+    """Read which Slurm job it is; None if it has none yet, or only one of another attempt."""
     values = read_json(handed_in_file(run_dir)) or {}
     try:
         record = HandedIn(
@@ -157,7 +157,7 @@ def asked_to_stop(run_dir: RunDir, attempt: int) -> int:
 
 
 def forget_wishes(run_dir: RunDir) -> None:
-    """Remove what earlier attempts were asked."""
+    """Remove the stop requests of earlier attempts."""
     for path in run_dir.control.glob("slurm-stop-*"):
         path.unlink(missing_ok=True)
 

@@ -80,7 +80,7 @@ def _head(spec: JobSpec, name: str, log: str, signal_seconds: int | None) -> lis
         ("account", spec.slurm_account),
         ("qos", spec.slurm_qos),
         ("time", spec.slurm_time),
-        # To the batch script alone: the ranks know nothing of it, and NCCL may catch USR1.
+        # Only to the batch script: the ranks do not expect it, and NCCL may catch USR1.
         ("signal", f"B:USR2@{seconds}"),
         ("output", log if log.endswith("%j.log") else log.replace("%", "%%")),
         ("open-mode", "append"),
@@ -97,7 +97,7 @@ def _exports(home: Path | None) -> list[str]:
     return [
         *lines,
         "export PYTHONSAFEPATH=1",
-        # What srun gives each rank; since 22.05 it does not take it from sbatch by itself.
+        # CPUs that srun gives each rank; since 22.05 it does not inherit them from sbatch.
         '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
     ]
 

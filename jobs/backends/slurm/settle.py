@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from jobs.backends.slurm.commands import Listed
     from jobs.backends.slurm.records import WardenReport
 
-UNKNOWN_FOR: Final = 60.0  # seconds that Slurm may not know a job before it is lost
-PENDING_UNKNOWN_FOR: Final = 300.0  # the same of one that waits, which has nothing to lose yet
+UNKNOWN_FOR: Final = 60.0  # seconds for which Slurm may not know a job before it counts as lost
+PENDING_UNKNOWN_FOR: Final = 300.0  # the same for a waiting job, which has nothing to lose yet
 AGE: Final = "; Slurm has not responded for "
 _WAITING: Final = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -29,8 +29,8 @@ LOST: Final = {
     "PREEMPTED": "the job was preempted",
     "REVOKED": "Slurm moved the job to another cluster",
 }
-LAUNCH_FAILED: Final = "JobLaunchFailure"  # the reason beside FAILED
-# Slurm's words for why a job waits that say nothing to who does not know them.
+LAUNCH_FAILED: Final = "JobLaunchFailure"  # the reason that comes with FAILED
+# Slurm's reasons for waiting that need an explanation.
 _WHY: Final = {
     "Priority": "other jobs go first",
     "Resources": "waiting for free nodes",

@@ -90,7 +90,7 @@ class WardenFile:
             except FileNotFoundError:  # the run was removed, or its file system is away
                 missing += 1
                 time.sleep(_TRY_EVERY)
-            except OSError as error:  # a full disk; else the state would lie
+            except OSError as error:  # full disk: retry, or the state is wrong
                 self.log(f"could not record the end: {error}")
                 time.sleep(_TRY_EVERY)
             else:

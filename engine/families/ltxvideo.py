@@ -139,10 +139,7 @@ class LTXVideo(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """Return the frames' rate matters to the model.
-
-        The last two only when pixels are asked for.
-        """
+        """Add the frame rate, which the model uses, and for pixels the settings of the VAE."""
         arguments = super().sample_arguments(request, condition, negative)
         return arguments | {"frame_rate": self.fps} | self._decode
 

@@ -139,7 +139,7 @@ def _first_tokens(tokenizer: Any, text: str, most: int) -> str:
 
 
 def _whole(embeds: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a single text has nothing filled up, and so the pipeline makes no mask."""
+    """Add a mask of ones: a single text has no padding, so the pipeline makes no mask."""
     mask = torch.ones(embeds.shape[1], dtype=torch.bool, device=embeds.device)
     return {"prompt_embeds": embeds[0].contiguous(), "prompt_embeds_mask": mask}
 

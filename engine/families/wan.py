@@ -199,7 +199,7 @@ class _Precomputed(torch.nn.Module):
         self.device = embeds.device  # pipelines ask their modules
 
     def forward(self, **_: Any) -> SimpleNamespace:
-        """Return the pipeline takes the last layer but one."""
+        """Return the embeddings as the last layer but one, which the pipeline takes."""
         return SimpleNamespace(hidden_states=(self._embeds, None))
 
 

@@ -289,10 +289,7 @@ class Family(ABC):
         return (height // 2) * (width // 2) * frames
 
     def sigma_range(self) -> tuple[float, float]:
-        """Return the sigmas that this denoiser is for.
-
-        (0, 1) unless there is another for the rest.
-        """
+        """Return the sigmas that this denoiser is for: (0, 1) unless another has the rest."""
         return 0.0, 1.0
 
     @property

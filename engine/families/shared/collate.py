@@ -47,9 +47,9 @@ def collate(
 
 
 def mask_of(name: str, text: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the mask of a text's tensor.
+    """Return the name of the mask that belongs to a text's tensor; None if there is none.
 
-    Of several, the one with its number at the end of the name.
+    Where there are several, it is the one whose name ends in the same number.
     """
     masks = [other for other in text if "mask" in other]
     if len(masks) > 1:

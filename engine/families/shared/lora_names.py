@@ -191,7 +191,7 @@ def named_singly(style: LoraStyle, shapes: Mapping[str, torch.Size]) -> dict[str
 
 
 def unnamed(module: str) -> UserError:
-    """Return a module that only diffusers has."""
+    """Build the error about a module that only diffusers has."""
     return UserError(
         f"export_formats: there is no name for {module} outside diffusers",
         "remove it from lora_target_modules, or export for diffusers only",

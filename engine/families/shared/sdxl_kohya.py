@@ -60,7 +60,7 @@ def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
 
 
 def rename_of_four_blocks(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Return the same for Stable Diffusion 1 and 2.
+    """Rename the modules of Stable Diffusion 1 and 2.
 
     Their first block on the way up has no transformer.
 

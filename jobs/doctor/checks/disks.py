@@ -180,7 +180,7 @@ def judge_room(spec: JobSpec, free: int) -> Iterator[Finding]:
 
 
 def look(place: Path) -> Disk:
-    """Return the file system on which a directory is or would be.
+    """Inspect the file system of a directory, which need not exist.
 
     Writes a file there and deletes it.
     """

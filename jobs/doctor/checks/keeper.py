@@ -78,7 +78,7 @@ def check_exports(_: Patient) -> Iterator[Finding]:
 
 
 def _private_keys(path: Path) -> set[str]:
-    """Return the keys in an exported file's header that nobody else is to read."""
+    """Return the private keys in an exported file's header."""
     try:
         job = json.loads(str(read_metadata(path).get("fsdp_tui.job") or "{}"))
     except (DamagedError, ValueError):  # not ours

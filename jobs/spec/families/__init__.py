@@ -88,18 +88,14 @@ def _unknown(key: str, value: str, choices: Collection[str], of: str = "") -> Sp
 
 
 def default_values(name: object, flavour: object) -> dict[str, Any]:
-    """Return the keys of a job that have another default for this family and flavour.
-
-    {} if unknown.
-    """
+    """Return the defaults of a family's flavour that differ from a job's; {} if unknown."""
     family = FAMILIES.get(str(read_family(name)))
     return family.defaults_of(str(flavour)) if family is not None else {}
 
 
 def flavour_of(family: object, name_or_path: object) -> str | None:
-    """Return the flavour that a model's name says.
+    """Return the flavour that a model's name says: a hub id, or a directory of that name.
 
-    Its hub id, or a directory called as its repository.
 
     None where it says none, or where one published model is several flavours; that a model gets new
     inputs is no matter of its name.
@@ -121,10 +117,7 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
 
 
 def component_of(spec: JobKeys) -> str:
-    """Return the denoiser that a job trains.
-
-    Its directory in the model, and its name in the pipeline.
-    """
+    """Return the directory, and the name in the pipeline, of the denoiser that a job trains."""
     return get_family(spec.model_family).component_of(spec.model_flavour)
 
 
@@ -141,19 +134,13 @@ def references_of(spec: JobKeys) -> References | None:
 
 
 def widened_of(spec: JobKeys) -> str:
-    """Return the layer that gets inputs for a conditioning image, in a job's model.
-
-    Empty for none.
-    """
+    """Return the layer of a job's model that takes conditioning images; "" if none does."""
     family = FAMILIES.get(spec.model_family)
     return family.widened_of(spec.model_flavour) if family is not None else ""
 
 
 def denoiser_config(spec: JobKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a denoiser's config as the job trains it.
-
-    With channels for a conditioning image, if new.
-    """
+    """Return a denoiser's config as the job trains it, with any channels that it adds."""
     if not widened_of(spec):
         return dict(config)
     channels = config.get("out_channels") or config["in_channels"]
@@ -179,8 +166,5 @@ def sees_images(spec: JobKeys) -> bool:
 
 
 def wrapped_classes(spec: RecipeKeys) -> list[str]:
-    """Return the block classes that become FSDP units of their own.
-
-    The job's, else the family's.
-    """
+    """Return the block classes that become FSDP units: those of the job, else the family's."""
     return spec.fsdp_transformer_layer_cls_to_wrap or list(get_family(spec.model_family).blocks)

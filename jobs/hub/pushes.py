@@ -33,7 +33,7 @@ class Push:
     @classmethod
     def read(cls, run_dir: RunDir) -> Push:
         """What was kept, or the beginning where it cannot be used."""
-        values: dict[str, Any] = read_json(_file(run_dir)) or {}
+        values: dict[str, Any] = read_json(pushes_file(run_dir)) or {}
         try:
             steps = [int(step) for step in values["pushed"]]
             return cls(str(values["repo"]), steps, str(values["url"]), str(values["problem"]))
@@ -42,8 +42,8 @@ class Push:
 
     def keep(self, run_dir: RunDir) -> Push:
         """Write it down."""
-        _file(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(_file(run_dir), json.dumps(asdict(self)) + "\n", durable=True)
+        pushes_file(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(pushes_file(run_dir), json.dumps(asdict(self)) + "\n", durable=True)
         return self
 
 
@@ -55,5 +55,6 @@ def go_back(run_dir: RunDir, step: int) -> None:
         replace(before, pushed=kept).keep(run_dir)
 
 
-def _file(run_dir: RunDir) -> Path:
+def pushes_file(run_dir: RunDir) -> Path:
+    """Where it is kept."""
     return run_dir.root / "hub" / "push.json"

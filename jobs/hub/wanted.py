@@ -98,19 +98,19 @@ def note(run_dir: RunDir, names: Iterable[HubName]) -> None:
     if values:
         for name in absent:
             fetches.forget_ended(name)
-        write_atomic(_file(run_dir), json.dumps({"waits_for": values}) + "\n", durable=True)
+        write_atomic(waits_file(run_dir), json.dumps({"waits_for": values}) + "\n", durable=True)
     else:
         forget(run_dir)
 
 
 def forget(run_dir: RunDir) -> None:
     """Record that a job no longer waits."""
-    _file(run_dir).unlink(missing_ok=True)
+    waits_file(run_dir).unlink(missing_ok=True)
 
 
 def noted(run_dir: RunDir) -> list[HubName]:
     """What a queued job waits for."""
-    path = _file(run_dir)
+    path = waits_file(run_dir)
     values: Any = (read_json(path) or {}).get("waits_for") if path.exists() else None
     names = [
         HubName.read(
@@ -161,5 +161,6 @@ def end_unwanted(job: Job, queue: Iterable[Job]) -> None:
     forget(job.run_dir)
 
 
-def _file(run_dir: RunDir) -> Path:
+def waits_file(run_dir: RunDir) -> Path:
+    """Where it stands what a queued job waits for."""
     return run_dir.root / "fetch.json"

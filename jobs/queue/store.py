@@ -7,15 +7,15 @@ compare-and-set inside a write transaction, and every change is kept with its ti
 from __future__ import annotations
 
 import json
-import shutil
 import sqlite3
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.residence import residence
 from jobs.paths import close_to_others, ensure_state_home
+from jobs.queue import undo
 from jobs.queue.job import Change, Job, Terms, backend_of, job_of_row, moved
 from jobs.queue.states import ACTIVE, State, may_follow
 from jobs.queue.tables import (
@@ -78,6 +78,7 @@ class Store:
                 )
             if version < VERSION:
                 create_tables(db, self.home / "jobs.lock")
+        self._settle(patience=0)  # who has the database locked is in the middle of a change
 
     # -- reading ---------------------------------------------------------------------------
 
@@ -152,12 +153,9 @@ class Store:
                     "move it away, or its checkpoints would be mistaken for the new job's",
                 )
             update(db, job_id, {"run_dir": str(run_dir.root)})
+            undo.Undo(self.home, job_id, undo.count_changes(db, job_id)).keep([], made=run_dir)
             self._note(db, job_id, now, None, State.QUEUED, "submitted")
-            try:
-                prepare(run_dir)
-            except BaseException:
-                shutil.rmtree(run_dir.root, ignore_errors=True)  # not in the way of the next
-                raise
+            prepare(run_dir)
             return self._get(db, job_id)
 
     def requeue(
@@ -165,16 +163,17 @@ class Store:
         job_id: int,
         reason: str,
         terms: Terms | None = None,
-        prepare: Callable[[], None] = lambda: None,
+        prepare: Callable[[undo.Undo], None] = lambda _: None,
     ) -> Job:
         """Put an ended job into the queue again, on other terms if they are given.
 
-        `prepare` changes its files before anyone can start it; if it raises, nothing happened.
+        `prepare` changes its files before anyone can start it, and keeps first what undoes that.
 
         Raises:
             StateError: The job has not ended.
         """
         with self.write() as db:
+            files = undo.Undo(self.home, job_id, undo.count_changes(db, job_id))
             self._change(db, self._get(db, job_id), State.QUEUED, reason)
             db.execute(
                 "UPDATE jobs SET queued=?, ended=NULL, stop_level=0, attempt=attempt+1, gpus='[]',"
@@ -183,24 +182,32 @@ class Store:
             )
             if terms is not None:
                 update(db, job_id, terms.columns())
-            prepare()
+            prepare(files)
             return self._get(db, job_id)
 
     def redescribe(
-        self, job_id: int, *, name: str, terms: Terms, reason: str, prepare: Callable[[], None]
-    ) -> None:
+        self,
+        job_id: int,
+        *,
+        name: str,
+        terms: Terms,
+        reason: str,
+        prepare: Callable[[undo.Undo], None],
+    ) -> Job:
         """Give a job that waits in the queue another name and other terms; its place stays.
 
-        `prepare` changes its files while nobody can start it; if it raises, nothing happened.
+        `prepare` changes its files while nobody can start it, and keeps first what undoes that.
 
         Raises:
             StateError: The job does not wait in the queue any more.
         """
         with self.write() as db:
             job = self._get_queued(db, job_id)
+            files = undo.Undo(self.home, job_id, undo.count_changes(db, job_id))
             update(db, job_id, {"name": name, "reason": ""} | terms.columns())
             self._note(db, job_id, time.time(), job.state, job.state, reason)
-            prepare()
+            prepare(files)
+            return self._get(db, job_id)
 
     def change(
         self, job_id: int, after: State, reason: str, *, only_from: Iterable[State] | None = None
@@ -278,20 +285,32 @@ class Store:
             with self.write() as db:
                 db.executemany("UPDATE jobs SET reason=? WHERE id=? AND state=?", new)
 
-    def set_priority(self, job_id: int, priority: int) -> None:
-        """Serve the job before those of lower priority."""
-        self._set_queued(job_id, "priority", priority)
+    def hold(self, job_id: int, held: bool) -> Job:
+        """Pass the job over until it is released.
 
-    def hold(self, job_id: int, held: bool) -> None:
-        """Pass the job over until it is released."""
-        self._set_queued(job_id, "held", held)
+        Raises:
+            StateError: It does not wait in the queue.
+        """
+        with self.write() as db:
+            self._get_queued(db, job_id)
+            update(db, job_id, {"held": held})
+            return self._get(db, job_id)
 
-    def move(self, job_id: int, to: Place) -> None:
-        """Change a queued job's place among those of its priority; see `moved`."""
+    def move(self, job_id: int, to: Place | None = None, *, priority: int | None = None) -> Job:
+        """Change a queued job's priority, then its place among those of its priority (`moved`).
+
+        Raises:
+            StateError: It does not wait in the queue, or cannot go further up or down.
+        """
         with self.write() as db:
             job = self._get_queued(db, job_id)
-            for moved_id, place in moved(job, self._in_states(db, [State.QUEUED]), to).items():
-                update(db, moved_id, {"queued": place})
+            if priority is not None:
+                update(db, job_id, {"priority": priority})
+                job = self._get(db, job_id)
+            if to is not None:
+                for moved_id, place in moved(job, self._in_states(db, [State.QUEUED]), to).items():
+                    update(db, moved_id, {"queued": place})
+            return self._get(db, job_id)
 
     def pause(self, paused: bool) -> None:
         """Stop (or resume) starting queued jobs; running ones are not touched."""
@@ -311,23 +330,22 @@ class Store:
             return self._get(db, job_id).stop_level
 
     def remove(self, job_id: int) -> Job:
-        """Forget a job that has no processes.
+        """Forget a job that has no processes; see `remove_all`."""
+        return self.remove_all([job_id])[0]
+
+    def remove_all(self, job_ids: Sequence[int]) -> list[Job]:
+        """Forget jobs that have no processes: all of them, or none.
 
         Raises:
-            StateError: The job is active or queued.
+            StateError: One is active or queued.
         """
         with self.write() as db:
-            job = self._get(db, job_id)
-            if not job.state.ended:
-                raise StateError(f"job {job_id} is {job.state}", "stop it first")
-            db.execute("DELETE FROM jobs WHERE id=?", (job_id,))
-            return job
-
-    def _set_queued(self, job_id: int, column: str, value: float) -> None:
-        """Raises `StateError` when the job does not wait in the queue."""
-        with self.write() as db:
-            self._get_queued(db, job_id)
-            update(db, job_id, {column: value})
+            leaving = [self._get(db, job_id) for job_id in job_ids]
+            for job in leaving:
+                if not job.state.ended:
+                    raise StateError(f"job {job.id} is {job.state}", "stop it first")
+                db.execute("DELETE FROM jobs WHERE id=?", (job.id,))
+            return leaving
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -349,14 +367,31 @@ class Store:
         """A write transaction: takes the lock at the start, so that what is read holds."""
         self.check_writable()
         close_to_others(self.home)
+        try:
+            with self._transaction(patience) as db:
+                yield db
+        finally:
+            self._settle()
+
+    @contextmanager
+    def _transaction(self, patience: float | None) -> Iterator[sqlite3.Connection]:
         with self.connect(patience=patience) as db:
             db.execute("BEGIN IMMEDIATE")
             try:
+                undo.settle(self.home, db)
                 yield db
+                db.execute("COMMIT")
             except BaseException:
-                db.execute("ROLLBACK")
+                if db.in_transaction:
+                    with suppress(sqlite3.Error):  # closing it does the same; the first error tells
+                        db.execute("ROLLBACK")
                 raise
-            db.execute("COMMIT")
+
+    def _settle(self, patience: float | None = None) -> None:
+        """Undo the files of a change that the database did not take; later, if that fails."""
+        if undo.is_left(self.home):
+            with suppress(sqlite3.Error), self._transaction(patience):
+                pass
 
     @staticmethod
     def _get(db: sqlite3.Connection, job_id: int) -> Job:

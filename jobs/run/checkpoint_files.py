@@ -272,11 +272,16 @@ def set_aside(path: Path, word: str) -> Path:
     Returns:
         Its new directory.
     """
+    target = _free_name(path, word)
+    os.replace(path, target)
+    return target
+
+
+def _free_name(path: Path, word: str) -> Path:
     number, target = 1, path.with_name(f"{path.name}.{word}")
     while target.exists():
         number += 1
         target = path.with_name(f"{path.name}.{word}-{number}")
-    os.replace(path, target)
     return target
 
 
@@ -285,28 +290,21 @@ def newer(run_dir: RunDir, step: int) -> list[tuple[int, Path]]:
     return [(number, path) for number, path in run_dir.complete_checkpoints() if number > step]
 
 
-def rewind(run_dir: RunDir, step: int) -> list[tuple[Path, Path]]:
-    """Set all checkpoints of later steps aside, or, if one cannot be, none.
+def plan_rewind(run_dir: RunDir, step: int) -> list[tuple[Path, Path]]:
+    """Where the checkpoints of later steps are, and where they are to be set aside."""
+    return [(path, _free_name(path, REWOUND)) for _, path in newer(run_dir, step)]
 
-    Returns:
-        Where they were and where they are, for `put_back`.
+
+def rewind(moves: list[tuple[Path, Path]]) -> None:
+    """Set checkpoints aside as planned.
 
     Raises:
-        UserError: One cannot be renamed.
+        UserError: One cannot be renamed; those before it are.
     """
-    moved: list[tuple[Path, Path]] = []
-    try:
-        for _, path in newer(run_dir, step):
-            moved.append((path, set_aside(path, REWOUND)))
-    except OSError as error:
-        put_back(moved)
-        raise UserError(
-            f"cannot rename a checkpoint in {run_dir.checkpoints} ({error.strerror})"
-        ) from error
-    return moved
-
-
-def put_back(moved: list[tuple[Path, Path]]) -> None:
-    """Undo `rewind`."""
-    for before, now in reversed(moved):
-        os.replace(now, before)
+    for before, now in moves:
+        try:
+            os.replace(before, now)
+        except OSError as error:
+            raise UserError(
+                f"cannot rename a checkpoint in {before.parent} ({error.strerror})"
+            ) from error

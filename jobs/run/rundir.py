@@ -295,9 +295,25 @@ class RunDir:
     def clear_request(self, name: str) -> None:
         (self.control / name).unlink(missing_ok=True)
 
+    def keep(self) -> None:
+        """Mark what is to stay when the job is forgotten, so that nobody takes it for an orphan."""
+        self._kept.touch()
+
+    @property
+    def is_kept(self) -> bool:
+        return self._kept.exists()
+
+    @property
+    def _kept(self) -> Path:
+        return self.root / ".kept"
+
+    @property
+    def has_run(self) -> bool:
+        return any(path.exists() for path in (self.launch_file, self.events, self.checkpoints))
+
     def set_aside(self) -> bool:
         """Move away what a submit left that was killed; False where anything has run here."""
-        if any(path.exists() for path in (self.launch_file, self.events, self.checkpoints)):
+        if self.has_run:
             return False
         self.root.rename(self.root.with_name(f".{self.root.name}.{time.time_ns()}"))
         return True

@@ -9,15 +9,16 @@ import math
 import shutil
 import sqlite3
 import uuid
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.backends import backend
 from jobs.backends.keeper import ensure_keepers
 from jobs.backends.local.dispatch import dispatch, needs_attention
 from jobs.errors import StateError, UserError
 from jobs.hub import wanted as hub
-from jobs.hub.pushes import go_back
+from jobs.hub.pushes import go_back, pushes_file
 from jobs.paths import ensure_private_dir
 from jobs.preflight.check_job import cache_of
 from jobs.queue.job import Terms
@@ -32,10 +33,12 @@ from jobs.spec.file.load import dump_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from jobs.machine.devices import Gpu
     from jobs.queue.job import Place
     from jobs.queue.store import Job, Store
+    from jobs.queue.undo import Undo
     from jobs.run.checkpoint_list import Listed
     from jobs.run.rundir import RunDir
     from jobs.service.plan import Plan
@@ -44,6 +47,11 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Progress", "progress"]  # with what is defined here
+
+
+# Around what follows a change that the database has taken: the next look does it as well, and with
+# an error people would make the change twice.
+_CHANGED_ALREADY: Final = suppress(OSError, sqlite3.Error)
 
 
 class FilesLeftError(UserError):
@@ -79,11 +87,7 @@ def carry_out(store: Store, plan: Plan) -> Job:
         prepare = partial(_prepare, store, plan.job.run_dir, plan)
         terms = Terms.of(plan.spec, plan.wanted)
         job = store.requeue(plan.job.id, _how_it_goes_on(plan), terms, prepare)
-    try:
-        return start_if_free(store, job.id)
-    except (OSError, sqlite3.Error):
-        # It is queued, and the next look starts it; an error here would make people queue it twice.
-        return job
+    return start_if_free(store, job)
 
 
 def _write_files(text: str, absent: Sequence[HubName], run_dir: RunDir) -> None:
@@ -91,26 +95,37 @@ def _write_files(text: str, absent: Sequence[HubName], run_dir: RunDir) -> None:
     hub.note(run_dir, absent)
 
 
-def start_if_free(store: Store, job_id: int) -> Job:
+def start_if_free(store: Store, job: Job) -> Job:
     """Start a queued job if it may start now; otherwise make sure that a keeper will."""
-    dispatch(store)
-    ensure_keepers(store)
-    return store.get(job_id)
+    with _CHANGED_ALREADY:
+        dispatch(store)
+        ensure_keepers(store)
+        return store.get(job.id)
+    return job
 
 
-def _prepare(store: Store, run_dir: RunDir, plan: Plan) -> None:
+def _dispatched(store: Store, job: Job) -> Job:
+    """Let the queue act on a change of a job."""
+    with _CHANGED_ALREADY:
+        dispatch(store)
+        return store.get(job.id)
+    return job
+
+
+def _prepare(store: Store, run_dir: RunDir, plan: Plan, undo: Undo) -> None:
     """Prepare a run directory for a resume. The caller holds the queue."""
+    moves: list[tuple[Path, Path]] = []
     if plan.back_to is not None:  # again: a job may have been submitted since the plan was made
         check_unneeded(store, [path for _, path in checkpoint_files.newer(run_dir, plan.back_to)])
-    moved = checkpoint_files.rewind(run_dir, plan.back_to) if plan.back_to is not None else []
-    try:
-        if plan.back_to is not None:
-            go_back(run_dir, plan.back_to)
-        if plan.rewritten:
-            write_job_file(run_dir, dump_spec(plan.spec))
-    except BaseException:
-        checkpoint_files.put_back(moved)
-        raise
+        moves = checkpoint_files.plan_rewind(run_dir, plan.back_to)
+    if not moves and not plan.rewritten and plan.back_to is None:
+        return
+    undo.keep([run_dir.job_file, pushes_file(run_dir)], moves)
+    checkpoint_files.rewind(moves)
+    if plan.back_to is not None:
+        go_back(run_dir, plan.back_to)
+    if plan.rewritten:
+        write_job_file(run_dir, dump_spec(plan.spec))
 
 
 def write_job_file(run_dir: RunDir, text: str) -> None:
@@ -147,7 +162,8 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
         and not place.holds(job)
         and store.change(job_id, State.STOPPED, "removed from the queue", only_from={State.QUEUED})
     ):
-        hub.end_unwanted(job, store.in_states([State.QUEUED]))
+        with _CHANGED_ALREADY:
+            hub.end_unwanted(job, store.in_states([State.QUEUED]))
         return f"job {job_id} was removed from the queue"
     job = store.get(job_id)
     if job.state.ended:
@@ -199,9 +215,7 @@ def hold(store: Store, job_id: int, held: bool = True) -> Job:
     place = backend(job.backend)
     if holder := place.holds(job):
         raise StateError(f"job {job_id} is in {holder}", place.hold_hint)
-    store.hold(job_id, held)
-    dispatch(store)
-    return store.get(job_id)
+    return _dispatched(store, store.hold(job_id, held))
 
 
 def move(store: Store, job_id: int, *, to: Place | None = None, priority: int | None = None) -> Job:
@@ -216,18 +230,14 @@ def move(store: Store, job_id: int, *, to: Place | None = None, priority: int | 
     Raises:
         StateError: It is not queued, or cannot go further up or down.
     """
-    if priority is not None:
-        store.set_priority(job_id, priority)
-    if to is not None:
-        store.move(job_id, to)
-    dispatch(store)
-    return store.get(job_id)
+    return _dispatched(store, store.move(job_id, to, priority=priority))
 
 
 def pause(store: Store, paused: bool = True) -> None:
     """Pause or unpause the queue; running jobs are not affected."""
     store.pause(paused)
-    dispatch(store)
+    with _CHANGED_ALREADY:
+        dispatch(store)
 
 
 def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
@@ -296,15 +306,14 @@ def prune(store: Store, keep_last: int) -> list[Job]:
     """
     leaving = [job for job in store.all() if job.state.ended][keep_last:]
     check_unneeded(store, [job.run_dir.root for job in leaving])
-    left = None
-    for job in leaving:
-        try:
-            remove(store, job.id)
-        except FilesLeftError as error:
-            left = error
-    if left is not None:
-        raise left
-    return leaving
+    removed = store.remove_all([job.id for job in leaving])
+    if left := [job for job in removed if not _delete_run(job)]:
+        raise FilesLeftError(
+            f"removed {len(removed)} job{'s' * (len(removed) != 1)}, but not all of "
+            f"{', '.join(str(job.run_dir.root) for job in left)} could be deleted",
+            "`fsdp-tui doctor` lists what is left",
+        )
+    return removed
 
 
 def remove(store: Store, job_id: int, *, files: bool = True) -> None:
@@ -313,17 +322,25 @@ def remove(store: Store, job_id: int, *, files: bool = True) -> None:
     Raises:
         StateError: The job has not ended, or another job starts from a checkpoint of it.
         FilesLeftError: It is removed, but not all of its files could be deleted.
+        OSError: Its files cannot be marked as kept; nothing has changed.
     """
+    job = store.get(job_id)
     if files:
-        check_unneeded(store, [store.get(job_id).run_dir.root], leaving=[job_id])
+        check_unneeded(store, [job.run_dir.root], leaving=[job_id])
+    elif job.state.ended:
+        job.run_dir.keep()
     job = store.remove(job_id)
-    if files:
-        shutil.rmtree(job.run_dir.root, ignore_errors=True)
-        if job.run_dir.root.exists():
-            raise FilesLeftError(
-                f"job {job_id} is removed, but not all of {job.run_dir.root} could be deleted",
-                "delete it by hand",
-            )
+    if files and not _delete_run(job):
+        raise FilesLeftError(
+            f"job {job_id} is removed, but not all of {job.run_dir.root} could be deleted",
+            "delete it by hand",
+        )
+
+
+def _delete_run(job: Job) -> bool:
+    """Delete a run directory as far as can be; whether nothing is left of it."""
+    shutil.rmtree(job.run_dir.root, ignore_errors=True)
+    return not job.run_dir.root.exists()
 
 
 def refresh(store: Store) -> None:

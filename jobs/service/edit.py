@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from jobs.queue.store import Job, Store
+    from jobs.queue.undo import Undo
     from jobs.service.plan import Plan
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.hub_names import HubName
@@ -61,30 +62,23 @@ def change(
     plan = plan_change(store, job_id, spec, absent)
     run_dir = store.get(job_id).run_dir
     old, new = dump_spec(before), dump_spec(plan.spec)
-    written = False
 
-    def prepare() -> None:
-        nonlocal written
+    def prepare(undo: Undo) -> None:
         check_not_handed_in(store.get(job_id))
         if dump_spec(load_spec(run_dir.job_file)) != old:
             raise StateError(f"job {job_id} was changed elsewhere in the meantime", "reload it")
+        undo.keep([run_dir.job_file, hub.waits_file(run_dir)])
         service.write_job_file(run_dir, new)
         hub.note(run_dir, plan.absent)
-        written = True
 
-    try:
-        store.redescribe(
-            job_id,
-            name=plan.spec.name,
-            terms=Terms.of(plan.spec, plan.wanted),
-            reason=_what_changed(before, plan.spec),
-            prepare=prepare,
-        )
-    except BaseException:
-        if written:  # the database could not take it
-            service.write_job_file(run_dir, old)
-        raise
-    return service.start_if_free(store, job_id), plan
+    job = store.redescribe(
+        job_id,
+        name=plan.spec.name,
+        terms=Terms.of(plan.spec, plan.wanted),
+        reason=_what_changed(before, plan.spec),
+        prepare=prepare,
+    )
+    return service.start_if_free(store, job), plan
 
 
 def _what_changed(before: JobSpec, after: JobSpec) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 
 from tests.campaign.journal import Journal
 
-KINDS: Final = ("faults", "real", "slurm", "fuzz")
+KINDS: Final = ("faults", "real", "slurm", "fuzz", "fault-points")
 
 
 def main() -> int:
@@ -39,6 +39,16 @@ def run(
         fuzz.prepare()
         for batch in only if only is not None else journal.trials(-(-trials // fuzz.BATCH), hours):
             fuzz.fuzz(journal, batch)
+        return
+    if journal.kind == "fault-points":
+        from tests.campaign import fault_points
+
+        with fault_points.Place() as place:
+            points = fault_points.shuffled(place.points(), journal.seed)
+            count = min(trials, len(points))
+            for number in only if only is not None else journal.trials(count, hours):
+                fault_points.trial(journal, number, place, points)
+        print(fault_points.table(journal))
         return
     if journal.kind == "faults":
         from tests.campaign.faults import trial

@@ -31,6 +31,7 @@ class Journal:
     done: set[int] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     broken: list[int] = field(default_factory=list)
+    broke: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         if self.path is None or not self.path.exists():
@@ -79,6 +80,7 @@ class Journal:
         self.counts[record["what"]] += record.get("count", 1)
         if "found" in record:
             self.broken.append(record["trial"])
+            self.broke[record["what"]] += 1
 
 
 def dice(kind: str, seed: int, trial: int) -> random.Random:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.backends.local import dispatch
@@ -56,7 +58,8 @@ class Local:
             store.change(job.id, State.LOST, reason, only_from=ACTIVE)
             return f"job {job.id} was {reason}, and none of its ranks responds"
         level = store.raise_stop_level(job.id, 3 if now else job.stop_level + 1)
-        dispatch.dispatch(store)  # if its supervisor is gone, someone must carry this out
+        with suppress(OSError, sqlite3.Error):  # it is asked for, and the keeper looks every second
+            dispatch.dispatch(store)  # if its supervisor is gone, someone must carry this out
         words = f"job {job.id} {_STOPS[min(level, 3)]}"
         if job.elsewhere:
             words += (

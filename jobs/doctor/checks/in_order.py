@@ -16,6 +16,7 @@ from jobs.doctor.checks.limits import (
     check_open_files,
     check_shared_memory,
 )
+from jobs.doctor.checks.orphans import check_orphans
 from jobs.doctor.checks.packages import check_compilers, check_extras, check_packages, check_python
 from jobs.doctor.checks.topology import check_topology
 from jobs.doctor.checks.torch_build import SECONDS, ask_torch, check_backends, check_torch
@@ -55,6 +56,7 @@ CHECKS: Final[Sequence[Check]] = (
     Check("hub", "hub", check_hub, seconds=30),
     Check("environment", "variables", check_variables),
     Check("queue", "database", check_database),
+    Check("queue", "run directories", check_orphans),
     Check("queue", "exports", check_exports),
     Check("queue", "queue keeper", check_keeper),
     Check("job", "job file", read_job),

@@ -245,9 +245,9 @@ def test_higher_priority_comes_first_and_a_place_in_the_queue_can_be_changed(
     assert order() == [c, a, b]
     store.move(b, "first")
     assert order() == [c, b, a]
-    store.set_priority(a, 9)
+    store.move(a, priority=9)
     assert order() == [a, c, b]
-    store.set_priority(a, 0)
+    store.move(a, priority=0)
     store.move(b, "last")
     assert order() == [c, a, b]
 
@@ -273,7 +273,7 @@ def test_only_what_waits_can_be_moved_or_held(store: Store) -> None:
     job = bring(store, add(store), State.STARTING)
     calls = (
         lambda: store.hold(job.id, True),
-        lambda: store.set_priority(job.id, 1),
+        lambda: store.move(job.id, priority=1),
         lambda: store.move(job.id, "up"),
     )
     for call in calls:
@@ -566,11 +566,11 @@ def test_a_state_directory_that_others_can_write_is_narrowed_before_something_is
     Store().all()
     assert mode_of(home) == 0o777, "who reads changes no mode"
     close_to_others.cache_clear()
-    Store().set_priority(made, 3)
+    Store().move(made, priority=3)
     assert mode_of(home) == 0o700
     said = f"fsdp-tui: other users could write to {home}; its mode was 777 and is now 700\n"
     assert capsys.readouterr().err == said
-    Store().set_priority(made, 4)
+    Store().move(made, priority=4)
     assert capsys.readouterr().err == ""
 
 
@@ -594,7 +594,7 @@ def test_a_place_that_others_may_read_keeps_its_mode_and_tells_nothing(home: Pat
     store = Store()
     made = add(store).id
     close_to_others.cache_clear()
-    store.set_priority(made, 3)
+    store.move(made, priority=3)
     assert mode_of(home) == 0o755
     assert mode_of(store.path) == 0o600
     assert mode_of(home / "runs") == 0o700

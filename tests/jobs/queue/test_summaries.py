@@ -197,7 +197,7 @@ def test_the_list_is_the_same_until_somebody_writes(store: Store, tmp_path: Path
     with store.connect() as db:
         db.execute("VACUUM INTO ?", (str(tmp_path / "new.db"),))
     (tmp_path / "new.db").rename(store.path)
-    store.set_priority(job.id, 7)
+    store.move(job.id, priority=7)
     assert listed.look()[0].priority == 7
     listed.close()
     assert listed.look()[0].priority == 7

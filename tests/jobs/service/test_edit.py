@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,7 +97,11 @@ def test_nobody_starts_a_job_as_it_was_before(
             store.hold(job.id, held=True)
         elif store.get(job.id).ranks == 1:
             store.redescribe(
-                job.id, name="cats", terms=Terms(3, None, 9), reason="changed", prepare=lambda: None
+                job.id,
+                name="cats",
+                terms=Terms(3, None, 9),
+                reason="changed",
+                prepare=lambda _: None,
             )
         return 1
 
@@ -152,13 +157,14 @@ def test_a_database_that_cannot_take_it_leaves_the_file(
     store: Store, waiting: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = read(waiting)
-    redescribe = store.redescribe
 
-    def fails(*args: Any, **options: Any) -> Job:
-        redescribe(*args, **options)
-        raise sqlite3.OperationalError("disk I/O error")
+    class Fails(sqlite3.Connection):
+        def execute(self, words: str, *values: Any) -> sqlite3.Cursor:
+            if words == "COMMIT" and read(waiting) != before:
+                raise sqlite3.OperationalError("disk I/O error")
+            return super().execute(words, *values)
 
-    monkeypatch.setattr(store, "redescribe", fails)
+    monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Fails))
     with pytest.raises(sqlite3.OperationalError):
         edit.change(store, waiting.id, changed(before, seed=3), before)
     assert read(waiting) == before

@@ -275,7 +275,7 @@ def test_a_database_that_cannot_be_read_leaves_the_last_picture(
         raise OSError("gone")
 
     monkeypatch.setattr(store, "all", fail)
-    store.set_priority(1, 5)  # nothing is read while nothing has changed
+    store.move(1, priority=5)  # nothing is read while nothing has changed
     snapshot = look.look()
     assert "gone" in snapshot.problem
     assert len(snapshot.jobs) == 1

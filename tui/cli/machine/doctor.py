@@ -17,8 +17,10 @@ import click
 from jobs.doctor import ask
 from jobs.doctor.checks.terminal import check_terminal, environment_at_start, is_utf8
 from jobs.doctor.finding import Verdict
+from jobs.doctor.orphans import sweep_orphans
 from jobs.errors import UserError
 from jobs.paths import ensure_state_home
+from jobs.queue.store import Store
 from jobs.service.repair import repair
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import JSON
@@ -44,7 +46,11 @@ _ASCII: Final = str.maketrans({"–": "-", "·": ".", "×": "x", "µ": "u", "→
 @click.option("--gpus", metavar="0,1", help="GPUs to check, by index or UUID.")
 @click.option("--quick", is_flag=True, help="Skip the all-reduce check, which takes half a minute.")
 @click.option(
-    "--repair", "mend", is_flag=True, help="Rebuild a damaged jobs database; the old one is kept."
+    "--repair",
+    "mend",
+    is_flag=True,
+    help="Rebuild a damaged jobs database, keeping the old one; of an intact one, delete run "
+    "directories of no job in which nothing was trained.",
 )
 @JSON
 def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json: bool) -> int:
@@ -76,15 +82,30 @@ def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json:
 
 
 def _repair(*, as_json: bool) -> int:
-    done = repair(ensure_state_home())
+    home = ensure_state_home()
+    done = repair(home)
+    # What a rebuilt database does not know may be a job of the old one.
+    swept, left = sweep_orphans(Store(home)) if done.kept is None else ([], [])
     if as_json:
-        facts = {"kept": done.kept and str(done.kept), "read": done.read, "restored": done.restored}
-        echo(json.dumps(facts))
-    elif done.kept is None:
-        echo("the jobs database is intact; nothing changed")
-    else:
+        facts: dict[str, Any] = {
+            "kept": done.kept and str(done.kept),
+            "read": done.read,
+            "restored": done.restored,
+        }
+        facts |= {"swept": [str(orphan.path) for orphan in swept]}
+        echo(json.dumps(facts | {"left": [str(orphan.path) for orphan in left]}))
+        return 0
+    if done.kept is not None:
         echo(f"rebuilt the jobs database; the old one is {done.kept}")
         echo(f"jobs: {len(done.read)} read from it, {len(done.restored)} from run directories")
+    else:
+        also = "" if swept else "; nothing changed"
+        echo(f"the jobs database is intact{also}")
+    for orphan in swept:
+        echo(f"deleted {orphan.path}, of no job")
+    for orphan in left:
+        why = f"holds {orphan.holds}" if orphan.holds else "is in use, or cannot be deleted"
+        echo(f"{orphan.path} belongs to no job and {why}; delete it by hand")
     return 0
 
 

@@ -1,0 +1,142 @@
+"""Run directories that belong to no job: what a submit left that was killed, and what a remove
+could not delete. Those in which nothing was trained can be swept; the others are someone's work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs.backends.local.ranks import beats
+from jobs.machine.processes import with_run_id
+from jobs.run.disk_space import directory_size
+from jobs.run.rundir import RunDir, read_json
+
+if TYPE_CHECKING:
+    from jobs.queue.store import Store
+
+_RUN: Final = re.compile(r"\.?[1-9]\d{0,17}-.+")  # a run's, or one that was set aside
+_LARGEST_START: Final = 1 << 20  # bytes of events of a run that only started
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A run directory of no job.
+
+    Attributes:
+        path: Where it is.
+        bytes: Its size.
+        holds: Why it is not swept, in words; "" if nothing was trained in it.
+    """
+
+    path: Path
+    bytes: int
+    holds: str
+
+
+def find_orphans(store: Store) -> list[Orphan]:
+    """List the run directories of no job, without those that `remove --keep-files` kept.
+
+    Raises:
+        sqlite3.Error: The database cannot be read, so that nothing is known of any.
+    """
+    there = _run_directories(store.home / "runs")
+    # Under the lock: the directory of a job that is being submitted is there before its row.
+    with store.write():
+        ours = {job.run_dir.root.name for job in store.all()}
+    lost = [path for path in there if path.name not in ours and path.is_dir()]
+    return [
+        Orphan(path, directory_size(path), _holds(RunDir(path)))
+        for path in lost
+        if not RunDir(path).is_kept
+    ]
+
+
+def sweep_orphans(store: Store) -> tuple[list[Orphan], list[Orphan]]:
+    """Delete the run directories of no job in which nothing was trained.
+
+    Returns:
+        Those that are deleted, and those that are still there.
+
+    Raises:
+        sqlite3.Error: The database cannot be read; nothing more is deleted.
+    """
+    swept: list[Orphan] = []
+    left: list[Orphan] = []
+    for orphan in find_orphans(store):
+        if not orphan.holds and not _is_used(RunDir(orphan.path)):
+            with store.write():
+                if orphan.path.name not in {job.run_dir.root.name for job in store.all()}:
+                    shutil.rmtree(orphan.path, ignore_errors=True)
+        (left if orphan.path.exists() else swept).append(orphan)
+    return swept, left
+
+
+def _run_directories(runs: Path) -> list[Path]:
+    if not runs.is_dir():
+        return []
+    return sorted(
+        path
+        for path in runs.iterdir()
+        if _RUN.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    )
+
+
+def _holds(run_dir: RunDir) -> str:
+    """Say what is in a run directory that someone may want back; "" for nothing."""
+    if _has_any(run_dir.checkpoints):
+        return "checkpoints"
+    if any(_has_any(path) for path in run_dir.root.glob(f"{run_dir.export.name}*")):
+        return "an export"
+    if _has_any(run_dir.samples):
+        return "samples"
+    if not _only_started(run_dir.events):
+        return "events of a training"
+    return ""
+
+
+def _has_any(folder: Path) -> bool:
+    """Whether anything is in it; so we say of what cannot be read, too."""
+    try:
+        return any(folder.iterdir())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _only_started(events: Path) -> bool:
+    try:
+        if events.stat().st_size > _LARGEST_START:
+            return False
+        lines = events.read_text(encoding="utf-8").splitlines()
+        return all(json.loads(line)["kind"] == "start" for line in lines)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _is_used(run_dir: RunDir) -> bool:
+    """Whether a process works there, here or on another machine; so we say if nobody can tell."""
+    run_id = (read_json(run_dir.launch_file) or {}).get("run_id")
+    try:
+        if isinstance(run_id, str) and run_id and with_run_id(run_id):
+            return True
+        return _is_worked_in(run_dir.root) or (_has_any(run_dir.ranks) and beats(run_dir))
+    except OSError:
+        return True
+
+
+def _is_worked_in(root: Path) -> bool:
+    for name in os.listdir("/proc"):
+        with suppress(OSError):  # it has ended, or is not ours
+            if name.isdigit() and Path(os.readlink(f"/proc/{name}/cwd")).is_relative_to(root):
+                return True
+    return False

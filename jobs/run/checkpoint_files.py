@@ -237,18 +237,35 @@ def delete(path: Path) -> None:
         shutil.rmtree(_hidden(path), ignore_errors=True)
 
 
-def delete_files(path: Path) -> None:
-    """Delete a checkpoint, complete or not, for a person who asks for it.
+def delete_files(paths: list[Path]) -> None:
+    """Delete checkpoints, complete or not, for a person who asks for it: all of them, or none.
 
     Raises:
-        UserError: Something of it cannot be deleted.
+        UserError: One cannot be deleted, and none is; or they are, and files of them are left.
     """
-    try:
-        shutil.rmtree(_hidden(path))
-    except FileNotFoundError:
-        return  # someone else was quicker
-    except OSError as error:
-        raise UserError(f"cannot delete {path} ({error.strerror})") from error
+    hidden: list[tuple[Path, Path]] = []
+    for path in paths:
+        try:
+            hidden.append((path, _hidden(path)))
+        except FileNotFoundError:
+            continue  # someone else was quicker
+        except OSError as error:
+            _put_back(hidden)
+            raise UserError(f"cannot delete {path} ({error.strerror})") from error
+    for _, aside in hidden:
+        shutil.rmtree(aside, ignore_errors=True)
+    if left := [aside for _, aside in hidden if aside.exists()]:
+        raise UserError(
+            f"{', '.join(path.name for path, _ in hidden)} deleted, but not all of "
+            f"{', '.join(map(str, left))} could be",
+            "the next start of the job tries again",
+        )
+
+
+def _put_back(hidden: list[tuple[Path, Path]]) -> None:
+    for path, aside in hidden:
+        with suppress(OSError):
+            os.replace(aside, path)
 
 
 def _hidden(path: Path) -> Path:

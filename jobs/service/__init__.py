@@ -267,17 +267,16 @@ def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[List
 
 
 def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
-    """Delete checkpoints of a job. Every check runs before the first one is deleted.
+    """Delete checkpoints of a job. All of them, or none.
 
     Raises:
         NotFoundError: No checkpoint has this name.
         StateError: A job needs one.
-        UserError: One cannot be deleted.
+        UserError: One cannot be deleted, and none is; or they are, and files of them are left.
     """
     store.check_writable()
     checkpoints = find_deletable(store, job_id, names)
-    for checkpoint in checkpoints:
-        checkpoint_files.delete_files(checkpoint.path)
+    checkpoint_files.delete_files([checkpoint.path for checkpoint in checkpoints])
     return checkpoints
 
 

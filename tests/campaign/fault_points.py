@@ -67,7 +67,7 @@ COMMANDS: Final[dict[str, str]] = {
     "save now": "save-now 4",
 }
 # A job is removed, moved or resumed for good with its row; these say so with another status.
-_SAYS_SO: Final = ("is removed, but", "removed 2 jobs, but")
+_SAYS_SO: Final = ("is removed, but", "removed 2 jobs, but", "step-2 deleted, but")
 _DONE_ALREADY: Final = (0, 2)
 _COLUMNS: Final = (
     "id name state ranks wanted total_steps run_dir attempt stop_level priority held shares"

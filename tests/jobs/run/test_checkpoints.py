@@ -290,14 +290,29 @@ def test_a_live_job_keeps_its_newest(store: Store, ended: Callable[..., Job], st
 def test_what_cannot_be_deleted_is_told(
     store: Store, ended: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = ended(10)
+    job = ended(10, 20)
 
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
+    real = os.replace
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(UserError, match=r"cannot delete .*step-10 \(Permission denied\)"):
+    def refuse(source: Path, target: Path) -> None:
+        if source.name == "step-20":
+            raise PermissionError(13, "Permission denied")
+        real(source, target)
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(UserError, match=r"cannot delete .*step-20 \(Permission denied\)"):
+        service.delete_checkpoints(store, job.id, ["10", "20"])
+    assert names(job.run_dir) == ["step-10", "step-20"]
+
+
+def test_what_is_left_of_one_that_was_deleted_is_said(
+    store: Store, ended: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ended(10, 20)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    with pytest.raises(UserError, match=r"step-10 deleted, but not all of .*\.tmp could be"):
         service.delete_checkpoints(store, job.id, ["10"])
+    assert [step for step, _ in job.run_dir.complete_checkpoints()] == [20]
 
 
 # -- going back ----------------------------------------------------------------------------

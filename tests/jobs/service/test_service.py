@@ -266,7 +266,9 @@ def test_files_that_cannot_be_deleted_are_told(
     monkeypatch.setattr(
         service.shutil, "rmtree", lambda root, **how: None if root == stuck else delete(root, **how)
     )
-    with pytest.raises(service.FilesLeftError, match=f"removed 2 jobs, but not all of {stuck} could"):
+    with pytest.raises(
+        service.FilesLeftError, match=f"removed 2 jobs, but not all of {stuck} could"
+    ):
         service.prune(store, 0)
     assert store.all() == []
     assert not jobs[1].run_dir.root.exists(), "the others are deleted all the same"

@@ -135,11 +135,19 @@ def _check_code(root: Path, part: str, index: Mapping[str, Any]) -> None:
 
 
 def _check_encoder(root: Path, part: str) -> None:
+    """Check an encoder, which is read from safetensors files only, too."""
     if read_json(root / part / "config.json") is None:
         raise SpecError(
             f"{root} is incomplete: {part}/config.json is missing or damaged", "download it again"
         )
-    names = [p.name for p in (root / part).iterdir() if p.suffix in (".safetensors", ".bin")]
+    names = [path.name for path in (root / part).glob("*.safetensors")]
+    pickled = sorted(path.name for path in (root / part).glob("*.bin"))
+    if pickled and not names:
+        raise SpecError(
+            f"{root / part} has only pickled weights ({pickled[0]}), and unpickling runs any code "
+            "in the file",
+            "convert them: load with from_pretrained, then save_pretrained",
+        )
     if not names:
         raise SpecError(f"{root / part} has no weights", f"download {part}/model.safetensors")
     _check_plain(root, part, names, "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -370,6 +371,11 @@ def test_a_text_encoder_that_is_not_there(
     next((root / "text_encoder").glob("*.safetensors")).unlink()
     assert "text_encoder has no weights" in (complaint("flux", root) or "")
     (root / "text_encoder" / "pytorch_model.bin").touch()
+    text = complaint("flux", root) or ""
+    assert "text_encoder has only pickled weights (pytorch_model.bin), and unpickling" in text
+    assert "convert them: load with from_pretrained, then save_pretrained" in text
+    empty = struct.pack("<Q", 2) + b"{}"
+    (root / "text_encoder" / "model.safetensors").write_bytes(empty)
     assert complaint("flux", root) is None
     (root / "text_encoder" / "config.json").unlink()
     assert "text_encoder/config.json is missing" in (complaint("flux", root) or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -107,3 +108,11 @@ def test_some_faults_on_fake_ranks() -> None:
     journal = Journal(None, "faults", 20261122)
     run(journal, trials=4)
     assert (len(journal.done), journal.broken) == (4, [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the library that breaks operations is C")
+def test_some_fault_points() -> None:
+    journal = Journal(None, "fault-points", 20261126)
+    run(journal, trials=60)
+    assert (len(journal.done), journal.broken) == (60, [])

@@ -21,7 +21,7 @@ class Journal:
 
     Attributes:
         path: Its file; None keeps nothing.
-        kind: Of trials: faults, real, fuzz.
+        kind: Of trials: faults, real, fuzz, ….
         seed: Of the whole campaign.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _ASIDE: Final = ".tmp"
 _OLD: Final = ".old"
+_HERE: Final = -100  # AT_FDCWD of Linux: paths are as they are for any call
+_EXCHANGE: Final = 2  # RENAME_EXCHANGE
 
 
 @contextmanager
@@ -59,9 +62,26 @@ def install(aside: Path, target: Path, facts: dict[str, Any]) -> None:
     write_atomic(aside / FACTS_FILE, text, durable=True)
     for directory in [*(path for path in aside.rglob("*") if path.is_dir()), aside]:
         sync(directory)
-    old = _old_of(target)
     if target.exists():
         _keep_other_step(target, facts)
+    if not (target.exists() and _exchange(aside, target)):
+        _replace(aside, target)
+    with suppress(OSError):  # it has its name, and nobody is to think that it has not
+        sync(target.parent)
+
+
+def _exchange(aside: Path, target: Path) -> bool:
+    """Swap two directories at once; False where the file system cannot."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "renameat2"):
+        return False
+    made, there = os.fsencode(aside), os.fsencode(target)
+    return libc.renameat2(_HERE, made, _HERE, there, _EXCHANGE) == 0
+
+
+def _replace(aside: Path, target: Path) -> None:
+    """Rename an export; what is there is out of the way for a moment, and `_tidy` puts it back."""
+    old = _old_of(target)
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(target, old)
@@ -71,7 +91,6 @@ def install(aside: Path, target: Path, facts: dict[str, Any]) -> None:
         if old.exists():
             os.replace(old, target)
         raise
-    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

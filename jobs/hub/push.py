@@ -122,7 +122,14 @@ def push_step(
         return Push(name, [step] if step is not None else [], url)
     before = Push.read(job.run_dir)
     done = [*before.pushed, *([step] if step is not None and step not in before.pushed else [])]
-    return Push(name, done, url).keep(job.run_dir)
+    pushed = Push(name, done, url)
+    try:
+        return pushed.keep(job.run_dir)
+    except OSError as error:
+        raise UserError(
+            f"step {step} is pushed to {url}, which cannot be noted in {job.run_dir.root} "
+            f"({error.strerror})"
+        ) from error
 
 
 def _pending(job: Job, *, checkpoints: bool) -> tuple[int | None, list[int]]:

@@ -216,6 +216,8 @@ ON_FD(int, ftruncate, (int fd, off_t size), (fd, size), fd, ANY)
 ON_FD(int, ftruncate64, (int fd, off64_t size), (fd, size), fd, ANY)
 ON_PATH(int, rename, (const char *a, const char *b), (a, b), AT_FDCWD, b, TAKES_SPACE)
 ON_PATH(int, renameat, (int f, const char *a, int g, const char *b), (f, a, g, b), g, b, TAKES_SPACE)
+ON_PATH(int, renameat2, (int f, const char *a, int g, const char *b, unsigned flags),
+        (f, a, g, b, flags), g, b, TAKES_SPACE)
 ON_PATH(int, unlink, (const char *path), (path), AT_FDCWD, path, ANY)
 ON_PATH(int, unlinkat, (int f, const char *path, int flags), (f, path, flags), f, path, ANY)
 ON_PATH(int, rmdir, (const char *path), (path), AT_FDCWD, path, ANY)

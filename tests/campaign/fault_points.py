@@ -65,15 +65,19 @@ COMMANDS: Final[dict[str, str]] = {
     "prune": "prune --keep-last=1 --yes",
     "delete": "checkpoints 7 --delete 2 --yes",
     "save now": "save-now 4",
+    "export": "export 8",
+    "export again": "export 9 --dtype=bf16",
+    "push": "push 7",
 }
 # A job is removed, moved or resumed for good with its row; these say so with another status.
-_SAYS_SO: Final = ("is removed, but", "removed 2 jobs, but", "step-2 deleted, but")
+_SAYS_SO: Final = ("is removed, but", "removed 4 jobs, but", "step-2 deleted, but", "is pushed to")
 _DONE_ALREADY: Final = (0, 2)
 _COLUMNS: Final = (
     "id name state ranks wanted total_steps run_dir attempt stop_level priority held shares"
     " auto_resume gpus"
 )
 _JOBS: Final = ("one", "two", "held", "active", "stopped", "failed", "completed")
+_TRAINED: Final = ("trained", "exported")
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,9 @@ class Place:
         subprocess.run(
             ["gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"], check=True
         )
-        self._runner = subprocess.Popen(
-            [sys.executable, "-m", "tests.campaign.faulted", str(library)],
-            cwd=ROOT,
-            env=os.environ | {"LD_PRELOAD": str(library)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._runner = self._start(library)
+        # A process that has torch forks slowly, and only exports need it.
+        self._exporter = self._start(library, self.base)
         self._ends: dict[str, Picture] = {}
         self._prepare()
 
@@ -150,10 +149,21 @@ class Place:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._runner.stdin is not None
-        self._runner.stdin.close()
-        self._runner.wait()
+        for runner in (self._runner, self._exporter):
+            runner.communicate()
         self._folder.cleanup()
+
+    def _start(self, *words: Path) -> subprocess.Popen[str]:
+        with (self.base / "log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.campaign.faulted", *map(str, words)],
+                cwd=ROOT,
+                env=os.environ | {"LD_PRELOAD": str(words[0]), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
 
     # -- a command -------------------------------------------------------------------------
 
@@ -172,11 +182,12 @@ class Place:
                 "XDG_CONFIG_HOME": str(self.root / "config"),
             },
         }
-        assert self._runner.stdin is not None
-        assert self._runner.stdout is not None
-        self._runner.stdin.write(json.dumps(asked) + "\n")
-        self._runner.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._runner.stdout.readline())
+        runner = self._exporter if words[0] == "export" else self._runner
+        assert runner.stdin is not None
+        assert runner.stdout is not None
+        runner.stdin.write(json.dumps(asked) + "\n")
+        runner.stdin.flush()
+        answer: dict[str, Any] = json.loads(runner.stdout.readline())
         return answer
 
     def words(self, command: str) -> list[str]:
@@ -249,12 +260,27 @@ class Place:
             (self.root / name).mkdir(parents=True, mode=0o700)
         job = self.base / "job.yaml"
         job.write_text(yaml.safe_dump(_values(self.base)))
-        for words in (["pause"], *(["submit", str(job), f"--name={name}"] for name in _JOBS)):
-            done = self.run(words)
-            if done["status"] != 0:
-                raise RuntimeError(f"{words}: {done}")
-        _settle(Store(self.home))
+        self._demand("pause")
+        for name in _JOBS:
+            self._demand("submit", str(job), f"--name={name}")
+        self._demand("export", "--help")  # the toy is made by then
+        for name in _TRAINED:
+            self._demand("submit", str(self.base / "toy.json"), f"--name={name}")
+        self._settle(Store(self.home))
         shutil.copytree(self.root, self.kept)
+
+    def _demand(self, *words: str) -> None:
+        done = self.run(words)
+        if done["status"] != 0:
+            raise RuntimeError(f"{words}: {done}")
+
+    def _settle(self, store: Store) -> None:
+        _end(store)
+        for number in range(len(_JOBS) + 1, len(_JOBS) + len(_TRAINED) + 1):
+            job = store.get(number)
+            store.change(number, State.STOPPED, "asked to")
+            shutil.copytree(self.base / "saved", job.run_dir.checkpoints)
+        self._demand("export", str(number))
 
 
 def _values(base: Path) -> dict[str, Any]:
@@ -279,8 +305,8 @@ def _values(base: Path) -> dict[str, Any]:
     }
 
 
-def _settle(store: Store) -> None:
-    """Give the jobs their states; two have trained."""
+def _end(store: Store) -> None:
+    """Give the jobs their states; two have trained, and one was exported."""
     held, active, stopped, failed, completed = (store.get(number) for number in range(3, 8))
     store.hold(held.id, True)
     store.change(stopped.id, State.STOPPED, "asked to")
@@ -293,6 +319,9 @@ def _settle(store: Store) -> None:
         if job is completed:
             for step in (2, 3, 4):
                 save_checkpoint(run_dir, step)
+            run_dir.export.mkdir()
+            facts = {"job": "completed", "step": 4, "ema": False}
+            (run_dir.export / "export.json").write_text(json.dumps(facts))
         if end is not None:
             store.change(job.id, end, "for some reason")
     with store.write() as db:  # long ago, so that whoever looks gives it a supervisor

@@ -427,3 +427,38 @@ def test_the_same_step_is_the_same_bytes(toy: Path, tmp_path: Path) -> None:
         export_alone(model, recipe, tmp_path / name)
     assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
     assert describe(recipe) == describe(recipe_of(spec, toy / "model"))
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_an_export_of_the_same_step_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    """At once where the file system can; else with two renames."""
+    exchange = place._exchange
+    calls = []
+
+    def seen(aside: Path, target: Path) -> bool:
+        calls.append((aside / "x").read_text() + (target / "x").read_text())
+        return exchange(aside, target) if swaps else False
+
+    monkeypatch.setattr(place, "_exchange", seen)
+    for text in ("first", "second"):
+        with place.aside_of(tmp_path / "export") as aside:
+            (aside / "x").write_text(text)
+            place.install(aside, tmp_path / "export", {"step": 4})
+    assert calls == ["secondfirst"]
+    assert (tmp_path / "export" / "x").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_that_has_its_name_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(place, "sync", fail)
+    with place.aside_of(tmp_path / "export") as aside:
+        place.install(aside, tmp_path / "export", {"step": 4})
+    assert (tmp_path / "export" / "export.json").exists()

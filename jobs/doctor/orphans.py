@@ -47,9 +47,7 @@ def find_orphans(store: Store) -> list[Orphan]:
         sqlite3.Error: The database cannot be read, so that nothing is known of any.
     """
     there = _run_directories(store.home / "runs")
-    # Under the lock: the directory of a job that is being submitted is there before its row.
-    with store.write():
-        ours = {job.run_dir.root.name for job in store.all()}
+    ours = store.run_directories()
     lost = [path for path in there if path.name not in ours and path.is_dir()]
     return [
         Orphan(path, directory_size(path), _holds(RunDir(path)))

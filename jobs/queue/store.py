@@ -10,6 +10,7 @@ import json
 import sqlite3
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
@@ -35,7 +36,6 @@ from jobs.untrusted.text import harmless
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from jobs.machine.processes import ProcessId
     from jobs.queue.job import Place
@@ -104,6 +104,14 @@ class Store:
         with self.connect() as db:
             rows = db.execute(f"SELECT DISTINCT wanted FROM jobs WHERE state IN ({marks})", states)
             return {backend_of(json.loads(row["wanted"])) for row in rows}
+
+    def run_directories(self) -> set[str]:
+        """Names of the run directories of all jobs, those included that are being submitted.
+
+        The directory of such a job is there before its row: this waits for the row.
+        """
+        with self._transaction(None) as db:
+            return {Path(row["run_dir"]).name for row in db.execute("SELECT run_dir FROM jobs")}
 
     def history(self, job_id: int) -> list[Change]:
         """Every change of state, oldest first."""

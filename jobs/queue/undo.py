@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.run.rundir import RunDir, read_json, write_atomic
+from jobs.run.rundir import RunDir, write_atomic
+from jobs.untrusted.files import LARGEST_JSON, read_regular
 
 if TYPE_CHECKING:
     import sqlite3
@@ -89,9 +90,9 @@ def settle(home: Path, db: sqlite3.Connection) -> None:
     journal = home / _JOURNAL
     if not journal.exists():
         return
-    facts = read_json(journal) or {}
     with suppress(OSError):
         try:
+            facts = json.loads(read_regular(journal, LARGEST_JSON))
             taken = count_changes(db, facts["job"]) != facts["changes"]
             _forget(facts) if taken else _undo(facts)
         except (KeyError, TypeError, ValueError):  # nobody's journal: whole, it has all of these

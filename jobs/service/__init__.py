@@ -323,10 +323,11 @@ def remove(store: Store, job_id: int, *, files: bool = True) -> None:
         FilesLeftError: It is removed, but not all of its files could be deleted.
         OSError: Its files cannot be marked as kept; nothing has changed.
     """
+    store.check_writable()
     job = store.get(job_id)
     if files:
         check_unneeded(store, [job.run_dir.root], leaving=[job_id])
-    elif job.state.ended:
+    elif job.state.ended and job.run_dir.root.is_dir():
         job.run_dir.keep()
     job = store.remove(job_id)
     if files and not _delete_run(job):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -83,6 +84,11 @@ def test_what_a_person_kept_is_no_orphan(store: Store) -> None:
     service.remove(store, job.id, files=False)
     assert find_orphans(store) == []
     assert job.run_dir.root.exists()
+    gone = add_job(store, "gone", ranks=1)
+    store.change(gone.id, State.STOPPED, "asked to")
+    shutil.rmtree(gone.run_dir.root)
+    service.remove(store, gone.id, files=False)
+    assert not gone.run_dir.root.exists()
 
 
 @pytest.mark.parametrize("how", ["works there", "has its run id"])

@@ -141,6 +141,25 @@ def test_what_cannot_be_undone_now_is_undone_later(
     assert look(job) == ("before", ["old"])
 
 
+def test_a_journal_that_cannot_be_read_now_stays(
+    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(files: Undo) -> None:
+        change(job, files)
+        kill()
+
+    def refuse(*words: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    killed(lambda: describe(store, job, prepare))
+    with monkeypatch.context() as broken:
+        broken.setattr(undo, "read_regular", refuse)
+        Store(store.home)
+    assert undo.is_left(store.home)
+    Store(store.home)
+    assert look(job) == ("before", ["old"])
+
+
 def test_a_run_directory_that_is_gone_is_in_nobodys_way(store: Store, job: Job) -> None:
     def prepare(files: Undo) -> None:
         change(job, files)

@@ -10,13 +10,15 @@ import yaml
 
 from jobs.backends import backend
 from jobs.backends.slurm.script import script_by_hand
+from jobs.errors import UserError
 from jobs.launch import local
 from jobs.machine import bytecode
 from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.run.rundir import RunDir, read_json
-from jobs.spec.file.flags import to_flags
+from jobs.spec.file.flags import flags_of, to_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.strategy import launched_strategy, world_size
+from jobs.spec.values.yaml_lines import dump_mapping
 
 if TYPE_CHECKING:
     from jobs.queue.store import Job
@@ -26,26 +28,39 @@ Form = Literal["yaml", "flags", "accelerate", "sbatch"]
 FORMS: Final = get_args(Form)
 
 
-def replay(job: Job, form: Form) -> str:
+def replay(job: Job, form: Form, *, public: bool = False) -> str:
     """Return the text that replays a job: a job file, shell-quoted flags, or a shell script.
 
+    Args:
+        job: The job.
+        form: As what.
+        public: Only what anyone may read, as model cards have it: a file or flags that lack the
+            model, the data, and whatever names a person or a machine.
+
     Raises:
-        UserError: Its job file cannot be read.
+        UserError: Its job file cannot be read, or the form has more than that.
     """
-    facts = replay_facts(job, form)
+    facts = replay_facts(job, form, public=public)
     if form == "sbatch":
         return str(facts).rstrip("\n")
     if form == "yaml":
-        return yaml_of(job).rstrip("\n")
+        return (dump_mapping(facts) if public else yaml_of(job)).rstrip("\n")
     return shlex.join(facts) if form == "flags" else script_of(facts, f"Job {job.id} “{job.name}”")
 
 
-def replay_facts(job: Job, form: Form) -> Any:
+def replay_facts(job: Job, form: Form, *, public: bool = False) -> Any:
     """Return the replay of a job as JSON values.
 
     The job's values, its flags, or environment, command and files.
     """
     spec = load_spec(job.run_dir.job_file)
+    if public and form not in ("yaml", "flags"):
+        raise UserError(
+            "--public goes with --as yaml or flags", "a launch names paths and machines"
+        )
+    if public:
+        values = spec.public_values()
+        return values if form == "yaml" else flags_of(values)
     if form == "yaml":
         return spec.to_dict()
     if form == "flags":

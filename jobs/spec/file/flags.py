@@ -15,7 +15,7 @@ from jobs.spec.values.value_types import read_words
 from jobs.spec.values.yaml_lines import STDIN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _BARE: Final = re.compile(r"[\w./@:+-]+")  # entries of a list that need no quotes
 _WORDS: Final = "accelerate_extra_args"
@@ -77,7 +77,12 @@ def to_flags(spec: JobSpec) -> list[str]:
 
     Defaults of the job's family are skipped.
     """
-    return [f"--{name}={_text(name, value)}" for name, value in spec.to_dict(only_set=True).items()]
+    return flags_of(spec.to_dict(only_set=True))
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """Return values of a job as flags, which `shlex.join` joins to one line."""
+    return [f"--{name}={_text(name, value)}" for name, value in values.items()]
 
 
 def _value_of(name: str, rest: list[str]) -> tuple[str, str]:

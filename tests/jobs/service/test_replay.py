@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from jobs import service
+from jobs.errors import UserError
 from jobs.launch import local
 from jobs.machine import bytecode
 from jobs.machine.processes import RUN_ID_VARIABLE
@@ -108,3 +109,22 @@ def test_gpus_are_named_as_the_job_does_or_by_number(
     facts = replay_facts(on_gpus, "accelerate")
     assert "--gpu_ids=0,1" in facts["command"]
     assert "CUDA_VISIBLE_DEVICES" not in facts["environment"]
+
+
+@pytest.mark.parametrize("form", ["yaml", "flags"])
+def test_for_others_there_is_only_what_is_public(
+    store: Store, job_values: dict[str, Any], form: Any
+) -> None:
+    secret = {"slurm_setup": ["export WANDB_API_KEY=abc"], "validation_prompts": ["my own face"]}
+    job = service.submit(store, load_spec(None, job_values | secret | {"learning_rate": 3e-5}))
+    text = replay(job, form, public=True)
+    assert "learning_rate" in text
+    private = [*map(str, secret["slurm_setup"]), "my own face", str(job_values["dataset"])]
+    assert [value for value in private if value in text] == []
+    assert json.dumps(replay_facts(job, form, public=True)).count("abc") == 0
+
+
+@pytest.mark.parametrize("form", ["accelerate", "sbatch"])
+def test_a_launch_is_not_for_others(submitted: Job, form: Any) -> None:
+    with pytest.raises(UserError, match="--public goes with --as yaml or flags"):
+        replay(submitted, form, public=True)

@@ -81,8 +81,13 @@ def list_jobs(forever: bool, interval: float, machine: bool, as_json: bool) -> N
     help="Print the job to recreate it elsewhere: as a file, as flags, or as a shell "
     "script with the accelerate launch command.",
 )
+@click.option(
+    "--public",
+    is_flag=True,
+    help="With --as yaml or flags: only what anyone may read; no paths, prompts or names.",
+)
 @JSON
-def show(job_id: int, form: Form | None, as_json: bool) -> None:
+def show(job_id: int, form: Form | None, public: bool, as_json: bool) -> None:
     """Show a job: state, progress, history, files.
 
     \b
@@ -94,8 +99,11 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     service.refresh(store)
     job = store.get(job_id)
     if form is not None:
-        echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
+        facts = replay_facts(job, form, public=public) if as_json else None
+        echo(json.dumps(facts) if as_json else replay(job, form, public=public))
         return
+    if public:
+        raise UserError("--public goes with --as yaml or flags")
     facts = service.as_dict(store, job, devices.gpus()) | backend(job.backend).facts(store, job)
     changes = store.history(job_id)
     facts["history"] = [

@@ -248,7 +248,7 @@ class Keeper:
         if self._away_since is not None:
             silent = now - (self._answered_at or self._away_since)
         else:
-            missing, gone = self._missing.look(job.id, record.id, listed, now, other=other)
+            missing, gone = self._missing.look(record, listed, now, other=other)
         newest = job.run_dir.latest_checkpoint() if listed is None or _over(listed) else None
         mine = warden is not None and warden.allocation.id == record.id
         return Facts(

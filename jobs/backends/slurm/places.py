@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from jobs.backends.slurm.commands import Listed, Waiting
+    from jobs.backends.slurm.records import HandedIn
 
 EVERY: Final = 60.0  # seconds between queries: the answer is as long as the cluster's queue
 _SOON: Final = 15.0  # the same, while the place of one of ours is unknown
@@ -84,19 +85,21 @@ class _Absence:
 
 @dataclass
 class Missing:
-    """What is known of each job that is missing, by our id. Seconds of a monotonic clock."""
+    """What is known of each job that is missing, by its name in Slurm. Seconds, monotonic.
 
-    _absent: dict[int, _Absence] = field(default_factory=dict)
+    Not by its number: a controller that has lost its newest jobs gives their numbers again.
+    """
+
+    _absent: dict[str, _Absence] = field(default_factory=dict)
     _asked: list[float] = field(default_factory=list)
 
     def look(
-        self, job_id: int, slurm_id: str, listed: Listed | None, now: float, *, other: bool
+        self, record: HandedIn, listed: Listed | None, now: float, *, other: bool
     ) -> tuple[float, bool]:
         """Take note whether Slurm's list has a job, and ask for it by its number when it is time.
 
         Args:
-            job_id: Ours.
-            slurm_id: Slurm's.
+            record: Which Slurm job it is.
             listed: The job in the list.
             now: The time.
             other: Whether the number is someone else's by now.
@@ -105,9 +108,9 @@ class Missing:
             For how long it has been missing, and whether Slurm says that it does not know it.
         """
         if listed is not None:
-            self._absent.pop(job_id, None)
+            self._absent.pop(record.name, None)
             return 0.0, False
-        absence = self._absent.setdefault(job_id, _Absence(now))
+        absence = self._absent.setdefault(record.name, _Absence(now))
         missing = now - absence.since
         if other:
             return missing, True
@@ -117,5 +120,5 @@ class Missing:
             absence.asked_at = now
             self._asked.append(now)
             with suppress(AwayError):
-                absence.gone = commands.state_of(slurm_id) == ""
+                absence.gone = commands.state_of(record.id) == ""
         return missing, absence.gone

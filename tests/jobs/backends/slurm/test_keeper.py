@@ -280,6 +280,18 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "ASK_AFTER", 0.0)
 
 
+def test_a_number_that_slurm_gives_again_is_not_missing_since_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A controller that was killed has forgotten its newest job, which is resumed after that."""
+    monkeypatch.setattr(commands, "state_of", lambda slurm_id: "")
+    missing = placing.Missing()
+    before, after = HandedIn("fsdp-tui-3-0", 0, "8"), HandedIn("fsdp-tui-3-1", 1, "8")
+    missing.look(before, None, 0.0, other=False)
+    assert missing.look(before, None, 400.0, other=False) == (400.0, True)
+    assert missing.look(after, None, 401.0, other=False) == (0.0, False)
+
+
 @pytest.mark.parametrize("listing", ["", "all nodes are down for maintenance\n", "1\x1fx\n"])
 def test_a_list_without_our_job_is_no_evidence(
     listing: str,

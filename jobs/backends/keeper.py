@@ -46,9 +46,9 @@ def ensure_keepers(store: Store, running: str = "") -> bool:
         store: The jobs.
         running: The backend whose keeper this process is.
     """
-    owners = store.unended_backends()
-    from jobs.queue.job import LOCAL  # where it is loaded anyway; who starts a keeper waits for it
+    from jobs.queue.job import LOCAL  # not at the top: it is slow, and a starter waits for `main`
 
+    owners = store.unended_backends()
     if not owners:
         return False
     for name in ({LOCAL, *owners} - {running}).intersection(names()):  # or of a newer version

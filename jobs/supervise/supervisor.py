@@ -60,7 +60,6 @@ class Supervisor:
         deadline: When the stop becomes firmer. Times are of a monotonic clock.
         failed_at: When the first rank failed.
         hang: What the job was ended for, if it hung.
-        interrupted: Whether healthy ranks had lost their launcher.
         ended_by_us: Ranks that were ended only because another one had failed.
     """
 
@@ -75,7 +74,6 @@ class Supervisor:
     failed_at: float | None = None
     watch: Watch = field(default_factory=Watch)
     hang: str | None = None
-    interrupted: bool = False
     ended_by_us: set[int] = field(default_factory=set)
     _unsaid: str | None = None
     _logged: set[str] = field(default_factory=set)
@@ -141,13 +139,12 @@ class Supervisor:
             self.ranks.rest(attempt)
         healthy = self.failed_at is None and self.hang is None
         orphaned = self.ranks.clean_up(attempt, healthy=healthy, wish=self._note_wish)
-        self.interrupted = orphaned and self.stop_level < 2
         return judge(
             self.run_dir,
             attempt,
             stop_level=self.stop_level,
             hang=self.hang,
-            interrupted=self.interrupted,
+            interrupted=orphaned and self.stop_level < 2,
             ended_by_us=self.ended_by_us,
         )
 

@@ -1,8 +1,8 @@
 """What a change did to files is undone unless the database took it, whatever ended the process.
 
 A change of files and of rows is noted in a journal beside the database before the first file
-changes. Whoever next writes finds the journal, and, under the lock of the database, either undoes
-the files or, where the change is in the history of its job, forgets what it kept of them.
+changes. The next writer finds the journal and, holding the database's lock, either restores the
+files or, if the change is in the history of its job, deletes the copies that were kept of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a supervisor needs of the place where its ranks run, and of whoever it reports to.
+"""What a supervisor needs from the place where its ranks run, and from what it reports to.
 
 Each folder of `jobs.backends` does both in its own way.
 """

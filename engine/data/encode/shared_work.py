@@ -58,7 +58,7 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
 def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[Iterator[str]]:
     """Yield this rank's pieces of the work; the next free rank takes the next piece.
 
-    Once the rank sees a request to stop, there are no more pieces, nor items in its current piece.
+    After the rank sees a stop request, it starts no other piece and no other item of this one.
     All ranks leave at the next barrier.
     """
     for number, start in enumerate(range(0, len(items), size)):

@@ -175,8 +175,8 @@ def environment() -> dict[str, str]:
     """Return the environment for Slurm's commands: ours, without what would change their answers.
 
     `SQUEUE_PARTITION` in a shell hides jobs of other partitions, and `SBATCH_*` beat the lines of
-    a batch script. The keeper also inherits the shell of whoever started it, who need not be the
-    one who submitted.
+    a batch script. The keeper also inherits the environment of the user who started it, who
+    need not be the one who submitted.
     """
     return {
         name: value

@@ -1,7 +1,7 @@
 """A job's ranks in an allocation of Slurm: tasks of one `srun`, on any number of nodes.
 
-Whoever supervises them is inside the allocation. Slurm ends it by its time limit, by a
-cancellation, or by a preemption, and says which only afterwards, if at all.
+Their supervisor runs inside the allocation. Slurm ends an allocation at its time limit, on
+cancellation, or on preemption, and says which only afterwards, if at all.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class SlurmRanks:
     def _is_ending(self) -> bool:
         """Whether Slurm ends this allocation, so that ranks were killed for that reason.
 
-        Past its limit, a job is still RUNNING for up to a minute, but gets no more steps.
+        For up to a minute past its limit, a job is still RUNNING but gets no more steps.
         """
         if _NO_MORE_STEPS in read_tail(self.run_dir.launcher_log, 4096):
             return True

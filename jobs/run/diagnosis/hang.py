@@ -66,7 +66,7 @@ class Watch:
         return [self._seen[status.rank] for status in statuses]
 
     def look_again(self, now: float) -> None:
-        """Begin the next interval now: until then, whoever looks was busy with something else."""
+        """Start the next interval now, because the watcher itself was busy until now."""
         self._looked_at = now
 
 

@@ -69,7 +69,7 @@ _PRIVATE: Final = (
 _EMPTY_NAMES: Final = frozenset({"found", "known", "one", "said", "told", "wanted"})
 _ALLOWED_NAMES: Final = frozenset(
     {
-        ("jobs/doctor/finding.py", "found"),  # a JSON field of `fsdp-tui doctor --json`
+        ("jobs/doctor/examine.py", "found"),  # a JSON field of `fsdp-tui doctor --json`
         ("jobs/queue/job.py", "wanted"),  # a column of the jobs database
         ("jobs/service/plan.py", "wanted"),
     }

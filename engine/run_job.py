@@ -21,11 +21,11 @@ from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters import lora, lora_file
 from engine.model.adapters.text_lora import attach
 from engine.model.adapters.training_adapter import add_training_adapter
+from engine.model.base_matmul import settle_matmul
 from engine.model.files import weights
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
-from engine.model.quantized.base_matmul import settle_matmul
-from engine.model.quantized.quantized_linear import quantize_layers
+from engine.model.quantized_linear import quantize_layers
 from engine.parallel.block_swap import swap_blocks
 from engine.parallel.context_parallel import (
     check_tokens,
@@ -35,12 +35,10 @@ from engine.parallel.context_parallel import (
 )
 from engine.parallel.sharding import precision_policy, shard
 from engine.parallel.sharding_check import check_sharding
-from engine.ranks.affinity import stay_near_gpu
-from engine.ranks.control import Control, StoppedError
-from engine.ranks.file_barrier import FileBarrier
-from engine.ranks.flight_dump import write_flight
-from engine.ranks.peaks import Peaks
-from engine.ranks.world import World, leave_world, start_world
+from engine.ranks.failure import write_flight
+from engine.ranks.team import Control, FileBarrier, StoppedError
+from engine.ranks.telemetry import Peaks
+from engine.ranks.world import World, leave_world, start_world, stay_near_gpu
 from engine.run_context import RunContext
 from engine.sample.class_images import add_class_images
 from engine.train.ema import Ema
@@ -49,8 +47,7 @@ from engine.train.optimizer_step import Stepper
 from engine.train.train_state import TrainState
 from engine.train.training_loop import Trainer
 from jobs.errors import UserError
-from jobs.models.find_lora import find_lora
-from jobs.models.find_model import find_model
+from jobs.models.find_model import find_lora, find_model
 from jobs.run.events import End, Start
 from jobs.spec.families import get_family, latent_step_of
 from jobs.spec.file.load import load_spec

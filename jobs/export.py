@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from jobs.queue.job import Job
-    from jobs.spec.keys.export import ExportDtype, ExportFormat
+    from jobs.spec.keys.output import ExportDtype, ExportFormat
 
 # Stage of the tool → per cent of the whole at which it begins and ends, as far as one can tell.
 _STAGES: Final = {"checking": (0, 40), "writing": (40, 100)}

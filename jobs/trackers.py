@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
-from jobs.launch.local import Launch, full_environment
+from jobs.launch import Launch, full_environment
 from jobs.machine.bytecode import bytecode_variables
 from jobs.machine.processes import RUN_ID_VARIABLE
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jobs.queue.job import Job
     from jobs.run.rundir import RunDir
-    from jobs.spec.keys.hub import HubKeys
+    from jobs.spec.keys.output import HubKeys
     from jobs.spec.keys.tracking import TrackingKeys
 
 _ALONE: Final = {

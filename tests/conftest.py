@@ -91,8 +91,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("FSDP_TUI_CPU_JOBS", raising=False)
     # Nobody predicts memory behind the test's back, which takes torch and seconds.
     fake = (sys.executable, "-S", str(FAKE_MEMORY))
-    monkeypatch.setattr("jobs.memory.client.COMMAND", fake)
-    monkeypatch.setattr("jobs.memory.client._shared", servers := [])
+    monkeypatch.setattr("jobs.memory.question.COMMAND", fake)
+    monkeypatch.setattr("jobs.memory.question._shared", servers := [])
     # No queue keeper behind the test's back, and a short-lived one in its child processes.
     monkeypatch.setattr("jobs.service.ensure_keepers", lambda store: None)
     monkeypatch.setenv("FSDP_TUI_RUNNER_IDLE", "1")

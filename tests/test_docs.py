@@ -28,8 +28,8 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
 from tests.support.paths import ROOT
 from tui.cli.commands import cli
-from tui.cli.common.job_arguments import JobCommand
-from tui.settings.settings import read_settings
+from tui.cli.job_arguments import JobCommand
+from tui.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

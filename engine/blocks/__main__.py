@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.blocks.lean import import_lean
+from engine.blocks.build import import_lean
 from engine.start.command import OneLineParser, run_command
 from jobs.errors import UserError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from jobs.resume.resume_conflicts import PLAN_VERSION
+from jobs.resume import PLAN_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

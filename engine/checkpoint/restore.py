@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from engine.checkpoint import full, sharded
 from engine.checkpoint.contents import options_for, tensors_of
-from engine.train.schedule_free import is_schedule_free, set_betas
+from engine.train.ema import is_schedule_free, set_betas
 from jobs.errors import UserError
 from jobs.run.checkpoint_files import read_checkpoint, read_state
 
@@ -30,7 +30,7 @@ def load(training: TrainState, path: Path, world: World) -> None:
 
     Args:
         training: What to restore; built for a job that may resume from there, see
-            `jobs.resume.resume_conflicts`.
+            `jobs.resume`.
         path: A sound checkpoint, see `engine.checkpoint.choose`.
         world: The ranks.
 

@@ -8,7 +8,7 @@ from engine.checkpoint.choose import choose_start
 from engine.checkpoint.data_facts import tell_difference
 from engine.checkpoint.restore import load
 from jobs.errors import UserError
-from jobs.resume.resume_conflicts import compare_plans, find_resume_conflicts
+from jobs.resume import compare_plans, find_resume_conflicts
 from jobs.run.checkpoint_files import read_state
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def resume(run: RunContext, training: TrainState, data: Mapping[str, Any]) -> st
         data: What the data is, see `data_facts`.
 
     Returns:
-        How the checkpoint's run computed with its base, for `engine.model.quantized.base_matmul`;
+        How the checkpoint's run computed with its base, for `engine.model.base_matmul`;
         None without a checkpoint.
 
     Raises:

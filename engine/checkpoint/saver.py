@@ -25,7 +25,7 @@ from engine.checkpoint.contents import collect, expected_bytes
 from engine.checkpoint.together import NoRoomError, SaveError, is_full, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest, write
 from engine.model.release import give_back
-from engine.ranks.host_memory import available_memory
+from engine.ranks.world import available_memory
 from jobs.errors import DiskFullError, UserError
 from jobs.run.events import Checkpoint
 from jobs.run.rundir import MANIFEST, read_json

@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+from engine.data.contact_sheet import save_strips, sheet
 from engine.data.index.data_index import build_index
 from engine.data.read.class_images import folder_of, numbers_in, with_class_images
-from engine.data.report.contact_sheet import save_strips, sheet
-from engine.data.report.data_report import make_report
+from engine.data.report import make_report
 from engine.start.command import OneLineParser, run_command
 from jobs.errors import UserError
 from jobs.models.find_model import find_model

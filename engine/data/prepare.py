@@ -6,20 +6,16 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.data.encode.latents import LatentKeys, prepare_latents
-from engine.data.encode.looks import looks_of, looks_of_prompt
-from engine.data.encode.masks import LossWeights, prepare_masks
+from engine.data.encode.latents import LatentKeys, LossWeights, prepare_latents, prepare_masks
 from engine.data.encode.tensor_cache import TensorCache
-from engine.data.encode.texts import NO_TEXT, Text, Texts, prepare_texts
+from engine.data.encode.texts import NO_TEXT, Text, Texts, looks_of, looks_of_prompt, prepare_texts
 from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
 from engine.data.index.captions import prompt_text
-from engine.data.index.data_index import DataIndex, build_index
-from engine.data.index.held_out import hold_out
-from engine.data.index.references import fit_whole
-from engine.data.index.views import count_views, shown, view_of
+from engine.data.index.data_index import DataIndex, build_index, hold_out
+from engine.data.index.views import count_views, fit_whole, shown, view_of
 from engine.data.read.class_images import cache_root
 from engine.data.read.images import PictureError, decode
-from engine.data.report.data_report import (
+from engine.data.report import (
     changed_since,
     make_plan,
     make_report,
@@ -27,7 +23,7 @@ from engine.data.report.data_report import (
     summary,
 )
 from engine.families.shared.references import BEGINNING, REFERENCE
-from engine.ranks.control import StoppedError
+from engine.ranks.team import StoppedError
 from jobs.errors import UserError
 from jobs.paths import expand
 from jobs.run.events import Data
@@ -48,7 +44,7 @@ if TYPE_CHECKING:
     from engine.data.encode.texts import ImageInput
     from engine.data.index.data_index import Sample
     from engine.data.index.views import Shown
-    from engine.data.report.data_report import DataReport
+    from engine.data.report import DataReport
     from engine.ranks.telemetry import Telemetry
     from engine.run_context import RunContext
     from jobs.spec.job_spec import DataPlanKeys, JobSpec
@@ -66,7 +62,7 @@ class Prepared:
         latents: Their cache.
         latent_keys: Sample and view → key in it; what is held out is numbered after the others.
         texts: Encoded captions and prompts.
-        held: The samples that are held out (`engine.data.index.held_out`).
+        held: The samples that are held out (`engine.data.index.data_index`).
         weights: Of the samples' losses; None where all count alike, everywhere.
         pictures: The conditioning images of prompts, by their paths, as pipelines take them.
     """

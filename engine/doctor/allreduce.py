@@ -1,7 +1,8 @@
 """`python -m engine.doctor.allreduce FOLDER`: one rank that measures all-reduce and all-gather.
 
-Started by `jobs.doctor.ranks` as a job's ranks are, so that it meets what a job would meet. FOLDER
-is a run directory of its own: each rank keeps its status there, rank 0 leaves what was measured.
+Started by `jobs.doctor.processes` as a job's ranks are, so that it meets what a job would meet.
+FOLDER is a run directory of its own: each rank keeps its status there, rank 0 leaves what was
+measured.
 """
 
 from __future__ import annotations

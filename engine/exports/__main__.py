@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from engine.start.command import OneLineParser, run_command
 from jobs.errors import UserError
 from jobs.run.checkpoint_files import find_damage, read_checkpoint, read_state
-from jobs.spec.keys.export import ExportDtype, ExportFormat
+from jobs.spec.keys.output import ExportDtype, ExportFormat
 
 if TYPE_CHECKING:
     from argparse import Namespace

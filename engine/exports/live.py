@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.exports.writing import Exported
-    from engine.ranks.file_barrier import FileBarrier
+    from engine.ranks.team import FileBarrier
     from engine.ranks.world import World
     from engine.run_context import RunContext
     from engine.train.train_state import TrainState

@@ -9,18 +9,18 @@ import torch
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from engine.exports.components import (
+from engine.exports.readback import VerifiedFile
+from engine.exports.recipe import describe
+from engine.exports.source import read_stored
+from engine.exports.stock import (
     absent_checks,
     bytes_to_copy,
+    check_model,
     files_of,
     read_index,
     take_over,
     write_index_without,
 )
-from engine.exports.readback import VerifiedFile
-from engine.exports.recipe import describe
-from engine.exports.source import read_stored
-from engine.exports.stock import check_model
 from engine.model.files import weights
 from jobs.errors import UserError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.exports.modelspec import UNKNOWN_HASH
+from engine.exports.recipe import UNKNOWN_HASH
 from engine.model.files.safetensors_writer import SafetensorsWriter, tensor_bytes
 from engine.model.files.weight_files import read_header
 from jobs.errors import NotFiniteError, UserError

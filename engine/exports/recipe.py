@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
-from engine.exports.modelspec import DIFFUSERS, model_spec
-from jobs.spec.keys.export import ExportDtype
+from jobs.run.rundir import read_json
+from jobs.spec.families import flavour_of, widened_of
+from jobs.spec.keys.output import ExportDtype
+from jobs.spec.values.resolutions import largest_resolution
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +22,235 @@ if TYPE_CHECKING:
     from engine.families import Family
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.data import DataKeys
-    from jobs.spec.keys.export import ExportFormat
+    from jobs.spec.keys.output import ExportFormat
+
+
+# -- modelspec ------------------------------------------------------------------------------
+# What exported files say of themselves for other tools: ModelSpec 1.0.1.
+#
+# The standard is Stability-AI/ModelSpec's README at fe8dc60. Captions and prompts may be
+# private, so nothing of them is written: no trigger phrase, no tags.
+
+
+PREFIX: Final = "modelspec."
+HASH: Final = f"{PREFIX}hash_sha256"
+UNKNOWN_HASH: Final = "0x" + 64 * "0"
+"""Stands in a header until the tensors are written; as long as what replaces it."""
+DIFFUSERS: Final = "diffusers"
+"""The implementation whose names diffusers' and peft's files have."""
+
+# Family → flavour → what it is called, "" for jobs that do not name one. Finetunes that run alike
+# share a name. sd-scripts and musubi-tuner (`sai_model_spec.py` of both) have flux, chroma, flux2,
+# qwen_image, z_image, sd3, sdxl, stable_diffusion, lumina2, hunyuanvideo and hunyuanvideo15.
+_ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
+    "flux": {
+        "": "flux-1",
+        "dev": "flux-1-dev",
+        "schnell": "flux-1-schnell",
+        "krea": "flux-1-dev",
+        "kontext": "flux-1-kontext-dev",
+        "control": "flux-1-dev",
+        "canny": "flux-1-canny-dev",
+        "depth": "flux-1-depth-dev",
+    },
+    "flux2": {
+        "": "Flux.2",
+        "dev": "Flux.2-dev",
+        "klein-base-4b": "Flux.2-klein-base-4b",
+        "klein-base-9b": "Flux.2-klein-base-9b",
+        "klein-4b": "Flux.2-klein-4b",
+        "klein-9b": "Flux.2-klein-9b",
+    },
+    "qwen_image": {
+        "": "Qwen-Image",
+        "base": "Qwen-Image",
+        "edit": "Qwen-Image-Edit",
+        "edit-2509": "Qwen-Image-Edit-Plus",
+        "edit-2511": "Qwen-Image-Edit-2511",
+    },
+    "z_image": {"": "Z-Image", "base": "Z-Image", "turbo": "Z-Image-Turbo"},
+    "sd3": {
+        "": "stable-diffusion-3",
+        "3.5-medium": "stable-diffusion-3-5-medium",
+        "3.5-large": "stable-diffusion-3-5-large",
+        "3.5-large-turbo": "stable-diffusion-3-5-large-turbo",
+        "3-medium": "stable-diffusion-3-medium",
+    },
+    "sdxl": {
+        "": "stable-diffusion-xl-v1-base",
+        "base-1.0": "stable-diffusion-xl-v1-base",
+    },
+    "stable_diffusion": {
+        "": "stable-diffusion",
+        "1.5": "stable-diffusion-v1",
+        "2.1": "stable-diffusion-v2-768-v",
+        "2.1-base": "stable-diffusion-v2-512",
+    },
+    "chroma": {"": "chroma", "hd": "chroma", "base": "chroma"},
+    "lumina2": {"": "lumina-2", "2.0": "lumina-2"},
+    "sana": {
+        "": "sana",
+        "1.5-1.6b": "sana-1.5-1.6b",
+        "1.6b": "sana-1.6b",
+        "1.6b-bf16": "sana-1.6b",
+        "600m": "sana-600m",
+    },
+    "auraflow": {"": "auraflow", "v0.3": "auraflow", "v0.2": "auraflow"},
+    "pixart_sigma": {
+        "": "pixart-sigma-xl-2",
+        "1024": "pixart-sigma-xl-2-1024",
+        "512": "pixart-sigma-xl-2-512",
+    },
+    "hidream": {
+        "": "hidream-i1",
+        "full": "hidream-i1-full",
+        "dev": "hidream-i1-dev",
+        "fast": "hidream-i1-fast",
+    },
+    "wan": {
+        "": "wan",
+        "2.1-t2v-1.3b": "wan2.1-t2v-1.3b",
+        "2.1-t2v-14b": "wan2.1-t2v-14b",
+        "2.1-i2v-14b-480p": "wan2.1-i2v-14b-480p",
+        "2.1-i2v-14b-720p": "wan2.1-i2v-14b-720p",
+        "2.2-ti2v-5b": "wan2.2-ti2v-5b",
+        # Both experts are one model: which of them this is, `timestep_range` says.
+        "2.2-t2v-a14b-high": "wan2.2-t2v-a14b",
+        "2.2-t2v-a14b-low": "wan2.2-t2v-a14b",
+        "2.2-i2v-a14b-high": "wan2.2-i2v-a14b",
+        "2.2-i2v-a14b-low": "wan2.2-i2v-a14b",
+    },
+    "ltxvideo": {
+        "": "ltx-video",
+        "2b-0.9": "ltx-video-2b-0.9",
+        "13b-0.9.7-dev": "ltx-video-13b-0.9.7",
+        "13b-0.9.7-distilled": "ltx-video-13b-0.9.7-distilled",
+        "13b-0.9.8-distilled": "ltx-video-13b-0.9.8-distilled",
+    },
+    "hunyuanvideo": {"": "hunyuan-video", "t2v": "hunyuan-video"},
+    "hunyuanvideo15": {
+        "": "hunyuan-video-1.5",
+        "480p-t2v": "hunyuan-video-1.5",
+        "720p-t2v": "hunyuan-video-1.5",
+    },
+}
+# Where the code is whose names kohya's and ComfyUI's files have.
+_IMPLEMENTATIONS: Final = {
+    "flux": "https://github.com/black-forest-labs/flux",
+    "flux2": "https://github.com/black-forest-labs/flux2",
+    "qwen_image": "https://github.com/QwenLM/Qwen-Image",
+    "z_image": "https://github.com/Tongyi-MAI/Z-Image",
+    "sd3": "https://github.com/Stability-AI/sd3.5",
+    "sdxl": "https://github.com/Stability-AI/generative-models",
+    "stable_diffusion": "https://github.com/Stability-AI/generative-models",
+    "chroma": "https://huggingface.co/lodestones/Chroma",
+    "lumina2": "https://github.com/Alpha-VLLM/Lumina-Image-2.0",
+    "auraflow": "https://github.com/cloneofsimo/minRF",
+    "pixart_sigma": "https://github.com/PixArt-alpha/PixArt-sigma",
+    "hidream": "https://github.com/HiDream-ai/HiDream-I1",
+    "wan": "https://github.com/Wan-Video/Wan2.1",
+    "ltxvideo": "https://github.com/Lightricks/LTX-Video",
+    "hunyuanvideo": "https://github.com/Tencent/HunyuanVideo",
+    "hunyuanvideo15": "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5",
+}
+_PREDICTIONS: Final = {"epsilon": "epsilon", "v_prediction": "v"}
+_STEPS: Final = 1000  # of the schedules that `timestep_range` is counted in
+
+
+def model_spec(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
+    """Return the standard's keys for an exported file.
+
+    Args:
+        recipe: What is exported.
+        style: `diffusers`, `kohya` or `comfyui`: whose names the tensors have.
+
+    Returns:
+        Header texts; the hash is `UNKNOWN_HASH` until `VerifiedFile.check` replaces it.
+    """
+    spec, side = recipe.spec, largest_resolution(recipe.spec)
+    values = {
+        "sai_model_spec": "1.0.1",
+        "architecture": architecture_of(recipe),
+        "implementation": implementation_of(spec.model_family, style),
+        "title": spec.name,
+        "resolution": f"{side}x{side}",
+        "date": date_of(recipe.time),
+        "hash_sha256": UNKNOWN_HASH,
+        "prediction_type": _prediction(recipe),
+        "timestep_range": _range(recipe),
+    }
+    return {PREFIX + name: text for name, text in values.items() if text}
+
+
+def architecture_of(recipe: Recipe) -> str:
+    """Return what a job's model is called, and what is trained on it if that is an adapter."""
+    spec = recipe.spec
+    family, model = spec.model_family, spec.pretrained_model_name_or_path
+    name = _ARCHITECTURES[family][spec.model_flavour or flavour_of(family, model) or ""]
+    if spec.model_type != "lora":
+        return name
+    return f"{name}/control-lora" if widened_of(spec) else f"{name}/lora"
+
+
+def lora_spec(family: str, style: str, title: str, seconds: float) -> dict[str, str]:
+    """Return the standard's keys for a LoRA of which only the family is known.
+
+    Args:
+        family: The model's.
+        style: `diffusers`, `kohya` or `comfyui`: whose names the tensors have.
+        title: What it is called.
+        seconds: When it was made, in Unix seconds.
+    """
+    values = {
+        "sai_model_spec": "1.0.1",
+        "architecture": f"{_ARCHITECTURES[family]['']}/lora",
+        "implementation": implementation_of(family, style),
+        "title": title,
+        "date": date_of(seconds),
+        "hash_sha256": UNKNOWN_HASH,
+    }
+    return {PREFIX + name: text for name, text in values.items()}
+
+
+def families_called(architecture: str) -> frozenset[str]:
+    """Return the families with a model of this name, also of an adapter for it."""
+    name = architecture.partition("/")[0]
+    return frozenset(f for f, names in _ARCHITECTURES.items() if name in names.values())
+
+
+def implementation_of(family: str, style: str) -> str:
+    """Return whose module names a file has.
+
+    Args:
+        family: The model's family.
+        style: `diffusers`, `kohya` or `comfyui`.
+    """
+    # Kohya's scripts train diffusers' own U-Net of Stable Diffusion 1 and 2.
+    theirs = style != DIFFUSERS and (family, style) != ("stable_diffusion", "kohya")
+    return _IMPLEMENTATIONS[family] if theirs else DIFFUSERS
+
+
+def date_of(seconds: float) -> str:
+    """Return the day of a Unix time in UTC, as ISO 8601 writes it; "" for 0."""
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat() if seconds else ""
+
+
+def _prediction(recipe: Recipe) -> str:
+    """Return what a denoising model predicts; "" for those that match a flow."""
+    if recipe.family.facts.objective != "denoising":
+        return ""
+    schedule = read_json(recipe.root / "scheduler" / "scheduler_config.json") or {}
+    return _PREDICTIONS.get(schedule.get("prediction_type", "epsilon"), "")
+
+
+def _range(recipe: Recipe) -> str:
+    """Return the timesteps of a model that has an expert for the others; "" for all."""
+    low, high = (round(sigma * _STEPS) for sigma in recipe.family.sigma_range())
+    return "" if (low, high) == (0, _STEPS) else f"{low},{high}"
+
+
+# -- recipe ---------------------------------------------------------------------------------
+
 
 FileDtype = ExportDtype | Literal["fp8"]
 """Precisions of an export; fp8 of a single file alone."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.exports.authors_layout import authors_layout, fits_8_bits
 from engine.exports.model import check_fit
 from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import describe
-from engine.exports.sdxl_layout import PARTS
 from engine.exports.source import read_stored
+from engine.families.shared.lora_names import ComfyUI
+from engine.families.shared.sdxl_kohya import module_of_stability
 from engine.model.files import weights
 from jobs.errors import UserError
 
@@ -21,6 +23,332 @@ if TYPE_CHECKING:
 
     from engine.exports.recipe import Recipe
     from engine.exports.source import Fact
+    from engine.families import Family, LoraStyle
+
+
+# -- made -----------------------------------------------------------------------------------
+# Say how one of the authors' tensors is assembled from diffusers' tensors.
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of the authors' layout.
+
+    Attributes:
+        members: The names in diffusers of what it consists of, in order.
+        order: Which row of all of theirs each of its rows is; None where they follow each other.
+        transposed: Whether it is a matrix with its sides swapped.
+        kernel: Whether it is a linear layer as a 1x1 convolution.
+    """
+
+    members: tuple[str, ...]
+    order: torch.Tensor | None = None
+    transposed: bool = False
+    kernel: bool = False
+
+    def make(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Put it together.
+
+        Args:
+            tensors: At least its members, by their names in diffusers.
+        """
+        parts = [tensors[name] for name in self.members]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        whole = whole if self.order is None else whole[self.order]
+        whole = whole.T if self.transposed else whole
+        return whole[:, :, None, None] if self.kernel else whole
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return its shape.
+
+        Args:
+            shapes: Those of at least its members.
+        """
+        first = shapes[self.members[0]]
+        shape = (sum(shapes[m][0] for m in self.members), *first[1:]) if first else ()
+        shape = shape[::-1] if self.transposed else shape
+        return (*shape, 1, 1) if self.kernel else shape
+
+
+# -- sdxl layout ----------------------------------------------------------------------------
+# An SDXL checkpoint in Stability's layout: U-Net, autoencoder and both text encoders in one
+# file.
+#
+# Tests compare with `diffusers.loaders.single_file_utils`, which reads such files.
+
+
+PARTS: Final = ("vae", "text_encoder", "text_encoder_2")
+"""The components besides the U-Net; their tensors are called `<component>/<name>` here."""
+UNET: Final = "model.diffusion_model."
+_VAE: Final = "first_stage_model."
+_CLIP: Final = "conditioner.embedders.0.transformer."
+_OPEN_CLIP: Final = "conditioner.embedders.1.model."
+
+_ATTENTION: Final = {
+    **{"group_norm": "norm", "to_out.0": "proj_out", "proj_attn": "proj_out"},
+    **{"to_q": "q", "to_k": "k", "to_v": "v", "query": "q", "key": "k", "value": "v"},
+}
+_LAYERS: Final = {
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+    "self_attn.out_proj": "attn.out_proj",
+}
+_SINGLE: Final = {
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "final_layer_norm.weight": "ln_final.weight",
+    "final_layer_norm.bias": "ln_final.bias",
+}
+_PROJECTION: Final = re.compile(r"encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)")
+
+
+def sdxl_layout(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
+    """Return Stability's names, and what each tensor consists of.
+
+    Args:
+        shapes: Name in diffusers → shape; of the U-Net as they are, of the others `<component>/…`.
+
+    Raises:
+        UserError: A tensor has no place.
+    """
+    made: dict[str, Made] = {}
+    blocks = 1 + max(
+        (int(m[1]) for n in shapes if (m := re.match(r"vae/decoder\.up_blocks\.(\d+)", n))),
+        default=0,
+    )
+    for name, shape in shapes.items():
+        component, _, inner = name.rpartition("/")
+        module, _, end = inner.rpartition(".")
+        if component == "vae":
+            theirs = _of_vae(module, blocks)
+            point = ".mid.attn_1." in theirs and end == "weight" and len(shape) == 2
+            made[f"{_VAE}{theirs}.{end}"] = Made((name,), kernel=point)
+        elif component == "text_encoder":
+            own = inner if inner.startswith("text_model.") else f"text_model.{inner}"
+            made[_CLIP + own] = Made((name,))
+        elif component == "text_encoder_2":
+            _add_open_clip(made, name, inner.removeprefix("text_model."), shapes)
+        else:
+            made[f"{UNET}{module_of_stability(module)}.{end}"] = Made((name,))
+    return made
+
+
+def _of_vae(module: str, blocks: int) -> str:
+    """Return Stability's name of a module of the autoencoder.
+
+    Args:
+        module: Its name in diffusers.
+        blocks: Of the decoder, which counts them from the other end.
+    """
+    if match := re.fullmatch(r"encoder\.down_blocks\.(\d+)\.(.+)", module):
+        module = f"encoder.down.{match[1]}.{match[2]}"
+    elif match := re.fullmatch(r"decoder\.up_blocks\.(\d+)\.(.+)", module):
+        module = f"decoder.up.{blocks - 1 - int(match[1])}.{match[2]}"
+    if match := re.fullmatch(r"(\w+)\.mid_block\.resnets\.(\d)\.(.+)", module):
+        module = f"{match[1]}.mid.block_{int(match[2]) + 1}.{match[3]}"
+    elif match := re.fullmatch(r"(\w+)\.mid_block\.attentions\.0\.(.+)", module):
+        return f"{match[1]}.mid.attn_1.{_ATTENTION.get(match[2], match[2])}"
+    for ours, theirs in (
+        (".resnets.", ".block."),
+        (".downsamplers.0.", ".downsample."),
+        (".upsamplers.0.", ".upsample."),
+        (".conv_shortcut", ".nin_shortcut"),
+        (".conv_norm_out", ".norm_out"),
+    ):
+        module = module.replace(ours, theirs)
+    return module
+
+
+def _add_open_clip(
+    made: dict[str, Made], name: str, inner: str, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Add a tensor of the second text encoder; query, key and value are one there.
+
+    Raises:
+        UserError: It has no place.
+    """
+    if inner == "text_projection.weight":
+        made[f"{_OPEN_CLIP}text_projection"] = Made((name,), transposed=True)
+    elif inner in _SINGLE:
+        made[_OPEN_CLIP + _SINGLE[inner]] = Made((name,))
+    elif match := _PROJECTION.fullmatch(inner):
+        target = f"{_OPEN_CLIP}transformer.resblocks.{match[1]}.attn.in_proj_{match[3]}"
+        members = tuple(name.replace(f".{match[2]}_proj.", f".{part}_proj.") for part in "qkv")
+        if missing := [member for member in members if member not in shapes]:
+            raise UserError(f"the model lacks {missing[0]}")
+        made[target] = Made(members)
+    elif match := re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", inner):
+        theirs = _LAYERS.get(match[2])
+        if theirs is None:
+            raise UserError(f"the single file of sdxl has no place for {name}")
+        made[f"{_OPEN_CLIP}transformer.resblocks.{match[1]}.{theirs}.{match[3]}"] = Made((name,))
+    elif not inner.endswith("position_ids"):
+        raise UserError(f"the single file of sdxl has no place for {name}")
+
+
+# -- authors layout -------------------------------------------------------------------------
+# A transformer's tensors under its authors' names: the reverse of diffusers' own converters.
+#
+# Layers are named, fused and ordered as a LoRA's are for ComfyUI (`engine.families`): an
+# adapter whose ups hold numbers of rows says which row of which layer stands where. What no
+# LoRA adapts (norms, embeddings) has renames here. Tests compare with
+# `diffusers.loaders.single_file_utils`.
+
+
+_FLUX: Final = tuple(
+    (rf"{ours}\.(\d+)\.attn\.{norm}\.weight", rf"{theirs}.\1.{part}norm.{which}_norm.scale")
+    for ours, theirs, norm, part, which in (
+        ("transformer_blocks", "double_blocks", "norm_q", "img_attn.", "query"),
+        ("transformer_blocks", "double_blocks", "norm_k", "img_attn.", "key"),
+        ("transformer_blocks", "double_blocks", "norm_added_q", "txt_attn.", "query"),
+        ("transformer_blocks", "double_blocks", "norm_added_k", "txt_attn.", "key"),
+        ("single_transformer_blocks", "single_blocks", "norm_q", "", "query"),
+        ("single_transformer_blocks", "single_blocks", "norm_k", "", "key"),
+    )
+)
+_Z_IMAGE: Final = (
+    (r"all_final_layer\.2-1\.(.+)", r"final_layer.\1"),
+    (r"all_x_embedder\.2-1\.(.+)", r"x_embedder.\1"),
+    (r"(.+\.attention)\.norm_([qk])\.weight", r"\1.\2_norm.weight"),
+    (r"((?:t|cap)_embedder\..+|(?:x|cap)_pad_token)", r"\1"),
+    (r"((?:layers|noise_refiner|context_refiner)\.\d+\.(?:adaLN_modulation|\w*norm\d?).+)", r"\1"),
+)
+_WAN: Final = (
+    (r"condition_embedder\.time_embedder\.linear_1\.(\w+)", r"time_embedding.0.\1"),
+    (r"condition_embedder\.time_embedder\.linear_2\.(\w+)", r"time_embedding.2.\1"),
+    (r"condition_embedder\.text_embedder\.linear_1\.(\w+)", r"text_embedding.0.\1"),
+    (r"condition_embedder\.text_embedder\.linear_2\.(\w+)", r"text_embedding.2.\1"),
+    (r"condition_embedder\.time_proj\.(\w+)", r"time_projection.1.\1"),
+    (r"condition_embedder\.image_embedder\.norm1\.(\w+)", r"img_emb.proj.0.\1"),
+    (r"condition_embedder\.image_embedder\.ff\.net\.0\.proj\.(\w+)", r"img_emb.proj.1.\1"),
+    (r"condition_embedder\.image_embedder\.ff\.net\.2\.(\w+)", r"img_emb.proj.3.\1"),
+    (r"condition_embedder\.image_embedder\.norm2\.(\w+)", r"img_emb.proj.4.\1"),
+    (r"(blocks\.\d+)\.attn1\.(norm_[qk]\.\w+)", r"\1.self_attn.\2"),
+    (r"(blocks\.\d+)\.attn2\.(norm_[qk]\.\w+)", r"\1.cross_attn.\2"),
+    (r"(blocks\.\d+)\.attn2\.norm_added_k\.(\w+)", r"\1.cross_attn.norm_k_img.\2"),
+    (r"(blocks\.\d+)\.norm2\.(\w+)", r"\1.norm3.\2"),
+    (r"(blocks\.\d+)\.scale_shift_table", r"\1.modulation"),
+    (r"scale_shift_table", r"head.modulation"),
+    (r"proj_out\.(\w+)", r"head.head.\1"),
+    (r"(patch_embedding\.\w+)", r"\1"),
+)
+# Family → how the names of what is in its repeated blocks begin.
+_BLOCKS: Final = {
+    "flux": r"(double|single)_blocks\.\d+\.",
+    "qwen_image": r"transformer_blocks\.\d+\.",
+    "z_image": r"(layers|noise_refiner|context_refiner)\.\d+\.",
+    "wan": r"blocks\.\d+\.",
+    "sdxl": re.escape(UNET) + r"(input_blocks\.[1-9]|middle_block\.|output_blocks\.)",
+}
+# Family → patterns of the names that no LoRA has, and what the authors call these.
+RENAMES: Final = {
+    "flux": _FLUX,
+    "qwen_image": ((r"(.+)", r"\1"),),
+    "z_image": _Z_IMAGE,
+    "wan": _WAN,
+}
+
+
+def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
+    """Return the authors' names, and what each tensor consists of.
+
+    Args:
+        family: The model's.
+        shapes: Name in diffusers → shape, of all its tensors; of SDXL's components besides the
+            U-Net, `<component>/<name>`.
+
+    Raises:
+        UserError: The family has no such layout here, or the model a tensor that it does not.
+    """
+    name, style = family.facts.name, family.COMFYUI
+    if name == "sdxl":
+        return sdxl_layout(shapes)
+    if name not in RENAMES or style is None:
+        raise UserError(
+            f"{name} has no single-file export",
+            f"{', '.join(RENAMES)} and sdxl have; others export as a diffusers directory",
+        )
+    made: dict[str, Made] = {}
+    rest = set(shapes)
+    for target, members, order in _layers(style, shapes):
+        for end in ("weight", "bias"):
+            sources = tuple(f"{member}.{end}" for member in members)
+            if all(source in shapes for source in sources):
+                made[f"{target}.{end}"] = Made(sources, order)
+                rest -= {*sources}
+    for source in sorted(rest):
+        for pattern, theirs in RENAMES[name]:
+            if match := re.fullmatch(pattern, source):
+                made[match.expand(theirs)] = Made((source,))
+                break
+        else:
+            raise UserError(f"the single file of {name} has no place for {source}")
+    return made
+
+
+def fits_8_bits(family: str, name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is a matrix of a repeated block, and so can be stored in fp8.
+
+    Args:
+        family: The model's.
+        name: The authors' name.
+        shape: The tensor's.
+    """
+    block = re.match(_BLOCKS[family], name)
+    return block is not None and name.endswith(".weight") and len(shape) > 1
+
+
+def _layers(
+    style: LoraStyle, shapes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[str, list[str], torch.Tensor | None]]:
+    """Return the authors' layers: name, members, and order of their rows unless it is theirs."""
+    probe: dict[str, torch.Tensor] = {}
+    firsts: dict[str, int] = {}
+    first = 1
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if module == name or len(shape) < 2 or not _has_name(style, module, shape):
+            continue
+        rows = torch.arange(first, first + shape[0], dtype=torch.float64)
+        probe[f"{module}.lora_A.weight"] = torch.zeros(1, *shape[1:])
+        probe[f"{module}.lora_B.weight"] = rows.reshape(-1, *[1] * (len(shape) - 1))
+        firsts[module] = first
+        first += shape[0]
+    names = list(firsts)
+    starts = torch.tensor(list(firsts.values()))
+    layers = []
+    for key, ups in style.convert(probe).items():
+        if not key.endswith(".lora_B.weight"):
+            continue
+        target = key.removesuffix(".lora_B.weight").removeprefix("diffusion_model.")
+        rows = ups.flatten(1).sum(1).long()
+        if not rows.all():
+            raise UserError(f"the model lacks a part of {target}")
+        owners = torch.bucketize(rows, starts, right=True) - 1
+        members = [names[owner] for owner in owners.unique_consecutive().tolist()]
+        natural = torch.cat([torch.arange(shapes[f"{m}.weight"][0]) + firsts[m] for m in members])
+        order = None
+        if not torch.equal(rows, natural):
+            by_number = natural.argsort()
+            order = by_number[torch.searchsorted(natural, rows, sorter=by_number)]
+        layers.append((target, members, order))
+    return layers
+
+
+def _has_name(style: LoraStyle, module: str, shape: tuple[int, ...]) -> bool:
+    """Return whether the authors' model has a layer for a module."""
+    assert isinstance(style, ComfyUI)
+    try:
+        style.rename({module: (torch.zeros(1, *shape[1:]), torch.zeros(shape[0], 1))})
+    except UserError:
+        return False
+    return True
+
+
+# -- single file ----------------------------------------------------------------------------
+
 
 _FP8: Final = torch.float8_e4m3fn
 

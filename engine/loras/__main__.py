@@ -70,7 +70,7 @@ def _parser() -> OneLineParser:
 
 
 def _info(options: Namespace) -> dict[str, Any]:
-    from engine.loras.look import info
+    from engine.loras.kinds import info
     from engine.loras.lora_file import open_lora
 
     return info(open_lora(options.file))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.exports.modelspec import DIFFUSERS, lora_spec
+from engine.exports.recipe import DIFFUSERS, lora_spec
 from engine.exports.source import read_stored
 from engine.loras.combine import rank_of
 from engine.loras.lora_file import COMPONENT, LoraWriter

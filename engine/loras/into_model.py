@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors import safe_open
 
-from engine.exports.components import bytes_to_copy, files_of, take_over
-from engine.exports.modelspec import HASH, PREFIX, UNKNOWN_HASH, date_of
 from engine.exports.readback import VerifiedFile
+from engine.exports.recipe import HASH, PREFIX, UNKNOWN_HASH, date_of
 from engine.exports.source import read_stored
-from engine.loras.output import aside_file, check_room, in_sentences
+from engine.exports.stock import bytes_to_copy, files_of, take_over
+from engine.loras.lora_file import aside_file, check_room, in_sentences
 from engine.loras.placing import uses_of
 from jobs.errors import UserError
 from jobs.run.rundir import sync

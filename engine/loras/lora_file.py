@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shutil
+import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,22 +20,94 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
-from engine.exports.modelspec import HASH, PREFIX, UNKNOWN_HASH, date_of
+from engine.exports.readback import VerifiedFile
+from engine.exports.recipe import HASH, PREFIX, UNKNOWN_HASH, date_of
 from engine.exports.source import read_stored
-from engine.loras.output import aside_file, check_room
 from engine.model.adapters import lokr_file
 from engine.model.adapters.adapter_config import read_adapter_config
 from engine.model.adapters.lora_file import CANNOT, check_sizes, split_name
 from engine.model.files.weight_files import read_header
+from jobs import units
 from jobs.errors import UserError
-from jobs.models.find_lora import find_lora
-from jobs.run.rundir import write_atomic
+from jobs.models.find_model import find_lora
+from jobs.run.rundir import sync, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from engine.exports.source import Fact
     from engine.model.files.weight_files import StoredTensor
+
+
+# -- output ---------------------------------------------------------------------------------
+# Files that are complete or absent: written aside, read back, and then given their name.
+
+
+_SPARE_BYTES: Final = 16 * 2**20  # of headers, JSON and the file system's own
+
+
+def check_room(output: Path, needed: int) -> None:
+    """Refuse an output that exists, or that the disk has no room for.
+
+    Args:
+        output: The file or directory.
+        needed: Bytes.
+
+    Raises:
+        UserError: So it is.
+    """
+    if os.path.lexists(output):
+        raise UserError(f"{output} exists", "choose another --output, or remove it")
+    if not output.parent.is_dir():
+        raise UserError(f"{output.parent} is not a directory")
+    with in_sentences(output), tempfile.TemporaryFile(dir=output.parent):
+        free = shutil.disk_usage(output.parent).free
+    if needed + _SPARE_BYTES > free:
+        raise UserError(
+            f"{output} takes {units.size(needed)}, and {units.size(free)} are free",
+            "free some space, or choose an --output elsewhere",
+        )
+
+
+@contextmanager
+def aside_file(
+    output: Path, facts: Mapping[str, Fact], header: Mapping[str, str]
+) -> Iterator[VerifiedFile]:
+    """Open a file under another name; at the end it is checked and renamed, or removed.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    with in_sentences(output):
+        file = VerifiedFile(aside, facts, header)
+        try:
+            yield file
+            file.close()
+            file.check()
+            os.rename(aside, output)
+            sync(output.parent)
+        finally:
+            file.abandon()
+            aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def in_sentences(output: Path) -> Iterator[None]:
+    """Make a sentence of what the system says of files."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UserError(
+            f"cannot write {output} ({error.strerror or error})",
+            "free some space, or choose an --output elsewhere" if full else None,
+        ) from error
+
+
+# -- lora file ------------------------------------------------------------------------------
+
 
 Parts = dict[str, torch.Tensor]
 """Part of an adapter (`down`, `up`, `lengths`, a part of a LoKr) → tensor."""

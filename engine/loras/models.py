@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from engine.exports.components import read_index
+from engine.exports.stock import read_index
 from engine.model.files.weight_files import read_header, stored_tensors
 from jobs.errors import UserError
 from jobs.paths import expand

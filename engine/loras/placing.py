@@ -12,7 +12,7 @@ from engine import families
 from engine.loras.kinds import SECOND, expert_of, families_of, is_second
 from engine.loras.lora_file import TEXT
 from engine.model.adapters.lora_file import Layer, naming_of_texts
-from engine.model.adapters.training_adapter_file import any_naming
+from engine.model.adapters.training_adapter import any_naming
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,25 +7,25 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.memory.predicting.host import disk_of, host_of
-from engine.memory.predicting.overheads import OVERHEADS, Overheads
-from engine.memory.predicting.phases import (
+from engine.memory.phases import (
     autoencoder_bytes,
     decoding,
+    disk_of,
+    host_of,
     latent_cache,
     text_cache,
     text_lora_bytes,
 )
-from engine.memory.predicting.predict import layout_of, predict, strategy_of
-from engine.memory.predicting.prediction import Parts, Phase, Prediction
-from engine.memory.tracing.shape import Shape, shape_of
+from engine.memory.predict import OVERHEADS, Overheads, layout_of, predict, strategy_of
+from engine.memory.prediction import Parts, Phase, Prediction
+from engine.memory.tracing.model import Shape, shape_of
 from engine.memory.tracing.trace import Trace, trace_model
-from engine.model.encoders.encoder_files import encoder_bytes
+from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
-from engine.model.quantized.packing import packing_of
+from engine.model.text_encoders import encoder_bytes
 from jobs.errors import UserError
-from jobs.models.blocks.model_config import find_target
 from jobs.models.find_model import find_model
+from jobs.models.model_config import find_target
 from jobs.spec.keys.prompts import class_prompts
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.lora_conflicts import trains_text

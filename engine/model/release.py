@@ -29,7 +29,7 @@ class Released:
 
     Attributes:
         measure: What is counted: `allocated` on a GPU, `rss` on CPU ranks (as in
-            `engine.ranks.peaks`).
+            `engine.ranks.telemetry`).
         before: Before they were loaded.
         loaded: With them, after their last use.
         after: When they were gone.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from engine.ranks.world import World
     from jobs.spec.job_spec import RecipeKeys
-    from jobs.spec.keys.fsdp import FsdpKeys
+    from jobs.spec.keys.devices import FsdpKeys
 
 
 def build_plugin(spec: RecipeKeys, device: torch.device) -> FullyShardedDataParallelPlugin:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engine.model.quantized.quantized_linear import weights_per_element
+from engine.model.quantized_linear import weights_per_element
 from engine.ranks.mesh import sharding_mesh
 from jobs.run.events import Sharding
 

@@ -9,7 +9,9 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+
+import torch._C._distributed_c10d as c10d
 
 from jobs.errors import DiskFullError, NotFiniteError, UserError
 from jobs.run.events import Failed
@@ -66,3 +68,19 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
         with suppress(OSError):
             print(f"could not record the failure: {problem}", flush=True)
     telemetry.close()
+
+
+# -- flight dump ----------------------------------------------------------------------------
+# What torch remembers of this rank's collectives, written while the rank may wait in one.
+
+
+# Of NCCL's groups and of gloo's. Torch (2.11 to 2.13) has no public names for them, and no recorder
+# of NCCL in its CPU build.
+_RECORDERS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+def write_flight(run_dir: RunDir, rank: int) -> None:
+    """Write `logs/flight_<rank>.json`, a list with what each recorder holds. No collective."""
+    recorders: list[Any] = [getattr(c10d, name, lambda: "{}") for name in _RECORDERS]
+    dumps = [json.loads(dump()) for dump in recorders]
+    write_atomic(run_dir.flight(rank), json.dumps(dumps) + "\n")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
+import torch
 
-from engine.ranks.progress import Progress
 from jobs.machine.procfs import started_at
 from jobs.run.events import PhaseEvent, Warned
 from jobs.run.fence import FENCE_VARIABLE, taken_over
@@ -20,9 +22,166 @@ from jobs.run.rundir import FLIGHT, PHASES, RankStatus, write_atomic
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from engine.ranks.peaks import Peaks
     from jobs.run.events import Event
     from jobs.run.rundir import RunDir
+
+
+# -- peaks ----------------------------------------------------------------------------------
+# The most memory each phase of a run has taken on this rank.
+
+
+_STATUS: Final = Path("/proc/self/status")
+_CLEAR: Final = Path("/proc/self/clear_refs")
+
+
+class Peaks:
+    """Measures phases, one after another.
+
+    On a GPU it is what torch's allocator held at most; on CPU ranks the largest resident set of
+    the process, which the kernel counts and lets a process reset.
+
+    Attributes:
+        phases: Phase → bytes, the largest of all its runs.
+        doing: The phase that runs, or that has failed; else None.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._highest = 0
+        self.phases: dict[str, int] = {}
+        self.doing: str | None = None
+
+    @property
+    def measure(self) -> str:
+        """What is counted: `allocated` on a GPU, `rss` on CPU ranks."""
+        return "allocated" if self._device.type == "cuda" else "rss"
+
+    @contextmanager
+    def phase(self, name: str, *, measured: bool = True) -> Iterator[None]:
+        """Measure what happens within, or only name it; phases must not be nested."""
+        self.doing = name
+        if measured:
+            self._reset()
+        try:
+            yield
+            self.doing = None
+        finally:
+            if measured:
+                self.phases[name] = max(self.phases.get(name, 0), self._peak())
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes that torch holds on this rank's GPU now and at most; empty on CPU."""
+        if self._device.type != "cuda":
+            return {}
+        return {
+            "allocated": torch.cuda.memory_allocated(self._device),
+            "reserved": torch.cuda.memory_reserved(self._device),
+            "peak": max(self._highest, torch.cuda.max_memory_allocated(self._device)),
+        }
+
+    def _reset(self) -> None:
+        if self._device.type == "cuda":
+            self._highest = max(self._highest, torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with suppress(OSError):  # not allowed in some containers: then the peak is the run's
+                _CLEAR.write_text("5")  # resets the high-water mark of the resident set
+
+    def _peak(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        with suppress(OSError, ValueError, IndexError):
+            for line in _STATUS.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) << 10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+# -- progress -------------------------------------------------------------------------------
+# How far a phase is: of one rank, or of all that share its work.
+
+
+_EVERY: Final = 0.5  # seconds
+
+
+class Progress:
+    """Called with the number of things done; reports it in the events, a few times a second.
+
+    Attributes:
+        total: What is counted up to, if known; may become known later.
+        ranks: What each rank has done of shared work, as far as known.
+
+    Args:
+        telemetry: The rank's.
+        name: The phase.
+        total: What the ranks together count up to, if known.
+        shared: Whether ranks share the work, so that each counts its own part.
+    """
+
+    def __init__(self, telemetry: Telemetry, name: str, total: int | None, *, shared: bool) -> None:
+        self._telemetry = telemetry
+        self._name = name
+        self.total = total
+        self._shared = shared
+        self._last_event = 0.0
+        self._first: tuple[float, int] | None = None
+        self.ranks: list[int] | None = None
+
+    def __call__(self, done: int) -> None:
+        """Report how many are done, in shared work: by this rank. The work has moved on."""
+        self._telemetry.moved()
+        if self._shared:
+            self._telemetry.done = done
+        self.say(done)
+
+    def say(self, done: int) -> None:
+        """Report how far all ranks are, while this rank waits for the others.
+
+        Waiting is not progress and is not recorded as such: the other ranks record their own, and
+        when none of them does, the job makes no progress.
+        """
+        if time.monotonic() - self._last_event < _EVERY:
+            return
+        self._last_event = time.monotonic()
+        if self._shared and self._telemetry.rank == 0:
+            self.ranks = self._of_all(done)
+            done = sum(self.ranks)
+        self._telemetry.emit(
+            PhaseEvent(
+                self._name,
+                "progress",
+                done,
+                self.total,
+                seconds_left=self._left(done),
+                ranks=self.ranks,
+            )
+        )
+
+    def _of_all(self, mine: int) -> list[int]:
+        """Return the count of each rank; the others report theirs about once a second."""
+        others = {
+            status.rank: status.done or 0
+            for status in self._telemetry.run_dir.rank_statuses()
+            if status.phase == self._name
+        }
+        return [mine] + [others.get(rank, 0) for rank in range(1, max(others, default=0) + 1)]
+
+    def _left(self, done: int) -> float | None:
+        """Seconds to go at the pace so far, counted from the first thing done: loading a model
+        comes before it.
+        """
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (now, done) if done else None
+            return None
+        begun, at = self._first
+        if self.total is None or done <= at:
+            return None
+        return round((self.total - done) * (now - begun) / (done - at), 1)
+
+
+# -- telemetry ------------------------------------------------------------------------------
+
 
 _STATUS_EVERY: Final = 1.0  # seconds
 _GAVE_WAY: Final = 1  # exit status

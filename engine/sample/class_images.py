@@ -19,10 +19,8 @@ from engine.data.read.class_images import (
     numbers_in,
     with_class_images,
 )
-from engine.ranks.control import StoppedError
-from engine.ranks.file_barrier import FileBarrier
-from engine.sample.sampler import Sampler
-from engine.sample.second_denoiser import frozen_denoiser
+from engine.ranks.team import FileBarrier, StoppedError
+from engine.sample.sampler import Sampler, frozen_denoiser
 from jobs.errors import UserError
 from jobs.spec.keys.prompts import class_prompts, requests_of
 from jobs.spec.rules.cascade import settle

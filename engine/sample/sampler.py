@@ -2,13 +2,13 @@
 
 Each rank takes another prompt; ranks that share a sample's tokens (context parallelism) take the
 same one. Where weights are sharded, ranks with less to do make up for it
-(`engine.sample.lockstep`). The noise of an image is `torch.Generator("cpu").manual_seed(seed)`, so
+(`engine.sample.sampler`). The noise of an image is `torch.Generator("cpu").manual_seed(seed)`, so
 that a stock pipeline makes the same one.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,23 +18,199 @@ from accelerate import cpu_offload_with_hook
 from engine.data.encode.tensor_cache import nonfinite
 from engine.data.index.captions import prompt_text
 from engine.families.shared.collate import collate
+from engine.model.base_matmul import set_scaled
+from engine.model.files import weights
+from engine.model.kernels import choose_attention
 from engine.model.precision import autocast, compute_dtype
-from engine.model.release import give_back
-from engine.parallel.sharding import reshard
-from engine.sample.lockstep import Forwards, rounds_of
+from engine.model.quantized_linear import quantize_layers
+from engine.model.release import Watch, give_back
+from engine.parallel.block_swap import swap_blocks
+from engine.parallel.sharding import reshard, shard
 from engine.sample.sample_files import sample_name, write_sample
-from engine.sample.second_denoiser import second_denoisers
 from jobs.errors import NotFiniteError
 from jobs.spec.keys.prompts import SampleRequest, requests_of
 from jobs.spec.rules.averages import has_average
+from jobs.spec.rules.lora_conflicts import may_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
 
     from engine.run_context import RunContext
+
+
+# -- second denoiser ------------------------------------------------------------------------
+# The other denoiser of a model that has two, each for some of the noise levels.
+#
+# It is not trained, and is in memory only while samples are made: read again each time,
+# sharded over the ranks, or with blocks in host memory, as the trained one is.
+
+
+@contextmanager
+def second_denoisers(run: RunContext) -> Iterator[dict[str, Any]]:
+    """Load the pipeline's other denoisers to sample with, by their names in it; a collective."""
+    name = run.family.second_denoiser
+    if name is None:
+        yield {}
+        return
+    with frozen_denoiser(run, name) as model:
+        others = {name: model}
+        del model
+        yield others
+        others.clear()
+
+
+@contextmanager
+def frozen_denoiser(run: RunContext, name: str) -> Iterator[Any]:
+    """Load a denoiser to sample with, unchanged from the model; a collective."""
+    model = _load(run, name)
+    watch = Watch({name: model})
+    yield model
+    del model
+    if left := watch.still_held():
+        run.telemetry.warn(left)
+    give_back(run.world.device)
+
+
+def _load(run: RunContext, name: str) -> torch.nn.Module:
+    spec, family, world = run.spec, run.family, run.world
+    directory = run.model_root / name
+    # Kept in the compute precision, as the base of a LoRA is.
+    frozen = spec.model_copy(update={"model_type": "lora"})
+    model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
+    quantize_layers(model, spec, family, stored)
+    set_scaled(model, scaled=may_scale(spec) and spec.base_matmul == "scaled")
+    choose_attention(model, spec)
+    model.requires_grad_(False)
+    swaps = spec.swap_blocks > 0 and spec.model_type == "lora"
+    if swaps:
+        swap_blocks(model, frozen, family, world)
+    if world.shards:
+        shard(model, frozen, world)
+    offloads = swaps or (world.shards and spec.fsdp_cpu_offload)
+    offload = torch.device("cpu") if offloads else None
+    weights.materialise(model, world.device, parameters_on=offload)
+    read = weights.stream(model, stored, progress=lambda done: run.telemetry.moved())
+    run.telemetry.say(f"read {read / 2**20:.1f} MiB of {directory.name} to sample with")
+    return model.eval()
+
+
+# -- lockstep -------------------------------------------------------------------------------
+# Ranks that share a model make as many forwards each, whatever images they make.
+#
+# A sharded transformer gathers its weights in every forward, together with the other ranks. A
+# rank that needs fewer forwards makes up for them, so that none waits for one that is done.
+# How many there will be is known in advance: nothing has to be agreed on while sampling.
+
+
+def rounds_of(
+    forwards: Sequence[int], ranks: int, kinds: Sequence[Hashable] | None = None
+) -> list[list[int]]:
+    """Group the images that are made at the same time, one on each rank. Pure.
+
+    Those that take equally many forwards go together, the longest first, which takes the fewest
+    forwards overall; ranks without an image are left for the shortest.
+
+    Args:
+        forwards: Of each image.
+        ranks: How many images are made at a time.
+        kinds: Of each image; those of different kinds are not made at the same time.
+    """
+    order = sorted(range(len(forwards)), key=lambda number: -forwards[number])
+    by_kind: dict[Hashable, list[int]] = {}
+    for number in order:
+        by_kind.setdefault(kinds[number] if kinds else None, []).append(number)
+    return [own[n : n + ranks] for own in by_kind.values() for n in range(0, len(own), ranks)]
+
+
+class Forwards:
+    """Counts the forwards of models, within a context, and makes more of them after the last.
+
+    These are made while the pipeline is still in its last forward: what it changes of a model, such
+    as masks, which flash attention does not take, is only changed meanwhile.
+
+    Args:
+        models: The models.
+        moved: Called after each forward.
+        expected: How many the pipeline makes.
+        total: How many all ranks make, with the inputs of the last one, if that is more; a
+            collective.
+
+    Attributes:
+        made: How many the pipeline has made so far.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        moved: Callable[[], None],
+        *,
+        expected: int = 0,
+        total: int = 0,
+    ) -> None:
+        self._models = list(models)
+        self._moved = moved
+        self._expected = expected
+        self._more = max(total - expected, 0)
+        self._filling = False
+        self._last: tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
+        self.made = 0
+
+    def __enter__(self) -> Forwards:
+        self._hooks = [
+            hook
+            for model in self._models
+            for hook in (
+                model.register_forward_pre_hook(self._remember, with_kwargs=True),
+                model.register_forward_hook(self._count),
+            )
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._last = None
+
+    def check(self, pipeline: Any) -> None:
+        """Compare what a pipeline made with what was planned for.
+
+        Raises:
+            RuntimeError: The other ranks would wait for forwards that never come, or miss some.
+        """
+        if self.made != self._expected:
+            raise RuntimeError(
+                f"{type(pipeline).__name__} made {self.made} forwards of the denoiser instead of "
+                f"{self._expected}; forwards_of the family, or its scheduler, is "
+                "not what this version of diffusers does"
+            )
+
+    def _fill_up(self) -> None:
+        """Make the forwards that the pipeline does not make."""
+        assert self._last is not None, "this is the hook of a forward"
+        model, positional, named = self._last
+        self._filling = True
+        for _ in range(self._more):
+            model(*positional, **named)
+        self._filling = False
+
+    def _remember(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._last = (model, args, kwargs)
+
+    def _count(self, *_: Any) -> None:
+        self._moved()
+        if self._filling:
+            return
+        self.made += 1
+        if self.made == self._expected:
+            self._fill_up()
+
+
+# -- sampler --------------------------------------------------------------------------------
 
 
 class Prompts(Protocol):

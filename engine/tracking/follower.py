@@ -10,21 +10,82 @@ import traceback
 import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from engine.tracking import values
 from engine.tracking.client import TAKES_BACK, open_client
 from jobs.machine.procfs import started_at
 from jobs.run.rundir import read_json, write_atomic
 from jobs.run.samples import Samples
 from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import is_public
 from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from engine.tracking.client import Client
-    from jobs.run.rundir import RunDir
+    from jobs.run.rundir import RankStatus, RunDir
+    from jobs.spec.job_spec import JobSpec
+
+
+# -- values ---------------------------------------------------------------------------------
+# What a tracker gets of an event, and under which names. Pure.
+
+
+_GIB: Final = 1 << 30
+# Of a step's event: its name in trackers.
+_OF_STEP: Final = {
+    "loss": "train/loss",
+    "lr": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "epoch": "train/epoch",
+    "seconds": "speed/seconds_per_step",
+    "data_seconds": "speed/seconds_for_data",
+    "images_per_second": "speed/images_per_second",
+}
+
+
+def step_values(event: dict[str, Any]) -> dict[str, float]:
+    """Return the scalars of a step."""
+    values = {name: event[key] for key, name in _OF_STEP.items() if _is_number(event.get(key))}
+    peak = event.get("peak_bytes")
+    if _is_number(peak):
+        values["memory/peak_gib"] = peak / _GIB
+    return values
+
+
+def validation_values(event: dict[str, Any]) -> dict[str, float]:
+    """Return the validation loss, and that of each noise level, from 0 (clean) to 1."""
+    losses = {"validation/loss": event.get("loss")}
+    for level, loss in event.get("levels") or ():
+        losses[f"validation/loss_at_{level:.3f}"] = loss
+    return {name: loss for name, loss in losses.items() if _is_number(loss)}
+
+
+def memory_values(ranks: Iterable[RankStatus]) -> dict[str, float]:
+    """Return the memory of each rank, in GiB: allocated on its GPU, or resident on CPU ranks."""
+    sizes = {status.rank: status.allocated or status.rss for status in ranks}
+    return {f"memory/rank{rank}_gib": size / _GIB for rank, size in sizes.items() if size}
+
+
+def config_values(spec: JobSpec) -> dict[str, bool | int | float | str]:
+    """Return the job's public keys in types that trackers take.
+
+    Lists become text; keys that are not set are skipped.
+    """
+    return {
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+        for key, value in spec.to_dict().items()
+        if value is not None and is_public(key)
+    }
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# -- follower -------------------------------------------------------------------------------
+
 
 LOOK_EVERY: Final = 2.0  # seconds
 STUCK: Final = 60.0  # seconds in one call, after which the person is warned
@@ -122,7 +183,7 @@ class Follower:
             self.place.offset += len(line)
         if steps:
             ranks = self.run_dir.rank_statuses()
-            self._log(values.memory_values(ranks), steps[-1])
+            self._log(memory_values(ranks), steps[-1])
         if end:
             self._keep()
         return end > 0
@@ -136,10 +197,10 @@ class Follower:
             case "start":
                 self._resume(step)
             case "step" if self._is_new(kind, step):
-                self._log(values.step_values(event), step)
+                self._log(step_values(event), step)
                 return [step]
             case "validation" if self._is_new(kind, step):
-                self._log(values.validation_values(event), step)
+                self._log(validation_values(event), step)
             case "sample" if self._is_new(kind, step):
                 self._log_samples(step)
             case "end":
@@ -179,7 +240,7 @@ class Follower:
                 )
             if self.client.offline:
                 self._warn("no login or no network: recording offline; later run wandb sync")
-            self._send("configure", values.config_values(self.spec), again=self.place.begun)
+            self._send("configure", config_values(self.spec), again=self.place.begun)
             self.place.run_id = self.client.run_id or self.place.run_id
             self.place.begun = True
             self._keep()

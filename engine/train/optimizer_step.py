@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.data.loader import Loader, MicroBatch
     from engine.diffusion.objective import Objective
     from engine.families import Family
-    from engine.ranks.peaks import Peaks
+    from engine.ranks.telemetry import Peaks
     from engine.ranks.world import World
     from engine.train.train_state import TrainState
     from jobs.spec.job_spec import JobSpec

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.train.schedule_free import averaged_in_place, averages_of, is_schedule_free
+from engine.train.ema import averaged_in_place, averages_of, is_schedule_free
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

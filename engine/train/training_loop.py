@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from engine.checkpoint import Saver
     from engine.data.prepare import Prepared
     from engine.diffusion.objective import Objective
-    from engine.ranks.control import Control
-    from engine.ranks.peaks import Peaks
+    from engine.ranks.team import Control
+    from engine.ranks.telemetry import Peaks
     from engine.run_context import RunContext
     from engine.train.optimizer_step import Stepper, StepResult
     from engine.train.train_state import TrainState

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from jobs.doctor.agreed import END
 from jobs.doctor.checks.in_order import CHECKS
-from jobs.doctor.examine import examine
-from jobs.doctor.patient import Patient
+from jobs.doctor.examine import Patient, examine
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -12,8 +12,7 @@ from jobs.machine import devices
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from jobs.doctor.finding import Finding
-    from jobs.doctor.patient import Patient
+    from jobs.doctor.examine import Finding, Patient
     from jobs.machine.gpu import Gpu
 
 PCI: Final = Path("/sys/bus/pci/devices")

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, get_args
 
 from jobs.hub.trouble import HubError, explain
-from jobs.models.weight_variants import variant_of
+from jobs.models.model_files import variant_of
 from jobs.paths import nearest
 from jobs.run.rundir import read_json
 from jobs.spec.values.dataset_files import (

@@ -6,30 +6,325 @@ in `hub/push.json` of the run directory, so that another process can resume wher
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
-from jobs.errors import NotFoundError, UserError
+import yaml
+
+from jobs.errors import NotFoundError, SpecError, UserError
 from jobs.export import export_checkpoint
 from jobs.hub.pushes import Push
-from jobs.hub.upload import upload
+from jobs.hub.trouble import HubError, explain
 from jobs.machine import file_lock
 from jobs.machine.engine_tools import ToolError
+from jobs.models.find_model import find_model
 from jobs.queue.states import State
 from jobs.queue.store import SERVICE, Store
-from jobs.run.checkpoint_files import list_checkpoints
-from jobs.run.export_places import export_facts
+from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, read_state
+from jobs.run.export_places import FACTS_FILE, export_facts
+from jobs.run.samples import list_samples
+from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.file.load import load_spec
+from jobs.spec.rules.steps import accumulation_steps
+from jobs.spec.values.datasets import TRIGGER
+from jobs.spec.values.hub_names import HubName
 from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from jobs.queue.job import Job
+    from jobs.spec.job_spec import InputKeys, JobSpec, RecipeKeys
+    from jobs.spec.keys.data import DataKeys
+    from jobs.spec.keys.job import JobKeys
+
+
+# -- upload ---------------------------------------------------------------------------------
+# Upload an export with its model card, in one commit.
+
+
+_PICTURES: Final = 6  # on a card
+LORA_WEIGHTS: Final = "pytorch_lora_weights.safetensors"
+PEFT_WEIGHTS: Final = "adapter_model.safetensors"  # of pipelines without a LoRA loader
+_LORAS: Final = (LORA_WEIGHTS, PEFT_WEIGHTS)
+_SNAPSHOT: Final = "snapshots"
+
+
+def upload(
+    job: Job, spec: JobSpec, export: Path, *, repo: str | None = None, private: bool | None = None
+) -> tuple[str, str]:
+    """Push a directory; files that the hub already has are not sent again.
+
+    Returns:
+        The repository, and the address of the commit.
+
+    Raises:
+        HubError: The hub refuses it, or cannot be reached.
+    """
+    # Before the library is imported: it reads these once. A mirror need not have Xet's storage, and
+    # an upload would not fall back by itself; every hub takes LFS.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if (urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname or "huggingface.co") != (
+        "huggingface.co"
+    ):
+        os.environ["HF_HUB_DISABLE_XET"] = "1"
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what matters is raised
+
+    target = repo or spec.hub_model_id or job.name
+    name = HubName("model", target)
+    if not get_token():
+        raise HubError("no token of the hub on this machine", "log in with `hf auth login`")
+    try:
+        api = HfApi()
+        if "/" not in target:
+            name = HubName("model", f"{api.whoami()['name']}/{target}")
+        hidden = spec.hub_private_repo if private is None else private
+        api.create_repo(name.repo, private=hidden, exist_ok=True)
+        if hidden and not api.model_info(name.repo).private:
+            raise HubError(
+                f"{name.repo} is public, and this is to be pushed to a private repository",
+                "name another repository, or make that one private on the hub",
+            )
+        facts, pictures = _facts(job, spec, export, name.repo)
+        files: dict[str, Path | bytes] = {
+            str(path.relative_to(export)): path
+            for path in sorted(export.rglob("*"))
+            if path.name != FACTS_FILE and _is_own_file(path)
+        }
+        files |= pictures | {"README.md": write_card(spec, facts).encode()}
+        done = api.create_commit(
+            name.repo,
+            [CommitOperationAdd(path, content) for path, content in files.items()],
+            commit_message=f"Step {facts.step}",
+        )
+    except Exception as error:  # of a network, a server, a library
+        raise explain(error, name) from error
+    return name.repo, str(done.commit_url)
+
+
+def _is_own_file(path: Path) -> bool:
+    """Whether a file is to be pushed.
+
+    Raises:
+        HubError: It is a link: what it leads to may be anything on this machine.
+    """
+    if path.is_symlink():
+        raise HubError(
+            f"{path} is a link, and links are not pushed",
+            "delete it, or replace it with a copy of what is to be published",
+        )
+    return path.is_file()
+
+
+def _facts(
+    job: Job, spec: InputKeys, export: Path, repo: str
+) -> tuple[CardFacts, dict[str, Path | bytes]]:
+    """Collect the facts for the card, and the images that it shows."""
+    exported = export_facts(export) or {}
+    step = int(exported.get("step") or 0)
+    state: dict[str, Any] = {}
+    with suppress(UserError):  # deleted since
+        state = read_state(find_checkpoint(job.run_dir, step, "").path)
+    data = state.get("data") if isinstance(state.get("data"), dict) else {}
+    per_epoch = (data or {}).get("steps_per_epoch") or 0
+    samples = [sample for sample in list_samples(job.run_dir) if sample.step <= step]
+    newest = [sample for sample in samples if sample.step == samples[-1].step][:_PICTURES]
+    base, card = _base(spec)
+    return CardFacts(
+        repo=repo,
+        step=step,
+        base=base,
+        base_card=card,
+        samples=int((data or {}).get("samples") or 0),
+        epochs=step / per_epoch if per_epoch else 0.0,
+        ranks=job.ranks,
+        pictures={
+            f"images/{sample.number}.png": with_trigger(spec, sample.prompt) for sample in newest
+        },
+        weights=next((name for name in _LORAS if (export / name).is_file()), ""),
+        ema=bool(exported.get("ema")),
+    ), {
+        f"images/{sample.number}.png": sample.picture
+        for sample in newest
+        if _is_own_file(sample.picture)
+    }
+
+
+def _base(spec: JobKeys) -> tuple[str, dict[str, Any]]:
+    """Return the base model's hub id, or "", and the metadata of its own card."""
+    text = spec.pretrained_model_name_or_path
+    try:
+        root = find_model(text)
+    except SpecError:  # gone since
+        return "", {}
+    named = HubName.read("model", text)
+    base = named.repo if named is not None and not Path(text).expanduser().is_dir() else ""
+    if not base and root.parent.name == _SNAPSHOT:
+        base = root.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    flavours = FAMILIES[spec.model_family].flavours
+    if not base and (flavour := flavours.get(spec.model_flavour or "")) is not None:
+        base = flavour.hub_id
+    try:
+        text = (root / "README.md").read_text(encoding="utf-8", errors="replace")
+        _, head, _ = text.split("---\n", 2)
+        card = yaml.safe_load(head)
+    except (OSError, ValueError, yaml.YAMLError):
+        card = None
+    return base, card if isinstance(card, dict) else {}
+
+
+# -- the card ----------------------------------------------------------------------------
+
+
+_LICENSE: Final = ("license", "license_name", "license_link")
+# Said in other parts of the card.
+_ELSEWHERE: Final = ("name", "model_family", "model_flavour", "trigger_word")
+_ALWAYS: Final = (
+    *("resolution", "learning_rate", "optimizer", "lr_scheduler", "train_batch_size"),
+    *("gradient_accumulation_steps", "mixed_precision", "seed"),
+)
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says besides the job's settings.
+
+    Attributes:
+        repo: Where it is pushed, `ORG/NAME`.
+        step: Optimizer steps done.
+        base: Hub id of the base model; "" where it has none.
+        base_card: The head of the base model's own card.
+        samples: Images and videos that it was trained on; 0 if unknown.
+        epochs: How often it saw each of them; 0 if unknown.
+        ranks: How many trained it.
+        pictures: Path in the repository → its prompt.
+        weights: Name of the LoRA file, `LORA_WEIGHTS` or `PEFT_WEIGHTS`; "" for a full model.
+        ema: Whether it is an average of the weights.
+    """
+
+    repo: str
+    step: int
+    base: str = ""
+    base_card: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = 0
+    epochs: float = 0.0
+    ranks: int = 1
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    weights: str = ""
+    ema: bool = False
+
+
+def write_card(spec: JobSpec, facts: CardFacts) -> str:
+    """Return the text of README.md; equal facts give equal text."""
+    family, lora = get_family(spec.model_family, spec.model_flavour), spec.model_type == "lora"
+    video, trigger = family.frame_step > 0, trigger_of(spec)
+    pipeline = "text-to-video" if video else "text-to-image"
+    head: dict[str, Any] = {key: facts.base_card[key] for key in _LICENSE if key in facts.base_card}
+    library = "peft" if facts.weights == PEFT_WEIGHTS else "diffusers"
+    head |= {"library_name": library, "pipeline_tag": pipeline}
+    if facts.base:
+        head |= {"base_model": facts.base}
+        head |= {"base_model_relation": "adapter" if lora else "finetune"}
+    head["tags"] = [pipeline, "diffusers", *(["lora"] if lora else []), family.name, "fsdp-tui"]
+    if trigger:
+        head["instance_prompt"] = trigger
+    if facts.pictures:
+        head["widget"] = [
+            {"text": prompt or " ", "output": {"url": path}}
+            for path, prompt in facts.pictures.items()
+        ]
+    adapter = "LoKr" if spec.lora_variant == "lokr" else "LoRA"
+    what = adapter if lora else "fine-tuned model"
+    base = f"[{facts.base}](https://huggingface.co/{facts.base})" if facts.base else family.title
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
+        f"# {facts.repo.rpartition('/')[2]}",
+        f"A {what} of {base}, trained for {facts.step:,} steps with fsdp-tui.",
+        *(["<Gallery />"] if facts.pictures else []),
+        *([f"## Trigger word\n\nUse `{trigger}` in the prompt."] if trigger else []),
+        f"## Use\n\n```python\n{_usage(spec, facts)}\n```",
+        f"## Training data\n\n{_data(spec, facts)}",
+        f"## Settings\n\n{_table(_settings(spec, facts))}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def trigger_of(spec: DataKeys) -> str:
+    """Return the job's trigger word, or those of its datasets."""
+    words = [dataset.trigger_word for dataset in spec.datasets or []]
+    return spec.trigger_word or ", ".join(dict.fromkeys(filter(None, words)))
+
+
+def with_trigger(spec: DataKeys, prompt: str) -> str:
+    """Return a prompt with its trigger word filled in."""
+    return prompt.replace(TRIGGER, trigger_of(spec)).strip()
+
+
+def _usage(spec: RecipeKeys, facts: CardFacts) -> str:
+    lines = ["import torch", "from diffusers import DiffusionPipeline"]
+    by_peft = facts.weights == PEFT_WEIGHTS
+    lines += ["from peft import PeftModel", ""] if by_peft else [""]
+    loaded = (facts.base or "path/to/the/base/model") if facts.weights else facts.repo
+    lines.append(
+        f'pipeline = DiffusionPipeline.from_pretrained("{loaded}", torch_dtype=torch.bfloat16)'
+    )
+    if by_peft:
+        component = f"pipeline.{component_of(spec)}"
+        lines.append(f'{component} = PeftModel.from_pretrained({component}, "{facts.repo}")')
+    elif facts.weights and spec.lora_variant == "lokr":  # which few pipelines load, and all models
+        component = component_of(spec)
+        prefix = component if component == "unet" else "transformer"
+        lines.append(
+            f'pipeline.{component}.load_lora_adapter("{facts.repo}", prefix="{prefix}", '
+            f'weight_name="{facts.weights}")'
+        )
+    elif facts.weights:
+        lines.append(f'pipeline.load_lora_weights("{facts.repo}", weight_name="{facts.weights}")')
+    return "\n".join(lines)
+
+
+def _data(spec: JobKeys, facts: CardFacts) -> str:
+    what = "images or videos" if get_family(spec.model_family).frame_step else "images"
+    if not facts.samples:
+        return "Not published."
+    often = f", each seen about {facts.epochs:.3g} times" if facts.epochs >= 1 else ""
+    return f"{facts.samples:,} {what} with captions{often}. Neither is published here."
+
+
+def _settings(spec: JobSpec, facts: CardFacts) -> dict[str, Any]:
+    """Return public settings that differ from the defaults, and those that everyone asks about."""
+    values = {key: getattr(spec, key) for key in _ALWAYS} | spec.public_values()
+    values["gradient_accumulation_steps"] = accumulation_steps(spec, facts.ranks)
+    shown = {"steps": facts.step, "ranks": facts.ranks} | ({"ema": True} if facts.ema else {})
+    for key, value in values.items():
+        if key not in _ELSEWHERE and value not in (None, [], ""):
+            shown.setdefault(key, value)
+    return shown
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    lines: Sequence[str] = [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
+    return "\n".join(["| setting | value |", "|---|---|", *lines])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value).replace("|", "\\|")
+
+
+# -- push -----------------------------------------------------------------------------------
+
 
 LOOK_EVERY: Final = 5.0  # seconds
 _NICE: Final = 10

@@ -13,9 +13,21 @@ import psutil
 from jobs.machine import devices
 from jobs.machine.gpu import find
 from jobs.memory.calibration import Calibration, read_calibration
-from jobs.memory.candidates import Candidate, candidates, fastest, fewest, group_of
-from jobs.memory.cards import CARDS, USUAL
-from jobs.memory.fit import Fit, Room, Verdict, fit_of, room_of, worst
+from jobs.memory.fit import (
+    CARDS,
+    USUAL,
+    Candidate,
+    Fit,
+    Room,
+    Verdict,
+    candidates,
+    fastest,
+    fewest,
+    fit_of,
+    group_of,
+    room_of,
+    worst,
+)
 from jobs.memory.host_memory import host_bytes
 from jobs.memory.ladder import climb, loosen
 from jobs.memory.question import Refused, arranged, predict
@@ -26,9 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from jobs.machine.gpu import Gpu
-    from jobs.memory.client import Server
     from jobs.memory.ladder import Step
     from jobs.memory.predicted import Predicted
+    from jobs.memory.question import Server
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.data import DataKeys
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.machine.gpu import foreign_users
+from jobs.run.rundir import read_json
+from jobs.spec.rules.strategy import SHARDING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from jobs.machine.devices import Gpu
     from jobs.memory.predicted import Predicted
+    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
 
 
 class Verdict(StrEnum):
@@ -116,3 +124,174 @@ def room_of(
     waits = not shares and bool(foreign_users([gpu], ours, ()))
     held, passing = (0, used) if waits else (used, 0)
     return Room(f"GPU {gpu.index}", gpu.memory_total, held, passing, gpu.index)
+
+
+# -- candidates -----------------------------------------------------------------------------
+# Which strategy is the fastest that fits, and how few GPUs would do. Pure.
+
+
+FASTEST_FIRST: Final = ("single", "ddp", "hsdp", "fsdp2")
+"""Each moves more bytes between GPUs in a step than the one before it, and keeps fewer on each."""
+
+MOST_RANKS: Final = 1024
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy and how it fits; None where a job cannot run so, for the reason given."""
+
+    strategy: str
+    fit: Fit | None
+    reason: str = ""
+
+
+def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
+    """Return the strategies that a job could run with, the fastest first.
+
+    What only sharding can do (context parallelism, offload, a sharded adapter) rules out the rest.
+    """
+    if ranks == 1:
+        return ("single",)
+    needs_shards = (
+        spec.context_parallel_size > 1
+        or spec.fsdp_cpu_offload
+        or (spec.model_type == "lora" and spec.lora_placement == "sharded")
+    )
+    able = SHARDING if needs_shards else FASTEST_FIRST[1:]
+    replicas = spec.dp_replicate_size or 2
+    divides = ranks % (replicas * spec.context_parallel_size) == 0
+    return tuple(
+        strategy
+        for strategy in FASTEST_FIRST
+        if strategy in able and (strategy != "hsdp" or (divides and ranks > replicas))
+    )
+
+
+def fastest(options: Sequence[Candidate]) -> Candidate | None:
+    """Return the fastest strategy that surely fits, or else the fastest that may fit.
+
+    None if none does.
+    """
+    for verdict in (Verdict.FITS, Verdict.TIGHT):
+        for option in sorted(options, key=lambda option: FASTEST_FIRST.index(option.strategy)):
+            if option.fit is not None and option.fit.verdict is verdict:
+                return option
+    return None
+
+
+def group_of(spec: DeviceKeys) -> int:
+    """Return the number that must divide a job's number of ranks.
+
+    It is the least common multiple of the machines and of the ranks that share a sample.
+    """
+    return math.lcm(spec.context_parallel_size, spec.num_machines)
+
+
+def fewest(fits: Callable[[int], bool], group: int = 1, most: int = MOST_RANKS) -> int | None:
+    """Return the smallest number of ranks that fits, since more ranks never need more each.
+
+    Powers of two first, then between the last two: some dozen questions for any answer.
+
+    Args:
+        fits: Whether a job fits on this number.
+        group: Only multiples of this are asked about.
+        most: No larger number is asked about.
+
+    Returns:
+        The number, or None.
+    """
+    too_few, enough = 0, 1  # in groups
+    while enough * group <= most and not fits(enough * group):
+        too_few, enough = enough, enough * 2
+    if enough * group > most:
+        return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if fits(middle * group):
+            enough = middle
+        else:
+            too_few = middle
+    return enough * group
+
+
+# -- cards ----------------------------------------------------------------------------------
+# GPUs that people have, by their memory.
+
+
+_MIB: Final = 1 << 20
+
+# What the driver shows of them, which is less than what is printed on the box.
+CARDS: Final[dict[int, Room]] = {
+    24: Room("24 GB", 24_564 * _MIB),  # RTX 4090; a 3090 and an A10 have a little less or more
+    48: Room("48 GB", 46_068 * _MIB),  # L40S and A6000 with ECC on; without it 49,140
+    80: Room("80 GB", 81_559 * _MIB),  # H100; an A100 has 81,920
+    141: Room("141 GB", 143_771 * _MIB),  # H200
+}
+
+USUAL: Final = 80
+"""What most people train large models on: held against where there is no GPU and none is named."""
+
+IN_TABLES: Final = (24, 48, 80)
+
+KINDS: Final[dict[str, dict[str, str]]] = {
+    "lora": {"model_type": "lora"},
+    "lora_8bit": {"model_type": "lora", "base_precision": "int8"},
+    "lora_4bit": {"model_type": "lora", "base_precision": "nf4"},
+    "full": {"model_type": "full"},
+}
+"""What is trained, by its name in the table, and the keys of a job that say so."""
+
+# How many of them each family needs; `python tests/bench/cards.py` writes it.
+CARDS_FILE: Final = Path(__file__).resolve().parent.parent / "models" / "published" / "cards.json"
+
+# The same by a word of a GPU's name, in MiB; where there are several sizes, of the smallest.
+_BY_WORD: Final = {
+    "a10": 23_028,
+    "a10g": 23_028,
+    "a30": 24_576,
+    "a40": 46_068,
+    "a100": 40_960,
+    "a6000": 46_068,
+    "b200": 183_359,
+    "h100": 81_559,
+    "h200": 143_771,
+    "l4": 23_034,
+    "l40": 46_068,
+    "l40s": 46_068,
+    "t4": 15_109,
+    "v100": 16_160,
+    "3090": 24_576,
+    "4090": 24_564,
+    "5090": 32_607,
+}
+_SIZES: Final = {24: 24_564, 40: 40_960, 48: 46_068, 80: 81_559, 141: 143_771}
+
+
+def room_of_type(name: str) -> Room | None:
+    """Return the memory of a GPU by its Slurm type; None if the type does not tell.
+
+    Args:
+        name: Such as `a100`, `rtx_4090`, `nvidia_a100-sxm4-80gb`, `1g.10gb`.
+    """
+    # Without the maker's prefixes; a size in the name, also that of a MIG slice, decides.
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    if printed := [int(word[:-2]) for word in words if re.fullmatch(r"[1-9]\d{0,2}gb", word)]:
+        mebibytes = _SIZES.get(printed[-1])
+        return Room(name, mebibytes * _MIB if mebibytes else printed[-1] * 10**9)
+    for word in words:
+        if mebibytes := _BY_WORD.get(
+            re.sub(r"^(geforce|tesla|quadro)?(rtx)?(?=[a-z]?\d)", "", word)
+        ):
+            return Room(name, mebibytes * _MIB)
+    return None
+
+
+@cache
+def read_smallest() -> dict[str, Any]:
+    """Family → `flavour`, and for each of `KINDS` card → smallest number of them.
+
+    For the family's first flavour at its usual resolution, batch 1, with activation checkpointing.
+    """
+    stored = read_json(CARDS_FILE) or {}
+    families = stored.get("families") if stored.get("schema") == 1 else None
+    return families if isinstance(families, dict) else {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import RecipeKeys
 
 # Bytes of an optimizer's state per trained parameter, at least. The exact formulas, which need
-# shapes, are in `engine.memory.predicting.optimizers`.
+# shapes, are in `engine.memory.predict`.
 STATE_BYTES: Final[dict[str, int]] = {
     "adamw": 8,
     "adamw_8bit": 2,

@@ -1,6 +1,6 @@
 """What to change when a job does not fit, the cheapest change first: the way up the ladder. Pure.
 
-Each rung (`jobs.memory.rungs`) is tried on top of those below it. One that does not apply, cannot
+Each rung (`jobs.memory.ladder`) is tried on top of those below it. One that does not apply, cannot
 run or does not help is skipped, and tried again after another one has helped. One that does more
 than is needed gives way to a milder one.
 """
@@ -8,21 +8,320 @@ than is needed gives way to a milder one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.memory.rungs import LADDER, LOOSER
+from jobs.spec.families import FAMILIES
+from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.launch_conflicts import is_masked
+from jobs.spec.rules.lora_conflicts import modulation_of, trains_text
 from jobs.spec.rules.no_effect import find_inapplicable
-from jobs.spec.rules.strategy import checkpoints_activations
+from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
+from jobs.spec.values.resolutions import all_resolutions, resolutions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from jobs.memory.fit import Fit
-    from jobs.memory.rungs import Changes, Rung
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys
+    from jobs.spec.keys.training import TrainingKeys
+
+    Changes = dict[str, Any]
+
+
+# -- rungs ----------------------------------------------------------------------------------
+# What can be changed in a job so that it needs less memory, and what each change costs. Pure.
+
+
+# How much longer a step takes. Estimates, from what each adds; nothing here is measured.
+# Of a packed base and of swapped blocks: a weight takes 6 operations a token (forward, once more
+# for recomputation, backward), so 28,000 for the 4,608 tokens of FLUX.2 at 1024 pixels: 55 ps at
+# 500 TFLOP/s. Larger batches hide more.
+RECOMPUTE: Final = 1.30  # a second forward beside one forward and a backward of twice its work
+SMALLER_BATCH: Final = 1.10  # smaller matrices fill a GPU less well; the arithmetic is the same
+QUANTISED_STATE: Final = 1.00  # the step is short beside forward and backward
+EIGHT_BITS: Final = 1.13  # unpacked 3 times, 7 bytes each, at 3 TB/s: 7 ps
+FOUR_BITS: Final = 1.20  # by a table, 11 bytes each: 11 ps
+MODULATION: Final = 1.05  # the same of a third of the weights, which others need no more time for
+REGATHER: Final = 1.10  # an all-gather more in backward, most of it beside the computing
+SHARD_ALL: Final = 1.20  # weights are gathered twice and gradients scattered, instead of one sum
+SHARD_ADAPTER: Final = 1.05  # small all-gathers
+SPLIT_TOKENS: Final = 1.20  # keys and values are exchanged, and weights gathered twice as often
+SWAP: Final = 1.30  # all blocks cross PCIe twice, 1 byte at 25 GB/s: 80 ps beside those 55 to 62
+HALF_PRECISION: Final = 0.50  # tensor cores: faster, less exact
+OFFLOAD: Final = 3.00  # weights, gradients and state cross PCIe, and the CPU does the step
+ENCODERS: Final = 1.00  # only captions are encoded slower, once
+AVERAGE_AWAY: Final = 1.05  # the average crosses PCIe after each step
+FEWER_TOKENS: Final = 0.60  # lower resolution or fewer frames: faster
+
+_RESOLUTIONS: Final = (1024, 768, 512, 384, 256)
+_BITS: Final = {"none": 16, "fp8": 8, "fp8_scaled": 8, "int8": 8, "nf4": 4}
+_INTERVALS: Final = (4, 2)  # every n-th block is recomputed; the cheapest first
+_SWAPPED: Final = (4, 8, 16, 24, 32, 48)  # blocks in host memory; models have 24 to 60
+# Of videos: 1 and a multiple of every family's step. The first is the most that a job trains on
+# which names no number.
+_FRAMES: Final = (81, 49, 33, 17)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A kind of change.
+
+    Attributes:
+        title: For people.
+        slower: Seconds of a step after it, per second before.
+        change: What it changes in a job; None where there is nothing to change.
+        costs: What else it costs, in a few words.
+        milder: What is taken instead where it is enough; the cheapest first.
+    """
+
+    title: str
+    slower: float
+    change: Callable[[JobSpec], Changes | None]
+    costs: str = ""
+    milder: tuple[Rung, ...] = ()
+
+
+def _checkpointing(spec: RecipeKeys, interval: int = 1) -> Changes | None:
+    """Recompute whole blocks, every one or some; None where that is done."""
+    whole = checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "full"
+    if whole and spec.gradient_checkpointing_interval <= interval:
+        return None
+    return {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_policy": "full",
+        "gradient_checkpointing_interval": interval,
+    }
+
+
+def _less_checkpointing(spec: TrainingKeys, interval: int) -> Changes | None:
+    """Recompute fewer blocks than now, 0 for none; None where that is done."""
+    now = spec.gradient_checkpointing_interval
+    if spec.gradient_checkpointing_policy != "full" or 0 < interval <= now:
+        return None
+    if interval:
+        return {"gradient_checkpointing_interval": interval}
+    return {
+        "gradient_checkpointing": False,
+        "fsdp_activation_checkpointing": False,
+        "gradient_checkpointing_interval": 1,
+    }
+
+
+def _recompute(interval: int) -> float:
+    """How much longer a step takes that recomputes every n-th block."""
+    return 1 + (RECOMPUTE - 1) / interval
+
+
+def _swapping(count: int) -> float:
+    """How much longer a step takes with a number of blocks in host memory."""
+    return 1 + (SWAP - 1) * count / _SWAPPED[-1]
+
+
+def _every(interval: int) -> str:
+    nth = "2nd" if interval == 2 else f"{interval}th"
+    return f"activation checkpointing of every {nth} block"
+
+
+def _encoders(spec: JobSpec) -> Changes | None:
+    several = world_size(spec) > 1 and spec.shard_text_encoders is False and not trains_text(spec)
+    return {"shard_text_encoders": True} if several else None
+
+
+def _packed_encoders(spec: JobSpec) -> Changes | None:
+    whole = spec.text_encoder_precision == "none" and not trains_text(spec)
+    return {"text_encoder_precision": "int8"} if whole else None
+
+
+def _average(spec: RecipeKeys) -> Changes | None:
+    here = spec.use_ema and spec.ema_device != "cpu" and spec.strategy not in SHARDING
+    return {"ema_device": "cpu"} if here else None
+
+
+def _batch(spec: TrainingKeys) -> Changes | None:
+    """Return the next smaller batch that keeps the global batch."""
+    batch = spec.train_batch_size
+    smaller = next((n for n in range(batch // 2, 0, -1) if batch % n == 0), None)
+    if smaller is None:
+        return None
+    if spec.gradient_accumulation_steps is None:  # follows by itself
+        return {"train_batch_size": smaller}
+    times = batch // smaller
+    return {
+        "train_batch_size": smaller,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps * times,
+    }
+
+
+def _optimizer(spec: RecipeKeys) -> Changes | None:
+    fits = spec.optimizer == "adamw" and spec.device != "cpu"
+    return {"optimizer": "adamw_8bit"} if fits else None
+
+
+def _base(spec: RecipeKeys, precision: str) -> Changes | None:
+    """Pack a LoRA's frozen base; None where that is done, or in fewer bits."""
+    fewer = _BITS[spec.base_precision] > _BITS[precision]
+    return {"base_precision": precision} if spec.model_type == "lora" and fewer else None
+
+
+def _modulation(spec: RecipeKeys, precision: str) -> Changes | None:
+    """Pack a packed base's modulation, too; None where that is done, or in fewer bits."""
+    fewer = _BITS[modulation_of(spec)] > _BITS[precision]
+    packed = spec.model_type == "lora" and spec.base_precision != "none"
+    return {"modulation_precision": precision} if packed and fewer else None
+
+
+def _swap(spec: RecipeKeys, count: int) -> Changes | None:
+    """Blocks in host memory, on one GPU; None where as many are there."""
+    fits = spec.model_type == "lora" and world_size(spec) == 1 and spec.device != "cpu"
+    return {"swap_blocks": count} if fits and spec.swap_blocks < count else None
+
+
+def _reshard(spec: RecipeKeys) -> Changes | None:
+    keeps = spec.strategy in SHARDING and spec.fsdp_reshard_after_forward is not True
+    return {"fsdp_reshard_after_forward": True} if keeps else None
+
+
+def _fsdp2(spec: DeviceKeys) -> Changes | None:
+    if world_size(spec) < 2 or spec.strategy not in ("ddp", "hsdp"):
+        return None
+    return {"strategy": "fsdp2", "dp_replicate_size": None, "fsdp_enable": None}
+
+
+def _placement(spec: RecipeKeys) -> Changes | None:
+    whole = spec.model_type == "lora" and spec.lora_placement != "sharded"
+    return {"lora_placement": "sharded"} if whole and spec.strategy in SHARDING else None
+
+
+def _context(spec: RecipeKeys) -> Changes | None:
+    """Split samples over the next larger group of ranks; the global batch stays as it is."""
+    family, ranks = FAMILIES.get(spec.model_family), world_size(spec)
+    now = spec.context_parallel_size
+    able = family is not None and family.context_parallel and spec.device != "cpu"
+    if family is None or not able or spec.strategy not in SHARDING:
+        return None
+    larger = (size for size in range(2 * now, ranks + 1, now) if ranks % size == 0)
+    if (size := next(larger, None)) is None:
+        return None
+    # Ring attention needs flash attention, which has no masks and no fp32.
+    ring = not is_masked(family) and spec.mixed_precision != "no"
+    changes: dict[str, Any] = {"context_parallel_size": size}
+    if spec.gradient_accumulation_steps is not None:  # else it follows by itself
+        forwards = spec.gradient_accumulation_steps * size // now
+        changes["gradient_accumulation_steps"] = forwards
+    return changes | ({} if ring else {"context_parallel_comm_strategy": "alltoall"})
+
+
+def _precision(spec: TrainingKeys) -> Changes | None:
+    return {"mixed_precision": "bf16"} if spec.mixed_precision == "no" else None
+
+
+def _offload(spec: RecipeKeys) -> Changes | None:
+    here = spec.strategy in SHARDING and not spec.fsdp_cpu_offload and spec.device != "cpu"
+    if not here:
+        return None
+    number = spec.fsdp_reshard_after_forward
+    more = {} if isinstance(number, bool) else {"fsdp_reshard_after_forward": True}
+    return {"fsdp_cpu_offload": True, **more}
+
+
+def _samples(spec: DataPlanKeys) -> Changes | None:
+    """Limit samples to the size and length of the training data."""
+    requests = requests_of(spec)
+    largest = max((max(request.width, request.height) for request in requests), default=0)
+    longest = max((request.frames for request in requests), default=0)
+    trained, frames = all_resolutions(spec)[-1], spec.num_frames or _FRAMES[0]
+    changes: Changes = {"validation_resolution": trained} if largest > trained else {}
+    return changes | ({"validation_num_frames": frames} if longest > frames else {}) or None
+
+
+def _frames(spec: InputKeys) -> Changes | None:
+    family = FAMILIES.get(spec.model_family)
+    if family is None or not family.frame_step:
+        return None
+    now = spec.num_frames or _FRAMES[0]
+    fewer = next((count for count in _FRAMES if count < now), None)
+    return {"num_frames": fewer} if fewer else None
+
+
+def _resolution(spec: DataPlanKeys) -> Changes | None:
+    if any(entry.resolution for entry in spec.datasets or []):
+        return None  # the job's own key is not all that decides
+    *others, largest = resolutions_of(spec)
+    if others:
+        return {"resolution": others if len(others) > 1 else others[0], "resolution_mode": "each"}
+    smaller = next((side for side in _RESOLUTIONS if side < largest), None)
+    return {"resolution": smaller} if smaller else None
+
+
+LADDER: Final = (
+    # Not fp8: its error is larger on the toys of all 15 families (tests/bench/quantized.py).
+    Rung("8-bit base", EIGHT_BITS, partial(_base, precision="int8"), "frozen weights rounded"),
+    Rung(
+        "8-bit modulation",
+        MODULATION,
+        partial(_modulation, precision="int8"),
+        "up to a third more error of rounding",
+    ),
+    Rung("encode captions with sharded encoders", ENCODERS, _encoders),
+    Rung("8-bit text encoders", ENCODERS, _packed_encoders, "captions encoded less exactly"),
+    Rung("smaller samples", ENCODERS, _samples),
+    Rung(
+        "activation checkpointing",
+        RECOMPUTE,
+        _checkpointing,
+        milder=tuple(
+            Rung(_every(n), _recompute(n), partial(_checkpointing, interval=n)) for n in _INTERVALS
+        ),
+    ),
+    Rung("moving average in host memory", AVERAGE_AWAY, _average),
+    Rung("smaller batch, more accumulation", SMALLER_BATCH, _batch, "same global batch"),
+    Rung(
+        "8-bit AdamW", QUANTISED_STATE, _optimizer, "moments in 8 bits; needs fsdp-tui[optimizers]"
+    ),
+    Rung("4-bit base", FOUR_BITS, partial(_base, precision="nf4"), "frozen weights rounded more"),
+    Rung(
+        "4-bit modulation",
+        MODULATION,
+        partial(_modulation, precision="nf4"),
+        "up to a half more error of rounding",
+    ),
+    Rung("free gathered weights after forward", REGATHER, _reshard),
+    Rung("shard over all ranks", SHARD_ALL, _fsdp2),
+    Rung("sharded LoRA", SHARD_ADAPTER, _placement),
+    Rung("samples split over ranks", SPLIT_TOKENS, _context, "same global batch"),
+    Rung(
+        "most blocks in host memory",
+        SWAP,
+        partial(_swap, count=_SWAPPED[-1]),
+        milder=tuple(
+            Rung(f"{n} blocks in host memory", _swapping(n), partial(_swap, count=n))
+            for n in _SWAPPED[:-1]
+        ),
+    ),
+    Rung("compute in bf16", HALF_PRECISION, _precision, "less exact"),
+    Rung("offload to host memory", OFFLOAD, _offload),
+    Rung("shorter videos", FEWER_TOKENS, _frames, "learns less motion"),
+    Rung("lower resolution", FEWER_TOKENS, _resolution, "learns less detail"),
+)
+"""From the cheapest to the dearest."""
+
+LOOSER: Final = (
+    Rung("no activation checkpointing", 1 / RECOMPUTE, partial(_less_checkpointing, interval=0)),
+    *(
+        Rung(_every(n), _recompute(n) / RECOMPUTE, partial(_less_checkpointing, interval=n))
+        for n in _INTERVALS
+    ),
+)
+"""From the fastest to what is left as it is."""
+
+
+# -- ladder ---------------------------------------------------------------------------------
+
 
 _HELPS: Final = 0.995  # of what was needed: a change that saves less is not worth its words
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA: Final = 1  # of what `engine.memory.predicting.prediction` says
+SCHEMA: Final = 1  # of what `engine.memory.prediction` says
 
-# Phase → its name in a run's `memory` events (`engine.ranks.peaks`).
+# Phase → its name in a run's `memory` events (`engine.ranks.telemetry`).
 MEASURED_AS: Final = {
     "load": "load",
     "text_cache": "encode",

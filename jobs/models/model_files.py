@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
-from jobs.models.damaged_weights import find_damage
-from jobs.models.find_model import GGUF_HINT, find_model
-from jobs.models.weight_variants import variant_of
+from jobs.models.find_model import GGUF_HINT, find_damage, find_model
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.keys.prompts import requests_of
@@ -24,6 +23,33 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
     from jobs.spec.keys.devices import DeviceKeys
     from jobs.spec.keys.job import JobKeys
+
+
+# -- weight variants ------------------------------------------------------------------------
+# Names of weight files: hub repositories keep copies in other precisions beside the plain
+# ones.
+
+
+# What `save_pretrained` of diffusers and of transformers calls them.
+_STEMS: Final = ("diffusion_pytorch_model", "model", "pytorch_model")
+_SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
+_USUAL: Final = ("safetensors", "bin", "index", "json")
+
+
+def variant_of(name: str) -> str | None:
+    """`fp16` of `model.fp16.safetensors`; None of a plain file, and of one that is no weights.
+
+    `from_pretrained` loads such a file only when asked to (`variant="fp16"`). Shards, and
+    indices of shards, have it in other places of their names.
+    """
+    stem, *words = _SHARD.sub("", name).split(".")
+    if stem not in _STEMS or not {"safetensors", "bin"} & set(words):
+        return None
+    return next((word for word in words if word not in _USUAL), None)
+
+
+# -- model files ----------------------------------------------------------------------------
+
 
 _MASKS: Final = 4  # channels: one for each frame of a latent
 

@@ -2,30 +2,178 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
+import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
 from jobs.machine import devices
+from jobs.machine.engine_tools import Cancelled, ToolError, ask
 from jobs.memory.host_memory import check_host_memory
-from jobs.models.find_lora import find_lora
+from jobs.models.blocks import detect_blocks
+from jobs.models.find_model import find_lora
 from jobs.models.model_files import check_model
 from jobs.paths import cache_home, exists, expand, refuse_unwritable
-from jobs.preflight.compiler import check_compiler
-from jobs.preflight.dataset import check_dataset
-from jobs.spec.rules.kernels import GPU_KERNELS
-from jobs.spec.rules.strategy import world_size
+from jobs.preflight.data import check_dataset
+from jobs.spec.families import get_family
+from jobs.spec.rules.launch_conflicts import GPU_KERNELS
+from jobs.spec.rules.strategy import depends_on_memory, may_import, own_policy, shards, world_size
 from jobs.spec.values.hub_names import HubName, is_offline
+from jobs.spec.values.spellings import nearest
 from jobs.trackers import check_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from jobs.models.blocks import Detection
     from jobs.spec.job_spec import JobSpec, RecipeKeys
     from jobs.spec.keys.data import DataKeys
-    from jobs.spec.keys.hub import HubKeys
+    from jobs.spec.keys.output import HubKeys
     from jobs.spec.keys.training import TrainingKeys
+
+
+# -- compiler -------------------------------------------------------------------------------
+# The C compiler with which torch makes kernels while a job runs.
+
+
+# Backends of torch.compile that only rearrange calls.
+_WITHOUT: Final = ("eager", "aot_eager", "cudagraphs")
+
+
+def check_compiler(spec: RecipeKeys, *, on_gpus: bool) -> None:
+    """Look for what the job will compile with.
+
+    Args:
+        spec: The job.
+        on_gpus: Whether its ranks compute on GPUs; kernels for CPUs are in C++.
+
+    Raises:
+        SpecError: The job compiles, and there is no compiler.
+    """
+    compiles = spec.torch_compile and spec.torch_compile_backend not in _WITHOUT
+    # On the CPU it runs eagerly: see `engine.train.optimizer`.
+    eight_bit = spec.optimizer == "adamw_8bit" and on_gpus and not spec.fsdp_cpu_offload
+    if not (compiles or eight_bit):
+        return
+    if lack := what_lacks(on_gpus=on_gpus):
+        key = "torch_compile" if compiles else "optimizer: adamw_8bit"
+        raise SpecError(f"{key} compiles kernels at run time, but {lack}", hint(on_gpus=on_gpus))
+
+
+def what_lacks(*, on_gpus: bool) -> str | None:
+    """Name what compiling lacks; None if nothing.
+
+    As Triton (3.7) and torch's Inductor (2.13) look for it: by CC or CXX, else by name.
+    """
+    variable, names = ("CC", ("gcc", "clang")) if on_gpus else ("CXX", ("g++",))
+    if chosen := os.environ.get(variable):
+        names = (chosen.split()[0],)
+    if not any(shutil.which(name) for name in names):
+        where = f"{variable}={chosen}" if chosen else "PATH"
+        return f"there is no {' or '.join(names)} ({where})"
+    headers = Path(sysconfig.get_paths()["include"])
+    if on_gpus and not (headers / "Python.h").is_file():
+        return f"there is no Python.h in {headers}"
+    return None
+
+
+def hint(*, on_gpus: bool) -> str:
+    """Say how to install it."""
+    packages = "gcc python3-dev" if on_gpus else "g++"
+    return f"apt install {packages}, or the equivalent"
+
+
+# -- wrapped classes ------------------------------------------------------------------------
+# Check the block classes that a job names against its model, before any rank starts.
+
+
+_MOST_NAMED = 6  # classes in an error
+
+
+def check_block_names(spec: RecipeKeys) -> None:
+    """Check `fsdp_transformer_layer_cls_to_wrap`, if it says something else than the family.
+
+    A model that is not cached takes some seconds, others none.
+
+    Raises:
+        SpecError: The model has no such class, or one cannot be wrapped; names the nearest.
+    """
+    names = spec.fsdp_transformer_layer_cls_to_wrap or []
+    if set(names) <= set(get_family(spec.model_family).blocks):
+        return
+    if spec.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP" or not (
+        shards(spec) or depends_on_memory(spec)
+    ):
+        return
+    try:
+        detection = detect_blocks(
+            model_family=spec.model_family,
+            model_flavour=spec.model_flavour,
+            pretrained_model=spec.pretrained_model_name_or_path,
+        )
+    except ToolError:  # the ranks check it as well
+        return
+    check_names(names, detection)
+
+
+def check_names(names: list[str], detection: Detection) -> None:
+    """Check that each of these classes is in the model and can be a unit of its own.
+
+    Raises:
+        SpecError: As `check_block_names`.
+    """
+    present = {part.class_name for part in detection.parts.parts[:-1]}  # the root is the last
+    for name in names:
+        if name in present and name not in detection.parts.containers:
+            continue
+        spelled = {block.class_name.lower(): block.class_name for block in detection.classes}
+        best = nearest(name, spelled)
+        meant = f' (did you mean "{spelled[best]}"?)' if best else ""
+        why = "has no forward and cannot be wrapped" if name in present else "is not in the model"
+        likely = ", ".join([block.class_name for block in detection.classes][:_MOST_NAMED])
+        raise SpecError(
+            f'fsdp_transformer_layer_cls_to_wrap: "{name}" {why}{meant}',
+            f"{detection.model_class} has {likely}; `fsdp-tui detect` shows them",
+        )
+
+
+KEY: Final = "fsdp_auto_wrap_policy"
+LONGEST: Final = 60.0  # seconds for the import; torch alone may take ten from a cold disk
+
+
+def check_wrap_policy(spec: RecipeKeys, *, longest: float = LONGEST) -> None:
+    """Import the job's own wrap policy, if it has one that may be, as its ranks will.
+
+    Another is imported by the ranks alone, see `may_import`.
+
+    Raises:
+        SpecError: It cannot be imported or called, or importing it does not end.
+    """
+    path, deadline = own_policy(spec), time.monotonic() + longest
+    if path is None or not may_import(path) or not (shards(spec) or depends_on_memory(spec)):
+        return
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
+        try:
+            ask(
+                "engine.parallel.wrap_policy",
+                [path],
+                Path(name, "answer"),
+                lambda line: None,
+                lambda: time.monotonic() > deadline,
+            )
+        except Cancelled:
+            raise SpecError(f"{KEY}: importing {path} did not finish in {longest:.0f} s") from None
+        except ToolError as error:
+            raise SpecError(f"{KEY}: importing {path} failed ({error})") from None
+
+
+# -- check job ------------------------------------------------------------------------------
+
 
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
@@ -41,7 +189,6 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> None:
         UserError: The first thing that would make the job fail, in one line.
     """
     # Not imported with this module, which they need themselves.
-    from jobs.preflight.wrapped_classes import check_block_names, check_wrap_policy
 
     if not any(name.kind == "model" for name in absent):
         check_model(spec, settings=True)

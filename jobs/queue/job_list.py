@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Final
+
+from jobs.queue.states import State
+from jobs.run.eventlog import EventLog, ReportLog, RunReport, read_end
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from jobs.queue.store import Job, Store
 
 
@@ -60,3 +68,128 @@ class JobList:
         except (OSError, sqlite3.Error):
             self.close()
             return None
+
+
+# -- summaries ------------------------------------------------------------------------------
+# How far jobs are, and what their runs say of themselves, without reading all that they
+# wrote.
+#
+# The summary of a job that has ended is kept in the database, written by its supervisor at
+# its end. If there is none (the supervisor was killed, or was of an older version), the first
+# reader computes and keeps it. Of a run that is still active, the newest steps are read from
+# the end of its events, and the rest from where the last reader stopped.
+
+
+_PATIENCE: Final = 0.2  # seconds for a database that is locked
+_WORTH_KEEPING: Final = 1 << 20  # bytes of events that nobody needs to read again
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is, from its run directory. `eta` in seconds.
+
+    `total_steps` is what its ranks say, where the database does not know; None if they have not.
+    """
+
+    step: int = 0
+    loss: float | None = None
+    seconds_per_step: float | None = None
+    eta: float | None = None
+    total_steps: int | None = None
+
+
+def progress(job: Job, log: EventLog | None = None) -> Progress:
+    """How far a job is.
+
+    Args:
+        job: The job.
+        log: Its event log, if the caller follows it anyway; it is not polled here.
+    """
+    log = log if log is not None else read_end(job.run_dir.events)
+    last, counted = log.last, None if job.total_steps else _counted_steps(job)
+    if last is None:
+        return Progress(total_steps=counted)
+    pace, total = log.seconds_per_step(), job.total_steps or counted
+    eta = None
+    if pace is not None and total is not None and job.state.active:
+        eta = pace * max(0, total - last.step)
+    return Progress(last.step, last.loss, pace, eta, counted)
+
+
+def _counted_steps(job: Job) -> int | None:
+    """Read from rank 0 how many steps the epochs of a job are."""
+    total = (read_json(job.run_dir.rank_file(0)) or {}).get("total_steps")
+    return total if isinstance(total, int) and total > 0 else None
+
+
+def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> dict[int, Progress]:
+    """How far each of these jobs is, by its id.
+
+    Args:
+        store: The jobs.
+        jobs: Which ones.
+        most: Read the files of at most this many ended jobs, and skip the others.
+    """
+    kept = kept_progress(store)
+    by_job: dict[int, Progress] = {}
+    read: list[tuple[Job, Progress, str]] = []
+    for job in jobs:
+        if job.state is State.QUEUED and job.attempt == 0 and job.started is None:
+            by_job[job.id] = Progress()
+        elif job.state.ended and job.id in kept and kept[job.id][0] == job.ended:
+            by_job[job.id] = kept[job.id][1]
+        elif not job.state.ended:
+            by_job[job.id] = progress(job)
+        elif most is None or len(read) < most:
+            by_job[job.id] = progress(job)
+            read.append((job, by_job[job.id], ""))
+    _keep(store, read)
+    return by_job
+
+
+def kept_progress(store: Store) -> dict[int, tuple[float | None, Progress]]:
+    """Return the kept progress, by job, with the end time of the job."""
+    by_job = {}
+    with store.connect() as db:
+        for job, ended, text in db.execute("SELECT job, ended, progress FROM summaries"):
+            with suppress(ValueError, TypeError):
+                step, loss, pace, eta, *counted = json.loads(text)
+                by_job[job] = ended, Progress(step, loss, pace, eta, *counted[:1])
+    return by_job
+
+
+def report_of(store: Store, job: Job) -> RunReport:
+    """Return the report of a job's run."""
+    with store.connect() as db:
+        row = db.execute("SELECT ended, report FROM summaries WHERE job=?", (job.id,)).fetchone()
+    log = ReportLog.begin(job.run_dir, row["report"] if row else "")
+    before = log.offset
+    if not (row and row["report"] and job.state.ended and row["ended"] == job.ended):
+        log.read_all()
+        if job.state.ended or log.offset - before >= _WORTH_KEEPING:
+            _keep(store, [(job, progress(job), log.to_json())])
+    return RunReport.of(log)
+
+
+def keep_summary(store: Store, job: Job) -> None:
+    """Keep what is asked of a job that has ended."""
+    log = ReportLog.begin(job.run_dir).read_all()
+    _keep(store, [(job, progress(job), log.to_json())])
+
+
+def _keep(store: Store, summaries: Iterable[tuple[Job, Progress, str]]) -> None:
+    """Where it cannot be kept, or a report is not known (""), it is read again next time."""
+    rows = [
+        (job.id, job.ended, json.dumps(astuple(at)), report, job.id)
+        for job, at, report in summaries
+    ]
+    if store.read_only or not rows:
+        return
+    with suppress(sqlite3.Error), store.write(patience=_PATIENCE) as db:
+        db.executemany(
+            "INSERT INTO summaries (job, ended, progress, report) SELECT ?,?,?,?"
+            " WHERE EXISTS (SELECT 1 FROM jobs WHERE id=?)"
+            " ON CONFLICT (job) DO UPDATE SET ended=excluded.ended, progress=excluded.progress,"
+            " report=excluded.report",
+            rows,
+        )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
 from jobs.machine.file_lock import holders
-from jobs.machine.file_systems import is_shared
 from jobs.machine.procfs import is_suspended
+from jobs.machine.residence import is_shared
 from jobs.paths import state_home
 
 if TYPE_CHECKING:

@@ -5,23 +5,34 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 from jobs.run.events import (
     Checkpoint,
     End,
+    Event,
+    Export,
+    Failed,
+    Memory,
     PhaseEvent,
     Sample,
+    Sharding,
     Start,
     Step,
     Validation,
     Warned,
 )
+from jobs.run.rundir import PHASES
+from jobs.units import size
 from jobs.untrusted.text import harmless_value
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from jobs.run.rundir import RunDir
+
 
 _PACE_WINDOW: Final = 20  # steps
 _FIRST_END: Final = 16 << 10  # bytes
@@ -204,3 +215,270 @@ def read_end(path: Path) -> EventLog:
         if offset == 0 or len(log.steps) >= _PACE_WINDOW:
             return log
         length *= _LARGER
+
+
+# -- run report -----------------------------------------------------------------------------
+# What a run said about itself, gathered from its events: strategy, sharding, memory.
+
+
+_E = TypeVar("_E", Start, Memory)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Facts of the latest attempt; empty while it has not come so far.
+
+    Attributes:
+        strategy: What ran, such as fsdp2.
+        reason: Why.
+        global_batch: Samples per optimizer step.
+        accumulation: Forwards of a rank in one.
+        sharding: The engine's sharding summary: numbers of parameters and bytes.
+        measure: What `peaks` counts: `allocated` on GPUs, `rss` on CPU ranks.
+        peaks: Phase → the most bytes each rank has taken in it.
+        validations: Step and loss on what is held out, the newest few, the last one last.
+        warnings: What the run warned about, the newest of very many.
+    """
+
+    strategy: str = ""
+    reason: str = ""
+    global_batch: int | None = None
+    accumulation: int | None = None
+    sharding: dict[str, Any] = field(default_factory=dict)
+    measure: str = ""
+    peaks: dict[str, list[int]] = field(default_factory=dict)
+    validations: tuple[tuple[int, float], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, log: EventLog) -> RunReport:
+        """Return the report of the events read so far."""
+        start, memory = _read(Start, log), _read(Memory, log)
+        return cls(
+            strategy=start.strategy,
+            reason=start.strategy_reason,
+            global_batch=start.global_batch,
+            accumulation=start.accumulation,
+            sharding={k: v for k, v in log.notes.get(Sharding.kind, {}).items() if k not in _FRAME},
+            measure=memory.measure,
+            peaks=_whole(memory.peaks),
+            validations=tuple(log.validations[-_NEWEST:]),
+            warnings=tuple(log.warnings[-_MOST_WARNINGS:]),
+        )
+
+
+_FRAME = ("t", "kind")  # what every event has
+_NEWEST: Final = 5  # validation losses
+_MOST_WARNINGS: Final = 500
+_MOST_VALIDATIONS: Final = 5000  # a resume takes back some of them
+_REPORTED: Final = {event.kind for event in (Start, Sharding, Memory, Validation, Warned)}
+
+
+class ReportLog(EventLog):
+    """Only what a report is made of: its size does not grow with the stream.
+
+    It can be saved as text, and resumed from there.
+    """
+
+    @classmethod
+    def begin(cls, run_dir: RunDir, kept: str = "") -> ReportLog:
+        """Where `to_json` left off; at the beginning where nothing, or nothing usable, was kept."""
+        try:
+            state = json.loads(kept)
+            return cls(
+                run_dir.events,
+                notes={str(kind): dict(note) for kind, note in state["notes"].items()},
+                validations=[(int(step), float(loss)) for step, loss in state["validations"]],
+                warnings=[str(text) for text in state["warnings"]],
+                passed_over=STEP_LINE,
+                _offset=int(state["offset"]),
+                _inode=int(state["inode"]),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+            return cls(run_dir.events, passed_over=STEP_LINE)
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps(
+            {
+                "offset": self._offset,
+                "inode": self._inode,
+                "notes": self.notes,
+                "validations": self.validations,
+                "warnings": self.warnings,
+            }
+        )
+
+    @property
+    def offset(self) -> int:
+        """Bytes that were read."""
+        return self._offset
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if str(event.get("kind")) not in _REPORTED:
+            return
+        super()._take(event)
+        del self.warnings[:-_MOST_WARNINGS], self.validations[:-_MOST_VALIDATIONS]
+
+
+def read_report(run_dir: RunDir) -> RunReport:
+    """Return the report of a run directory."""
+    return RunReport.of(ReportLog.begin(run_dir).read_all())
+
+
+def _read(kind: type[_E], log: EventLog) -> _E:
+    """Read the newest event of a kind; an empty one if none can be read."""
+    try:
+        return kind.read(log.notes.get(kind.kind, {}))
+    except (TypeError, ValueError, OverflowError):
+        return kind()
+
+
+def _whole(peaks: dict[Any, Any]) -> dict[str, list[int]]:
+    """Return the phases of which every rank's number is known."""
+    return {
+        str(name): numbers
+        for name, numbers in peaks.items()
+        if isinstance(numbers, list) and numbers and all(isinstance(n, int) for n in numbers)
+    }
+
+
+# -- timeline -------------------------------------------------------------------------------
+# What happened in a run besides steps, and when.
+
+
+_MOST: Final = 4000  # moments; a run of weeks has more, and nobody reads all of them
+_LEAST_SECONDS: Final = 1.0  # shorter phases are not shown
+_LAST: Final = 1e11  # Unix seconds of the year 5138; no calendar has a name for much later ones
+_FIRST, _LAST_STAGE = "import", "train"
+_MOST_STAGES: Final = 40
+_LONG_STORIES: Final = ("train",)  # phases that other moments describe
+
+
+class Stage(NamedTuple):
+    """A phase before the first step of the latest attempt.
+
+    Attributes:
+        name: A key of `jobs.run.rundir.PHASES`.
+        since: When it began, in Unix seconds.
+        seconds: How long it took; None while it lasts.
+    """
+
+    name: str
+    since: float
+    seconds: float | None = None
+
+
+class Moment(NamedTuple):
+    """Something that happened.
+
+    Attributes:
+        t: When, in Unix seconds.
+        kind: Of the event, such as `checkpoint`.
+        words: What happened.
+    """
+
+    t: float
+    kind: str
+    words: str
+
+
+@dataclass
+class Timeline(EventLog):
+    """The events of a run as `EventLog` has them, and the newest moments of it in words."""
+
+    moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=_MOST))
+    stages: list[Stage] = field(default_factory=list)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        super()._take(event)
+        kind = event.get("kind")
+        if kind == Step.kind or not isinstance(kind, str):
+            return
+        if kind == PhaseEvent.kind:
+            self._take_stage(event)
+        try:
+            t = float(event["t"])
+            if 0 <= t < _LAST and (words := in_words(kind, event)):
+                self.moments.append(Moment(t, kind, words))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return  # a line that some other version wrote
+
+    def _take_stage(self, event: dict[str, Any]) -> None:
+        try:
+            phase, t = PhaseEvent.read(event), float(event["t"])
+            name, state = phase.name, phase.state
+            if name == _FIRST and state == "begin":
+                self.stages.clear()  # another attempt
+            if self.stages and self.stages[-1].name == _LAST_STAGE:
+                return  # it trains
+            if state == "begin":
+                self.stages.append(Stage(name, t))
+            elif state == "end":
+                for at in range(len(self.stages) - 1, -1, -1):
+                    if self.stages[at].name == name:
+                        seconds = max(0.0, t - self.stages[at].since)
+                        self.stages[at] = self.stages[at]._replace(seconds=seconds)
+                        break
+            del self.stages[:-_MOST_STAGES]
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return  # a line that some other version wrote
+
+
+def in_words(kind: str, event: dict[str, Any]) -> str:
+    """Describe an event, or return "" if it is not for users.
+
+    Raises:
+        KeyError: It lacks what such an event has; as `TypeError` and `ValueError`.
+    """
+    read = _READ.get(kind)
+    match read.read(event) if read is not None else None:
+        case Start(step=step, world_size=ranks):
+            place = f"after step {step}" if step else "from step 0"
+            return f"trains {place}" + (f" on {ranks} ranks" if ranks else "")
+        case PhaseEvent() as phase:
+            return _phase(phase)
+        case Checkpoint() as saved:
+            took = f", {saved.seconds:.1f} s" if saved.seconds is not None else ""
+            much = f" ({size(saved.bytes)}{took})" if saved.bytes is not None else ""
+            return f"saved step-{saved.step}{much}"
+        case Sample(step=step, files=files):
+            return f"sampled {len(files)} prompt{'s' * (len(files) != 1)} at step {step}"
+        case Validation(step=step, loss=loss):
+            return f"validation loss {loss:.5f} at step {step}"
+        case Warned(message=message):
+            return message
+        case Failed() as error:
+            return (
+                f"rank {error.rank}: {error.type} at step {error.step} during "
+                f"{error.phase}: {error.message}"
+            )
+        case Export(path=path):
+            return f"exported to {path}"
+        case End(reason=reason):
+            return f"the ranks ended: {reason}"
+    return ""
+
+
+_EVENTS: Final = (Start, PhaseEvent, Checkpoint, Sample, Validation, Warned, Failed, Export, End)
+_READ: Final[dict[str, type[Event]]] = {event.kind: event for event in _EVENTS}
+
+
+def _phase(event: PhaseEvent) -> str:
+    """Describe a finished phase that took long enough to mention."""
+    if event.state != "end" or event.name in _LONG_STORIES:
+        return ""
+    seconds = event.seconds or 0.0
+    if seconds < _LEAST_SECONDS:
+        return ""
+    count = f" ({event.total})" if event.total else ""
+    return f"{PHASES.get(event.name, event.name)} took {_took(seconds)}{count}"
+
+
+def _took(seconds: float) -> str:
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REQUESTS: Final = ("stop", "save_now", "sample_now")
-# Asks each rank for its flight record (`jobs.run.diagnosis.flight_records`), which it writes within
+# Asks each rank for its flight record (`jobs.run.why_failed`), which it writes within
 # a second.
 FLIGHT: Final = "flight"
 MANIFEST: Final = "manifest.json"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -13,17 +15,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
+from jobs.doctor.examine import Finding, fail, ok, warn
+from jobs.errors import UserError
+from jobs.machine import devices
+from jobs.machine.engine_tools import ToolError
 from jobs.machine.processes import ProcessId, with_run_id
+from jobs.memory import calibration
+from jobs.memory.calibration import record_beside
+from jobs.memory.question import Server, predict
 from jobs.queue.states import State
-from jobs.run.eventlog import EventLog
+from jobs.run.eventlog import EventLog, read_report
 from jobs.spec.file.load import load_spec
+from jobs.units import size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from jobs.machine.gpu import Gpu
     from jobs.queue.store import Job, Store
+
 
 STEPS: Final = 8
 PREFIX: Final = "selftest-"
@@ -207,3 +218,211 @@ def steps_done(job: Job) -> int:
     """Return the last step of a job that is in its events."""
     last = EventLog(job.run_dir.events).read_all().last
     return last.step if last is not None else 0
+
+
+# -- speed ----------------------------------------------------------------------------------
+# How fast GPUs train, and how right the prediction of their memory is.
+
+
+# FLUX.1's width with 2 of its 19 and 4 of its 38 blocks.
+_SCALE: Final = 24
+_WIDTH: Final = 3072
+_BLOCKS: Final = 6
+_RESOLUTION: Final = 1024
+_TOKENS: Final = (_RESOLUTION // 16) ** 2 + 32
+_PICTURES: Final = 16
+_STEPS: Final = 30
+_WARM: Final = 10  # steps that do not count
+
+# Dense bf16 FLOP/s of tensor cores that add in fp32, as the makers' data sheets have them.
+_PEAK: Final = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "A6000": 155e12,
+    "A40": 150e12,
+}
+_OTHERS: Final = re.compile(r"\b(Ti|Laptop|Max-Q|MIG|D)\b")  # chips that share a name with these
+_BUSY: Final = 0.8  # of the time a GPU of a job this size has work, or something holds it up
+_OFF: Final = 0.10  # of the predicted memory
+_LARGEST_GPU: Final = 2**40  # bytes, where the driver does not say
+_IMAGE_TAKES: Final = 2**30  # bytes of activations, at the least; of these blocks more than twice
+
+
+def speed(stage: Stage) -> Iterator[Finding]:
+    """Measure a LoRA at 1024 px on one GPU and on all of them: seconds, MFU, idle share, memory."""
+    layouts = [(1, "single")] + ([(stage.ranks, "fsdp2")] if stage.ranks > 1 else [])
+    for ranks, strategy in layouts:
+        values = wide_values(stage, f"speed-{ranks}", ranks, strategy=strategy)
+        stage.say(f"training at 1024 px on {ranks} GPU{'s' if ranks > 1 else ''}")
+        _predict(values, strategy, ranks)
+        job, busy, beside = _watched(stage, values)
+        name = "1 GPU" if ranks == 1 else f"{ranks} GPUs, fsdp2"
+        yield _pace(name, job, ranks, stage.gpus[0].name, busy)
+        yield _memory(f"{name}, memory", job, beside)
+
+
+def wide_values(
+    stage: Stage, name: str, ranks: int, *, too_large: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Return a LoRA at 1024 px on a model of FLUX.1's width, which is written when first asked for.
+
+    Args:
+        stage: Where.
+        name: Of the job.
+        ranks: How many.
+        too_large: Whether its batch is more than any of the GPUs can hold. It takes little host
+            memory all the same.
+        changes: Further keys.
+    """
+    wide = stage.root / "wide"
+    if not wide.exists():
+        stage.say("writing a model of FLUX.1's width")
+        stage.engine(
+            "engine.toy",
+            str(wide),
+            "--family=flux",
+            f"--pictures={_PICTURES}",
+            "--size=1024",
+            f"--hidden_scale={_SCALE}",
+            "--dtype=bfloat16",
+            "--json",
+        )
+    batch = 1
+    if too_large:
+        largest = max(gpu.memory_total for gpu in stage.gpus)
+        batch = 1 + (largest or _LARGEST_GPU) // _IMAGE_TAKES
+    data = {"path": str(wide / "data"), "repeats": -(-batch * ranks // _PICTURES)}
+    usual: dict[str, Any] = {
+        "resolution": _RESOLUTION,
+        "mixed_precision": "bf16",
+        "deterministic": False,
+        "pretrained_model_name_or_path": str(wide / "model"),
+        "dataset": None,
+        "datasets": [data],
+        "max_train_steps": _STEPS,
+        "checkpointing_steps": 0,
+        "allow_tf32": True,
+        "lora_rank": 16,
+        "train_batch_size": batch,
+    }
+    return stage.values(name, ranks, **usual | changes)
+
+
+def _predict(values: dict[str, Any], strategy: str, ranks: int) -> None:
+    """Have the prediction at hand when the job starts; what fails here is missing below."""
+    server = Server()
+    try:
+        predict(load_spec(None, values), server, strategy=strategy, ranks=ranks, on_gpus=True)
+    except (UserError, ToolError, OSError):
+        return
+    finally:
+        server.close()
+
+
+def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, int | None]:
+    """Run a job, and look at its GPUs while it trains.
+
+    Returns:
+        The job; the share of looks in which a GPU computed; the most that the driver showed on a
+        GPU, since before the job, besides what torch had reserved there.
+    """
+    uuids, seen, beside = set(values["gpus"]), list[int](), list[int]()
+    before = {gpu.uuid: gpu.memory_used for gpu in devices.gpus()}
+    job = stage.submit(values)
+    log = EventLog(job.run_dir.events)
+
+    def look(job: Job) -> bool:
+        log.poll()
+        if log.last is not None and _WARM <= log.last.step < _STEPS:
+            shown = [gpu for gpu in devices.gpus() if gpu.uuid in uuids]
+            seen.extend(gpu.utilisation for gpu in shown if gpu.utilisation is not None)
+            used = {gpu.uuid: (gpu.memory_used, before.get(gpu.uuid)) for gpu in shown}
+            for status in job.run_dir.rank_statuses():
+                now, then = used.get(status.device_uuid or "", (None, None))
+                if now is not None and then is not None and status.reserved is not None:
+                    beside.append(now - then - status.reserved)
+        return job.state.ended
+
+    job = stage.until(job, look)
+    stage.expect(job, State.COMPLETED)
+    most = max(beside, default=0)
+    return job, statistics.fmean(seen) / 100 if seen else None, most if most > 0 else None
+
+
+def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Finding:
+    steps = EventLog(job.run_dir.events).read_all().steps[_WARM:]
+    times = [step.seconds for step in steps if step.seconds]
+    if not times:
+        raise SceneFailed("steps took no time", job)
+    seconds = statistics.median(times)
+    share = utilisation(seconds, gpu)
+    words = f"{seconds * 1e3:.0f} ms a step, {ranks / seconds:.2f} images/s"
+    if share is not None:
+        words += f", MFU {share:.0%}"
+    if busy is not None:
+        words += f", GPUs idle {1 - busy:.0%} of the time"
+    facts = {
+        "seconds": seconds,
+        "images_per_second": ranks / seconds,
+        "mfu": share,
+        "idle": None if busy is None else 1 - busy,
+    }
+    if share is not None and share > 1:
+        words += "; no GPU is this fast"
+        return fail(name, words, "the GPU does not compute, or its clock is wrong", **facts)
+    if busy is not None and busy < _BUSY:
+        advice = "check whether the CPU is the bottleneck or busy with other work"
+        return warn(name, words, advice, **facts)
+    return ok(name, words, **facts)
+
+
+def utilisation(seconds: float, gpu: str) -> float | None:
+    """Model FLOPs of a step over what the GPU could do meanwhile; None for an unknown GPU. Pure.
+
+    A LoRA's backward computes gradients of activations alone, so it costs as much as the forward;
+    attention's backward costs twice its forward.
+    """
+    named = (flops for name, flops in _PEAK.items() if re.search(rf"\b{name}\b", gpu))
+    peak = next(named, None)
+    if peak is None or _OTHERS.search(gpu):
+        return None
+    linear = 4 * _BLOCKS * 12 * _WIDTH**2 * _TOKENS
+    attention = 3 * _BLOCKS * 4 * _TOKENS**2 * _WIDTH
+    return (linear + attention) / (seconds * peak)
+
+
+def _memory(name: str, job: Job, beside: int | None) -> Finding:
+    """Predicted beside measured; what there was besides tensors is kept for later estimates."""
+    predicted, report = calibration.read(job.run_dir), read_report(job.run_dir)
+    compared = calibration.compare(predicted, report.measure, report.peaks) if predicted else []
+    phases = [phase for phase in compared if phase.measured]
+    if predicted is None or not phases:
+        missing = "measured" if predicted else "predicted"
+        return warn(name, f"nothing {missing}", "see `fsdp-tui estimate`", beside=beside)
+    measured = max(max(phase.measured) for phase in phases)
+    expected = max(phase.predicted for phase in phases)
+    off = measured / expected - 1
+    words = f"{size(measured)} measured, {size(expected)} predicted ({off:+.1%})"
+    facts = {"measured": measured, "predicted": expected, "beside": beside}
+    if beside is not None:
+        record_beside(predicted.ranks, beside, predicted)
+        assumed = sum(predicted.overheads.values())
+        words += f"; the driver and libraries took {size(beside)}, {size(assumed)} assumed"
+    if abs(off) > _OFF:
+        return warn(
+            name, words, "estimates on this machine are corrected by measured jobs", **facts
+        )
+    return ok(name, words, **facts)

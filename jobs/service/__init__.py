@@ -22,13 +22,13 @@ from jobs.hub.pushes import go_back, pushes_file
 from jobs.paths import ensure_private_dir
 from jobs.preflight.check_job import cache_of
 from jobs.queue.job import Terms
+from jobs.queue.job_list import Progress, progress, progress_of
 from jobs.queue.states import State
-from jobs.queue.summaries import Progress, progress, progress_of
-from jobs.resume.start_point import check_unneeded
 from jobs.run import checkpoint_files
-from jobs.run.checkpoint_list import find_listed, list_all
+from jobs.run.checkpoint_files import find_listed, list_all
 from jobs.run.rundir import write_atomic
 from jobs.service.plan import plan_resume, plan_submit
+from jobs.service.start_point import check_unneeded
 from jobs.spec.file.load import dump_spec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from jobs.queue.job import Place
     from jobs.queue.store import Job, Store
     from jobs.queue.undo import Undo
-    from jobs.run.checkpoint_list import Listed
+    from jobs.run.checkpoint_files import Listed
     from jobs.run.rundir import RunDir
     from jobs.service.plan import Plan
     from jobs.spec.job_spec import JobSpec

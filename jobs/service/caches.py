@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs import service
 from jobs.errors import StateError, UserError
-from jobs.models.blocks import detection_cache
+from jobs.models import blocks
 from jobs.paths import cache_home
 from jobs.queue.states import ACTIVE
 from jobs.spec.file.load import load_spec
@@ -143,7 +143,7 @@ def _may_use(job: Job, name: str) -> bool:
 
 
 def _place(name: str) -> Path:
-    return detection_cache.cache_file() if name == "detection" else cache_home() / name
+    return blocks.cache_file() if name == "detection" else cache_home() / name
 
 
 def _measure(name: str) -> Cache:

@@ -16,9 +16,8 @@ from jobs import service
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.engine_tools import ToolError
 from jobs.queue.states import State
-from jobs.run.eventlog import EventLog
+from jobs.run.eventlog import EventLog, RunReport
 from jobs.run.failure import Cause, read_failure
-from jobs.run.run_report import RunReport
 from jobs.service.plan import plan_submit
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Measured:
 
     Attributes:
         strategy: What ran.
-        measure: What `peaks` counts, as in `jobs.run.run_report`.
+        measure: What `peaks` counts, as in `jobs.run.eventlog`.
         peaks: Phase → bytes of each rank.
         out_of_memory: Whether it ran out of memory; then `peaks` may be empty.
         reason: Why it ended that way.

@@ -9,11 +9,11 @@ from jobs.backends import backend
 from jobs.errors import StateError, UserError
 from jobs.hub.wanted import find_missing, noted
 from jobs.preflight import check_job
-from jobs.preflight.conditioning import missing_partners
+from jobs.preflight.data import missing_partners
 from jobs.queue.states import ACTIVE, State
-from jobs.resume.resume_conflicts import compare_plans, find_resume_conflicts, with_known_length
-from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
+from jobs.resume import compare_plans, find_resume_conflicts, with_known_length
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
+from jobs.service.start_point import KEY, check_unneeded, find_origin, origin_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.steps import length_in_words, total_steps

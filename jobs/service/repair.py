@@ -19,9 +19,8 @@ from jobs.backends import backend
 from jobs.backends.local.ranks import beats
 from jobs.errors import UserError
 from jobs.machine import file_lock, processes
-from jobs.machine.file_systems import is_shared
 from jobs.machine.processes import ProcessId
-from jobs.machine.residence import elsewhere, residence
+from jobs.machine.residence import elsewhere, is_shared, residence
 from jobs.preflight.check_job import check_devices
 from jobs.queue.job import LOCAL, Terms, backend_of
 from jobs.queue.states import State
@@ -35,9 +34,9 @@ from jobs.queue.tables import (
     leave_wal,
     trouble,
 )
-from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
+from jobs.run.why_failed import why_failed
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
 

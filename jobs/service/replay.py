@@ -11,7 +11,7 @@ import yaml
 from jobs.backends import backend
 from jobs.backends.slurm.script import script_by_hand
 from jobs.errors import UserError
-from jobs.launch import local
+from jobs.launch import build_launch
 from jobs.machine import bytecode
 from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.run.rundir import RunDir, read_json
@@ -100,7 +100,7 @@ def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool
     if on_gpus:  # elsewhere they have other UUIDs
         named = spec.gpus if isinstance(spec.gpus, list) else range(world_size(spec))
         gpus = [str(name) for name in named]
-    launch = local.build(spec, run_dir, gpus=gpus, run_id="")
+    launch = build_launch(spec, run_dir, gpus=gpus, run_id="")
     of_here = (RUN_ID_VARIABLE, *bytecode.VARIABLES)
     environment = {k: v for k, v in launch.environment.items() if k not in of_here}
     command = ["accelerate", *launch.command[launch.command.index("launch") :]]

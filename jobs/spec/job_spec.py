@@ -17,16 +17,12 @@ from pydantic import ConfigDict, model_validator
 
 from jobs.spec.families import FAMILIES, default_values, flavour_of
 from jobs.spec.keys.data import DataKeys
-from jobs.spec.keys.devices import DeviceKeys
-from jobs.spec.keys.export import ExportKeys
-from jobs.spec.keys.fsdp import FsdpKeys
-from jobs.spec.keys.hub import HubKeys
+from jobs.spec.keys.devices import DeviceKeys, FsdpKeys
 from jobs.spec.keys.job import JobKeys
 from jobs.spec.keys.lora import LoraKeys
 from jobs.spec.keys.noise import NoiseKeys
-from jobs.spec.keys.output import OutputKeys
-from jobs.spec.keys.running import RunningKeys
-from jobs.spec.keys.slurm import SlurmKeys
+from jobs.spec.keys.output import ExportKeys, HubKeys, OutputKeys
+from jobs.spec.keys.running import RunningKeys, SlurmKeys
 from jobs.spec.keys.tracking import TrackingKeys
 from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys

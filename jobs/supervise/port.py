@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from jobs.machine.processes import ProcessId
     from jobs.queue.states import State
-    from jobs.run.diagnosis.hang import Stillness
     from jobs.run.failure import Failure
+    from jobs.run.hang import Stillness
     from jobs.run.rundir import RankStatus
     from jobs.spec.job_spec import JobSpec
 

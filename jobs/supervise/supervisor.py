@@ -15,21 +15,19 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
 from jobs.queue.states import State
-from jobs.run.diagnosis.flight_records import tell_hang
-from jobs.run.diagnosis.hang import SAVE_STEP, Watch, find_hang, saves_on
-from jobs.run.diagnosis.rank_exits import launcher_signal, rank_exits
-from jobs.run.diagnosis.why_failed import diagnose, is_persons_fault
 from jobs.run.disk_space import cap_logs, space_warning
 from jobs.run.eventlog import EventLog
 from jobs.run.failure import Cause, Failure, keep_failure
+from jobs.run.hang import SAVE_STEP, Watch, find_hang, saves_on
 from jobs.run.rundir import FLIGHT, REQUESTS
+from jobs.run.why_failed import diagnose, is_persons_fault, launcher_signal, rank_exits, tell_hang
 from jobs.spec.rules.strategy import world_size
 from jobs.supervise.port import AwayError, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from jobs.run.diagnosis.hang import Stillness
+    from jobs.run.hang import Stillness
     from jobs.run.rundir import RankStatus, RunDir
     from jobs.supervise.port import Attempt, Ranks, Report
 

@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 from jobs.memory.calibration import Calibration
-from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, KINDS, read_smallest
-from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place
+from jobs.memory.fit import CARDS, CARDS_FILE, IN_TABLES, KINDS, read_smallest
+from jobs.memory.question import Server
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 

@@ -196,7 +196,7 @@ def import_all() -> None:
     from engine import families
 
     families.load("flux")
-    for name in ("engine.model.quantized.quantized_linear", "jobs.spec.file.load"):
+    for name in ("engine.model.quantized_linear", "jobs.spec.file.load"):
         import_module(name)
     for name in ("torch.distributed.checkpoint", "accelerate.utils.fsdp_utils", "safetensors"):
         import_module(name)
@@ -212,7 +212,7 @@ def build(model_class: Any, model: Path, **changes: Any) -> tuple[Any, dict[str,
 
     from engine import families
     from engine.model.files import weights
-    from engine.model.quantized.quantized_linear import quantize_layers
+    from engine.model.quantized_linear import quantize_layers
     from jobs.spec.file.load import load_spec
 
     values = {"model_type": "full", "mixed_precision": "no", "device": "cpu"} | changes

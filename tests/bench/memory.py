@@ -6,7 +6,7 @@ count the bytes of live storages. Prints a row for each case, and the largest di
 
 `--real` runs what toys hide instead: a LoRA on a Stable Diffusion 1.5 of the real size (860 million
 random weights in fp32) on two CPU ranks, with the C library's allocator as it is and as jobs are
-launched (`jobs.launch.local.HOST_ALLOCATOR`). Prints the highest resident memory of a rank beside
+launched (`jobs.launch.HOST_ALLOCATOR`). Prints the highest resident memory of a rank beside
 the prediction, what it holds between steps, and processor seconds a step.
 """
 
@@ -32,16 +32,16 @@ import yaml
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from engine.memory.estimator import Estimator
-from engine.memory.predicting.predict import predict
-from engine.memory.tracing.shape import shape_of
+from engine.memory.predict import predict
+from engine.memory.tracing.model import shape_of
 from engine.memory.tracing.trace import trace_model
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_clip
-from engine.toy.components.four_channel_vae import build_four_channel_vae
-from engine.toy.components.vocabulary import build_clip_tokenizer, save_clip_vocabulary
+from engine.toy.components.parts import build_four_channel_vae
+from engine.toy.components.tokenizers import build_clip_tokenizer, save_clip_vocabulary
 from engine.toy.families.stable_diffusion import build_scheduler
 from engine.toy.images import write_pictures
-from jobs.launch import local
+from jobs.launch import HOST_ALLOCATOR, build_launch, full_environment
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import dump_spec, load_spec
@@ -220,11 +220,11 @@ def launched(spec: JobSpec, root: Path, *, own: bool) -> list[tuple[float, float
     run_dir = RunDir(root)
     run_dir.create()
     run_dir.job_file.write_text(dump_spec(spec))
-    launch = local.build(spec, run_dir, gpus=(), run_id="bench")
+    launch = build_launch(spec, run_dir, gpus=(), run_id="bench")
     run_dir.accelerate_file.write_text(yaml.safe_dump(launch.config))
-    environment = local.full_environment(launch) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = full_environment(launch) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if not own:
-        for name in local.HOST_ALLOCATOR:
+        for name in HOST_ALLOCATOR:
             environment.pop(name, None)
     looks: dict[int, list[tuple[float, int, float]]] = {}  # time, resident bytes, processor seconds
     peaks: dict[int, int] = {}

@@ -24,20 +24,18 @@ import torch
 from torch.nn import functional
 
 from engine.memory.tracing.inputs import caption_shapes, latents_shape
-from engine.memory.tracing.model import build
-from engine.memory.tracing.shape import shape_of
+from engine.memory.tracing.model import build, shape_of
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters import lora
+from engine.model.base_matmul import set_scaled
 from engine.model.files import weights
-from engine.model.quantized.base_matmul import set_scaled
-from engine.model.quantized.quantized_linear import quantized_layers, weights_per_element
+from engine.model.quantized_linear import quantized_layers, weights_per_element
 from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from engine.memory.tracing.model import Built
-    from engine.memory.tracing.shape import Shape
+    from engine.memory.tracing.model import Built, Shape
 
 CASES: Final = (
     ("none", ""),

@@ -26,10 +26,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.adapters import lora
+from engine.model.base_matmul import set_scaled
 from engine.model.files import weights
 from engine.model.precision import compute_dtype, narrow_inputs
-from engine.model.quantized.base_matmul import set_scaled
-from engine.model.quantized.quantized_linear import quantize_layers
+from engine.model.quantized_linear import quantize_layers
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import start_world
 from engine.run_job import run_job

@@ -162,9 +162,9 @@ def encoders() -> None:
     import torch
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
-    from engine.model.encoders.encoder_files import kept_bytes
     from engine.model.files.weight_files import StoredTensor
-    from engine.model.quantized.packing import packing_of
+    from engine.model.packing import packing_of
+    from engine.model.text_encoders import kept_bytes
 
     with torch.device("meta"):
         model = Mistral3ForConditionalGeneration(Mistral3Config(**MISTRAL))

@@ -156,8 +156,7 @@ def engine_steps(spec: Any, world: Any, toy: Path) -> tuple[Callable[[], Any], A
     from engine.data.loader import Loader
     from engine.data.prepare import prepare
     from engine.diffusion.objective import build_objective
-    from engine.ranks.peaks import Peaks
-    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.telemetry import Peaks, Telemetry
     from engine.run_job import build_model, start_training
     from engine.train.optimizer_step import Stepper
     from jobs.run.rundir import RunDir

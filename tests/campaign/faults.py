@@ -27,7 +27,7 @@ from jobs.machine.processes import with_run_id
 from jobs.queue.states import State
 from jobs.queue.store import PERSON, Store
 from jobs.queue.tables import trouble
-from jobs.run.checkpoint_list import list_all, verify
+from jobs.run.checkpoint_files import list_all, verify
 from tests.campaign.journal import dice
 from tests.campaign.mutate import damaged
 from tests.support.jobs.lab import Lab, opened

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import StateError
 from jobs.machine.processes import ProcessId, with_run_id
-from jobs.run.checkpoint_list import list_all, verify
+from jobs.run.checkpoint_files import list_all, verify
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import read_json
 from tests.campaign.journal import dice

@@ -39,7 +39,7 @@ from jobs.errors import StateError
 from jobs.machine.processes import ProcessId
 from jobs.queue.states import State
 from jobs.queue.store import Store
-from jobs.run.checkpoint_list import list_all, verify
+from jobs.run.checkpoint_files import list_all, verify
 from jobs.spec.file.load import load_spec
 from jobs.supervise.port import AwayError
 from tests.campaign.faults import Broken, job_values, load

@@ -14,21 +14,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from PIL import Image
 
 from jobs.backends.local.ranks import adopt
-from jobs.models.blocks.model_config import find_target
-from jobs.models.damaged_weights import find_damage
-from jobs.models.find_model import count_parameters
+from jobs.models.find_model import count_parameters, find_damage
+from jobs.models.model_config import find_target
 from jobs.preflight.check_job import check
-from jobs.queue.summaries import progress
-from jobs.run.checkpoint_list import list_all, verify
-from jobs.run.diagnosis.flight_records import find_wait
-from jobs.run.diagnosis.hang import by_clock, find_hang
-from jobs.run.diagnosis.rank_exits import launcher_signal, rank_exits
-from jobs.run.diagnosis.why_failed import is_persons_fault, why_failed
-from jobs.run.eventlog import EventLog, read_end
-from jobs.run.run_report import ReportLog, RunReport
+from jobs.queue.job_list import progress
+from jobs.run.checkpoint_files import list_all, verify
+from jobs.run.eventlog import EventLog, ReportLog, RunReport, Timeline, read_end
+from jobs.run.hang import by_clock, find_hang
 from jobs.run.rundir import RunDir, event
 from jobs.run.samples import list_samples
-from jobs.run.timeline import Timeline
+from jobs.run.why_failed import find_wait, is_persons_fault, launcher_signal, rank_exits, why_failed
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
@@ -37,9 +32,9 @@ from tests.campaign.mutate import damaged, json_bytes, odd_value
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.jobs.fakes.launcher import summary
 from tests.support.tui.hostile import steering
-from tui.cli.common.echo import in_colours
+from tui.cli.echo import in_colours
 from tui.log.log_model import LogModel
-from tui.settings.settings import as_file, read_settings
+from tui.settings import as_file, read_settings
 from tui.text.tables import memory_line, validation_line
 
 if TYPE_CHECKING:

@@ -17,14 +17,13 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.families import load
+from engine.model import base_matmul
 from engine.model.files import weights
-from engine.model.quantized import base_matmul
-from engine.model.quantized.packing import Packing, round_rows
+from engine.model.packing import Packing, round_rows
 from engine.toy import write_toy
-from jobs.launch import local
+from jobs.launch import build_launch, full_environment
 from jobs.run.checkpoint_files import find_damage, list_checkpoints
-from jobs.run.eventlog import EventLog
-from jobs.run.run_report import read_report
+from jobs.run.eventlog import EventLog, read_report
 from jobs.run.rundir import RunDir, write_atomic
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
@@ -138,11 +137,11 @@ def run(toy: Path, root: Path, ranks: int, **changes: Any) -> RunDir:
     spec = load_spec(None, values | changes)
     run_dir.job_file.write_text(yaml.safe_dump(spec.to_dict()))
     gpus = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(ranks)]
-    launch = local.build(spec, run_dir, gpus=gpus, run_id=run_dir.root.name)
+    launch = build_launch(spec, run_dir, gpus=gpus, run_id=run_dir.root.name)
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(launch.config, sort_keys=False))
     done = subprocess.run(
         launch.command,
-        env=local.full_environment(launch),
+        env=full_environment(launch),
         cwd=run_dir.root,
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from engine.model.release import STILL_HELD
-from jobs.run.diagnosis.why_failed import why_failed
+from jobs.run.why_failed import why_failed
 from jobs.spec.families import FAMILIES
 from tests.support.cuda_stub import budgets
 from tests.support.cuda_stub.rehearsal import STEPS, Job, prompt_of

@@ -24,8 +24,7 @@ from PIL import Image
 from jobs import service
 from jobs.machine.processes import with_run_id
 from jobs.queue.states import State
-from jobs.run.eventlog import EventLog
-from jobs.run.run_report import read_report
+from jobs.run.eventlog import EventLog, read_report
 from jobs.run.rundir import RunDir
 from tests.support.jobs.held_ranks import HeldRanks, has_done_more_than
 from tests.support.jobs.real_jobs import PATIENCE, Bench, Run

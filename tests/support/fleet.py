@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from jobs.fleet.link import BoxView
+    from jobs.fleet.watch import BoxView
 
 _SSH = """#!/bin/sh
 printf '%s\\n' "$*" >> {root}/calls

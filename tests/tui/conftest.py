@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.tui.made_up_runs import nothing_starts
-from tui.form.beside.fit import Look
+from tui.form.beside import Look
 
 
 @pytest.fixture
@@ -14,4 +14,4 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     nothing_starts(monkeypatch)
     monkeypatch.setenv("FSDP_TUI_HOST", "node")
     # Predicting memory takes a process with torch.
-    monkeypatch.setattr("tui.form.beside.fit.look", lambda values, *_: Look(values))
+    monkeypatch.setattr("tui.form.beside.look", lambda values, *_: Look(values))

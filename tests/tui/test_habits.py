@@ -31,16 +31,15 @@ from tests.support.tui.driven_app import running, said
 from tests.support.tui.made_up_runs import add_job, write_log, write_rank, write_steps
 from tests.support.tui.pilot import rest, shown_by, until
 from tests.support.waiting import PATIENCE
+from tui.app.app import ActionsProvider, UiState
 from tui.app.notify import Bell, Watch, desktop_message, ring
-from tui.app.palette import ActionsProvider
 from tui.app.start import needs_ascii
 from tui.app.themes import THEMES, other_theme
-from tui.app.ui_state import UiState
-from tui.dashboard.caches.screen import CachesScreen
+from tui.dashboard.caches import CachesScreen
 from tui.dashboard.panels import DevicesPanel
-from tui.form.blocks.screen import DetectScreen
-from tui.form.data.screen import DataScreen
-from tui.form.fields.choice import Choice
+from tui.form.blocks import DetectScreen
+from tui.form.data import DataScreen
+from tui.form.fields import Choice
 from tui.keys.actions import ACTING, ACTIONS
 from tui.keys.keymap import known_bindings, places
 from tui.keys.screen_keys import EVERYWHERE, screen_keys
@@ -50,9 +49,9 @@ from tui.terminal.clipboard import copy
 from tui.text.block_text import Model
 from tui.text.format import Span
 from tui.widgets.bars import KeyBar, TitleBar
+from tui.widgets.help import HelpScreen
 from tui.widgets.lines import ROLES, Lines
-from tui.widgets.modals.confirm import ConfirmScreen
-from tui.widgets.modals.help import HelpScreen
+from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import Callable

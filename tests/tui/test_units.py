@@ -18,19 +18,19 @@ from jobs.run.eventlog import Phase
 from jobs.service import Progress
 from tests.support.tui.made_up_runs import GIB, FakeGpus, add_job, write_rank, write_steps
 from tui.cli.job.watch import sentence
-from tui.dashboard.activity_rows import activity_rows
 from tui.dashboard.device_rows import device_rows
+from tui.dashboard.panels import activity_rows
 from tui.form.keys import last_line
-from tui.job.panes.overview_rows import nodes_words
+from tui.job.panes.overview import nodes_words
 from tui.keys.actions import ACTIONS, footer_actions, footer_width
-from tui.log.sources import log_sources, log_title
+from tui.log.screen import log_sources, log_title
 from tui.look.collector import where_of
 from tui.look.snapshot import JobView, Snapshot, in_order
 from tui.plots import line_chart
 from tui.text import format as fmt
 from tui.text.tables import job_table
+from tui.widgets.job_actions import WITHIN, TwoPresses
 from tui.widgets.job_rows import columns, header_row, job_row
-from tui.widgets.modals.stop_job import WITHIN, TwoPresses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ from tui.job.screen import JobScreen
 from tui.job.tabs import TABS
 from tui.log.screen import LogScreen
 from tui.plots.screen import PlotsScreen
-from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ async def test_a_model_is_trained_by_keys_alone(
     store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
     monkeypatch.chdir(toy)
-    monkeypatch.setattr("tui.widgets.modals.stop_job.WITHIN", TRAINED)
+    monkeypatch.setattr("tui.widgets.job_actions.WITHIN", TRAINED)
     app = FsdpTui(store)
     async with driven(app, (120, 40)) as pilot:
         me = Person(app, pilot)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import os
 import socket
 import sqlite3
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from textual.app import App
+from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.content import Content
+from textual.markup import escape
 from textual.message import Message
 from textual.screen import SystemModalScreen
 from textual.signal import Signal
@@ -19,22 +25,23 @@ from textual.worker import Worker, WorkerState
 
 from jobs.errors import UserError
 from jobs.queue.tables import trouble
+from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.values.spellings import did_you_mean
 from tui.app.notify import Bell, Watch
-from tui.app.palette import ActionsProvider
 from tui.app.themes import ANSI, DARK, THEMES, other_theme
-from tui.app.ui_state import UiState
 from tui.dashboard.screen import DashboardScreen
 from tui.keys.actions import ACTING, everywhere
 from tui.keys.keymap import known_bindings, settle_keymap
+from tui.keys.screen_keys import EVERYWHERE, screen_keys
 from tui.look.collector import Collector
-from tui.settings.settings import Settings
+from tui.settings import Settings
 from tui.terminal.ascii_filter import AsciiFilter, HarmlessFilter
 from tui.terminal.textual_fixes import fix_textual
-from tui.widgets.modals.stop_job import TwoPresses
+from tui.widgets.job_actions import JobActions, TwoPresses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from textual.actions import ActionParseResult
     from textual.dom import DOMNode
@@ -44,8 +51,208 @@ if TYPE_CHECKING:
     from textual.timer import Timer
 
     from jobs.queue.store import Store
-    from tui.look.snapshot import Snapshot
+    from tui.keys.screen_keys import ScreenKey
+    from tui.look.snapshot import JobView, Snapshot
     from tui.terminal.driver import GovernedDriver
+
+
+# -- palette --------------------------------------------------------------------------------
+# The command palette: actions of the screen, those that fit the job first, and jobs by name.
+
+
+_DISCOVERED: Final = 5  # jobs that are offered before anything is typed
+_COLUMN: Final = 10  # columns of keys
+_LATER: Final = 0.5  # of the score of what does not fit the job
+_OWN: Final = ("app.command_palette",)  # what is open already
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the palette.
+
+    Attributes:
+        keys: As people read them; "" for what has none.
+        title: What it does.
+        about: More about that, or "".
+        words: By which it is found as well.
+        do: What choosing it does.
+        place: Where it stands before anything is typed; None: only who looks for it finds it.
+        fits: Whether it makes sense now.
+    """
+
+    keys: str
+    title: str
+    about: str
+    words: str
+    do: Callable[[], object]
+    place: int | None
+    fits: bool = True
+
+    @property
+    def below(self) -> str | None:
+        """A second line under the title, as markup."""
+        return " " * _COLUMN + escape(self.about) if self.about else None
+
+    def shown(self, title: Content | None = None) -> Content:
+        keys = Content.styled(f"{self.keys:<{_COLUMN}}", "$accent")
+        return Content.assemble(keys, title if title is not None else Content(self.title))
+
+
+class ActionsProvider(Provider):
+    """Actions of the screen with their keys, each once; on the dashboard, jobs too."""
+
+    @property
+    def ours(self) -> FsdpTui:
+        return self.app  # type: ignore[return-value]
+
+    async def discover(self) -> Hits:
+        offered = [entry for entry in self.entries() if entry.place is not None and entry.fits]
+        for entry in sorted(offered, key=lambda entry: entry.place or 0):
+            yield DiscoveryHit(entry.shown(), entry.do, entry.title, entry.below)
+
+    async def search(self, query: str) -> Hits:
+        """Those that have the words; only without any, those that have the letters."""
+        words = query.casefold().split()
+        entries = list(self.entries())
+        having = [
+            entry for entry in entries if all(word in entry.words.casefold() for word in words)
+        ]
+        matcher = self.matcher(query)
+        for entry in having or entries:
+            score = 1.0 + matcher.match(entry.title) if having else matcher.match(entry.title)
+            if score > 0:
+                title = entry.shown(matcher.highlight(entry.title))
+                score *= 1.0 if entry.fits else _LATER
+                yield Hit(score, title, entry.do, entry.title, entry.below)
+
+    def entries(self) -> Iterator[Entry]:
+        """All of them, each title once."""
+        seen: set[str] = set()
+        for entry in (*self._actions(), *self._jobs(), self._themes()):
+            if entry.title not in seen:
+                seen.add(entry.title)
+                yield entry
+
+    def _actions(self) -> Iterator[Entry]:
+        job = self.screen.job_acted_on if isinstance(self.screen, JobActions) else None
+        for key in screen_keys(self.screen):
+            if key.id in _OWN:
+                continue
+            do = partial(self.app.run_action, key.action, key.node)
+            fits = key.entry is None or key.entry.fits(job)
+            place = None if key.moves else self._place(key)
+            about = key.help.partition(": ")[2]
+            words = f"{key.title} {key.label} {key.help}"
+            yield Entry(key.shown, key.title, about, words, do, place, fits)
+
+    def _place(self, key: ScreenKey) -> int:
+        if key.section == EVERYWHERE:
+            return 4
+        if key.entry is not None and key.entry.group == "app":
+            return 4
+        if key.node is not self.screen:
+            return 2
+        return 0 if key.entry is not None and key.entry.needs not in ("nothing", "job") else 1
+
+    def _jobs(self) -> Iterator[Entry]:
+        screen = self.screen
+        views = screen.snapshot.jobs if isinstance(screen, DashboardScreen) else ()
+        for number, view in enumerate(views):
+            title = f"Go to job {view.job.id} “{view.job.name}”"
+            go = partial(self._go, view.job.id)
+            place = 3 if number < _DISCOVERED else None
+            yield Entry("", title, _state_of(view), title, go, place)
+
+    def _themes(self) -> Entry:
+        choose = self.ours.search_themes
+        return Entry("", "Choose a theme", "", "Choose a theme", choose, 4)
+
+    def _go(self, job: int) -> None:
+        screen = self.screen
+        if isinstance(screen, DashboardScreen):
+            screen.jobs.awaited = job  # the next look selects it, if it is still there
+            screen.app.collector.wake()
+
+
+def _state_of(view: JobView) -> str:
+    reason = f": {view.job.reason}" if view.job.reason else ""
+    return f"{view.job.state}{reason}"
+
+
+# -- ui state -------------------------------------------------------------------------------
+# What the dashboard remembers of a person's last choices, across sessions.
+#
+# Saved when a choice is made, since SIGHUP ends a dashboard without a word. A choice changes
+# its own entry alone, so that two dashboards do not undo each other's.
+
+
+_FILE: Final = "ui.json"
+_LOCK: Final = "ui.lock"
+_VERSION: Final = 1
+
+
+class UiState:
+    """Choices by name: JSON values. Any thread may use it.
+
+    Args:
+        home: The state directory.
+        writable: Whether choices are kept; a read-only dashboard keeps none.
+    """
+
+    def __init__(self, home: Path, *, writable: bool = True) -> None:
+        self._home = home
+        self._writable = writable
+        self._lock = threading.Lock()  # never held while the disk is waited for
+        self._saving = threading.Lock()
+        self._values = self._read()
+        self._changed: dict[str, Any] = {}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the last choice; the default unless it is of the default's type."""
+        value = self._values.get(name, default)
+        return value if default is None or isinstance(value, type(default)) else default
+
+    def put(self, name: str, value: Any) -> bool:
+        """Choose; whether that is news, which `save` then has to write."""
+        with self._lock:
+            if self._values.get(name) == value:
+                return False
+            self._values[name] = self._changed[name] = value
+            return self._writable
+
+    def save(self) -> None:
+        """Write what was chosen since the last time, over what others wrote meanwhile.
+
+        Raises:
+            OSError: It cannot be written; what was chosen counts for this session.
+        """
+        with self._saving, open(self._home / _LOCK, "a", encoding="utf-8") as lock:
+            # Freed when the file is closed, also when this process dies.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with self._lock:
+                changed = dict(self._changed)
+            if changed and not self._is_newer():
+                text = json.dumps({"version": _VERSION, "values": self._read() | changed}, indent=1)
+                write_atomic(self._home / _FILE, text + "\n")
+            with self._lock:  # what was chosen meanwhile is still to be written
+                for name, value in changed.items():
+                    if self._changed[name] == value:
+                        del self._changed[name]
+
+    def _read(self) -> dict[str, Any]:
+        """Read the file; empty if it is damaged or of another version."""
+        stored = read_json(self._home / _FILE) or {}
+        values = stored.get("values") if stored.get("version") == _VERSION else None
+        return values if isinstance(values, dict) else {}
+
+    def _is_newer(self) -> bool:
+        """Whether a newer fsdp-tui wrote it, whose choices are to stay."""
+        version = (read_json(self._home / _FILE) or {}).get("version")
+        return isinstance(version, int) and version > _VERSION
+
+
+# -- app ------------------------------------------------------------------------------------
+
 
 _THREADS: Final = 32  # at most; one is started when it is needed
 _LAID_OUT_IN: Final = 0.1  # seconds after a change of the terminal's size
@@ -303,7 +510,7 @@ class FsdpTui(App[None]):
 
     def action_show_help(self) -> None:
         """Show the keys of this screen, or close that help."""
-        from tui.widgets.modals.help import HelpScreen
+        from tui.widgets.help import HelpScreen
 
         if isinstance(self.screen, HelpScreen):
             self.screen.dismiss()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs.queue.states import State
-from jobs.run.diagnosis.hang import by_clock, find_hang
+from jobs.run.hang import by_clock, find_hang
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jobs.queue.store import Job
     from tui.look.snapshot import JobView, Snapshot
-    from tui.settings.settings import Notifications
+    from tui.settings import Notifications
 
 Severity = Literal["information", "warning", "error"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.doctor.checks.terminal import environment_at_start, is_utf8
 from jobs.errors import UserError
-from tui.settings.settings import read_settings
+from tui.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +61,7 @@ def open_dashboard(
         plain = plain or needs_ascii(environment_at_start())
     changes = {"read_only": settings.read_only or read_only, "ascii": settings.ascii or plain}
     from tui.app.app import FsdpTui  # Textual takes half a second; the other commands do without
-    from tui.terminal.images.protocol import prepare as prepare_pictures
+    from tui.terminal.image_protocol import prepare as prepare_pictures
 
     app = FsdpTui(
         store, select=select, settings=settings.model_copy(update=changes), problems=read.problems

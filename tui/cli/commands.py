@@ -7,19 +7,139 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from typing import Final, NoReturn
+from collections.abc import MutableMapping
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
-import tui.cli.completion  # noqa: F401  registers shell completion
 from jobs.errors import UserError
 from jobs.machine.engine_tools import ToolError
 from jobs.queue.store import Store
 from jobs.queue.tables import trouble
 from jobs.untrusted.text import one_line
 from tui.app.start import open_dashboard
-from tui.cli.command_group import ON, CommandGroup
-from tui.cli.common.echo import echo
+from tui.cli.echo import echo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+# -- command group --------------------------------------------------------------------------
+# The group of all commands. It imports only the one that is run; `--on` runs it elsewhere.
+
+
+class CommandGroup(click.Group):
+    """A group whose help lists its commands under headings.
+
+    Its commands run on another machine where `--on` names one.
+    """
+
+    def __init__(self, *, sections: Mapping[str, Mapping[str, str]], **options: Any) -> None:
+        """
+        Args:
+            sections: Heading → command → `module:attribute`.
+            options: See `click.Group`.
+        """
+        places = {name: place for names in sections.values() for name, place in names.items()}
+        super().__init__(commands=_Commands(places), **options)
+        self._sections = sections
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.commands:
+            return None
+        return self.commands[cmd_name]  # `get` would hide a KeyError of the command's own module
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in self._sections.items():
+            room = formatter.width - 6 - max(map(len, names))
+            rows = [(name, self.commands[name].get_short_help_str(room)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Leave the words after `--on BOX` to the box's fsdp-tui, whatever its version."""
+        if ctx.params.get("on") is None or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        return args[0], _THERE, args
+
+
+class _Commands(MutableMapping[str, click.Command]):
+    """Commands by name. A command's module is imported on first access.
+
+    To import all of them would take a fifth of the dashboard's start. A mapping, because click
+    looks for similar names in it.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places: dict[str, str | click.Command] = dict(places)
+
+    def __getitem__(self, name: str) -> click.Command:
+        place = self._places[name]
+        if isinstance(place, str):
+            module, _, attribute = place.partition(":")
+            place = self._places[name] = getattr(import_module(module), attribute)
+        assert isinstance(place, click.Command)
+        return place
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        self._places[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._places[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _run_there(words: tuple[str, ...]) -> int:
+    from tui.cli.on_box import run_on  # only where --on is given
+
+    context = click.get_current_context().parent
+    assert context is not None
+    group = context.command
+    assert isinstance(group, click.Group)
+    return run_on(context.params["on"], list(words), group.get_command(context, words[0]))
+
+
+_THERE: Final = click.Command(
+    "on",
+    params=[click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)],
+    callback=_run_there,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+
+
+def _boxes(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    from jobs.fleet.config import read_fleet  # only while a shell completes
+
+    with suppress(UserError):
+        names = [box.name for box in read_fleet().machines]
+        return [CompletionItem(name) for name in names if name.startswith(start)]
+    return []
+
+
+ON: Final = click.option(
+    "--on",
+    metavar="BOX",
+    shell_complete=_boxes,
+    help="Run it on a machine of machines.yaml, over ssh.",
+)
+
+
+# -- commands -------------------------------------------------------------------------------
+
 
 # Heading → command → `module:attribute`. A module is imported when its command is needed.
 COMMANDS: Final[dict[str, dict[str, str]]] = {
@@ -27,12 +147,12 @@ COMMANDS: Final[dict[str, dict[str, str]]] = {
         "demo": "tui.cli.demo:demo",
         "toy": "tui.cli.demo:toy",
         "doctor": "tui.cli.machine.doctor:doctor",
-        "selftest": "tui.cli.machine.selftest:selftest",
-        "notify": "tui.cli.machine.notify:notify",
+        "selftest": "tui.cli.machine.doctor:selftest",
+        "notify": "tui.cli.machine.settings:notify",
         "import": "tui.cli.prepare.import_job:import_job",
         "families": "tui.cli.prepare.families:families",
         "detect": "tui.cli.prepare.detect:detect",
-        "templates": "tui.cli.prepare.templates:templates",
+        "templates": "tui.cli.prepare.keys:templates",
         "keys": "tui.cli.prepare.keys:keys",
         "fetch": "tui.cli.prepare.fetch:fetch",
     },
@@ -41,24 +161,24 @@ COMMANDS: Final[dict[str, dict[str, str]]] = {
         "run": "tui.cli.job.submit:run",
         "data": "tui.cli.prepare.data:data",
         "estimate": "tui.cli.prepare.estimate:estimate_job",
-        "resume": "tui.cli.job.checkpoints:resume",
-        "export": "tui.cli.job.export:export",
+        "resume": "tui.cli.job.outputs:resume",
+        "export": "tui.cli.job.outputs:export",
         "lora": "tui.cli.prepare.lora:lora",
-        "push": "tui.cli.job.push:push",
+        "push": "tui.cli.job.outputs:push",
     },
     "Look": {
         "list": "tui.cli.job.show:list_jobs",
         "show": "tui.cli.job.show:show",
         "logs": "tui.cli.job.show:logs",
-        "samples": "tui.cli.job.samples:samples",
-        "diff": "tui.cli.prepare.diff:diff",
-        "checkpoints": "tui.cli.job.checkpoints:checkpoints",
+        "samples": "tui.cli.job.outputs:samples",
+        "diff": "tui.cli.prepare.keys:diff",
+        "checkpoints": "tui.cli.job.outputs:checkpoints",
         "gpus": "tui.cli.machine.gpus:gpus",
-        "fleet": "tui.cli.fleet.fleet:fleet",
+        "fleet": "tui.cli.fleet:fleet",
         "web": "tui.cli.machine.web:web",
     },
     "Steer": {
-        "edit": "tui.cli.job.edit:edit",
+        "edit": "tui.cli.job.submit:edit",
         "stop": "tui.cli.job.queue:stop",
         "save-now": "tui.cli.job.queue:save_now",
         "sample-now": "tui.cli.job.queue:sample_now",
@@ -148,7 +268,7 @@ def cli(context: click.Context, read_only: bool, plain: bool, on: str | None) ->
     """
     if context.invoked_subcommand is None:
         if on is not None:
-            from tui.cli.fleet.on_box import open_on  # only where --on is given
+            from tui.cli.on_box import open_on  # only where --on is given
 
             return open_on(on, ["--read-only"] * read_only + ["--ascii"] * plain)
         open_dashboard(Store(), read_only=read_only, plain=plain)

@@ -14,7 +14,7 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-from tui.cli.common.echo import echo
+from tui.cli.echo import echo
 
 _VARIABLE: Final = "_FSDP_TUI_COMPLETE"
 

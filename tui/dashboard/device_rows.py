@@ -8,11 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tui.dashboard.device_pairs import PAIRS_FROM, pair_head, pair_rows
-from tui.dashboard.gpu_tags import heat_role, tag_of
-from tui.dashboard.memory_split import Split, split_bar, split_of
-from tui.dashboard.process_rows import TABLE_FROM, process_rows
-from tui.dashboard.rank_lines import Seat, cpu_rank_row, gpu_rank_row, rank_words
+from jobs.machine.devices import foreign_users
+from tui.dashboard.rank_lines import (
+    TABLE_FROM,
+    Seat,
+    Split,
+    cpu_rank_row,
+    gpu_rank_row,
+    process_rows,
+    rank_words,
+    split_bar,
+    split_of,
+)
 from tui.look.snapshot import is_late
 from tui.text.format import (
     MISSING,
@@ -29,10 +36,112 @@ from tui.text.format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from jobs.machine.devices import Gpu, Host
-    from tui.look.snapshot import Snapshot
+    from tui.look.snapshot import JobView, Snapshot
+
+
+# -- gpu tags -------------------------------------------------------------------------------
+# Who sits on a GPU, in few words. Pure.
+
+
+_ROOMY: Final = 26  # cells with room for the memory of another user's process too
+
+
+def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView], room: int = 40) -> Span:
+    """Who sits on a GPU, in `room` cells; a name is cut before a rank."""
+    if seats:
+        fixed = sum(len(f"#{s.view.job.id}  r{s.rank.rank} ") for s in seats) - 1
+        each = max(1, (room - fixed) // len(seats))
+        words = (f"#{s.view.job.id} {cut(s.view.job.name, each)} r{s.rank.rank}" for s in seats)
+        return Span(" ".join(words), "accent")
+    for view in jobs:
+        if view.job.state.active and gpu.uuid in view.job.gpus:
+            return Span(f"#{view.job.id} {view.job.name} …", "accent")
+    if gpu.unusable:
+        return Span(gpu.unusable, "bad")
+    if stranger := foreign_users([gpu], (), brief=room < _ROOMY).get(gpu.uuid):
+        return Span(stranger, "warn")
+    return Span("free", "dim")
+
+
+def heat_role(celsius: int | None) -> str:
+    """Return the color role of a temperature; "" if it is normal."""
+    if celsius is None or celsius < 80:
+        return ""
+    return "warn" if celsius < 88 else "bad"
+
+
+# -- device pairs ---------------------------------------------------------------------------
+# Two GPUs on a line, for screens with fewer lines than GPUs. Pure.
+
+
+PAIRS_FROM: Final = 60  # cells of a line
+_BETWEEN: Final = " │ "
+_FIXED: Final = 21  # cells before who sits there
+
+
+def pair_head(width: int) -> Row:
+    """Return the headings of both columns of GPUs."""
+    half = _half(width)
+    words = cut(" #  use temp     GiB used by", half).ljust(half)
+    return Span(words, "title"), Span(_BETWEEN, "faint"), Span(words, "title")
+
+
+def pair_rows(
+    snapshot: Snapshot,
+    seats: Mapping[str, Sequence[Seat]],
+    active: Sequence[JobView],
+    width: int,
+) -> list[Row]:
+    """Return rows with the first half of the GPUs on the left, the others on the right.
+
+    Args:
+        snapshot: What to show.
+        seats: Our ranks on each GPU, by its UUID.
+        active: The jobs that run.
+        width: Cells of a line.
+    """
+    half = _half(width)
+    cells = [_cell(gpu, seats[gpu.uuid], active, snapshot.t, half) for gpu in snapshot.gpus]
+    lines = -(-len(cells) // 2)
+    rows: list[Row] = []
+    for line in range(lines):
+        beside = cells[line + lines] if line + lines < len(cells) else ()
+        rows.append((*cells[line], Span(_BETWEEN, "faint"), *beside))
+    return rows
+
+
+def _half(width: int) -> int:
+    return (width - len(_BETWEEN)) // 2
+
+
+def _cell(
+    gpu: Gpu, seats: Sequence[Seat], active: Sequence[JobView], now: float, width: int
+) -> Row:
+    """` 0  97%  60°  34/140 #2 cats-and-s… r0`."""
+    calm = "" if (gpu.utilisation or 0) >= 5 else "dim"
+    heat = MISSING if gpu.temperature is None else f"{gpu.temperature}°"
+    room = width - _FIXED
+    late = next((s for s in seats if is_late(s.rank, now)), None)
+    tag = tag_of(gpu, seats, active, room)
+    if late is not None:
+        tag = Span(f"! #{late.view.job.id} r{late.rank.rank} late", "bad")
+    return (
+        Span(f"{gpu.index:>2} {right(percent(gpu.utilisation), 4)}", calm),
+        Span(f" {right(heat, 4)}", heat_role(gpu.temperature) or calm),
+        Span(f" {right(f'{_whole(gpu.memory_used)}/{_whole(gpu.memory_total)}', 7)} "),
+        Span(cut(tag.text, room).ljust(room), tag.role),
+    )
+
+
+def _whole(count: int | None) -> str:
+    return MISSING if count is None else f"{count / 2**30:.0f}"
+
+
+# -- device rows ----------------------------------------------------------------------------
+
 
 _SPARK: Final = 16  # cells
 _GRAPH: Final = 28  # cells: a minute

@@ -1,19 +1,123 @@
-"""The lines about ranks: one beside its device, or a table of a whole job. Pure functions."""
+"""Lines about what is on a GPU: ranks, other processes, and who holds its memory. Pure."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from jobs.machine.devices import foreign_users
+from jobs.machine.gpu import HIDDEN_USE, hidden_use
 from jobs.run.rundir import PHASES
 from tui.look.snapshot import LATE_AFTER, is_late
-from tui.text.format import Row, Span, bar, duration, gib, left, load_role, ranges, right, size
+from tui.text.format import (
+    MISSING,
+    Row,
+    Span,
+    bar,
+    cut,
+    duration,
+    gib,
+    left,
+    load_role,
+    ranges,
+    right,
+    size,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from jobs.machine.devices import Gpu
+    from jobs.machine.devices import Gpu, GpuProcess
     from jobs.run.rundir import RankStatus
-    from tui.look.snapshot import JobView
+    from tui.look.snapshot import JobView, Snapshot
+
+
+# -- memory split ---------------------------------------------------------------------------
+# Split a GPU's used memory: selected job, our other jobs, other processes. Pure.
+
+
+SELECTED: Final = "━"
+OURS: Final = "╍"
+OTHERS: Final = "▒"
+_FREE: Final = "┄"
+LEGEND: Final = f"{SELECTED} this job  {OURS} our other jobs  {OTHERS} other processes"
+
+
+class Split(NamedTuple):
+    """Used bytes of a GPU, by owner."""
+
+    selected: int
+    ours: int
+    others: int
+
+
+def split_of(gpu: Gpu, seats: Sequence[Seat], selected: int | None, claimed: bool) -> Split:
+    """Split the used memory by owner.
+
+    The driver's word on a process counts where its pid is a rank's; where pids cannot be matched
+    (in a container they may be the host's), what torch reserved does. What nobody can be named
+    for belongs to whoever else is known to be there, else to our job.
+
+    Args:
+        gpu: The GPU.
+        seats: Our ranks on it.
+        selected: The job on the screen.
+        claimed: Whether one of our jobs holds the GPU, with or without ranks on it yet.
+    """
+    used = gpu.memory_used or 0
+    held = {process.pid: process.memory or 0 for process in gpu.processes}
+    mine, ours = 0, 0
+    for seat in seats:
+        bytes_held = max(held.get(seat.rank.pid, 0), seat.rank.reserved or 0)
+        if seat.view.job.id == selected:
+            mine += bytes_held
+        else:
+            ours += bytes_held
+    mine, ours = min(mine, used), min(ours, max(0, used - mine))
+    rest = used - mine - ours
+    strangers = foreign_users([gpu], {seat.rank.pid for seat in seats}).get(gpu.uuid)
+    if not seats and not claimed:
+        return Split(0, 0, used)
+    visible = sum(
+        process.memory or 0
+        for process in gpu.processes
+        if process.command is not None and process.pid not in {seat.rank.pid for seat in seats}
+    )
+    others = min(rest, visible) if strangers else 0
+    rest -= others  # CUDA's own share beside what torch reserved
+    if mine or not ours:
+        return Split(mine + rest, ours, others)
+    return Split(mine, ours + rest, others)
+
+
+def split_bar(gpu: Gpu, split: Split, width: int) -> Row:
+    """Draw a bar of `width` cells; parts differ in shape, not only in color."""
+    if gpu.memory_used is None or not gpu.memory_total:
+        return bar(None, width)
+    share = gpu.memory_used / gpu.memory_total
+    if not (split.ours or split.others):
+        return bar(share, width, load_role(share))
+    spans, end, reached = [], 0, 0
+    for amount, glyph, role in (
+        (split.selected, SELECTED, load_role(share)),
+        (split.ours, OURS, "accent"),
+        (split.others, OTHERS, "warn"),
+    ):
+        reached += amount
+        cells = min(width, round(reached / gpu.memory_total * width)) - end
+        if amount and not cells and end < width and amount > gpu.memory_total // 50:
+            cells = 1  # small, but there
+        if cells > 0:
+            spans.append(Span(glyph * cells, role))
+            end += cells
+    if end < width:
+        spans.append(Span(_FREE * (width - end), "faint"))
+    return tuple(spans)
+
+
+# -- rank lines -----------------------------------------------------------------------------
+# The lines about ranks: one beside its device, or a table of a whole job. Pure functions.
+
 
 _STILL: Final = 60.0  # seconds without progress that are worth a word
 
@@ -163,3 +267,91 @@ def _where_in_work(seat: Seat, width: int) -> Row:
     if not rank.step:
         return (Span(left(phase, words + numbers) + " "),)
     return (Span(f"{left(phase, words)} {left(f'step {rank.step}', numbers)}"),)
+
+
+# -- process rows ---------------------------------------------------------------------------
+# The processes on GPUs, as the driver names them: whose, how much memory, what they do. Pure.
+
+
+TABLE_FROM: Final = 100  # cells of a line
+_USER: Final = 10
+
+
+class _Line(NamedTuple):
+    """A process; `seat` if it is a rank of ours, `process` if the driver names it."""
+
+    memory: int
+    seat: Seat | None
+    process: GpuProcess | None
+
+
+def process_rows(snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width: int) -> list[Row]:
+    """Return a heading and a line for each process, by GPU; nothing where there are none.
+
+    Args:
+        snapshot: What to show.
+        seats: Our ranks on each GPU, by its UUID.
+        width: Cells of a line.
+    """
+    rows: list[Row] = []
+    for gpu in snapshot.gpus:
+        claimed = any(v.job.state.active and gpu.uuid in v.job.gpus for v in snapshot.jobs)
+        for line in _lines(gpu, seats.get(gpu.uuid, ())):
+            rows.append(_row(gpu, line, snapshot.t, width))
+        hidden = 0 if claimed else hidden_use(gpu)
+        if hidden >= HIDDEN_USE:
+            rows.append(_hidden_row(gpu, hidden, width))
+    if not rows:
+        return []
+    head = f" # {right('pid', 8)}  {left('user', _USER)} {right('memory', 9)}  process"
+    return [(Span(head, "title"),), *rows]
+
+
+def _lines(gpu: Gpu, seats: Sequence[Seat]) -> list[_Line]:
+    """Return lines, the largest first; a rank whose pid the driver does not list has its own."""
+    by_pid = {seat.rank.pid: seat for seat in seats}
+    lines = [_Line(p.memory or 0, by_pid.pop(p.pid, None), p) for p in gpu.processes]
+    if by_pid:  # in a container: what cannot be anyone else's is a rank that is listed already
+        lines = [line for line in lines if line.seat or (line.process and line.process.command)]
+    lines += [_Line(seat.rank.reserved or 0, seat, None) for seat in by_pid.values()]
+    return sorted(lines, key=lambda line: (line.seat is None, -line.memory))
+
+
+def _row(gpu: Gpu, line: _Line, now: float, width: int) -> Row:
+    seat, process = line.seat, line.process
+    pid = process.pid if process is not None else seat.rank.pid if seat is not None else 0
+    user = process.user if process is not None and process.user else MISSING
+    memory = size(process.memory) if process is not None else MISSING
+    head = f"{gpu.index:>2} {pid:>8}  {left(user, _USER)} {right(memory, 9)}  "
+    if seat is None:
+        words = cut(_command(process), max(0, width - len(head)))
+        return Span(head, ""), Span(words, "warn")
+    beat = heartbeat(seat.rank, now)
+    name = f"#{seat.view.job.id} {seat.view.job.name}"
+    rank = seat.rank
+    peak = f"peak {gib(rank.peak)} GiB"
+    alloc, reserved = f"alloc {gib(rank.allocated)}  ", f"reserved {gib(rank.reserved)}  "
+    phase = PHASES.get(rank.phase, rank.phase)
+    doing = f"{phase} {rank.step}" if rank.phase == "train" and rank.step else phase
+    job, phases = (24, 18) if width >= TABLE_FROM else (18, 13)
+    used = len(head) + job + phases + 12
+    tails = (alloc + reserved + peak, alloc + peak, peak)
+    return (
+        Span(head, "accent"),
+        Span(left(name, job - 5) + f" {f'r{rank.rank}':<4}", "accent"),
+        Span(left(doing, phases - 1) + " "),
+        Span(left(beat.text, 11) + " ", beat.role),
+        Span(next((tail for tail in tails if len(tail) <= width - used), ""), "dim"),
+    )
+
+
+def _hidden_row(gpu: Gpu, hidden: int, width: int) -> Row:
+    head = f"{gpu.index:>2} {right(MISSING, 8)}  {left(MISSING, _USER)} {right(size(hidden), 9)}  "
+    return Span(head), Span(cut("hidden processes", width - len(head)), "warn")
+
+
+def _command(process: GpuProcess | None) -> str:
+    if process is None or process.command is None:
+        return "not visible from here"
+    program, _, rest = process.command.partition(" ")
+    return f"{os.path.basename(program)} {rest}".strip()

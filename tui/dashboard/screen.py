@@ -2,30 +2,165 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from textual import on
 from textual.containers import Container, Vertical
+from textual.worker import get_current_worker
 
 from jobs import service
+from jobs.errors import UserError
+from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.spec.file.load import load_spec
-from tui.dashboard.exporting import Exports
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
-from tui.dashboard.queue_control import QueueControl
 from tui.keys.actions import bindings
 from tui.log.log_view import LogView
-from tui.log.sources import log_sources, log_title
+from tui.log.screen import log_sources, log_title
 from tui.look.snapshot import Snapshot
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
+from tui.widgets.job_actions import JobActions
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
+    from jobs.queue.job import Place
     from jobs.queue.store import Job, Store
     from tui.look.snapshot import JobView
+
+
+# -- queue control --------------------------------------------------------------------------
+# What a person does with the queue: hold, release, move, change priorities, pause.
+
+
+class QueueControl(JobActions[None]):
+    """A screen that shows the queue."""
+
+    snapshot: Snapshot
+
+    def action_hold_job(self) -> None:
+        def hold(job: int) -> str:
+            service.hold(self.app.store, job)
+            return f"job {job} is held until it is released"
+
+        self.act(hold)
+
+    def action_release_job(self) -> None:
+        self.act(lambda job: f"job {job} is {service.hold(self.app.store, job, False).state}")
+
+    def action_move_up(self) -> None:
+        self._move("up")
+
+    def action_move_down(self) -> None:
+        self._move("down")
+
+    def _move(self, to: Place) -> None:
+        def move(job: int) -> str:
+            service.move(self.app.store, job, to=to)
+            return ""  # its place in the queue is on the screen
+
+        self.act(move)
+
+    def action_raise_priority(self) -> None:
+        self._change_priority(1)
+
+    def action_lower_priority(self) -> None:
+        self._change_priority(-1)
+
+    def _change_priority(self, by: int) -> None:
+        def change(job: int) -> str:
+            priority = self.app.store.get(job).priority + by
+            service.move(self.app.store, job, priority=priority)
+            return f"job {job} has priority {priority}"
+
+        self.act(change)
+
+    def action_pause_queue(self) -> None:
+        pause = not self.snapshot.paused  # as it is shown
+
+        def change() -> str:
+            service.pause(self.app.store, pause)
+            return "the queue is paused; running jobs continue" if pause else "the queue is running"
+
+        self.app.act(change)
+
+
+# -- exporting ------------------------------------------------------------------------------
+# Exports started by the dashboard. They continue when their screen is closed.
+
+
+@dataclass
+class Export:
+    """An export under way. Its thread counts, the screen reads.
+
+    Attributes:
+        step: Of the checkpoint.
+        done: Of the work.
+        total: Of the work; 0 while that is not known.
+        cancelled: Whether the user cancelled it.
+    """
+
+    step: int
+    done: int = 0
+    total: int = 0
+    cancelled: bool = False
+
+
+class Exports:
+    """The exports under way, at most one of a job.
+
+    Attributes:
+        running: Job → its export.
+    """
+
+    def __init__(self, dashboard: DashboardScreen) -> None:
+        self._dashboard = dashboard
+        self.running: dict[int, Export] = {}
+
+    def start(self, job: Job, step: int) -> None:
+        """Export a checkpoint in a thread, and show the result."""
+        export = self.running[job.id] = Export(step)
+        self._dashboard.run_worker(
+            partial(self._run, job, export), group="export", exit_on_error=False, thread=True
+        )
+
+    def cancel(self, job_id: int) -> None:
+        if (export := self.running.get(job_id)) is not None:
+            export.cancelled = True
+
+    def _run(self, job: Job, export: Export) -> None:
+        worker, say = get_current_worker(), self._dashboard.app.Said
+        what = f"step {export.step} of job {job.id}"
+
+        def report(done: int, total: int) -> None:
+            export.done, export.total = done, total
+
+        try:
+            from jobs.export import export_checkpoint
+
+            made = export_checkpoint(
+                job,
+                export.step,
+                progress=report,
+                cancelled=lambda: export.cancelled or worker.is_cancelled,
+            )
+            more = "".join(f"; {warning}" for warning in made.warnings)
+            message = say(f"{what} exported to {made.path}{more}")
+        except Cancelled:
+            message = say(f"the export of {what} was cancelled", "warning")
+        except (UserError, ToolError) as error:
+            message = say(f"{what} cannot be exported: {error}", "warning")
+        except Exception as error:  # the edge: nothing a person asked for ends in silence
+            message = say(f"the export of {what} failed: {type(error).__name__}: {error}", "error")
+        finally:
+            self.running.pop(job.id, None)
+        self._dashboard.app.post_message(message)
+
+
+# -- screen ---------------------------------------------------------------------------------
 
 
 class DashboardScreen(QueueControl):
@@ -177,7 +312,7 @@ class DashboardScreen(QueueControl):
         if not view.job.state.ended:
             self.app.say(f"job {view.job.id} is {view.job.state}; stop it first", "warning")
             return
-        from tui.widgets.modals.confirm import ConfirmScreen
+        from tui.widgets.questions import ConfirmScreen
 
         def answered(yes: bool | None) -> None:
             if yes:
@@ -210,7 +345,7 @@ class DashboardScreen(QueueControl):
 
     def action_data(self) -> None:
         if (view := self.selected) is not None:
-            from tui.form.data.screen import DataScreen
+            from tui.form.data import DataScreen
 
             job = view.job
             heading = f"data of job {job.id} “{job.name}”"
@@ -274,7 +409,7 @@ class DashboardScreen(QueueControl):
         self.app.action_show_help()
 
     def action_gpus(self) -> None:
-        from tui.dashboard.gpus.screen import GpusScreen
+        from tui.dashboard.gpus import GpusScreen
 
         self.app.push_screen(GpusScreen(self.snapshot, self.jobs.selected))
 
@@ -284,7 +419,7 @@ class DashboardScreen(QueueControl):
         self.app.push_screen(FleetScreen())
 
     def action_caches(self) -> None:
-        from tui.dashboard.caches.screen import CachesScreen
+        from tui.dashboard.caches import CachesScreen
 
         self.app.push_screen(CachesScreen(self.store))
 

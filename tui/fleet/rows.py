@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.fleet.lines import BoxGpu, BoxJob, Snapshot
-    from jobs.fleet.link import BoxView
+    from jobs.fleet.watch import BoxView
 
 _SIGNS: Final = {
     "here": ("●", "good"),

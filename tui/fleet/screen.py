@@ -15,18 +15,51 @@ from textual.widgets import Static
 from jobs.errors import UserError
 from jobs.fleet.config import EXAMPLE, config_file, read_fleet
 from jobs.fleet.watch import FleetWatch
-from tui.fleet.panel import BoxesPanel
-from tui.fleet.rows import about_rows, totals
+from tui.fleet.rows import about_rows, box_rows, totals
 from tui.fleet.visit import visit
 from tui.keys.key_table import Key, bindings_of, line_of, moving
-from tui.widgets.lines import Lines
+from tui.widgets.lines import Lines, PickList
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from textual.app import ComposeResult
 
-    from jobs.fleet.link import BoxView
+    from jobs.fleet.watch import BoxView
     from tui.app.app import FsdpTui
+    from tui.text.format import Row
+
+
+# -- panel ----------------------------------------------------------------------------------
+# The list of the fleet screen.
+
+
+class BoxesPanel(PickList):
+    """The boxes in the order of machines.yaml, one of them highlighted."""
+
+    def __init__(self) -> None:
+        super().__init__(id="boxes")
+        self.views: tuple[BoxView, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.views)
+
+    @property
+    def highlighted(self) -> BoxView | None:
+        return self.views[self.index] if self.views else None
+
+    def update_from(self, views: tuple[BoxView, ...]) -> None:
+        self.views = views
+        self.fill()
+
+    def table(self, width: int) -> Sequence[Row]:
+        return box_rows(self.views, time.monotonic(), width)
+
+
+# -- screen ---------------------------------------------------------------------------------
+
 
 _MARGIN: Final = 2  # columns beside the keys
 _EVERY: Final = 1.0  # seconds between two looks at the clock: ages grow

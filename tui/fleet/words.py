@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from jobs.fleet.lines import BoxGpu, BoxJob
-    from jobs.fleet.link import BoxView, Status
+    from jobs.fleet.watch import BoxView, Status
 
 _ACTIVE: Final = frozenset(map(str, ACTIVE))
 _ENDED: Final = frozenset(map(str, ENDED))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from textual.binding import Binding
 
-from tui.form.fields.pages import PAGES
-from tui.keys.key_line import key_line
+from tui.form.pages import PAGES
+from tui.keys.key_table import key_line
 
 if TYPE_CHECKING:
     from textual.binding import BindingType

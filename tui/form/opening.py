@@ -39,7 +39,7 @@ def open_copy(dashboard: DashboardScreen, job: Job) -> None:
 
 def open_edit(dashboard: DashboardScreen, number: int) -> None:
     """Open the values of a queued job; for any other job, offer a copy."""
-    from tui.widgets.modals.confirm import ConfirmScreen
+    from tui.widgets.questions import ConfirmScreen
 
     try:
         job = dashboard.store.get(number)  # what is shown may be a second old

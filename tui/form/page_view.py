@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from textual.containers import Container, Vertical
-from textual.widgets import Static
+from textual.binding import Binding
+from textual.containers import Container, Vertical, VerticalScroll
+from textual.suggester import SuggestFromList
+from textual.widgets import Input, Static
 
-from tui.form.beside.fit import FitBars
-from tui.form.fields.field_row import FieldRow
-from tui.form.fields.pages import SHOWN
+from jobs.backends.slurm.commands import in_words
+from jobs.spec.rules.cascade import FOLLOWING, follow_ranks
+from tui.form import draft
+from tui.form.beside import FitBars
+from tui.form.draft import model_hint
+from tui.form.fields import FieldRow
+from tui.form.pages import PAGES, SHOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from textual.app import ComposeResult
 
-    from tui.form.fields.pages import Page
+    from jobs.backends.slurm.commands import Partition
+    from tui.form.pages import Page
     from tui.look.snapshot import Snapshot
 
 
@@ -59,3 +66,150 @@ class PageView(Container):
                 if "num_processes" in names:
                     yield Static("", id="cascade", markup=False)
                     yield FitBars()
+
+
+# -- all pages ------------------------------------------------------------------------------
+# The pages of the form and what they say, also of pages that nobody has turned to.
+
+
+class Fields(VerticalScroll, can_focus=False):
+    """Holds the values: those of `base`, and over them what the fields say.
+
+    Args:
+        values: Of the job, by key.
+        snapshot: The machine as it is.
+    """
+
+    BINDINGS: ClassVar = [  # instead of scrolling by a line
+        Binding("down", "app.focus_next", "next field", show=False, id="fields.down"),
+        Binding("up", "app.focus_previous", "previous field", show=False, id="fields.up"),
+    ]
+
+    def __init__(self, values: Mapping[str, Any], snapshot: Snapshot) -> None:
+        super().__init__(id="fields")
+        self.base: dict[str, Any] = draft.complete(values)
+        self.page = 0
+        self._snapshot = snapshot
+        self._defaults: dict[str, Any] = {}  # of the model that is named
+        self._pages = {0: PageView(PAGES[0], self.base, snapshot, draft.in_force(self.base)[1])}
+        self.rows = dict(self._pages[0].rows)  # the fields of the pages that were turned to
+        self._ranks = 1
+        self._followed: dict[str, Any] = {}  # what has changed with the ranks last
+        self._restored = False  # whether that was there before
+        self._kept: dict[bool, dict[str, Any]] = {}  # what one rank had, and what several had
+
+    def compose(self) -> ComposeResult:
+        yield self._pages[0]
+
+    def begin(self) -> None:
+        """Take the values that are shown as given."""
+        self._offer_flavours(self.base.get("model_flavour"))
+        self._hint_at_model()
+        self._defaults = draft.defaults_of(*self.model)
+        self._ranks, self._kept, self._followed = draft.ranks_of(self.values), {}, {}
+
+    # -- values ----------------------------------------------------------------------------
+
+    def row(self, name: str) -> FieldRow | None:
+        """Return a field, if its page has been opened."""
+        return self.rows.get(name)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of all fields, by key."""
+        return draft.merge(self.base, {name: row.value for name, row in self.rows.items()})
+
+    @property
+    def model(self) -> tuple[Any, Any]:
+        """The family and flavour."""
+        values = self.values
+        return values.get("model_family"), values.get("model_flavour")
+
+    def put(self, changes: Mapping[str, Any]) -> None:
+        """Show other values of some fields."""
+        self.base |= changes
+        for key, value in changes.items():
+            if row := self.row(key):
+                row.put(value)
+
+    def fill(self, values: Mapping[str, Any]) -> None:
+        """Show other values; nothing of them follows the family or the ranks."""
+        self.base = draft.complete(values)
+        for name, row in self.rows.items():
+            if name != "model_flavour":
+                row.put(self.base.get(name))
+        self.begin()
+
+    def adopt(self, field: str) -> None:
+        """Another family or flavour was chosen: fields at their defaults take the new ones."""
+        if field == "model_family":
+            self._offer_flavours(self.model[1])
+        self._hint_at_model()
+        after = draft.defaults_of(*self.model)
+        changes = draft.adopt(self.base | self.values, self._defaults, after)
+        self._defaults = after
+        self.put(changes)
+
+    def follow(self) -> str:
+        """Adjust the fields that depend on the number of ranks, and restore them with it.
+
+        Returns:
+            What was adjusted and is still so, as a sentence.
+        """
+        values = self.values
+        before, after = self._ranks, draft.ranks_of(values)
+        self._ranks = after
+        if (before > 1) != (after > 1):
+            kept = self._kept.get(after > 1)
+            self._followed = follow_ranks(values, before, after, kept)
+            self._restored = kept is not None
+            self._kept[before > 1] = {key: values.get(key) for key in FOLLOWING}
+            self.put(self._followed)
+            values = self.values
+        still = {key: value for key, value in self._followed.items() if values.get(key) == value}
+        return draft.followed(after, still, restored=self._restored)
+
+    def offer_partitions(self, partitions: Sequence[Partition]) -> None:
+        """List the partitions below the field, and suggest those that begin with what is typed."""
+        row = self.row("slurm_partition")
+        if row is None or not partitions or not isinstance(row.control, Input):
+            return
+        row.note(in_words(partitions))
+        if row.control.suggester is None:
+            names = [partition.name for partition in partitions]
+            row.control.suggester = SuggestFromList(names, case_sensitive=True)
+
+    def _offer_flavours(self, chosen: str | None) -> None:
+        if row := self.row("model_flavour"):
+            row.offer(draft.flavours_of(self.model[0]), chosen)
+
+    def _hint_at_model(self) -> None:
+        row = self.row("pretrained_model_name_or_path")
+        if row and isinstance(row.control, Input):
+            row.control.placeholder = model_hint(*self.model)
+
+    # -- pages -----------------------------------------------------------------------------
+
+    async def turn_to(self, number: int, reasons: Mapping[str, str]) -> None:
+        """Show a page.
+
+        Args:
+            number: Which one.
+            reasons: Why fields do not apply, by key.
+        """
+        if number not in self._pages:
+            view = PageView(PAGES[number], self.base | self.values, self._snapshot, reasons)
+            await self.mount(view)
+            self._pages[number] = view
+            self.rows |= view.rows
+        self.page = number
+        for page, view in self._pages.items():
+            if view.display != (page == number):
+                view.display = page == number
+        self.scroll_home(animate=False)
+
+    def focus_first(self) -> None:
+        """Focus the first field of the page that applies."""
+        rows = self._pages[self.page].rows.values()
+        if first := next((row for row in rows if not row.control.disabled), None):
+            first.control.focus()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual import on
@@ -9,20 +10,17 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
-from tui.form import files, subscreens
-from tui.form.all_pages import Fields
-from tui.form.beside.fit import FitBars
-from tui.form.beside.lines import Links, reveal, show
-from tui.form.beside.preview import Preview
-from tui.form.checks import Checks
-from tui.form.earlier import Earlier
-from tui.form.fields import draft, field_texts
-from tui.form.fields.field_row import FieldRow
-from tui.form.fields.gpu_picker import GpuPicker, users_of
-from tui.form.fields.pages import BLOCKS, PAGES, page_of
+from jobs.spec.data_tool import NOT_NEEDED
+from jobs.spec.values.spellings import as_list
+from tui.form import draft, files
+from tui.form.beside import FitBars, Links, Preview, reveal, show
+from tui.form.checks import Checks, Looks
+from tui.form.fields import FieldRow, GpuPicker, users_of
+from tui.form.files import fields_palette, templates_palette
 from tui.form.keys import BINDINGS, last_line
-from tui.form.lookups import Looks
-from tui.form.search import fields_palette, templates_palette
+from tui.form.page_view import Fields
+from tui.form.pages import BLOCKS, PAGES, page_of
+from tui.form.purpose import Earlier
 from tui.form.submission import Submission
 from tui.terminal import clipboard
 from tui.widgets.size_classes import set_size_classes
@@ -38,6 +36,59 @@ if TYPE_CHECKING:
     from tui.form.purpose import Purpose
     from tui.look.snapshot import Snapshot
     from tui.text.block_text import Model
+
+
+# -- subscreens -----------------------------------------------------------------------------
+# What the form opens over itself: data, blocks of the model, the question before leaving.
+
+
+def show_data(form: NewJobScreen, values: Mapping[str, Any]) -> None:
+    """Show the data that a job of these values would train on."""
+    from tui.form.data import DataScreen
+
+    heading = f"data of the new job “{values.get('name', '')}”"
+    read = partial(draft.spec_of, values, ignoring=NOT_NEEDED)
+    form.app.push_screen(DataScreen(heading, read))
+
+
+def choose_blocks(form: NewJobScreen) -> None:
+    """Choose which classes of the model become FSDP units."""
+    from tui.form.blocks import DetectScreen
+
+    values = form.values
+    row = form.fields.rows[BLOCKS]
+    model = draft.model_of(values)
+    # A blank field is a choice as well, once it was made.
+    names = as_list(row.value) or ([] if model == form.chosen_of else None)
+
+    def chosen(names: list[str] | None) -> None:
+        if names is not None:
+            form.chosen_of = model
+            row.put(names or None)
+            row.control.focus()
+
+    form.app.push_screen(DetectScreen(model, names, draft.ranks_of(values)), chosen)
+
+
+def ask_to_leave(form: NewJobScreen, *, busy: bool) -> None:
+    """Close the form, if that is meant.
+
+    Args:
+        form: What would be lost is in it.
+        busy: Whether it is queueing the job.
+    """
+    from tui.widgets.questions import ConfirmScreen
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            form.dismiss(None)
+
+    screen = ConfirmScreen("Leave the form?", draft.leaving(busy), "leave", refuse="stay")
+    form.app.push_screen(screen, answered)
+
+
+# -- screen ---------------------------------------------------------------------------------
+
 
 _WIDE: Final = 110  # columns from which the preview has room beside the first page
 _WIDEST: Final = 170  # and beside the others, whose help takes more
@@ -134,7 +185,7 @@ class NewJobScreen(Screen[int | None]):
             row.scroll_visible(animate=False)
             row.control.focus()
         if reason := self.checks.reasons.get(name):
-            self.tell(f"{field_texts.help_text(name)} Now: {reason}.")
+            self.tell(f"{draft.help_text(name)} Now: {reason}.")
 
     async def _turn_to(self, number: int) -> None:
         await self.fields.turn_to(number, self.checks.reasons)
@@ -165,7 +216,7 @@ class NewJobScreen(Screen[int | None]):
         """Say below the fields what the one with the focus is."""
         path = self.focused.ancestors if self.focused else ()
         row = next((node for node in path if isinstance(node, FieldRow)), None)
-        text = field_texts.help_text(row.field) if row else ""
+        text = draft.help_text(row.field) if row else ""
         if row is not None and row.field == "strategy":
             text = f"{text} {self.checks.strategy_note(self.values)[1]}".rstrip()
         self.tell(text)
@@ -218,11 +269,11 @@ class NewJobScreen(Screen[int | None]):
 
     async def action_data(self) -> None:
         if (values := await self.checks.complete()) is not None:
-            subscreens.show_data(self, values)
+            show_data(self, values)
 
     @on(Input.Submitted, f"#field-{BLOCKS}")
     def action_blocks(self) -> None:
-        subscreens.choose_blocks(self)
+        choose_blocks(self)
 
     def action_find(self) -> None:
         self.app.push_screen(fields_palette())
@@ -251,7 +302,7 @@ class NewJobScreen(Screen[int | None]):
         if draft.same(self.fields.values, self.opened):
             self.dismiss(None)
         else:
-            subscreens.ask_to_leave(self, busy=self.submission.busy)
+            ask_to_leave(self, busy=self.submission.busy)
 
     # -- inside ----------------------------------------------------------------------------
 

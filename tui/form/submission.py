@@ -4,17 +4,133 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from textual.message import Message
 
 from jobs.errors import StateError, UserError
-from tui.form.fields import draft
-from tui.form.gate import Gate
+from jobs.hub.wanted import question
+from tui.form import draft
+from tui.form.beside import FitBars
+from tui.form.pages import first_of
 from tui.form.purpose import Purpose
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jobs.spec.values.hub_names import HubName
+    from tui.form.checks import Looks
     from tui.form.screen import NewJobScreen
+
+
+# -- gate -----------------------------------------------------------------------------------
+# What can keep a form from being queued: a wrong path, a running lookup, an open question.
+
+
+_ASKS: Final = "Not on this machine; asking the hub how large it is …"
+_WAITS: Final = "Checking model, data and memory … ^r again queues without waiting."
+
+
+class Gate:
+    """Lets a job into the queue once nothing is wrong with it, or the person confirms it.
+
+    Args:
+        form: The form that describes the job.
+    """
+
+    def __init__(self, form: NewJobScreen) -> None:
+        self._form = form
+        self._accepted: Mapping[str, Any] | None = None  # to be queued in spite of a doubt
+        self._fetched: tuple[Mapping[str, Any], list[HubName]] = ({}, [])  # for these values
+        self._waiting: Mapping[str, Any] | None = None  # for what is not known of these yet
+
+    def opens(self, values: Mapping[str, Any]) -> bool:
+        """Whether the job of these values may be queued now."""
+        form, fit = self._form, self._form.query_one(FitBars)
+        ready = fit.knows(values) and not form.looks.under_way
+        if not ready and self._waiting != values:
+            self._waiting = dict(values)
+            form.tell(_WAITS)
+            return False
+        self._wait_no_longer()
+        if form.looks.bad_paths and not self.fetched_for(values):
+            if any(draft.names_hub(name, values) for name in form.looks.bad_paths):
+                form.tell(_ASKS)
+                form.looks.at_hub(values)
+            else:
+                form.call_later(form.go_to, first_of(form.looks.bad_paths))
+            return False
+        return values == self._accepted or not self._asks(values, fit)
+
+    def look_again(self) -> None:
+        """Submit the form if it was waiting for an answer that has arrived."""
+        if (values := self._waiting) is None:
+            return
+        if values != self._form.values:  # typed on meanwhile
+            self._wait_no_longer()
+        elif self._form.query_one(FitBars).knows(values) and not self._form.looks.under_way:
+            self._form.call_later(self._form.action_submit)
+
+    def _wait_no_longer(self) -> None:
+        if self._waiting is not None:
+            self._waiting = None
+            self._said_no_longer(_WAITS)
+
+    def _said_no_longer(self, text: str) -> None:
+        """Show the field's help again, unless something else stands there by now."""
+        if self._form.said_below == text:
+            self._form.tell_of_field()
+
+    def fetched_for(self, values: Mapping[str, Any]) -> list[HubName]:
+        """Return what the user agreed to fetch for a job of these values."""
+        return self._fetched[1] if values == self._fetched[0] else []
+
+    def ask_to_fetch(self, answer: Looks.Absent) -> None:
+        """Ask whether to fetch, once the hub has answered."""
+        form = self._form
+        self._said_no_longer(_ASKS)
+        if answer.values != form.values:  # typed on meanwhile
+            return
+        if not answer.sizes:
+            form.complain(answer.problem)
+            form.call_later(form.go_to, first_of(form.looks.bad_paths))
+            return
+        from tui.widgets.questions import ConfirmScreen
+
+        screen = ConfirmScreen(
+            question(answer.sizes),
+            "It is fetched in the background, also after you leave; the job waits in the queue.",
+            "fetch it and queue the job",
+            refuse="back",
+            harmful=False,
+        )
+        form.app.push_screen(screen, partial(self._agreed, answer))
+
+    def _agreed(self, answer: Looks.Absent, yes: bool | None) -> None:
+        if yes:
+            self._fetched = answer.values, list(answer.sizes)
+            self._form.call_later(self._form.action_submit)
+
+    def _asks(self, values: Mapping[str, Any], fit: FitBars) -> bool:
+        doubts = list(self._form.looks.doubts.values())
+        heading = "Queue it with this data?"
+        if too_large := fit.doubt(values):
+            heading, doubts = "It does not fit", [too_large, *doubts]
+        if not doubts:
+            return False
+        from tui.widgets.questions import ConfirmScreen
+
+        screen = ConfirmScreen(heading, "\n\n".join(doubts), "queue it anyway", refuse="back")
+        self._form.app.push_screen(screen, partial(self._answered, dict(values)))
+        return True
+
+    def _answered(self, values: Mapping[str, Any], yes: bool | None) -> None:
+        if yes:
+            self._accepted = values
+            self._form.call_later(self._form.action_submit)
+
+
+# -- submission -----------------------------------------------------------------------------
 
 
 class Submission:

@@ -13,10 +13,9 @@ from textual.widgets import Static
 from textual.worker import get_current_worker
 
 from jobs.queue.states import State
-from tui.job.panes.build import build_pane
 from tui.job.panes.logs import LogsPane
 from tui.job.panes.ranks import RanksPane
-from tui.job.tabs import NAMES, TABS, TabLine
+from tui.job.tabs import NAMES, TABS, TabLine, build_pane
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.look.job_look import Look, Looker
 from tui.widgets.job_actions import JobActions
@@ -43,7 +42,7 @@ _COLOURS = {
 class JobScreen(JobActions[None]):
     """Looks at one job once a second, in a thread; the open tab shows what it found."""
 
-    CSS_PATH: ClassVar = ["job.tcss", "checkpoints/checkpoints.tcss"]
+    CSS_PATH: ClassVar = ["job.tcss", "checkpoints.tcss"]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = ""
     KEYS: ClassVar = (
@@ -218,6 +217,6 @@ class JobScreen(JobActions[None]):
         self.looker.wake()
 
     def action_show_help(self) -> None:
-        from tui.widgets.modals.help import HelpScreen
+        from tui.widgets.help import HelpScreen
 
         self.app.push_screen(HelpScreen(self))

@@ -16,7 +16,7 @@ from jobs.spec.values.spellings import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tui.settings.settings import Settings
+    from tui.settings import Settings
 
 _COMMANDS: Final = ("tui.cli", "tui.__main__")  # all others may have keys
 # Keys of vim that move, and those that always do.

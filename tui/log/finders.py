@@ -7,13 +7,94 @@ last one ended.
 from __future__ import annotations
 
 import re
+import time
+from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from tui.log.levels import NEEDLES, Level, begins_traceback, goes_on, level_of
+from jobs.errors import UserError
 from tui.log.log_model import LONGEST_LINE, clean, without_colours
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+
+# -- levels ---------------------------------------------------------------------------------
+# How serious a log line is, by its words. Pure.
+
+
+class Level(IntEnum):
+    """From what can be overlooked to what cannot. `PLAIN` is a line that says nothing of it."""
+
+    DEBUG = 0
+    PLAIN = 1
+    WARNING = 2
+    ERROR = 3
+
+    @property
+    def mark(self) -> str:
+        """The letter that stands before such a line, so that colour is not all that tells."""
+        return "D WE"[self]
+
+    @property
+    def role(self) -> str:
+        """The role its colour follows from."""
+        return ("dim", "", "warn", "bad")[self]
+
+
+# torch's launcher puts the rank before what a rank wrote: `[rank0]: Traceback …`.
+_RANK: Final = r"^(?:\[rank\d+\]: )?"
+_LEVELS: Final = (
+    (
+        Level.ERROR,
+        re.compile(
+            r"\b(?:ERROR|CRITICAL|FATAL)\b|Traceback \(most recent|Fatal Python error|"
+            r"Segmentation fault|\b(?:CUDA|NCCL) error\b|"
+            + _RANK
+            + r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)"
+        ),
+    ),
+    (Level.WARNING, re.compile(r"\bWARN(?:ING)?\b|Warning:")),
+    (Level.DEBUG, re.compile(r"\bDEBUG\b")),
+)
+# A line without any of these is neither a warning nor an error; bytes, to pass over much quickly.
+NEEDLES: Final = {
+    Level.ERROR: (
+        b"ERROR",
+        b"CRITICAL",
+        b"FATAL",
+        b"Traceback",
+        b"Fatal Python",
+        b"Segmentation fault",
+        b" error",
+        b"Error",
+        b"Exception",
+        b"Interrupt",
+    ),
+    Level.WARNING: (b"WARN", b"Warning:"),
+}
+
+_TRACEBACK: Final = "Traceback (most recent call last)"
+_INDENTED: Final = re.compile(_RANK + r"(?:\s|$)")
+
+
+def level_of(text: str) -> Level:
+    """Classify one line."""
+    return next((level for level, pattern in _LEVELS if pattern.search(text)), Level.PLAIN)
+
+
+def begins_traceback(text: str) -> bool:
+    """Whether the lines after this one, to the first that is not indented, belong to it."""
+    return _TRACEBACK in text
+
+
+def goes_on(text: str) -> bool:
+    """Whether a line within a traceback is not its last."""
+    return _INDENTED.match(text) is not None
+
+
+# -- finders --------------------------------------------------------------------------------
+
 
 DAY: Final = 24 * 3600
 _STAMP: Final = re.compile(
@@ -212,3 +293,68 @@ def seconds_of(stamp: re.Match[bytes]) -> int:
 def _end_of(data: bytes, at: int) -> int:
     stop = data.find(b"\n", at)
     return len(data) if stop < 0 else stop
+
+
+# -- guarded --------------------------------------------------------------------------------
+# Regular expressions that may take forever get a deadline.
+#
+# `(a|aa)+$` needs longer than the universe for a line of a hundred letters, and Python's `re`
+# lets no other thread run meanwhile: the screen would freeze. The `regex` library lets go of
+# the interpreter while it searches, and stops when it is asked to.
+
+
+SECONDS: Final = 2.0  # for one piece of a log, which takes milliseconds otherwise
+_QUOTED: Final = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
+_CHOICES: Final = re.compile(r"[*+?{|]")
+_GROUP_AGAIN: Final = re.compile(r"\)[*+?{]")
+# Characters of a line in which a pattern with that number of choices is always found soon.
+_MARKED_UP_TO: Final = {0: 1 << 20, 1: 1 << 20, 2: 200, 3: 60}
+
+
+class TooSlowError(UserError):
+    """A pattern took longer than it may."""
+
+
+def choices(text: str) -> int:
+    """Count the places where a pattern can continue in several ways. Pure."""
+    return len(_CHOICES.findall(_QUOTED.sub("", text)))
+
+
+def marked_up_to(text: str) -> int:
+    """Characters of the longest line in which matches may be looked for at once. Pure."""
+    if _GROUP_AGAIN.search(_QUOTED.sub("", text)):
+        return 0
+    return _MARKED_UP_TO.get(choices(text), 0)
+
+
+def pattern_finders(text: str) -> Callable[[], Finder]:
+    """Return a factory of finders of the lines that match; one may raise `TooSlowError`."""
+    pattern = compile_pattern(text)
+    if choices(pattern.pattern) < 2:
+        return partial(PatternFinder, pattern)
+    return partial(_GuardedFinder, pattern)
+
+
+class _GuardedFinder(PatternFinder):
+    """Finds what a `PatternFinder` does, or gives up."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        import regex  # 1 % of the dashboard's start, and few searches need it
+
+        super().__init__(pattern)
+        self._guarded = regex.compile(pattern.pattern, pattern.flags)
+        self._deadline = 0.0
+
+    def find(self, data: bytes) -> list[int]:
+        self._deadline = time.monotonic() + SECONDS
+        try:
+            return super().find(data)
+        except TimeoutError:
+            raise TooSlowError(f"“{self._guarded.pattern}” takes too long", "simplify it") from None
+
+    def _search(self, text: str, at: int = 0) -> tuple[int, int] | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        match = self._guarded.search(text, at, timeout=left, concurrent=True)
+        return match.span() if match else None

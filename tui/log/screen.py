@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from textual import on
 from textual.binding import Binding
@@ -11,18 +11,66 @@ from textual.content import Content
 from textual.widgets import Input, Static
 
 from jobs.errors import UserError
-from tui.keys.key_line import key_line
-from tui.log.places import Filter, place_of
+from tui.keys.key_table import key_line
 from tui.log.reader import LogReader
-from tui.log.search import Finding
-from tui.log.sources import log_choices, log_sources
+from tui.log.search import Filter, Finding, place_of
 from tui.terminal.clipboard import copy
 from tui.widgets.job_actions import OfOneJob
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from textual.app import ComposeResult
 
     from jobs.queue.store import Job
+
+
+# -- sources --------------------------------------------------------------------------------
+# Which logs a job has, and how a title offers them.
+
+
+_MOST_RANKS = 4  # of the ranks beside the shown one that the title has room for
+
+
+class Source(NamedTuple):
+    """A log file of a job."""
+
+    name: str
+    path: Path
+
+
+def log_sources(job: Job) -> list[Source]:
+    """Each rank's log, then the launcher's and the supervisor's."""
+    ranks = [Source(f"rank {rank}", job.run_dir.rank_log(rank)) for rank in range(job.ranks)]
+    return [
+        *ranks,
+        Source("launcher", job.run_dir.launcher_log),
+        Source("supervisor", job.run_dir.supervisor_log),
+    ]
+
+
+def log_title(sources: Sequence[Source], shown: int) -> str:
+    """Return the title of the log panel, as markup."""
+    return f"log · {log_choices(sources, shown)}"
+
+
+def log_choices(sources: Sequence[Source], shown: int) -> str:
+    """Markup: the shown log, and the others to click on; far ranks are omitted."""
+    parts = []
+    ranks = len(sources) - 2
+    for index, source in enumerate(sources):
+        near = index >= ranks or index < _MOST_RANKS or index == shown
+        if not near:
+            continue
+        short = source.name if index in (0, shown) or index >= ranks else str(index)
+        mark = f"[b]{short}[/b]" if index == shown else f"[dim]{short}[/dim]"
+        parts.append(f"[@click=screen.show_log({index})]{mark}[/]")
+    return " ".join(parts)
+
+
+# -- screen ---------------------------------------------------------------------------------
+
 
 # Action, keys as people read them, what it does; the first are kept the longest. What can be done
 # with the job stands between the two.

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs import service
 from jobs.errors import NotFoundError, UserError
 from jobs.hub.pushes import Push
-from jobs.memory import kept_prediction
-from jobs.queue.clocks import Clocks
+from jobs.memory import calibration
+from jobs.queue.job import Clocks
 from jobs.queue.states import State
-from jobs.run.diagnosis.why_failed import diagnose
+from jobs.run.eventlog import RunReport, Timeline
 from jobs.run.failure import read_failure
-from jobs.run.run_report import RunReport
 from jobs.run.samples import Samples
-from jobs.run.timeline import Timeline
+from jobs.run.why_failed import diagnose
 from tui.look.snapshot import Curve, JobView, in_step
 
 if TYPE_CHECKING:
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
     from jobs.memory.predicted import Predicted
     from jobs.queue.store import Change, Job, Store
+    from jobs.run.eventlog import Moment, Stage
     from jobs.run.failure import Failure
     from jobs.run.samples import Sample
-    from jobs.run.timeline import Moment, Stage
 
 PERIOD: Final = 1.0  # seconds
 _POLL_BYTES: Final = 1 << 20  # of events at a time, so that the screen's thread gets a turn
@@ -176,9 +175,9 @@ class Looker:
     def _prediction(self) -> Predicted | None:
         """Read the prediction, which may appear while the job runs and change with an attempt."""
         try:
-            changed = kept_prediction.path_of(self._job.run_dir).stat().st_mtime_ns
+            changed = calibration.path_of(self._job.run_dir).stat().st_mtime_ns
         except OSError:
             changed = None
         if changed != self._predicted[0]:
-            self._predicted = changed, kept_prediction.read(self._job.run_dir)
+            self._predicted = changed, calibration.read(self._job.run_dir)
         return self._predicted[1]

@@ -7,12 +7,217 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from tui.plots.braille import ACROSS, Canvas
-from tui.plots.scales import Scale, scale_of
 from tui.text.format import Row, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+# -- braille --------------------------------------------------------------------------------
+# Curves in braille dots, several over each other, with glyphs among them. Pure but for
+# itself.
+
+
+# Bit of each dot in a braille cell, by [row][column]; a cell is 2 dots wide and 4 high.
+_DOTS: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_BLANK: Final = 0x2800
+ACROSS: Final = 2  # dots in a cell
+DOWN: Final = 4
+
+
+class Canvas:
+    """Cells that are drawn on. What is drawn later hides what it meets.
+
+    Args:
+        columns: Cells in a row.
+        lines: Rows of cells.
+    """
+
+    def __init__(self, columns: int, lines: int) -> None:
+        self.columns = columns
+        self.lines = lines
+        self._cells: list[list[tuple[int, str]]] = [[(0, "")] * columns for _ in range(lines)]
+        self._glyphs: dict[tuple[int, int], Span] = {}
+
+    def row(self, share: float) -> int:
+        """Return the dot row of a height from 0 to 1."""
+        return round((1 - share) * (self.lines * DOWN - 1))
+
+    def stroke(self, points: Sequence[tuple[int, int, int]], role: str) -> None:
+        """Connect strokes: column, first row and last row of each, in dots, left to right."""
+        bits: dict[tuple[int, int], int] = {}
+        before: tuple[int, int] | None = None
+        for x, enter, leave in points:
+            if before is not None:
+                _segment(bits, before, (x, enter))
+            _segment(bits, (x, enter), (x, leave))
+            before = x, leave
+        for (line, column), dots in bits.items():
+            if 0 <= line < self.lines and 0 <= column < self.columns:
+                drawn, whose = self._cells[line][column]
+                self._cells[line][column] = (dots | drawn if whose == role else dots), role
+
+    def glyph(self, x: int, y: int, text: str, role: str) -> None:
+        """Put a character where a dot would be."""
+        line, column = y // DOWN, x // ACROSS
+        if 0 <= line < self.lines and 0 <= column < self.columns:
+            self._glyphs[line, column] = Span(text, role)
+
+    def upright(self, x: int, role: str) -> None:
+        """Draw a vertical line, behind everything."""
+        column = x // ACROSS
+        for line in range(self.lines):
+            if not self._cells[line][column][0] and (line, column) not in self._glyphs:
+                self._glyphs[line, column] = Span("│", role)
+
+    def spans(self, line: int) -> Row:
+        """One row of cells."""
+        row: list[Span] = []
+        for column, (dots, role) in enumerate(self._cells[line]):
+            span = self._glyphs.get((line, column))
+            if span is None:
+                span = Span(chr(_BLANK | dots), role) if dots else Span(" ")
+            if row and row[-1].role == span.role:
+                row[-1] = Span(row[-1].text + span.text, span.role)
+            else:
+                row.append(span)
+        return tuple(row)
+
+
+def _segment(
+    bits: dict[tuple[int, int], int], start: tuple[int, int], end: tuple[int, int]
+) -> None:
+    (x0, y0), (x1, y1) = start, end
+    length = max(abs(x1 - x0), abs(y1 - y0), 1)
+    for index in range(length + 1):
+        x = x0 + round((x1 - x0) * index / length)
+        y = y0 + round((y1 - y0) * index / length)
+        cell = y // DOWN, x // ACROSS
+        bits[cell] = bits.get(cell, 0) | _DOTS[y % DOWN][x % ACROSS]
+
+
+# -- scales ---------------------------------------------------------------------------------
+# The value axis of a chart, linear or logarithmic, with round numbers on it. Pure functions.
+
+
+_MAX_LABEL: Final = 7
+_SAMPLED: Final = 4000  # of more values than this, some tell as well where nearly all of them are
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The value axis: its ends, and the round numbers between them, lowest first.
+
+    On a logarithmic one the ends are exponents of ten; `ticks` are values on both.
+    """
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    labels: tuple[str, ...]
+    log: bool = False
+
+    def share(self, value: float) -> float:
+        """Map a value to 0 to 1; values outside are clamped."""
+        if self.log:
+            value = math.log10(value) if value > 0 else self.low
+        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+
+
+def scale_of(
+    values: Sequence[float], lines: int, *, log: bool = False, whole: bool = False
+) -> Scale | None:
+    """Return the axis for these values.
+
+    Args:
+        values: Finite numbers.
+        lines: Rows of the chart.
+        log: Whether it is logarithmic, which values up to zero have no place on.
+        whole: Cover all of them, and not leave the most extreme hundredth at either end out.
+
+    Returns:
+        None when no value has a place on it.
+    """
+    if log:
+        values = [value for value in values if value > 0]
+    if not values:
+        return None
+    if whole:
+        low, high = min(values), max(values)
+    else:
+        ordered = sorted(values[:: max(1, len(values) // _SAMPLED)])
+        spare = max(1, len(ordered) // 100) if len(ordered) >= 20 else 0
+        low, high = ordered[spare], ordered[-1 - spare]
+    most = min(6, max(3, lines // 2))
+    return log_scale(low, high, most) if log else nice_scale(low, high, most)
+
+
+def nice_scale(low: float, high: float, most: int) -> Scale:
+    """Return a scale a little wider than `low` to `high`, with about `most` round numbers on it."""
+    if high - low <= max(abs(low), abs(high), 1e-200) * 1e-9:  # equal but for rounding
+        spread = max(abs(low) * 0.05, 1e-200) if low else 0.5
+        low, high = low - spread, high + spread
+    margin = (high - low) * 0.03
+    low, high = low - margin, high + margin
+    ticks, digits = _round_numbers(low, high, most)
+    return Scale(low, high, ticks, labels_of(ticks, digits))
+
+
+def log_scale(low: float, high: float, most: int) -> Scale:
+    """Return a logarithmic scale; `low` is more than zero."""
+    first, last = math.log10(low), math.log10(high)
+    if last - first < 1e-6:
+        first, last = first - 0.05, last + 0.05
+    margin = (last - first) * 0.03
+    first, last = first - margin, last + margin
+    if last - first < 1:  # less than a decade: round numbers are the better ones
+        ticks, digits = _round_numbers(10**first, 10**last, most)
+        return Scale(first, last, ticks, labels_of(ticks, digits), log=True)
+    every = max(1, math.ceil((last - first) / most))
+    decades = range(math.ceil(first), math.floor(last) + 1, every)
+    factors = (1, 2, 5) if (last - first) * 3 <= most else (1,)
+    around = range(math.floor(first), math.floor(last) + 1) if len(factors) > 1 else decades
+    ticks = tuple(
+        value
+        for exponent in around
+        for factor in factors
+        if first <= math.log10(value := factor * 10.0**exponent) <= last
+    )
+    return Scale(first, last, ticks, tuple(_short(tick) for tick in ticks), log=True)
+
+
+def labels_of(ticks: Sequence[float], digits: int) -> tuple[str, ...]:
+    """Format the numbers of an axis, all with the same number of digits."""
+    labels = tuple(f"{tick:.{digits}f}" for tick in ticks)
+    if max(map(len, labels), default=0) > _MAX_LABEL:
+        return tuple(f"{tick:.1e}".replace("e-0", "e-").replace("e+0", "e") for tick in ticks)
+    return labels
+
+
+def _round_numbers(low: float, high: float, most: int) -> tuple[tuple[float, ...], int]:
+    """Round numbers in a range, and how many digits they have after the point."""
+    step = _nice((high - low) / max(2, most))
+    ticks = tuple(i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1))
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return ticks, digits + (abs(round(step, digits) - step) > step * 1e-6)  # 0.25 needs two
+
+
+def _short(value: float) -> str:
+    text = f"{value:g}"
+    return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def _nice(value: float) -> float:
+    """Return the next of 1, 2, 2.5, 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(value))
+    for factor in (1.0, 2.0, 2.5, 5.0, 10.0):
+        if value <= factor * power * (1 + 1e-9):
+            return factor * power
+    return 10.0 * power
+
+
+# -- line chart -----------------------------------------------------------------------------
+
 
 _LEAST_WIDTH: Final = 12
 _LEAST_HEIGHT: Final = 3

@@ -15,15 +15,15 @@ from tui.plots.drawing import (
     SPANS,
     Choices,
     Values,
+    as_text,
     curves_of,
     panned,
     screenful,
+    write_csv,
     zoomed,
 )
-from tui.plots.files import as_text, write_csv
 from tui.plots.line_chart import plot_columns
-from tui.plots.measures import MEASURES, Run, nearest
-from tui.plots.reading import Reading
+from tui.plots.measures import MEASURES, Reading, Run, nearest
 from tui.terminal.clipboard import copy
 from tui.widgets.lines import Lines
 

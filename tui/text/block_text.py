@@ -13,7 +13,7 @@ from tui.text.format import size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.models.blocks.detection import BlockClass, Detection
+    from jobs.models.blocks import BlockClass, Detection
 
 RECOMMENDED: Final = "★"
 NO_SPLIT: Final = "no-split"

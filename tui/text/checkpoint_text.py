@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.queue.store import Job
-    from jobs.run.checkpoint_list import Listed
+    from jobs.run.checkpoint_files import Listed
     from jobs.service.plan import Plan
 
 NEXT: Final = "→"  # marks the checkpoint that a resume starts from

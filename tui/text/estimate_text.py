@@ -13,9 +13,9 @@ from tui.text.tables import table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.memory.candidates import Candidate
+    from jobs.memory.calibration import Compared
     from jobs.memory.estimate import Need
-    from jobs.memory.kept_prediction import Compared
+    from jobs.memory.fit import Candidate
     from jobs.memory.ladder import Step
     from jobs.memory.network import Across
     from jobs.memory.question import Refused

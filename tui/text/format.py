@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from jobs import units
 from jobs.units import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
 
 __all__ = ["ranges"]  # with what is defined here
 
@@ -158,3 +160,18 @@ def load_role(fraction: float | None) -> str:
 def plain(row: Sequence[Span]) -> str:
     """Return the characters of a row without its roles."""
     return "".join(span.text for span in row)
+
+
+# -- value text -----------------------------------------------------------------------------
+# Values of a job file as people read them. Pure, and without Textual.
+
+
+def in_words(value: Any) -> str:
+    """Format a value as in a job file, on one line."""
+    if value in (None, "", [], {}):
+        return MISSING
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -11,38 +13,52 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 from transformers.utils import is_torchvision_available
 
-from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
-from engine.data.encode.tensor_cache import TensorCache, fingerprint, nonfinite
+from engine.data.encode.latents import first_picture, reference_picture
+from engine.data.encode.tensor_cache import (
+    TensorCache,
+    find_missing,
+    fingerprint,
+    nonfinite,
+    piece_size,
+    pieces,
+    together,
+)
+from engine.data.index.views import FITTING, as_seen, fit_whole, reference_view, view_of
+from engine.data.read.images import DECODER
 from engine.families.shared.clip_family import ClipFamily
 from engine.model.adapters.text_lora import adapted_encoders, names_of
-from engine.model.encoders.text_encoders import (
+from engine.model.packing import packing_of
+from engine.model.precision import compute_dtype
+from engine.model.text_encoders import (
     agree_on_sharding,
     agree_to_stop,
     load_resident,
     text_pipeline,
+    watched,
 )
-from engine.model.encoders.watched import watched
-from engine.model.precision import compute_dtype
-from engine.model.quantized.packing import packing_of
 from jobs.errors import NotFiniteError
 from jobs.run.events import Freed
-from jobs.spec.families import sees_images
+from jobs.spec.families import references_of, sees_images
 from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.untrusted.text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from PIL.Image import Image
 
+    from engine.data.index.data_index import Sample
+    from engine.data.index.views import View
     from engine.families import Family
     from engine.model.release import Released
     from engine.ranks.telemetry import Telemetry
     from engine.ranks.world import World
     from engine.run_context import RunContext
-    from jobs.spec.job_spec import DataPlanKeys, JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
+    from jobs.spec.keys.job import JobKeys
+
 
 _REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
 _QUOTED: Final = 60  # characters of a text
@@ -371,3 +387,64 @@ def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
         f"before, {mib['loaded']} with them, {mib['after']} after"
     )
     telemetry.emit(Freed("text encoders", **facts))
+
+
+# -- looks ----------------------------------------------------------------------------------
+# The images that some models encode with a text: of a sample's captions, and of prompts.
+
+
+def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]:
+    """Return the images that are encoded with a sample's captions; () for most models.
+
+    Args:
+        sample: The sample.
+        view: Which of its views.
+        spec: The job.
+    """
+    if not sees_images(spec):
+        return ()
+    shown = view_of(sample, view, spec)
+    if sample.from_first:
+        facts = shown.facts() | {"frame": 0}
+        read = partial(first_picture, sample, shown, spec)
+        return (ImageInput(_key(sample.digest, facts), read, f"the first frame of {sample.name}"),)
+    return tuple(
+        _of_reference(sample, number, shown, spec) for number in range(len(sample.references))
+    )
+
+
+def looks_of_prompt(
+    paths: Sequence[str], pictures: Mapping[str, Image], spec: JobKeys
+) -> tuple[ImageInput, ...]:
+    """Return the images that are encoded with a prompt.
+
+    Args:
+        paths: Its conditioning images.
+        pictures: From their paths (`engine.data.prepare.read_pictures`).
+        spec: The job.
+    """
+    return tuple(_of_prompt(path, pictures[path], spec) for path in paths if sees_images(spec))
+
+
+def _of_reference(sample: Sample, number: int, shown: View, spec: InputKeys) -> ImageInput:
+    reference = sample.references[number]
+    view = reference_view(reference, sample, shown)
+
+    def read() -> Image:
+        return as_seen(reference_picture(sample, number, spec), view, reference.seen)
+
+    key = _key(reference.digest, view.facts() | {"seen": list(reference.seen)})
+    return ImageInput(key, read, f"the conditioning image of {sample.name}")
+
+
+def _of_prompt(path: str, picture: Image, spec: JobKeys) -> ImageInput:
+    takes = references_of(spec)
+    if takes is not None and takes.seen is not None:
+        picture = fit_whole(picture, takes.seen, None)
+    digest = hashlib.sha256(picture.tobytes()).hexdigest()
+    return ImageInput(_key(digest, {"size": list(picture.size)}), lambda: picture, path)
+
+
+def _key(content: str, facts: Mapping[str, Any]) -> str:
+    everything = {"content": content, "decoder": DECODER, "fitting": FITTING, **facts}
+    return json.dumps(everything, sort_keys=True)

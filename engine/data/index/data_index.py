@@ -2,35 +2,117 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.data.index.references import Reference, placed
-from engine.data.read.archives import read_archives
+from engine.data.index.views import Reference, placed
 from engine.data.read.class_images import cache_root, only_of_job
-from engine.data.read.folders import Entry, read_folder
+from engine.data.read.folders import Entry, pair, read_archives, read_folder
 from engine.data.read.images import DECODER, PictureError, look
 from engine.data.read.masks import mask_of, separate_masks
 from engine.data.read.memo import Memo, stamp_of
-from engine.data.read.pairs import pair
 from engine.data.read.tables import RowError, read_table, table_of
 from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_video
 from jobs.errors import UserError
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.families import Family, get_family, needs_first_frame, references_of
+from jobs.spec.keys.prompts import validation_seed_of
 from jobs.spec.rules.buckets import Buckets
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import InputKeys, JobSpec
+    from collections.abc import Sequence
+
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.values.datasets import Dataset
+
+
+# -- held out -------------------------------------------------------------------------------
+# Which samples are held out of the training, to measure the loss on. Pure.
+#
+# The choice depends on the seed and on what the samples show, not on their names, their order
+# or the number of ranks. Copies of an image are held out together: the loss on an image that
+# was trained on says nothing.
+
+
+def hold_out(index: DataIndex, spec: DataPlanKeys) -> tuple[DataIndex, list[Sample]]:
+    """Split the data into training and held-out samples.
+
+    Both are in the order of the index. At least one sample is held out, and of each dataset at
+    least one is trained on. Regularization samples are not what the model should learn: none of
+    them is held out, but for copies of others that are.
+
+    Raises:
+        UserError: `validation_fraction` asks for some, and none can be spared.
+    """
+    if not spec.validation_fraction:
+        return index, []
+    datasets = datasets_of(spec)
+    samples = [sample for sample in index.samples if not datasets[sample.dataset].regularization]
+    least = max(1, round(spec.validation_fraction * len(samples)))
+    contents: dict[str, list[Sample]] = {}
+    for sample in samples:
+        contents.setdefault(sample.digest, []).append(sample)
+    left = Counter(sample.dataset for sample in samples)
+    chosen: set[str] = set()
+    held = 0
+    for digest in sorted(contents, key=lambda digest: _draw(validation_seed_of(spec), digest)):
+        if held >= least:
+            break
+        copies = Counter(sample.dataset for sample in contents[digest])
+        if all(left[dataset] > count for dataset, count in copies.items()):
+            chosen.add(digest)
+            left -= copies
+            held += copies.total()
+    if not chosen:
+        raise UserError(
+            f"validation_fraction: {spec.validation_fraction:g} would hold out "
+            + ("the only sample" if len(samples) == 1 else "all samples of a dataset"),
+            "add samples, or set validation_fraction: 0",
+        )
+    trained = [sample for sample in index.samples if sample.digest not in chosen]
+    return replace(index, samples=trained), [s for s in samples if s.digest in chosen]
+
+
+def _draw(seed: int, digest: str) -> bytes:
+    return hashlib.blake2b(f"{seed}:held out:{digest}".encode(), digest_size=8).digest()
+
+
+# -- loss weights ---------------------------------------------------------------------------
+# How much each sample's loss counts. Pure.
+#
+# A weight depends on the sample alone, and the loss of a step is the mean of the weighted
+# losses over the global batch. So the result is the same for any number of ranks and of
+# micro-batches.
+
+
+def weight_of(sample: Sample, dataset: Dataset, spec: DataKeys) -> float:
+    """Return the weight of a sample's loss.
+
+    It is the product of the sample's own weight, its dataset's and its role's.
+    """
+    prior = spec.prior_loss_weight if dataset.regularization else 1.0
+    return sample.loss_weight * dataset.loss_weight * prior
+
+
+def weights_of(samples: Sequence[Sample], spec: InputKeys) -> list[float]:
+    """Return the weight of each sample."""
+    datasets = datasets_of(spec)
+    return [weight_of(sample, datasets[sample.dataset], spec) for sample in samples]
+
+
+# -- data index -----------------------------------------------------------------------------
+
 
 Progress = Callable[[int, int], None]  # done, of all
 
@@ -49,7 +131,7 @@ class Sample:
         path: Its file, or the directory of its table.
         row: Its row in the table.
         is_video: Whether its file is a video; in its bucket it may have a single frame.
-        loss_weight: Its own, from a column; see `engine.data.index.loss_weights`.
+        loss_weight: Its own, from a column; see `engine.data.index.data_index`.
         mask: sha256 of the file with its mask; "" where it has none.
         mask_path: The mask's file; "" where that is the image's transparency.
         dataset: Number of its dataset.

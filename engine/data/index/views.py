@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from PIL import Image, ImageOps
@@ -11,8 +12,13 @@ from PIL import Image, ImageOps
 from jobs.spec.rules.buckets import enlargement
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.data.index.data_index import Sample
+    from jobs.spec.families import References
+    from jobs.spec.families.references import Fit
     from jobs.spec.keys.data import DataKeys
+
 
 FITTING: Final = 1
 """Goes into cache keys: raise it when `fit` makes other pixels."""
@@ -110,3 +116,160 @@ def _excess(sample: Sample, width: int, height: int) -> bool:
     """Whether at least a pixel is cut off."""
     factor = enlargement(sample.width, sample.height, (width, height))
     return sample.width * factor >= width + 1 or sample.height * factor >= height + 1
+
+
+# -- references -----------------------------------------------------------------------------
+# The conditioning images of a sample: what of each is shown, and at what size. Pure.
+#
+# A conditioning image of its sample's shape belongs to it pixel by pixel: it is cut and
+# mirrored as the sample is. Any other is shown whole. Then it gets the size that the model's
+# pipeline would give it.
+
+
+"""Goes into cache keys: raise it when `fit_reference` makes other pixels."""
+
+_SAME_SHAPE: Final = 0.02  # difference of the logarithms of two aspect ratios
+_ANY_SCALE: Final = 4096  # pixels, beyond every rule's usual size
+
+
+class Place(NamedTuple):
+    """Where a conditioning image is: a file, or the directory and the column of a table."""
+
+    path: str
+    column: str | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A conditioning image.
+
+    Attributes:
+        path: Its file, or the directory of its table.
+        column: Its column, in the sample's row.
+        width: Pixels, as displayed.
+        height: Pixels, as displayed.
+        digest: sha256 of the file.
+        aligned: Whether it has the shape of its sample.
+        scaled: `(width, height)` that what is shown of it is resized to.
+        size: `(width, height)` that is cut out of the middle of that.
+        seen: `(width, height)` at which the text encoder sees it; (0, 0) where it does not.
+    """
+
+    path: str
+    column: str | None
+    width: int
+    height: int
+    digest: str
+    aligned: bool = False
+    scaled: tuple[int, int] = (0, 0)
+    size: tuple[int, int] = (0, 0)
+    seen: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class ReferenceView:
+    """The part of a conditioning image that matches a view of its sample.
+
+    Attributes:
+        box: Left, top, right, bottom; pixels of the image, before it is mirrored.
+        scaled: As of `Reference`.
+        size: As of `Reference`.
+        flip: Whether it is mirrored.
+    """
+
+    box: tuple[int, int, int, int]
+    scaled: tuple[int, int]
+    size: tuple[int, int]
+    flip: bool
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values that determine the pixels, as JSON values."""
+        return {
+            "box": list(self.box),
+            "scaled": list(self.scaled),
+            "size": list(self.size),
+            "flip": self.flip,
+            "conditioning": FITTING,
+        }
+
+
+def placed(
+    place: Place,
+    facts: tuple[int, int, str],
+    sample: tuple[int, int],
+    bucket: tuple[int, ...],
+    takes: References,
+    side: int | None,
+) -> Reference:
+    """Return a conditioning image with its size.
+
+    Args:
+        place: Where it is.
+        facts: Its width, height and digest.
+        sample: Width and height of its sample.
+        bucket: Of its sample; its size decides that of an aligned image.
+        takes: The model's rule.
+        side: `conditioning_resolution`.
+    """
+    width, height, digest = facts
+    apart = math.log(width / height) - math.log(sample[0] / sample[1])
+    aligned = abs(apart) < _SAME_SHAPE
+    if takes.fit is None:
+        size = (bucket[0], bucket[1])
+        return Reference(place.path, place.column, width, height, digest, aligned, size, size)
+    shape = (width, height)
+    if aligned:
+        # Of the bucket's shape, as large as it is here, but for what is made smaller anyway: so
+        # that the images of a bucket are of one size.
+        factor = 1 / enlargement(width, height, (bucket[0], bucket[1]))
+        shape = (round(bucket[0] * factor), round(bucket[1] * factor))
+        large = (bucket[0] * _ANY_SCALE, bucket[1] * _ANY_SCALE)
+        if takes.fit(*large, side).size[0] <= takes.fit(*shape, side).size[0]:
+            shape = large
+    fitted = takes.fit(*shape, side)
+    seen = takes.seen(*shape, side).size if takes.seen else (0, 0)
+    return Reference(
+        place.path, place.column, width, height, digest, aligned, fitted.scaled, fitted.size, seen
+    )
+
+
+def reference_view(reference: Reference, sample: Sample, view: View) -> ReferenceView:
+    """Return the part of a conditioning image that matches a view of its sample."""
+    box = (0, 0, reference.width, reference.height)
+    if reference.aligned:
+        seen = shown(sample, replace(view, flip=False))
+        factor = enlargement(sample.width, sample.height, view.size)
+        across = reference.width / (sample.width * factor)
+        down = reference.height / (sample.height * factor)
+        box = (
+            round(seen.left * across),
+            round(seen.top * down),
+            min(reference.width, round((seen.left + view.size[0]) * across)),
+            min(reference.height, round((seen.top + view.size[1]) * down)),
+        )
+    return ReferenceView(box, reference.scaled, reference.size, view.flip)
+
+
+def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
+    """Crop, mirror and resize as the pipelines do, and cut to whole tokens."""
+    fitted = picture.crop(view.box)
+    if view.flip:
+        fitted = ImageOps.mirror(fitted)
+    fitted = fitted.resize(view.scaled, Image.Resampling.LANCZOS)
+    left = (view.scaled[0] - view.size[0]) // 2
+    top = (view.scaled[1] - view.size[1]) // 2
+    return fitted.crop((left, top, left + view.size[0], top + view.size[1]))
+
+
+def as_seen(picture: Image.Image, view: ReferenceView, size: tuple[int, int]) -> Image.Image:
+    """Resize the same part of a conditioning image for a text encoder."""
+    return fit_reference(picture, replace(view, scaled=size, size=size))
+
+
+def fit_whole(
+    picture: Image.Image, fit: Callable[[int, int, int | None], Fit], side: int | None
+) -> Image.Image:
+    """Resize a prompt's conditioning image, uncropped, as a pipeline does."""
+    fitted = fit(*picture.size, side)
+    box = (0, 0, *picture.size)
+    return fit_reference(picture, ReferenceView(box, *fitted, flip=False))

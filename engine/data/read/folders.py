@@ -9,30 +9,71 @@ or without a suffix.
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
+import math
 import os
+import shutil
+import tarfile
+import uuid
 from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from engine.data.read.sample_weights import weight_in
-from jobs.errors import UserError
+from engine.data.index.views import Place
+from jobs.errors import DiskFullError, UserError
+from jobs.paths import expand
 from jobs.spec.values.dataset_files import (
     CAPTION_SUFFIXES,
+    PICTURE_SUFFIXES,
     VIDEO_SUFFIXES,
     foreign_problem,
     list_files,
     same_name,
 )
-from jobs.spec.values.datasets import Dataset
-from jobs.untrusted.files import read_regular
+from jobs.spec.values.datasets import Dataset, Pairs
+from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from engine.data.index.references import Place
+
+# -- sample weights -------------------------------------------------------------------------
+# The loss weight of a sample, from a column of a metadata file or a table. Pure.
+
+
+_MOST: Final = 1000.0  # as the `loss_weight` of a dataset
+
+
+def weight_in(record: Mapping[str, Any], dataset: Dataset, *, where: str) -> tuple[float, str]:
+    """Return a row's weight, and the problem with it, if any.
+
+    The weight is 1 where the cell is empty.
+
+    Raises:
+        UserError: The column that the dataset names is not there.
+    """
+    column = dataset.loss_weight_column
+    if column is None:
+        return 1.0, ""
+    if column not in record:
+        raise UserError(f"{where} has no column {column}", f"it has {', '.join(record)}")
+    value = record[column]
+    if value is None or value == "":
+        return 1.0, ""
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight <= _MOST:
+        return 1.0, f"{column} is not a weight from 0 to {_MOST:g}"
+    return weight, "" if weight else f"{column} is 0"
+
+
+# -- folders --------------------------------------------------------------------------------
+
 
 _T = TypeVar("_T")
 
@@ -309,3 +350,180 @@ def _csv_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]
             yield f"line {reader.line_num}", {str(key): value for key, value in record.items()}
     except csv.Error as error:
         raise UserError(f"{table} line {reader.line_num} cannot be read ({error})") from None
+
+
+# -- archives -------------------------------------------------------------------------------
+# WebDataset archives: tar files of images and captions with equal names, unpacked once.
+#
+# Each archive is read from front to back into a folder of the cache, which is complete or
+# absent; from then on it is read like any other folder.
+
+
+# Of an archive's own size, what its files may take: images do not shrink, and text does by ten.
+_LARGEST_RATIO: Final = 100
+_ANYWAY: Final = 1 << 30  # bytes that any archive may have
+_WANTED: Final = PICTURE_SUFFIXES | VIDEO_SUFFIXES | {name.lower() for name in CAPTION_SUFFIXES}
+
+
+def read_archives(dataset: Dataset, cache: Path, *, videos: bool) -> Source:
+    """Read the archives of a dataset; unpack those that are new.
+
+    Args:
+        dataset: Its `path` is a folder of tar files.
+        cache: Where to unpack them.
+        videos: Whether the model trains on videos.
+
+    Raises:
+        DiskFullError: The cache has no room for them.
+        UserError: A metadata file in one cannot be read.
+    """
+    root = Path(dataset.path)
+    entries: list[Entry] = []
+    others: Counter[str] = Counter()
+    for archive in sorted(root.rglob("*.tar")):
+        name = str(archive.relative_to(root))
+        try:
+            folder = _unpacked(archive, cache / "webdataset")
+        except (tarfile.TarError, EOFError) as error:
+            entries.append(Entry(name, archive, problem=f"a damaged archive ({error})"))
+            continue
+        except OSError as error:
+            if error.filename and str(error.filename).startswith(str(cache)):
+                raise DiskFullError(
+                    f"cannot unpack {archive} into {cache} ({error.strerror})",
+                    "free space, or set cache_dir to another directory",
+                ) from None
+            why = error.strerror or error
+            entries.append(Entry(name, archive, problem=f"cannot be read ({why})"))
+            continue
+        source = read_folder(dataset.model_copy(update={"path": str(folder)}), videos=videos)
+        entries += [replace(entry, name=f"{name}/{entry.name}") for entry in source.entries]
+        others += source.others
+    return Source(entries, others)
+
+
+def _unpacked(archive: Path, cache: Path) -> Path:
+    """Return the folder with an archive's files; a changed archive gets a new folder."""
+    status = archive.stat()
+    facts = f"{archive.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+    folder = cache / hashlib.sha256(facts.encode(errors="surrogateescape")).hexdigest()[:24]
+    if folder.is_dir():
+        return folder
+    aside = cache / f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp"
+    try:
+        aside.mkdir(parents=True)
+        left = _ANYWAY + _LARGEST_RATIO * status.st_size
+        with tarfile.open(archive, "r|*") as stream:  # never goes back, as slow disks like it
+            for member in stream:
+                left -= member.size
+                if left < 0:  # compressed so highly that reading or skipping it takes hours
+                    ratio = f"{_LARGEST_RATIO} times its own size"
+                    raise tarfile.ReadError(f"its files take more than {ratio}")
+                place = _place(member)
+                if place is not None and (content := stream.extractfile(member)) is not None:
+                    target = aside / place
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with content, open(target, "wb") as file:
+                        shutil.copyfileobj(content, file)
+        try:
+            os.rename(aside, folder)
+        except OSError:  # another job was quicker
+            if not folder.is_dir():
+                raise
+        return folder
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _place(member: tarfile.TarInfo) -> PurePosixPath | None:
+    """Return a member's path below the folder; None if it is not a sample, or would be outside."""
+    path = PurePosixPath(member.name)
+    parts = [part for part in path.parts if part != "."]
+    if not member.isfile() or member.size > LARGEST_PICTURE or path.is_absolute():
+        return None
+    if ".." in parts or path.suffix.lower() not in _WANTED:
+        return None
+    return PurePosixPath(*parts)
+
+
+# -- pairs ----------------------------------------------------------------------------------
+# Find the conditioning images of a dataset's entries, or report that one is missing.
+
+
+_MISSING = "no conditioning image"
+
+
+def pair(source: Source, dataset: Dataset) -> Source:
+    """Add each entry's conditioning images to a source.
+
+    An entry without one gets a problem.
+
+    Args:
+        source: What the dataset offers; in a folder, its conditioning images too.
+        dataset: Where they are.
+
+    Raises:
+        UserError: A column that the dataset names is not there.
+    """
+    if not dataset.references:
+        return source
+    if dataset.conditioning_column:
+        files = _named_files(dataset)
+        named = [path for row in files.values() for path in row if path]
+        beside = {same_name(os.path.normpath(path)) for path in named}
+        entries = [
+            _of_columns(entry, dataset, files)
+            for entry in source.entries
+            if (name := same_name(os.path.normpath(entry.path))) in files or name not in beside
+        ]
+        return replace(source, entries=entries)
+    pictures = [entry.path for entry in source.entries if not entry.problem and not entry.is_video]
+    pairs = Pairs(dataset, pictures)
+    entries = [
+        entry
+        for entry in source.entries
+        if not entry.path.is_relative_to(expand(dataset.path)) or pairs.is_sample(entry.path)
+    ]
+    return replace(source, entries=[_of_names(entry, pairs) for entry in entries])
+
+
+def _of_names(entry: Entry, pairs: Pairs) -> Entry:
+    if entry.problem:
+        return entry
+    paths = pairs.existing_paths(entry.path)
+    for path, expected in zip(paths, pairs.expected_paths(entry.path), strict=True):
+        if path is None:
+            return replace(entry, problem=f"{_MISSING}: {expected} does not exist")
+    return replace(entry, references=tuple(Place(str(path)) for path in paths))
+
+
+def _of_columns(entry: Entry, dataset: Dataset, files: dict[str, list[Path | None]]) -> Entry:
+    columns = dataset.conditioning_column or []
+    if entry.problem:
+        return entry
+    if entry.row is not None:
+        return replace(
+            entry, references=tuple(Place(str(entry.path), column) for column in columns)
+        )
+    paths = files.get(same_name(os.path.normpath(entry.path)), [None] * len(columns))
+    for path, column in zip(paths, columns, strict=True):
+        if path is None or not path.is_file():
+            what = f"{path} does not exist" if path else f"column {column} is empty"
+            return replace(entry, problem=f"{_MISSING}: {what}")
+    return replace(entry, references=tuple(Place(str(path)) for path in paths))
+
+
+def _named_files(dataset: Dataset) -> dict[str, list[Path | None]]:
+    """Sample → its conditioning images, as a folder's metadata files name them."""
+    named: dict[str, list[Path | None]] = {}
+    columns = dataset.conditioning_column or []
+    for table in list_files(Path(dataset.path)).metadata:
+        for _, record in records_of(table):
+            if isinstance(record, str):
+                continue
+            if lost := next((name for name in columns if name not in record), None):
+                raise UserError(f"{table} has no column {lost}", f"it has {', '.join(record)}")
+            file = same_name(os.path.normpath(table.parent / str(record.get(FILE_COLUMN) or "?")))
+            cells = [str(record[name] or "") for name in columns]
+            named[file] = [table.parent / cell if cell else None for cell in cells]
+    return named

@@ -20,22 +20,262 @@ import re
 import threading
 import warnings
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Final
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Final, Literal
 
-from PIL import Image, ImageFile, _imaging
-
-from engine.data.read.colors import RangeError, opacity_of, to_rgb
-from engine.data.read.unreadable import (
-    LARGE_PIXELS,
-    MOST_PIXELS,
-    PIXELS_PER_BYTE,
-    TOO_MANY_PIXELS,
-    why_unreadable,
-)
+from PIL import Image, ImageFile, UnidentifiedImageError, _imaging
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from PIL.ImageCms import ImageCmsProfile, ImageCmsTransform
+
+
+# -- unreadable -----------------------------------------------------------------------------
+# Why bytes are not an image that can be used, in words for the user who has the file.
+
+
+MOST_PIXELS: Final = 178_956_970  # where Pillow stops too: 512 MiB as RGB
+LARGE_PIXELS: Final = 4_000_000  # up to here a wrong size does no harm
+PIXELS_PER_BYTE: Final = 10_000  # deflate packs at most 8,256 pixels of one bit into a byte
+TOO_MANY_PIXELS: Final = f"more than {MOST_PIXELS // 1_000_000} megapixels; downscale it"
+
+_READ: Final = (  # how the formats begin that are read
+    (re.compile(rb"\x89PNG"), "PNG"),
+    (re.compile(rb"\xff\xd8"), "JPEG"),
+    (re.compile(rb"GIF8"), "GIF"),
+    (re.compile(rb"RIFF.{4}WEBP", re.DOTALL), "WebP"),
+    (re.compile(rb"BM.{4}\0{4}", re.DOTALL), "BMP"),
+    (re.compile(rb"II[*+]\0|MM\0[*+]"), "TIFF"),
+    (re.compile(rb".{4}ftypavi[fs]", re.DOTALL), "AVIF"),
+    (re.compile(rb".{4}jP {2}|\xff\x4f\xff\x51", re.DOTALL), "JPEG 2000"),
+    (re.compile(rb"qoif"), "QOI"),
+    (re.compile(rb"P[1-7fF]\s"), "PPM"),
+)
+_FOREIGN: Final = (  # other contents of files named like images
+    (re.compile(rb".{4}ftyp(hei|hev|mif|msf)", re.DOTALL), "HEIC, which needs pillow-heif"),
+    (re.compile(rb"\xff\x0a|.{4}JXL ", re.DOTALL), "JPEG XL, which needs pillow-jxl-plugin"),
+    (re.compile(rb"8BPS"), "PSD is not supported"),
+    (re.compile(rb"\xc5\xd0\xd3\xc6|%!PS"), "EPS is not supported"),
+    (re.compile(rb"\0\0[\1\2]\0[^\0]\0"), "ICO is not supported"),
+    (re.compile(rb"%PDF"), "a PDF, not an image"),
+    (re.compile(rb".{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ", re.DOTALL), "a video, not an image"),
+    (
+        re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)", re.IGNORECASE),
+        "a web page, not an image",
+    ),
+    (re.compile(rb"[^\0]{0,1000}<svg[\s>]", re.DOTALL), "SVG is not supported"),
+    (re.compile(rb"version https://git-lfs"), "a Git LFS pointer, not the image itself"),
+    (re.compile(rb"\0{16}"), "zeros, not an image"),
+)
+
+
+def why_unreadable(error: Exception, content: bytes) -> str:
+    """In few words, why Pillow gave up on the content with this error."""
+    if isinstance(error, Image.DecompressionBombError):
+        return TOO_MANY_PIXELS
+    if isinstance(error, MemoryError):
+        return "needs more memory than available"
+    kind = next((name for begins, name in _READ if begins.match(content)), None)
+    if kind is None:
+        foreign = (what for begins, what in _FOREIGN if begins.match(content))
+        return next(foreign, "not an image")
+    says = str(error).lower()
+    if "decompressed data too large" in says:  # Pillow's guard against bombs in metadata
+        return "its text or profile is too large"
+    if "truncated" in says or _breaks_off(content, kind):
+        return "truncated"
+    if isinstance(error, UnidentifiedImageError):
+        return f"damaged, or an unsupported kind of {kind}"
+    return f"damaged ({str(error)[:80] or type(error).__name__})"
+
+
+def _breaks_off(content: bytes, kind: str) -> bool:
+    """Whether the end is missing, as far as the format shows without decoding."""
+    size = len(content)
+    match kind:
+        case "PNG":
+            return b"IEND" not in content
+        case "JPEG":
+            return b"\xff\xd9" not in content
+        case "GIF":
+            return not content.rstrip(b"\0").endswith(b";")
+        case "WebP":
+            return int.from_bytes(content[4:8], "little") + 8 > size
+        case "TIFF":
+            order: Literal["little", "big"] = "little" if content[:1] == b"I" else "big"
+            at = int.from_bytes(content[4:8], order)  # the directory: a count, entries, a link
+            return at + 6 + 12 * int.from_bytes(content[at : at + 2], order) > size
+        case "AVIF" | "JPEG 2000":  # a chain of boxes, each beginning with its length
+            at = 0
+            while at + 8 <= size and (length := int.from_bytes(content[at : at + 4], "big")) >= 8:
+                at += length
+            return at > size
+    return False
+
+
+# -- colors ---------------------------------------------------------------------------------
+# Convert the pixel values of any image mode to 8-bit sRGB on white.
+
+
+_PROFILE_SPACES: Final = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}
+_SAME_COLOUR: Final = 2  # of 255: a profile that moves no color further than this is sRGB
+
+
+class RangeError(ValueError):
+    """Numbers that do not say which of them are black and white."""
+
+
+def to_rgb(
+    picture: Image.Image, bits: int = 8, *, white_is_zero: bool = False
+) -> tuple[Image.Image, set[str]]:
+    """Convert a loaded image of any mode to 8-bit RGB; return it with notes about the conversion.
+
+    Args:
+        picture: Its `info` may hold a profile and a transparent color.
+        bits: Bits per channel as stored; Pillow's mode does not always tell.
+        white_is_zero: The numbers count from white. Pillow turns that round for 8 bits and
+            fewer, so it is heeded only for more.
+
+    Raises:
+        RangeError: Gray values beyond the range that their type is read with.
+    """
+    notes = {"16-bit"} if bits > 8 and picture.mode != "F" else set()
+    profile = picture.info.get("icc_profile")
+    if picture.mode in ("P", "PA"):
+        notes.add("palette")
+    elif picture.mode == "CMYK":
+        notes.add("cmyk")
+    elif picture.mode == "F":
+        notes |= {"float", "grey"}
+        picture = _from_floats(picture, white_is_zero)
+    elif picture.mode.startswith("I"):
+        notes |= {"16-bit", "grey"}
+        picture = _from_integers(picture, bits, white_is_zero)
+    elif picture.mode in ("1", "L", "LA", "La"):
+        notes.add("grey")
+    if picture.mode == "1":
+        picture = picture.convert("L")
+    picture, opacity = _split_opacity(picture)
+    to_srgb = _to_srgb(profile, picture.mode) if isinstance(profile, bytes) else None
+    if to_srgb is not None:
+        notes.add("profile")
+        picture = to_srgb.apply(picture)
+    elif picture.mode != "RGB":
+        picture = picture.convert("RGB")
+    if opacity is not None:
+        notes.add("transparent")
+        white = Image.new("RGB", picture.size, "white")
+        picture = Image.composite(picture, white, opacity)
+    return picture, notes
+
+
+def opacity_of(picture: Image.Image) -> Image.Image | None:
+    """Return the alpha channel of a loaded image; None where it is opaque all over."""
+    return _split_opacity(picture)[1]
+
+
+def _split_opacity(picture: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """Return the image without its alpha channel, and that channel unless it is opaque all over."""
+    if picture.mode in ("P", "PA"):
+        picture = picture.convert("RGBA")
+    elif picture.mode in ("La", "RGBa"):  # colors are stored multiplied by their opacity
+        picture = picture.convert(picture.mode.upper())
+    elif picture.mode == "L" and "transparency" in picture.info:
+        picture = picture.convert("LA")
+    elif picture.mode == "RGB" and "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+    if picture.mode not in ("LA", "RGBA"):
+        return picture, None
+    opacity = picture.getchannel("A")
+    lowest, _ = opacity.getextrema()
+    return picture.convert(picture.mode[:-1]), opacity if lowest != 255 else None
+
+
+def _from_integers(picture: Image.Image, bits: int, white_is_zero: bool) -> Image.Image:
+    """Gray of more than 8 bits in 8; Pillow's own conversion turns all but the darkest white."""
+    import numpy as np  # 80 ms, and few images need it
+
+    top = 4095 if bits == 12 else 65535
+    stored = np.asarray(picture)
+    if stored.dtype.itemsize > 2 and (stored.min() < 0 or stored.max() > top):
+        raise RangeError(f"gray values outside 0..{top}")
+    values = stored.astype(np.uint32)
+    grey = (values * 255 + top // 2) // top
+    if white_is_zero:
+        grey = 255 - grey
+    result = Image.fromarray(grey.astype(np.uint8))
+    result.info = {key: v for key, v in picture.info.items() if key != "transparency"}
+    transparent = picture.info.get("transparency")
+    if isinstance(transparent, int):
+        opacity = np.where(values == transparent, 0, 255).astype(np.uint8)
+        result.putalpha(Image.fromarray(opacity))
+    return result
+
+
+def _from_floats(picture: Image.Image, white_is_zero: bool) -> Image.Image:
+    import numpy as np
+
+    values = np.asarray(picture)
+    if not (values.min() >= 0.0 and values.max() <= 1.0):  # so phrased, it catches NaN
+        raise RangeError("float values outside 0..1")
+    if white_is_zero:
+        values = 1.0 - values
+    return Image.fromarray(np.rint(values * 255.0).astype(np.uint8))
+
+
+@lru_cache(maxsize=32)
+def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
+    """Return the transform to sRGB of images of a mode with this profile.
+
+    Returns:
+        None where there is nothing to do: the profile is broken, belongs to images of another mode,
+        or is sRGB, as most are under one name or another.
+    """
+    from PIL import ImageCms
+
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if source.profile.xcolor_space.strip() != _PROFILE_SPACES.get(mode):
+            return None
+        transform = ImageCms.buildTransform(
+            source,
+            _srgb(),
+            mode,
+            "RGB",
+            ImageCms.Intent.RELATIVE_COLORIMETRIC,
+            flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
+        )
+        return None if mode in ("L", "RGB") and _changes_nothing(transform, mode) else transform
+    except Exception:  # lcms and Pillow have a dozen ways to say that a profile is broken
+        return None
+
+
+def _changes_nothing(transform: ImageCmsTransform, mode: str) -> bool:
+    before = _ramp().convert(mode)
+    after = transform.apply(before).tobytes()
+    pairs = zip(before.convert("RGB").tobytes(), after, strict=True)
+    return max(abs(a - b) for a, b in pairs) <= _SAME_COLOUR
+
+
+@cache
+def _srgb() -> ImageCmsProfile:
+    from PIL import ImageCms
+
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+
+
+@cache
+def _ramp() -> Image.Image:
+    """Return colors all over the cube, and grays: enough to see whether a profile has an effect."""
+    steps = range(0, 256, 51)
+    cube = [bytes((r, g, b)) for r in steps for g in steps for b in steps]
+    greys = [bytes((v, v, v)) for v in range(256)]
+    return Image.frombytes("RGB", (len(cube) + len(greys), 1), b"".join(cube + greys))
+
+
+# -- images ---------------------------------------------------------------------------------
+
 
 DECODER: Final = 1  # part of cache keys: increment it when the output of `decode` changes
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.data.read.folders import CAPTION_COLUMNS, Entry, Source, captions_in
+from engine.data.read.folders import CAPTION_COLUMNS, Entry, Source, captions_in, weight_in
 from engine.data.read.memo import stamp_of
-from engine.data.read.sample_weights import weight_in
 from jobs.errors import UserError
 from jobs.paths import cache_home
 from jobs.spec.values.datasets import Dataset, find_layout

@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.data.loader import MicroBatch
 from engine.diffusion.objective import Drawn
-from engine.memory.tracing import cuda
-from engine.memory.tracing.assume import Assume
-from engine.memory.tracing.echo import Echo
+from engine.memory.tracing import fakes
+from engine.memory.tracing.fakes import Assume
 from engine.memory.tracing.inputs import (
     caption_shapes,
     latents_shape,
@@ -22,9 +21,9 @@ from engine.memory.tracing.inputs import (
     references,
 )
 from engine.memory.tracing.live import Live
-from engine.memory.tracing.marks import watch
 from engine.memory.tracing.model import Built, Unit, build, on_fake
-from engine.memory.tracing.timeline import Entry, Recorder
+from engine.memory.tracing.record import Echo
+from engine.memory.tracing.timeline import Entry, Recorder, watch
 from engine.model.activation_checkpointing import Recompute, checkpoint_activations
 from engine.model.precision import autocast
 from engine.ranks.world import World
@@ -36,8 +35,8 @@ from jobs.spec.rules.strategy import checkpoints_activations
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from engine.memory.tracing.model import Shape
     from engine.memory.tracing.record import Asked
-    from engine.memory.tracing.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def trace_model(
     Args:
         shape: Of what.
         echo: Trace one block of each kind, and repeat it; else all of them.
-        asked: As of `engine.memory.tracing.echo.Echo`; default: detected.
+        asked: As of `engine.memory.tracing.record.Echo`; default: detected.
 
     Raises:
         UserError: The model cannot be built, or the job's settings do not fit it.
@@ -94,9 +93,9 @@ def trace_model(
         on_fake(built, shape)
         alone = shape.spec.train_batch_size == 1 or not shape.training
         stack.enter_context(Assume(all_true=alone))
-        live = stack.enter_context(Live(cuda.temporary if on_cuda else lambda *_: 0))
+        live = stack.enter_context(Live(fakes.temporary if on_cuda else lambda *_: 0))
         if on_cuda:
-            stack.enter_context(cuda.AsOnCuda())
+            stack.enter_context(fakes.AsOnCuda())
         recorder = Recorder(live)
         for tensor in (*built.model.parameters(), *built.model.buffers()):
             live.ignore(tensor)
@@ -215,7 +214,7 @@ def _sample(built: Built, shape: Shape, recorder: Recorder) -> None:
 
 
 class _Phases:
-    """`engine.ranks.peaks.Peaks`, but for bytes on fake tensors."""
+    """`engine.ranks.telemetry.Peaks`, but for bytes on fake tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -16,12 +16,12 @@ from peft.tuners.lora import Conv2d, Linear
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from engine.model.quantized.quantized_linear import QuantizedLinear
+from engine.model.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from engine.model.quantized.packing import Packing
+    from engine.model.packing import Packing
 
 _ADAPTER: Final = "default"
 

@@ -15,8 +15,8 @@ import transformers
 
 from engine.families.shared.lora_names import adapters_of
 from engine.model.adapters import lora
-from engine.model.encoders.encoder_files import read_entries
 from engine.model.meta_device import parameters_on_meta
+from engine.model.text_encoders import read_entries
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:

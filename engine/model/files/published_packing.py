@@ -3,7 +3,7 @@
 Two layouts are read: E4M3 with a scale for a tensor or for each row (ComfyUI's `scale_weight`,
 compressed-tensors' `weight_scale`), and nf4 as bitsandbytes stores it, with its scales in fp32 or
 in 8 bits themselves. Their bytes are kept as they are; scales take the shapes that
-`engine.model.quantized.packing` gives them.
+`engine.model.packing` gives them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine.model.files.weight_files import PackedParts, StoredTensor
-from engine.model.quantized.packing import NF4_BLOCK, NF4_CODES
+from engine.model.packing import NF4_BLOCK, NF4_CODES
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.model.files.weight_files import StoredTensor
-    from engine.model.quantized.packing import Packing
+    from engine.model.packing import Packing
 
 # Four reads at a time took a third to a half of the time of one at a time from a cold disk.
 _THREADS: Final = 4

@@ -7,11 +7,16 @@ will hold it: host memory grows by the shard, and the ranks of a node together r
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
+import weakref
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -19,25 +24,118 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from engine.model.files.published_packing import BASE_HINT, check_packed, join_packed
 from engine.model.files.weight_files import StoredTensor, stored_tensors
 from engine.model.files.weight_reader import Reading, read_all
-from engine.model.files.widening import narrowed, shape_in_file
 from engine.model.meta_device import parameters_on_meta
-from engine.model.pinned_memory import PinnedMemory, bytes_of
 from engine.model.precision import storage_dtype
-from engine.model.quantized.quantized_linear import (
-    base_precision,
-    quantized_layers,
-    weights_per_element,
-)
+from engine.model.quantized_linear import base_precision, quantized_layers, weights_per_element
 from jobs.errors import UserError
 from jobs.spec.families import denoiser_config, widened_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from engine.model.quantized.quantized_linear import QuantizedLinear
+    from engine.model.quantized_linear import QuantizedLinear
     from jobs.spec.job_spec import RecipeKeys
     from jobs.spec.keys.job import JobKeys
+
+
+# -- widening -------------------------------------------------------------------------------
+# A layer that has more inputs than its file: those are for a conditioning image, and zero.
+
+
+def shape_in_file(shape: tuple[int, ...], place: StoredTensor) -> tuple[int, ...]:
+    """Return the shape that the file of a widened layer's weight should have.
+
+    Args:
+        shape: The weight's own, `(out, in)`.
+        place: Where it is, with any number of inputs up to that.
+
+    Raises:
+        UserError: It is quantized.
+    """
+    if place.packed is not None:
+        raise UserError(
+            f"{place.file.parent} has {place.name} quantized, which cannot get inputs for a "
+            "conditioning image",
+            BASE_HINT,
+        )
+    return (*shape[:1], min(shape[1], place.shape[-1]))
+
+
+def narrowed(here: torch.Tensor, place: StoredTensor) -> torch.Tensor:
+    """Keep the columns of a weight that its file has, and zero all others.
+
+    Args:
+        here: Rows of the weight, or another tensor, which stays as it is.
+        place: Where it is.
+    """
+    if len(place.shape) != 2 or here.dim() != 2 or here.shape[1] <= place.shape[1]:
+        return here
+    whole = here.detach()
+    whole[:, place.shape[1] :].zero_()
+    return whole[:, : place.shape[1]]
+
+
+# -- pinned memory --------------------------------------------------------------------------
+# Host memory that a GPU copies from directly, and no more of it than is asked for.
+#
+# Torch's own allocator of such memory (2.11 to 2.13) rounds each tensor up to a power of two,
+# so that 48 GB of offloaded shards take about 80. Its option against that,
+# `pinned_max_round_threshold_mb`, hands freed memory out again for tensors that are larger
+# than it (2.13). So the shards lie in memory of our own, which is registered with CUDA as
+# torch's checkpoints do it.
+
+
+_ALIGNMENT: Final = 512  # bytes; as CUDA aligns what it allocates
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that `PinnedMemory` needs for tensors like these."""
+    return sum(_rounded(tensor.nbytes) for tensor in tensors)
+
+
+class PinnedMemory:
+    """Memory from which tensors are taken; it is given back when the last of them is gone.
+
+    Where CUDA refuses to register it, it is ordinary memory: `Tensor.is_pinned` tells.
+
+    Args:
+        size: Bytes, from `bytes_of`.
+    """
+
+    def __init__(self, size: int) -> None:
+        # Tensors hold the array and it holds the pages, so its end comes before theirs.
+        self._array = (ctypes.c_char * max(1, size)).from_buffer(mmap.mmap(-1, max(1, size)))
+        self._used = 0
+        address = ctypes.addressof(self._array)
+        with suppress(RuntimeError):
+            pin_memory(address, len(self._array))
+            weakref.finalize(self._array, _unpin, address)
+
+    def take_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same shape and dtype; its contents are zeros.
+
+        Args:
+            tensor: On any device, contiguous, one of those that `bytes_of` has counted.
+        """
+        if not tensor.numel():
+            return torch.empty_like(tensor, device="cpu")
+        first, self._used = self._used, self._used + _rounded(tensor.nbytes)
+        flat = torch.frombuffer(self._array, dtype=tensor.dtype, count=tensor.numel(), offset=first)
+        return flat.view(tensor.shape)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _unpin(address: int) -> None:
+    with suppress(AssertionError, RuntimeError):  # at the end of the process CUDA may be gone
+        unpin_memory(address)
+
+
+# -- weights --------------------------------------------------------------------------------
+
 
 __all__ = [
     "StoredTensor",

@@ -7,17 +7,57 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
+from diffusers import AutoencoderKL
 
 from engine.toy.components.vae import as_tensor, build_vae
-from engine.toy.components.weights import fill_random
+from engine.toy.components.weights import fill_random, one_thread
 from engine.toy.images import toy_captions, toy_pictures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from diffusers import AutoencoderKL
     from PIL import Image
+
+
+# -- four channel vae -----------------------------------------------------------------------
+# A small AutoencoderKL of Stable Diffusion's kind: four channels, random, known by its scale.
+#
+# SDXL, PixArt-Sigma and AuraFlow have the same one.
+
+
+VAE_CHANNELS = 4
+WIDTHS = (8, 16, 16, 16)
+
+
+@torch.no_grad()
+def build_four_channel_vae(seed: int) -> AutoencoderKL:
+    """With `scaling_factor` measured over toy images, of which it makes latents of mean zero."""
+    vae = random_model(
+        AutoencoderKL,
+        seed=seed,
+        down_block_types=("DownEncoderBlock2D",) * len(WIDTHS),
+        up_block_types=("UpDecoderBlock2D",) * len(WIDTHS),
+        block_out_channels=WIDTHS,
+        layers_per_block=1,
+        latent_channels=VAE_CHANNELS,
+        norm_num_groups=8,
+        sample_size=1024,
+        force_upcast=True,
+    )
+    with one_thread():
+        latents = vae.encode(sample_pixels(seed)).latent_dist.mode()
+    means = latents.mean((0, 2, 3))
+    # Its config has no place for a mean: the layers next to the latents take it away and add it.
+    vae.quant_conv.bias[:VAE_CHANNELS] -= means
+    vae.post_quant_conv.bias += vae.post_quant_conv.weight.flatten(1) @ means
+    deviation = (latents - means.view(1, -1, 1, 1)).std().item()
+    vae.register_to_config(scaling_factor=round(1 / deviation, 5))
+    return vae
+
+
+# -- parts ----------------------------------------------------------------------------------
+
 
 # What the vocabularies are made from: the same for every seed, and enough to hold every word.
 CAPTIONS: Final = 512
@@ -92,3 +132,50 @@ def save(pipeline: Any, model_dir: Path, dtype: str, **options: Any) -> None:
         if isinstance(part, torch.nn.Module):
             cast(part, getattr(torch, dtype))
     pipeline.save_pretrained(model_dir, safe_serialization=True, **options)
+
+
+# -- streams --------------------------------------------------------------------------------
+# A toy's stream between the blocks, made so that what a few training steps change can be
+# seen.
+
+
+@torch.no_grad()
+def open_gates(values: torch.Tensor, *, chunks: int, gates: Sequence[int], dim: int = 0) -> None:
+    """Move the gates of adaptive norms to 1, so that the blocks take part from the start.
+
+    Args:
+        values: A bias, or a table of shifts, scales and gates; changed in place.
+        chunks: How many of those there are.
+        gates: Which of them are gates.
+        dim: Along which they lie.
+    """
+    parts = values.chunk(chunks, dim=dim)
+    for gate in gates:
+        parts[gate].add_(1.0)
+
+
+@torch.no_grad()
+def quieten(readout: torch.Tensor, embedding: torch.Tensor) -> None:
+    """Let the last layer see only a fifth of what the first one writes.
+
+    What a block writes elsewhere is not mixed with the embedded latents then.
+
+    Args:
+        readout: Weight of the last layer, (out, width); changed in place.
+        embedding: Weight of the first layer, (width, …), with fewer inputs than width.
+    """
+    basis = torch.linalg.qr(embedding.flatten(1).float()).Q  # (width, in)
+    weight = readout.float()
+    readout.copy_(weight - 0.8 * (weight @ basis) @ basis.T)
+
+
+@torch.no_grad()
+def mislead(bias: torch.Tensor, seed: int) -> None:
+    """Have the last layer be wrong by the same everywhere, which is soon learned.
+
+    Args:
+        bias: Of the last layer; changed in place.
+        seed: Same seed, same error, of size 1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    bias.add_(torch.randn(bias.shape, generator=generator))

@@ -13,7 +13,7 @@ from diffusers import (
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_umt5
-from engine.toy.components.four_channel_vae import CHANNELS, build_four_channel_vae
+from engine.toy.components.parts import VAE_CHANNELS, build_four_channel_vae
 from engine.toy.components.tokenizers import build_llama_tokenizer
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def _build_transformer(seed: int, heads: int) -> AuraFlowTransformer2DModel:
         bias=0.005,
         sample_size=64,
         patch_size=2,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
+        in_channels=VAE_CHANNELS,
+        out_channels=VAE_CHANNELS,
         num_mmdit_layers=JOINT_LAYERS,
         num_single_dit_layers=SINGLE_LAYERS,
         attention_head_dim=HEAD_DIM,

@@ -9,9 +9,9 @@ from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDi
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_t5
-from engine.toy.components.streams import quieten
+from engine.toy.components.parts import quieten
+from engine.toy.components.tokenizers import build_t5_tokenizer
 from engine.toy.components.vae import LATENT_CHANNELS
-from engine.toy.components.vocabulary import build_t5_tokenizer
 from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:

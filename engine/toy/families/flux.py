@@ -16,13 +16,13 @@ from diffusers import (
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_clip, build_t5
-from engine.toy.components.streams import open_gates, quieten
-from engine.toy.components.vae import LATENT_CHANNELS
-from engine.toy.components.vocabulary import (
+from engine.toy.components.parts import open_gates, quieten
+from engine.toy.components.tokenizers import (
     build_clip_tokenizer,
     build_t5_tokenizer,
     save_clip_vocabulary,
 )
+from engine.toy.components.vae import LATENT_CHANNELS
 from engine.toy.components.weights import fill_random, one_thread
 
 if TYPE_CHECKING:

@@ -13,8 +13,11 @@ from diffusers import (
 )
 
 from engine.toy.components import parts
-from engine.toy.components.language_models import build_mistral3, build_qwen3_lm
-from engine.toy.components.processors import save_pixtral_processor
+from engine.toy.components.language_models import (
+    build_mistral3,
+    build_qwen3_lm,
+    save_pixtral_processor,
+)
 from engine.toy.components.tokenizers import build_mistral_tokenizer, build_qwen_tokenizer
 from engine.toy.components.weights import one_thread
 from engine.toy.families.flux import build_scheduler

@@ -14,11 +14,14 @@ from diffusers import (
 
 from engine.toy.components.clip_and_t5 import build_clip_with_projection, build_t5
 from engine.toy.components.language_models import build_llama_lm
-from engine.toy.components.parts import captions, picture_vae, random_model, save
-from engine.toy.components.streams import open_gates
-from engine.toy.components.tokenizers import build_llama3_tokenizer, build_other_clip_tokenizer
+from engine.toy.components.parts import captions, open_gates, picture_vae, random_model, save
+from engine.toy.components.tokenizers import (
+    build_llama3_tokenizer,
+    build_other_clip_tokenizer,
+    build_t5_tokenizer,
+    save_clip_vocabulary,
+)
 from engine.toy.components.vae import LATENT_CHANNELS
-from engine.toy.components.vocabulary import build_t5_tokenizer, save_clip_vocabulary
 
 if TYPE_CHECKING:
     from pathlib import Path

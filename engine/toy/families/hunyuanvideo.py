@@ -16,9 +16,12 @@ from diffusers import (
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_clip
 from engine.toy.components.language_models import build_llama
-from engine.toy.components.streams import mislead, open_gates, quieten
-from engine.toy.components.tokenizers import build_llama3_tokenizer
-from engine.toy.components.vocabulary import build_clip_tokenizer, save_clip_vocabulary
+from engine.toy.components.parts import mislead, open_gates, quieten
+from engine.toy.components.tokenizers import (
+    build_clip_tokenizer,
+    build_llama3_tokenizer,
+    save_clip_vocabulary,
+)
 from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from transformers import ByT5Tokenizer
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_t5
 from engine.toy.components.language_models import build_qwen2_5_vl_text
-from engine.toy.components.streams import mislead, open_gates, quieten
+from engine.toy.components.parts import mislead, open_gates, quieten
 from engine.toy.components.tokenizers import build_qwen_tokenizer
 from engine.toy.components.weights import one_thread
 

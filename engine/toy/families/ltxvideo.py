@@ -15,8 +15,8 @@ from diffusers import (
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_t5
-from engine.toy.components.streams import mislead, open_gates, quieten
-from engine.toy.components.vocabulary import build_t5_tokenizer
+from engine.toy.components.parts import mislead, open_gates, quieten
+from engine.toy.components.tokenizers import build_t5_tokenizer
 from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:

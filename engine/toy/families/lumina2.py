@@ -12,8 +12,7 @@ from diffusers import (
 )
 
 from engine.toy.components.language_models import build_gemma2
-from engine.toy.components.parts import captions, picture_vae, random_model, save
-from engine.toy.components.streams import open_gates
+from engine.toy.components.parts import captions, open_gates, picture_vae, random_model, save
 from engine.toy.components.tokenizers import build_gemma_tokenizer
 from engine.toy.components.vae import LATENT_CHANNELS
 

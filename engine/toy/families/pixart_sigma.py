@@ -13,9 +13,8 @@ from diffusers import (
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_t5
-from engine.toy.components.four_channel_vae import CHANNELS, build_four_channel_vae
-from engine.toy.components.streams import open_gates
-from engine.toy.components.vocabulary import build_t5_tokenizer
+from engine.toy.components.parts import VAE_CHANNELS, build_four_channel_vae, open_gates
+from engine.toy.components.tokenizers import build_t5_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,8 +62,8 @@ def _build_transformer(seed: int, heads: int, pixels: int) -> PixArtTransformer2
         bias=0.005,
         num_attention_heads=heads,
         attention_head_dim=HEAD_DIM,
-        in_channels=CHANNELS,
-        out_channels=2 * CHANNELS,
+        in_channels=VAE_CHANNELS,
+        out_channels=2 * VAE_CHANNELS,
         num_layers=LAYERS,
         cross_attention_dim=width,
         caption_channels=TEXT_DIM,

@@ -15,9 +15,8 @@ from diffusers import (
 )
 
 from engine.toy.components import parts
-from engine.toy.components.language_models import build_qwen2_5_vl
-from engine.toy.components.processors import save_qwen_processor
-from engine.toy.components.streams import open_gates, quieten
+from engine.toy.components.language_models import build_qwen2_5_vl, save_qwen_processor
+from engine.toy.components.parts import open_gates, quieten
 from engine.toy.components.tokenizers import QWEN_IMAGE_TEMPLATE, build_qwen_tokenizer
 from engine.toy.components.weights import one_thread
 

@@ -8,8 +8,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 
 from engine.toy.components.language_models import build_gemma2
-from engine.toy.components.parts import captions, random_model, sample_pixels, save
-from engine.toy.components.streams import open_gates
+from engine.toy.components.parts import captions, open_gates, random_model, sample_pixels, save
 from engine.toy.components.tokenizers import build_gemma_tokenizer
 from engine.toy.components.vae_dc import CHANNELS, build_vae_dc
 

@@ -8,9 +8,12 @@ from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DC
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_clip, build_clip_with_projection
-from engine.toy.components.four_channel_vae import CHANNELS, build_four_channel_vae
-from engine.toy.components.tokenizers import build_other_clip_tokenizer
-from engine.toy.components.vocabulary import build_clip_tokenizer, save_clip_vocabulary
+from engine.toy.components.parts import VAE_CHANNELS, build_four_channel_vae
+from engine.toy.components.tokenizers import (
+    build_clip_tokenizer,
+    build_other_clip_tokenizer,
+    save_clip_vocabulary,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,8 +67,8 @@ def _build_unet(seed: int, scale: int) -> UNet2DConditionModel:
         gain=_gain,
         bias=0.005,
         sample_size=128,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
+        in_channels=VAE_CHANNELS,
+        out_channels=VAE_CHANNELS,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         block_out_channels=tuple(scale * width for width in WIDTHS),

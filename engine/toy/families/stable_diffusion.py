@@ -17,8 +17,8 @@ from diffusers import (
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_clip
-from engine.toy.components.four_channel_vae import CHANNELS, build_four_channel_vae
-from engine.toy.components.vocabulary import build_clip_tokenizer, save_clip_vocabulary
+from engine.toy.components.parts import VAE_CHANNELS, build_four_channel_vae
+from engine.toy.components.tokenizers import build_clip_tokenizer, save_clip_vocabulary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,8 +74,8 @@ def _build_unet(seed: int, scale: int, *, first: bool) -> UNet2DConditionModel:
         gain=_gain,
         bias=0.005,
         sample_size=64,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
+        in_channels=VAE_CHANNELS,
+        out_channels=VAE_CHANNELS,
         down_block_types=(*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
         up_block_types=("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
         block_out_channels=tuple(scale * width for width in WIDTHS),

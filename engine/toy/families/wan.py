@@ -15,9 +15,9 @@ from diffusers import (
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_clip_vision, build_umt5
-from engine.toy.components.processors import save_clip_processor
-from engine.toy.components.streams import mislead, open_gates, quieten
-from engine.toy.components.vocabulary import build_t5_tokenizer
+from engine.toy.components.language_models import save_clip_processor
+from engine.toy.components.parts import mislead, open_gates, quieten
+from engine.toy.components.tokenizers import build_t5_tokenizer
 from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTra
 
 from engine.toy.components import parts
 from engine.toy.components.language_models import build_qwen3
-from engine.toy.components.streams import open_gates, quieten
+from engine.toy.components.parts import open_gates, quieten
 from engine.toy.components.tokenizers import build_qwen_tokenizer
 from engine.toy.components.vae import LATENT_CHANNELS
 from engine.toy.components.weights import one_thread

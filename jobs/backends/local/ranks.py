@@ -14,12 +14,12 @@ import yaml
 
 from jobs.errors import UserError
 from jobs.hub.wanted import forget, noted
-from jobs.launch import local
+from jobs.launch import build_launch, full_environment, versions
 from jobs.machine import devices, processes
 from jobs.machine.gpu import still_held
 from jobs.machine.processes import ProcessId
 from jobs.machine.residence import elsewhere, residence
-from jobs.memory.kept_prediction import keep
+from jobs.memory.calibration import keep
 from jobs.preflight.check_job import check, check_here
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.file.load import load_spec
@@ -179,7 +179,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
         check(spec)
         check_here(spec)
         forget(run_dir)
-    started = local.build(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
+    started = build_launch(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(started.config, sort_keys=False))
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0
     run_dir.launcher_log.write_bytes(b"")  # drop the output of an earlier launch
@@ -187,7 +187,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     with open(run_dir.launcher_log, "ab") as log:
         child = subprocess.Popen(
             started.command,
-            env=local.full_environment(started),
+            env=full_environment(started),
             cwd=run_dir.root,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -216,7 +216,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
         "oom_kills": attempt.oom_kills,
         "launcher": [attempt.launcher.pid, attempt.launcher.started] if attempt.launcher else None,
         "started": time.time(),
-        "versions": local.versions(),
+        "versions": versions(),
         "git": _git_revision(),
     }
     write_atomic(run_dir.launch_file, json.dumps(record, indent=2) + "\n", durable=True)

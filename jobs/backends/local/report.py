@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import NotFoundError, StateError
 from jobs.memory.calibration import record
 from jobs.notify import Announcer
+from jobs.queue.job_list import keep_summary
 from jobs.queue.states import State
-from jobs.queue.summaries import keep_summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.queue.store import Job, Store
-    from jobs.run.diagnosis.hang import Stillness
+    from jobs.run.hang import Stillness
     from jobs.supervise.port import Outcome
 
 _UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.backends.keeper import ensure
 from jobs.backends.slurm import commands
-from jobs.backends.slurm.partitions import ask_partitions, unknown_partition
+from jobs.backends.slurm.commands import ask_partitions, unknown_partition
 from jobs.backends.slurm.records import (
     NAME,
     ask_to_stop,

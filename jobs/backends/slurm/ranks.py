@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Final
 from jobs.backends.slurm import commands
 from jobs.backends.slurm.script import PYTHON_VARIABLE, on_gpus, per_machine
 from jobs.errors import UserError
-from jobs.launch import local
+from jobs.launch import auto_room, loopback_variables, rank_variables, versions
 from jobs.machine import devices, processes
-from jobs.memory.kept_prediction import keep
+from jobs.memory.calibration import keep
 from jobs.queue.states import State
-from jobs.run.diagnosis.rank_exits import rank_exits
 from jobs.run.fence import FENCE_VARIABLE, taken_over
 from jobs.run.rundir import event, read_json, read_tail, write_atomic
+from jobs.run.why_failed import rank_exits
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import AS_ASKED, chosen_strategy, launched_strategy, world_size
 from jobs.supervise.port import Attempt, AwayError, Outcome
@@ -275,9 +275,7 @@ def start_step(
     run_dir.forget_attempt()
     strategy, reason = _strategy(spec, before)
     address = spec.main_process_ip or socket.gethostname()
-    environment = local.rank_variables(
-        spec, run_dir, run_id, strategy, reason, on_gpus=on_gpus(spec)
-    )
+    environment = rank_variables(spec, run_dir, run_id, strategy, reason, on_gpus=on_gpus(spec))
     environment |= {
         FENCE_VARIABLE: str(allocation),
         "FSDP_TUI_LOCAL_RANKS": str(per_machine(spec)),
@@ -285,7 +283,7 @@ def start_step(
         "MASTER_PORT": str(spec.main_process_port or _free_port()),
     }
     if spec.num_machines == 1:
-        environment |= local.loopback_variables(os.environ) | {"MASTER_ADDR": "127.0.0.1"}
+        environment |= loopback_variables(os.environ) | {"MASTER_ADDR": "127.0.0.1"}
     command = srun_command(spec, run_dir, os.environ)
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0
     run_dir.launcher_log.write_bytes(b"")
@@ -312,7 +310,7 @@ def start_step(
         "oom_kills": kills,
         "launcher": None,
         "started": time.time(),
-        "versions": local.versions(),
+        "versions": versions(),
     }
     write_atomic(run_dir.launch_file, json.dumps(record, indent=2) + "\n", durable=True)
     keep(run_dir, spec, strategy, world_size(spec), on_gpus=on_gpus(spec))
@@ -390,7 +388,7 @@ def _strategy(spec: JobSpec, before: Mapping[str, object]) -> tuple[str, str]:
         return strategy, reason
     names = [gpu.uuid for gpu in devices.gpus()] if on_gpus(spec) else []
     mine = names[: per_machine(spec)]
-    return chosen_strategy(spec, local.auto_room(spec, mine))
+    return chosen_strategy(spec, auto_room(spec, mine))
 
 
 def _free_port() -> int:

@@ -35,7 +35,7 @@ from jobs.supervise.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.run.diagnosis.hang import Stillness
+    from jobs.run.hang import Stillness
     from jobs.supervise.port import Outcome
 
 BEAT_EVERY: Final = 5.0  # seconds between two signs of life

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
-from jobs.doctor.checks.keeper import claimed
-from jobs.doctor.finding import Finding, fail, ok, warn
+import psutil
+
+from jobs.doctor.checks.queue import claimed
+from jobs.doctor.examine import Finding, fail, ok, warn
+from jobs.doctor.processes import Outcome, all_reduce
 from jobs.machine.gpu import find, foreign_users
+from jobs.spec.rules.strategy import world_size
 from jobs.units import size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from jobs.doctor.checks.software import TorchFacts
+    from jobs.doctor.examine import Patient
     from jobs.doctor.nvml import Board, Nvml
-    from jobs.doctor.patient import Patient
     from jobs.machine.gpu import Gpu
+
 
 _LOWERED: Final = 0.95  # of the usual power limit; below it someone has lowered it
 _NO_DRIVER: Final = (  # part of NVML's words, in lower case → what to do
@@ -207,3 +214,231 @@ def _kind(gpu: Gpu, board: Board | None) -> str:
 
 def _indices(numbers: Collection[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+# -- topology -------------------------------------------------------------------------------
+# How the GPUs are connected, and whether they can reach each other's memory.
+
+
+_WORDS: Final = {
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "a PCIe host bridge",
+    "NODE": "a processor",
+    "SYS": "the link between processors",
+}
+_MOST_NAMED: Final = 4  # pairs in a sentence
+
+
+def check_topology(patient: Patient) -> Iterator[Finding]:
+    """Check the links between the GPUs that jobs would have."""
+    if patient.nvml is None:
+        return
+    gpus = chosen(patient)
+    if len(gpus) > 1 and patient.nvml.paths:
+        yield judge_paths(gpus, patient.nvml.paths)
+    if len(gpus) > 1 and patient.torch is not None and patient.torch.devices is not None:
+        yield judge_peers(gpus, patient.torch)
+
+
+def judge_paths(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> Finding:
+    """Return the matrix of connections, as `nvidia-smi topo -m` has it. Pure."""
+    path_of_pair = {
+        (gpu.index, other.index): paths.get((gpu.uuid, other.uuid), "?")
+        for gpu in gpus
+        for other in gpus
+        if gpu is not other
+    }
+    kinds = {"NVLink" if kind.startswith("NV") else kind for kind in path_of_pair.values()}
+    slow = sorted({kind for kind in kinds if kind in ("SYS", "NODE")})
+    far = [pair for pair, kind in path_of_pair.items() if kind in slow and pair[0] < pair[1]]
+    facts = {"paths": [[*pair, kind] for pair, kind in path_of_pair.items() if pair[0] < pair[1]]}
+    lines = tuple(matrix([gpu.index for gpu in gpus], path_of_pair)) if len(kinds) > 1 else ()
+    if len(kinds) == 1:
+        only = kinds.pop()
+        links = sorted(set(path_of_pair.values()))
+        words = f"NVLink ({', '.join(links)})" if only == "NVLink" else _WORDS.get(only, only)
+        finding = ok("topology", f"between any two GPUs: {words}", **facts)
+    elif "NVLink" in kinds and far:
+        finding = warn(
+            "topology",
+            f"{_pairs(far)} are connected only by {_WORDS[slow[-1]]}",
+            "use GPUs connected by NVLink; all ranks wait for the slowest pair",
+            **facts,
+        )
+    else:
+        words = "; ".join(sorted(_WORDS.get(kind, kind) for kind in kinds))
+        finding = ok("topology", f"between two GPUs: {words}", **facts)
+    return Finding(**vars(finding) | {"lines": lines})
+
+
+def judge_peers(gpus: Sequence[Gpu], torch: TorchFacts) -> Finding:
+    """Whether data goes from GPU to GPU, or through host memory. Pure."""
+    index = {gpu.uuid: gpu.index for gpu in gpus}
+    numbers = {n: index.get(device["uuid"]) for n, device in enumerate(torch.devices or ())}
+    apart = [
+        (first, second)
+        for first_index, other in torch.apart
+        if (first := numbers.get(first_index)) is not None
+        and (second := numbers.get(other)) is not None
+        if first < second
+    ]
+    if not apart:
+        return ok("peer access", "every GPU can access every other GPU's memory", apart=[])
+    return warn(
+        "peer access",
+        f"{_pairs(apart)} cannot access each other's memory",
+        "data goes through host memory; on a server, check ACS and IOMMU in the BIOS",
+        apart=[list(pair) for pair in apart],
+    )
+
+
+def matrix(indices: Sequence[int], kinds: Mapping[tuple[int, int], str]) -> Iterator[str]:
+    """Yield a line for each GPU, a column for each GPU. Pure."""
+    width = max(4, *(len(kind) for kind in kinds.values()))
+    yield "     " + " ".join(str(index).rjust(width) for index in indices)
+    for row in indices:
+        cells = (kinds.get((row, column), "·").rjust(width) for column in indices)
+        yield f"{row:>4} " + " ".join(cells)
+
+
+def connected_by_nvlink(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> bool:
+    """Whether there are NVLinks between any two of them. Pure."""
+    return len(gpus) > 1 and all(
+        paths.get((gpu.uuid, other.uuid), "").startswith("NV")
+        for gpu in gpus
+        for other in gpus
+        if gpu is not other
+    )
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    named = ", ".join(f"{first}–{other}" for first, other in pairs[:_MOST_NAMED])
+    more = f" and {len(pairs) - _MOST_NAMED} more pairs" if len(pairs) > _MOST_NAMED else ""
+    return f"GPUs {named}{more}"
+
+
+# -- all reduce -----------------------------------------------------------------------------
+# The all-reduce: on which devices, and what its speed means.
+
+
+MEASURE: Final = 10.0  # seconds
+LIMIT: Final = 150.0  # seconds, imports and the driver's start included
+STILL: Final = 30.0  # seconds
+_CPU_RANKS: Final = 2
+_MOST_CPU_RANKS: Final = 8
+# Below these something is wrong, whatever the hardware; bytes a second.
+_LEAST_NVLINK: Final = 20e9
+_LEAST_PCIE: Final = 2.5e9
+
+
+def check_all_reduce(patient: Patient) -> Iterator[Finding]:
+    """Measure on the chosen GPUs; on CPU ranks where there are none."""
+    if patient.quick or patient.nvml is None or patient.torch is None:
+        return
+    spec = patient.spec
+    on_cpu = not patient.nvml.gpus or (spec is not None and spec.device == "cpu")
+    if on_cpu and not patient.gpus:
+        asked = world_size(spec) if spec is not None else _CPU_RANKS
+        cores = psutil.cpu_count() or 1
+        ranks = max(_CPU_RANKS, min(asked, cores, _MOST_CPU_RANKS))
+        yield from judge(_measure(patient, [], ranks), [], nvlink=False, ranks=ranks)
+        return
+    if patient.torch.devices is None:  # which has been said
+        return
+    gpus = free(patient)
+    if not gpus:
+        yield warn(
+            "all-reduce",
+            "skipped: every GPU is in use, or none of those named is usable",
+            "name GPUs with --gpus to measure beside running jobs",
+        )
+        return
+    outcome = _measure(patient, [gpu.uuid for gpu in gpus], len(gpus))
+    nvlink = connected_by_nvlink(gpus, patient.nvml.paths)
+    yield from judge(outcome, gpus, nvlink=nvlink, ranks=len(gpus))
+
+
+def free(patient: Patient) -> list[Gpu]:
+    """Return the GPUs to measure.
+
+    Those that were named, else as many of the unused as the job wants.
+    """
+    gpus = chosen(patient)
+    if patient.gpus:
+        return gpus
+    claims = claimed()
+    others = foreign_users(gpus, (), claims)
+    unused = [gpu for gpu in gpus if gpu.uuid not in claims and gpu.uuid not in others]
+    return unused if patient.spec is None else unused[: world_size(patient.spec)]
+
+
+def judge(outcome: Outcome, gpus: Sequence[Gpu], *, nvlink: bool, ranks: int) -> Iterator[Finding]:
+    """Judge the outcome. Pure; `nvlink` is whether NVLinks connect all of the GPUs."""
+    where = f"GPU {', '.join(str(gpu.index) for gpu in gpus)}" if gpus else f"{ranks} CPU ranks"
+    facts = {
+        "gpus": [gpu.index for gpu in gpus],
+        "ranks": ranks,
+        "sizes": [asdict(measured) for measured in outcome.sizes],
+    }
+    if outcome.left:
+        yield fail(
+            "left over",
+            f"processes {', '.join(map(str, outcome.left))} cannot be killed",
+            "the driver holds them; only a reboot ends them",
+        )
+    if not outcome.sizes:
+        more = f"; NCCL says: {outcome.warning}" if outcome.warning else ""
+        yield fail(
+            "all-reduce",
+            f"{where}: {outcome.problem}{more}",
+            _advice(outcome, gpus),
+            **facts,
+            silent=list(outcome.silent),
+        )
+        return
+    small, large = outcome.sizes[0], outcome.sizes[-1]
+    latency = f"{1e6 * small.seconds:.0f} µs for {size(small.bytes)}"
+    if ranks == 1:
+        finding = ok(
+            "all-reduce", f"{where}: one rank starts, with no peer to exchange with", **facts
+        )
+    else:
+        words = f"{where}: {large.bus / 1e9:.1f} GB/s bus, {latency}"
+        if outcome.gathered is not None:
+            words += f"; all-gather {outcome.gathered.bus / 1e9:.1f} GB/s"
+        least = _LEAST_NVLINK if nvlink else _LEAST_PCIE
+        finding = ok("all-reduce", words, **facts)
+        if gpus and large.bus < least:
+            finding = warn(
+                "all-reduce",
+                f"{words}; expected over {'NVLink' if nvlink else 'PCIe'}: {least / 1e9:g} or more",
+                "check topology and peer access above, and whether others use the GPUs",
+                **facts,
+            )
+    yield Finding(**vars(finding) | {"lines": tuple(_table(outcome)) if ranks > 1 else ()})
+
+
+def _measure(patient: Patient, gpus: list[str], ranks: int) -> Outcome:
+    return all_reduce(gpus, ranks, run_id=patient.run_id, seconds=MEASURE, limit=LIMIT, still=STILL)
+
+
+def _advice(outcome: Outcome, gpus: Sequence[Gpu]) -> str:
+    if outcome.silent and gpus:
+        named = ",".join(str(gpu.index) for n, gpu in enumerate(gpus) if n in outcome.silent)
+        return f"try again without GPU {named}, and with NCCL_P2P_DISABLE=1 to narrow it down"
+    if outcome.silent:
+        return "check the machine's load, and `dmesg` for killed processes"
+    return (
+        "run `fsdp-tui doctor` again with NCCL_DEBUG=INFO"
+        if gpus
+        else "check the results above; ranks need torch, gloo and a host name that resolves"
+    )
+
+
+def _table(outcome: Outcome) -> Iterator[str]:
+    yield f"{'message':>9} {'time':>10} {'bus':>11}"
+    for measured in outcome.sizes:
+        micro = 1e6 * measured.seconds
+        time = f"{micro:.0f} µs" if micro < 1e4 else f"{micro / 1e3:.0f} ms"
+        yield f"{size(measured.bytes):>9} {time:>10} {measured.bus / 1e9:>6.2f} GB/s"

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.doctor.checks.all_reduce import LIMIT, check_all_reduce
-from jobs.doctor.checks.disks import check_cache_disk, check_room, check_state_disk
-from jobs.doctor.checks.gpus import check_gpus, check_names
-from jobs.doctor.checks.hub import check_hub
-from jobs.doctor.checks.job import check_job, read_job
-from jobs.doctor.checks.keeper import check_database, check_exports, check_keeper
-from jobs.doctor.checks.limits import (
+from jobs.doctor.checks.disks import check_cache_disk, check_hub, check_room, check_state_disk
+from jobs.doctor.checks.environment import (
     check_locked_memory,
     check_memory,
     check_open_files,
     check_shared_memory,
+    check_variables,
 )
-from jobs.doctor.checks.orphans import check_orphans
-from jobs.doctor.checks.packages import check_compilers, check_extras, check_packages, check_python
-from jobs.doctor.checks.topology import check_topology
-from jobs.doctor.checks.torch_build import SECONDS, ask_torch, check_backends, check_torch
-from jobs.doctor.checks.variables import check_variables
+from jobs.doctor.checks.gpus import LIMIT, check_all_reduce, check_gpus, check_names, check_topology
+from jobs.doctor.checks.queue import (
+    check_database,
+    check_exports,
+    check_job,
+    check_keeper,
+    check_orphans,
+    read_job,
+)
+from jobs.doctor.checks.software import (
+    SECONDS,
+    ask_torch,
+    check_backends,
+    check_compilers,
+    check_extras,
+    check_packages,
+    check_python,
+    check_torch,
+)
 from jobs.doctor.examine import Check
 from jobs.doctor.nvml import ask_driver
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.doctor.finding import Finding, ok, warn
+from jobs.doctor.examine import Finding, ok, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

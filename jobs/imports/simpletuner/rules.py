@@ -9,7 +9,7 @@ from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, wi
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import read_beside
 from jobs.spec.families.base import ShiftLine
-from jobs.spec.rules.kernels import kernel_conflict
+from jobs.spec.rules.launch_conflicts import kernel_conflict
 from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Final
 from jobs.spec.families import FAMILIES
 from jobs.spec.noise_levels import SHIFTED, SHIFTED_IN_WORDS
 from jobs.spec.rules.averages import AVERAGE_RULES
-from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
-from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
-from jobs.spec.rules.kernels import KERNEL_RULES, is_masked
-from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
+from jobs.spec.rules.data_conflicts import CONDITIONING_RULES, DATA_RULES, Conflict
+from jobs.spec.rules.launch_conflicts import KERNEL_RULES, LAUNCH_RULES, is_masked
 from jobs.spec.rules.lora_conflicts import LORA_RULES, trains_text
 from jobs.spec.rules.no_effect import no_recomputation
 from jobs.spec.rules.steps import STEP_RULES
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from jobs.spec.job_spec import JobSpec, RecipeKeys
-    from jobs.spec.keys.devices import DeviceKeys
-    from jobs.spec.keys.fsdp import FsdpKeys
+    from jobs.spec.keys.devices import DeviceKeys, FsdpKeys
     from jobs.spec.keys.job import JobKeys
     from jobs.spec.keys.noise import NoiseKeys
     from jobs.spec.keys.training import TrainingKeys

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import DataPlanKeys, JobSpec, RecipeKeys
     from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.devices import DeviceKeys
-    from jobs.spec.keys.hub import HubKeys
     from jobs.spec.keys.job import JobKeys
     from jobs.spec.keys.lora import LoraKeys
     from jobs.spec.keys.noise import NoiseKeys
-    from jobs.spec.keys.slurm import SlurmKeys
+    from jobs.spec.keys.output import HubKeys
+    from jobs.spec.keys.running import SlurmKeys
     from jobs.spec.keys.tracking import TrackingKeys
     from jobs.spec.keys.training import TrainingKeys
     from jobs.spec.keys.validation import ValidationKeys

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from jobs.spec.job_spec import RecipeKeys
-    from jobs.spec.keys.devices import DeviceKeys
-    from jobs.spec.keys.fsdp import FsdpKeys
+    from jobs.spec.keys.devices import DeviceKeys, FsdpKeys
 
 SHARDING: Final = ("fsdp2", "hsdp")
 

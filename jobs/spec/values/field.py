@@ -23,7 +23,7 @@ Effect = Literal["same", "changes", "impossible", "ruled"]
 same: nothing but rounding, speed, memory, or which files are written.
 changes: other weights, or other exports, than those of a run that never stopped.
 impossible: the checkpoint's tensors do not fit, or mean something else.
-ruled: it depends on other keys too; `jobs.resume.resume_conflicts` decides.
+ruled: it depends on other keys too; `jobs.resume` decides.
 """
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from engine.blocks.build import CannotBuildError, build, on_meta
 from engine.blocks.detection import report
 from engine.parallel import sharding
-from jobs.models.blocks.parts import Parts
+from jobs.models.parts import Parts
 from tests.support.engine.block_table import BLOCKS, NOT_BUILT, PUBLISHED
 from tests.support.engine.toy_jobs import toy_spec
 

@@ -10,7 +10,7 @@ import pytest
 from engine.checkpoint.data_facts import data_facts, tell_difference
 from engine.data.index.batch_plan import BatchPlan
 from engine.data.index.data_index import DataIndex, Sample
-from engine.data.index.references import Reference
+from engine.data.index.views import Reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable

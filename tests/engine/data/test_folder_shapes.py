@@ -16,9 +16,9 @@ from PIL import Image
 
 from engine.data.index.data_index import build_index
 from engine.data.read.images import _formats
-from engine.data.report.data_report import make_plan, make_report
+from engine.data.report import make_plan, make_report
 from jobs.errors import SpecError, UserError
-from jobs.preflight.dataset import check_dataset
+from jobs.preflight.data import check_dataset
 from jobs.spec.file.load import load_spec
 from jobs.spec.values import dataset_files
 from jobs.spec.values.datasets import with_folder_repeats

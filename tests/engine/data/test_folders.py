@@ -12,8 +12,7 @@ from PIL import Image
 
 from engine.data.index.data_index import build_index
 from engine.data.read.folders import read_folder
-from engine.data.report.caption_lengths import count_tokens
-from engine.data.report.data_report import make_report
+from engine.data.report import count_tokens, make_report
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.datasets import Dataset

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine.data.read.colors import to_rgb
-from engine.data.read.images import NOTES, PictureError, decode, look
+from engine.data.read.images import NOTES, PictureError, decode, look, to_rgb
 from tests.support.images import icc_profiles as icc
 from tests.support.images.encoded import (
     chunk,

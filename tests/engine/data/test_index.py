@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
+from engine.data.contact_sheet import save_strips, sheet
 from engine.data.index import data_index as index_module
 from engine.data.index.data_index import DataIndex, Sample, Skipped, build_index, read_content
 from engine.data.index.views import View, count_views, cut_share, fit, view_of
 from engine.data.read.folders import records_of
 from engine.data.read.memo import Memo, stamp_of
-from engine.data.report.contact_sheet import save_strips, sheet
-from engine.data.report.data_report import (
+from engine.data.report import (
     changed_since,
     make_report,
     reasons_of,

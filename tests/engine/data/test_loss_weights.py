@@ -11,15 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.data.encode.masks import LossWeights, cells_of, mask_key, normalised
+from engine.data.encode.latents import LossWeights, cells_of, mask_key, normalised
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.index.batch_plan import shares_of
-from engine.data.index.data_index import build_index
-from engine.data.index.held_out import hold_out
-from engine.data.index.loss_weights import weights_of
+from engine.data.index.data_index import build_index, hold_out, weights_of
 from engine.data.read.images import decode_opacity
 from engine.data.read.masks import read_mask
-from engine.data.report.data_report import make_plan, make_report, sample_texts, summary
+from engine.data.report import make_plan, make_report, sample_texts, summary
 from engine.diffusion.objective import Problem, loss_of
 from jobs.errors import SpecError, UserError
 from jobs.spec.file.load import load_spec

@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.data.index import references
+from engine.data.index import views
 from engine.data.index.data_index import DataIndex, build_index, read_reference
-from engine.data.index.references import fit_reference, fit_whole, reference_view
-from engine.data.index.views import fit, view_of
+from engine.data.index.views import fit, fit_reference, fit_whole, reference_view, view_of
 from engine.data.prepare import read_pictures
 from engine.data.read.images import decode
-from engine.data.report.data_report import changed_since, make_plan, make_report
+from engine.data.report import changed_since, make_plan, make_report
 from jobs.errors import SpecError, UserError
-from jobs.preflight.conditioning import missing_partners
-from jobs.preflight.data_glance import find_unusable
-from jobs.preflight.dataset import check_dataset
+from jobs.preflight.data import check_dataset, find_unusable, missing_partners
 from jobs.spec.families.references import References, to_area_at_most, to_preferred
 from jobs.spec.file.load import load_spec
 
@@ -235,11 +232,11 @@ def test_sizes_are_those_of_the_pipelines() -> None:
 def test_images_of_a_bucket_have_one_size_where_they_are_made_smaller() -> None:
     """However large they were."""
     takes = References(to_area_at_most)
-    place = references.Place("p")
+    place = views.Place("p")
     sizes = {
-        references.placed(place, (w, h, ""), (w, h), (1248, 832), takes, None).size
+        views.placed(place, (w, h, ""), (w, h), (1248, 832), takes, None).size
         for w, h in ((3001, 2000), (1500, 1003), (6000, 4001))
     }
     assert sizes == {(1248, 832)}
-    small = references.placed(place, (300, 200, ""), (300, 200), (1248, 832), takes, None)
+    small = views.placed(place, (300, 200, ""), (300, 200), (1248, 832), takes, None)
     assert small.size == (288, 192), "nothing is made larger"

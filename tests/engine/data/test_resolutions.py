@@ -9,7 +9,7 @@ from PIL import Image
 
 from engine.data.index.data_index import build_index
 from engine.data.read.class_images import with_class_images
-from engine.data.report.data_report import make_plan, make_report, summary
+from engine.data.report import make_plan, make_report, summary
 from engine.memory.tracing.inputs import training_size
 from jobs.errors import SpecError
 from jobs.spec.file.load import load_spec

@@ -16,7 +16,7 @@ from PIL import Image
 from engine.data.index.data_index import build_index, read_content
 from engine.data.read import tables
 from engine.data.read.tables import RowError, Table, open_table, read_table, split_files
-from engine.data.report.data_report import make_report
+from engine.data.report import make_report
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.datasets import Dataset

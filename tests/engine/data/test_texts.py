@@ -14,7 +14,7 @@ from PIL import Image
 from engine.data.encode.tensor_cache import TensorCache, nonfinite
 from engine.data.encode.texts import NO_TEXT, ImageInput, Text, _encode, _named
 from engine.families.flux import Flux
-from engine.model.encoders.text_encoders import load_whole, models_of
+from engine.model.text_encoders import load_whole, models_of
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import run_job

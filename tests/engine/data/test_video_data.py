@@ -10,14 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
+from engine.data.contact_sheet import sheet
 from engine.data.encode.latents import LatentKeys, to_pixels
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.index.data_index import build_index
 from engine.data.index.views import View, view_of
-from engine.data.report.contact_sheet import sheet
-from engine.data.report.data_report import make_plan, make_report
+from engine.data.report import make_plan, make_report
 from jobs.errors import SpecError, UserError
-from jobs.preflight.dataset import check_dataset
+from jobs.preflight.data import check_dataset
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
 from tests.support.images.videos import level, record

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.data.encode.latents import beginning_pixels, to_pixels
-from engine.data.encode.looks import looks_of
+from engine.data.encode.texts import looks_of
 from engine.data.index.data_index import build_index
 from engine.data.index.views import view_of
 from engine.data.read.videos import VideoError, frames_at, look_at_video, read_frames

@@ -13,8 +13,6 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from engine.demo import __main__ as demo
-from engine.demo import make_base
-from engine.demo.judge import judge, look
 from engine.demo.pictures import (
     BACKGROUNDS,
     COLORS,
@@ -26,6 +24,8 @@ from engine.demo.pictures import (
     scenes,
 )
 from engine.toy.images import HEART
+from tests.support import demo_base
+from tests.support.demo_judge import judge, look
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,7 +120,7 @@ def test_the_base_is_small_and_its_making_is_on_record() -> None:
     sizes = [path.stat().st_size for path in demo.BASE.rglob("*") if path.is_file()]
     assert sum(sizes) < 7e6
     made = json.loads((demo.BASE / demo.CURVES).read_text())
-    assert made["vae"]["steps"] == make_base.VAE_STEPS
-    assert made["transformer"]["steps"] == make_base.STEPS
+    assert made["vae"]["steps"] == demo_base.VAE_STEPS
+    assert made["transformer"]["steps"] == demo_base.STEPS
     for curve in (made["vae"]["loss"], made["transformer"]["loss"]):
         assert curve[-1] < curve[0] / 4

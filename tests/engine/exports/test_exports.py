@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from engine.diffusion.random_numbers import keyed_generator
 from engine.exports import model as whole_model
-from engine.exports import place, writing
-from engine.exports.components import files_of, read_index, take_over
+from engine.exports import writing
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe
+from engine.exports.stock import files_of, read_index, take_over
 from engine.families import load
 from engine.families.shared.lora_names import Layout
 from engine.model.adapters import lora
@@ -412,9 +412,9 @@ def test_a_killed_export_leaves_nothing_that_the_next_one_does_not_tidy(tmp_path
     (tmp_path / ".export.77.tmp").mkdir()
     (tmp_path / ".export.old").mkdir()  # killed between two renames
     (tmp_path / ".export.old" / "x").touch()
-    with place.aside_of(target) as mine, place.aside_of(tmp_path / "other"):
+    with writing.aside_of(target) as mine, writing.aside_of(tmp_path / "other"):
         assert mine.is_dir()
-        place._tidy(target)
+        writing._tidy(target)
         assert mine.is_dir(), "someone is writing there"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     assert (target / "x").exists()
@@ -434,18 +434,18 @@ def test_an_export_of_the_same_step_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     """At once where the file system can; else with two renames."""
-    exchange = place._exchange
+    exchange = writing._exchange
     calls = []
 
     def seen(aside: Path, target: Path) -> bool:
         calls.append((aside / "x").read_text() + (target / "x").read_text())
         return exchange(aside, target) if swaps else False
 
-    monkeypatch.setattr(place, "_exchange", seen)
+    monkeypatch.setattr(writing, "_exchange", seen)
     for text in ("first", "second"):
-        with place.aside_of(tmp_path / "export") as aside:
+        with writing.aside_of(tmp_path / "export") as aside:
             (aside / "x").write_text(text)
-            place.install(aside, tmp_path / "export", {"step": 4})
+            writing.install(aside, tmp_path / "export", {"step": 4})
     assert calls == ["secondfirst"]
     assert (tmp_path / "export" / "x").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
@@ -458,7 +458,7 @@ def test_an_export_that_has_its_name_is_no_failure(
         if path == tmp_path:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(place, "sync", fail)
-    with place.aside_of(tmp_path / "export") as aside:
-        place.install(aside, tmp_path / "export", {"step": 4})
+    monkeypatch.setattr(writing, "sync", fail)
+    with writing.aside_of(tmp_path / "export") as aside:
+        writing.install(aside, tmp_path / "export", {"step": 4})
     assert (tmp_path / "export" / "export.json").exists()

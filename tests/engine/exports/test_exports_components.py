@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.exports.components import files_of, read_index
+from engine.exports.stock import files_of, read_index
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from diffusers.loaders import single_file_utils
 
 from engine.blocks.build import on_meta
 from engine.diffusion.random_numbers import keyed_generator
-from engine.exports import lokr
+from engine.exports import lora
 from engine.families import load
 from jobs.errors import UserError
 from jobs.spec.families import FAMILIES
@@ -428,9 +428,9 @@ def test_a_lokr_has_a_name_for_each_layer_or_for_none(name: str) -> None:
     assert family.COMFYUI is not None
     if FUSED.get(name, "") is None:
         with pytest.raises(UserError, match="a Kronecker product has no parts"):
-            lokr.named(family.COMFYUI, layers)
+            lora.named(family.COMFYUI, layers)
         return
-    found = lokr.named(family.COMFYUI, layers)
+    found = lora.named(family.COMFYUI, layers)
     ends = ("lokr_w1", "lokr_w2_a", "lokr_w2_b", "alpha")
     keys = {key.removesuffix(".lokr_w1") for key in found if key.endswith(".lokr_w1")}
     assert found.keys() == {f"{key}.{end}" for key in keys for end in ends}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import families
-from engine.exports.modelspec import _ARCHITECTURES, _IMPLEMENTATIONS, model_spec
-from engine.exports.recipe import Recipe
+from engine.exports.recipe import _ARCHITECTURES, _IMPLEMENTATIONS, Recipe, model_spec
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.exports import export_alone, recipe_of, trained_model

@@ -10,8 +10,8 @@ import pytest
 
 from engine import families
 from engine.exports.recipe import Recipe, describe
-from engine.tracking.values import config_values
-from jobs.hub.upload import CardFacts, write_card
+from engine.tracking.follower import config_values
+from jobs.hub.push import CardFacts, write_card
 from jobs.spec.job_spec import JobSpec, field_names, is_public
 from jobs.spec.keys.prompts import ValidationPrompt
 from jobs.spec.values.datasets import Dataset

@@ -13,10 +13,8 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file
 
 from engine.blocks.build import on_meta
-from engine.exports.authors_layout import RENAMES, authors_layout, fits_8_bits
-from engine.exports.made import Made
 from engine.exports.recipe import Recipe
-from engine.exports.sdxl_layout import PARTS, UNET
+from engine.exports.single_file import PARTS, RENAMES, UNET, Made, authors_layout, fits_8_bits
 from engine.families import load
 from jobs.errors import UserError
 from jobs.run.export_places import export_facts

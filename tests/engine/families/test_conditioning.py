@@ -23,11 +23,10 @@ from transformers.utils import is_torchvision_available
 from engine import families
 from engine.data.encode import texts as encode_texts
 from engine.data.encode.latents import prepare_latents
-from engine.data.encode.looks import looks_of_prompt
 from engine.data.encode.tensor_cache import TensorCache
-from engine.data.encode.texts import Text, TextKeys
+from engine.data.encode.texts import Text, TextKeys, looks_of_prompt
 from engine.data.index.data_index import build_index
-from engine.data.index.references import fit_whole
+from engine.data.index.views import fit_whole
 from engine.diffusion.objective import Problem
 from engine.families.shared.references import (
     BEGINNING,
@@ -36,14 +35,13 @@ from engine.families.shared.references import (
     first_frame_of,
     judged,
 )
-from engine.memory.predicting.phases import text_cache
+from engine.memory.phases import text_cache
 from engine.memory.tracing.inputs import largest_encoded, latents_shape, reference_shapes
-from engine.memory.tracing.model import build
-from engine.memory.tracing.shape import shape_of
+from engine.memory.tracing.model import build, shape_of
+from engine.model import text_encoders
 from engine.model.adapters import lora
-from engine.model.encoders import text_encoders
 from engine.model.files import weights
-from engine.model.quantized.packing import Packing
+from engine.model.packing import Packing
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.toy.components.weights import one_thread

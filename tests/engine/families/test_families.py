@@ -19,11 +19,11 @@ from engine.families.shared.collate import mask_of
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters import lora
 from engine.model.adapters.lora_file import begin_from
-from engine.model.adapters.training_adapter_file import read_training_adapter
+from engine.model.adapters.training_adapter import read_training_adapter
 from engine.model.files import weights
 from engine.model.kernels import choose_attention
 from engine.model.precision import narrow_inputs
-from engine.sample.lockstep import Forwards
+from engine.sample.sampler import Forwards
 from engine.toy.components.weights import one_thread
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec

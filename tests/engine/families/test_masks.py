@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from engine.families.shared import hidream_experts
 from engine.model.kernels import choose_attention
-from engine.sample.lockstep import Forwards
+from engine.sample.sampler import Forwards
 from engine.toy.components.weights import one_thread
 from jobs.spec.job_spec import JobSpec
-from jobs.spec.rules.kernels import kernel_conflict
+from jobs.spec.rules.launch_conflicts import kernel_conflict
 from tests.support.engine.families import (
     NEGATIVE,
     PROMPT,

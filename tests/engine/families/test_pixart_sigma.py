@@ -17,7 +17,7 @@ from engine.model.files import weights
 from engine.model.meta_device import parameters_on_meta
 from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError
-from jobs.models.blocks.model_config import find_target
+from jobs.models.model_config import find_target
 from jobs.preflight.check_job import check_model
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
 from tests.support.engine.families import PROMPT, Case, quiet

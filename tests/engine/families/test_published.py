@@ -15,7 +15,7 @@ import pytest
 
 from engine.blocks.build import build
 from engine.blocks.detection import report
-from jobs.models.blocks.model_config import find_target
+from jobs.models.model_config import find_target
 from jobs.models.published_sizes import PARAMETERS
 from jobs.spec.families import FAMILIES
 

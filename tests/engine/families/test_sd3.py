@@ -15,7 +15,7 @@ from engine.blocks.build import on_meta
 from engine.families import load
 from engine.toy import write_toy
 from jobs.errors import UserError
-from jobs.models.blocks.model_config import find_target
+from jobs.models.model_config import find_target
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ from engine.families.shared import sdxl_kohya
 from engine.families.shared.lora_names import Kohya
 from engine.toy import write_toy
 from jobs.errors import UserError
-from jobs.models.blocks.model_config import find_target
+from jobs.models.model_config import find_target
 
 if TYPE_CHECKING:
     from pathlib import Path

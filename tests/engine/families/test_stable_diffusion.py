@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from engine import families
 from engine.blocks.build import on_meta
-from engine.exports.components import files_of, read_index
+from engine.exports.stock import files_of, read_index
 from engine.exports.writing import Writing
 from engine.toy.components.weights import one_thread
 from jobs.errors import UserError
-from jobs.models.blocks.model_config import find_target
+from jobs.models.model_config import find_target
 from tests.support.engine.exports import recipe_of
 from tests.support.engine.families import Case, quiet
 

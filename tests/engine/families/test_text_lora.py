@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from engine.memory.estimator import Estimator
 from engine.model.adapters import lora, lora_file, text_lora
-from engine.model.encoders.encoder_files import encoder_bytes
+from engine.model.text_encoders import encoder_bytes
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec

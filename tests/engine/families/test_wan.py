@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from engine.ranks.world import World, leave_world
-from engine.sample.second_denoiser import second_denoisers
+from engine.sample.sampler import second_denoisers
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir
 from tests.support.engine.exports import export_alone, recipe_of, trained_model

@@ -191,7 +191,7 @@ def test_a_peft_file_gets_its_own_configuration(
     other.mkdir()
     whole = other / "adapter_model.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr("engine.loras.output.os.rename", lambda *_: 1 / 0)
+        patch.setattr("engine.loras.lora_file.os.rename", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tool(capsys, *words, f"--output={whole}")
     assert list(other.iterdir()) == []

@@ -16,7 +16,7 @@ from peft.tuners.lokr import LoKrLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from engine.exports.sdxl_layout import sdxl_layout
+from engine.exports.single_file import sdxl_layout
 from engine.families.shared import flux_kohya
 from engine.loras import into_model
 from engine.model.adapters import lora

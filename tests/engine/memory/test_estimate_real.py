@@ -14,14 +14,12 @@ from engine.toy import DTYPES, write_toy
 from jobs.errors import UserError
 from jobs.machine.gpu import Gpu
 from jobs.memory.calibration import Calibration
-from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, KINDS, read_smallest
-from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place
-from jobs.memory.ladder import climb
+from jobs.memory.fit import CARDS, CARDS_FILE, IN_TABLES, KINDS, read_smallest
+from jobs.memory.ladder import LADDER, climb
 from jobs.memory.predicted import Predicted
-from jobs.memory.question import predict
-from jobs.memory.rungs import LADDER
-from jobs.models.blocks import model_config
+from jobs.memory.question import Server, predict
+from jobs.models import model_config
 from jobs.paths import exists
 from jobs.preflight import check_job
 from jobs.run.rundir import read_json

@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from engine.memory import estimator as estimator_module
 from engine.memory.__main__ import serve
 from engine.memory.estimator import Estimator
-from engine.memory.predicting.optimizers import Trained, state_bytes, temporary_bytes
-from engine.memory.predicting.overheads import Overheads
-from engine.memory.predicting.predict import predict
-from engine.memory.predicting.prediction import PHASES, Parts, Phase, Prediction
+from engine.memory.predict import Overheads, Trained, predict, state_bytes, temporary_bytes
+from engine.memory.prediction import PHASES, Parts, Phase, Prediction
 from engine.memory.tracing.live import Live, rounded
-from engine.memory.tracing.shape import Shape, shape_of
+from engine.memory.tracing.model import Shape, shape_of
 from engine.memory.tracing.timeline import Mark, Recorder
 from engine.memory.tracing.trace import Trace, trace_model
 from engine.train.optimizer import build_optimizer

@@ -7,15 +7,15 @@ import gc
 import pytest
 import torch
 
-from engine.model import pinned_memory
+from engine.model.files import weights
 
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Address → bytes of what is registered now."""
     found: dict[int, int] = {}
-    monkeypatch.setattr(pinned_memory, "pin_memory", found.__setitem__)
-    monkeypatch.setattr(pinned_memory, "unpin_memory", found.pop)
+    monkeypatch.setattr(weights, "pin_memory", found.__setitem__)
+    monkeypatch.setattr(weights, "unpin_memory", found.pop)
     return found
 
 
@@ -29,7 +29,7 @@ def test_shards_take_what_they_need_and_no_power_of_two(registered: dict[int, in
             ((513,), torch.bfloat16),
         )
     ]
-    memory = pinned_memory.PinnedMemory(pinned_memory.bytes_of(wanted))
+    memory = weights.PinnedMemory(weights.bytes_of(wanted))
     (size,) = registered.values()
     needed = sum(tensor.nbytes for tensor in wanted)
     assert needed <= size <= needed + 512 * len(wanted)
@@ -46,7 +46,7 @@ def test_shards_take_what_they_need_and_no_power_of_two(registered: dict[int, in
 
 
 def test_it_is_given_back_with_the_last_tensor(registered: dict[int, int]) -> None:
-    memory = pinned_memory.PinnedMemory(4096)
+    memory = weights.PinnedMemory(4096)
     first, second = (memory.take_like(torch.empty(8, device="meta")) for _ in range(2))
     del memory, first
     gc.collect()
@@ -61,6 +61,6 @@ def test_memory_that_cuda_refuses_is_ordinary_memory(monkeypatch: pytest.MonkeyP
     def refuse(address: int, size: int) -> None:
         raise RuntimeError("Registering memory failed with cudaError: 2.")
 
-    monkeypatch.setattr(pinned_memory, "pin_memory", refuse)
-    taken = pinned_memory.PinnedMemory(4096).take_like(torch.empty(8, device="meta"))
+    monkeypatch.setattr(weights, "pin_memory", refuse)
+    taken = weights.PinnedMemory(4096).take_like(torch.empty(8, device="meta"))
     assert taken.fill_(2.0).sum() == 16.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from jobs.resume.resume_conflicts import with_known_length
+from jobs.resume import with_known_length
 from jobs.run.checkpoint_files import list_checkpoints, read_state
 from jobs.run.eventlog import EventLog
 from jobs.run.events import Start

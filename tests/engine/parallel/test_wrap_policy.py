@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import _recursive_wrap
 from engine.parallel.wrap_policy import choose_modules, load_policy
 from jobs.errors import UserError
 from jobs.preflight import check_job
-from jobs.preflight.wrapped_classes import check_wrap_policy
+from jobs.preflight.check_job import check_wrap_policy
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine import wrap_policies
@@ -193,7 +193,7 @@ def test_nothing_is_imported_where_nothing_is_wrapped_by_it(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setenv("FSDP_TUI_WRAP_POLICIES", "no")
-    monkeypatch.setattr("jobs.preflight.wrapped_classes.ask", lambda *words: asked.append(words[1]))
+    monkeypatch.setattr("jobs.preflight.check_job.ask", lambda *words: asked.append(words[1]))
     check_wrap_policy(spec)
     assert asked == []
     check_wrap_policy(spec_of("no.such"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from engine.ranks.affinity import stay_near_gpu
+from engine.ranks.world import stay_near_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

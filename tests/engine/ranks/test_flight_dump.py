@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from engine.ranks.flight_dump import write_flight
+from engine.ranks.failure import write_flight
 from engine.ranks.telemetry import Telemetry
-from jobs.run.diagnosis import flight_records
+from jobs.run import why_failed
 from jobs.run.rundir import FLIGHT, RunDir
 from tests.support.engine.toy_jobs import start_ranks
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def wait_in_vain(rank: int, ranks: int, root: str) -> None:
     """Three collectives of rank 0 and the first of rank 1; then each writes what it remembers."""
-    os.environ |= flight_records.environment(RunDir(Path(root)))
+    os.environ |= why_failed.environment(RunDir(Path(root)))
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     if rank == 0:
@@ -36,7 +36,7 @@ def test_a_rank_that_is_late_is_found_in_what_torch_remembers(tmp_path: Path) ->
     run_dir = RunDir(tmp_path)
     run_dir.create()
     start_ranks(wait_in_vain, 2, str(tmp_path)).join()
-    wait = flight_records.find_wait(run_dir)
+    wait = why_failed.find_wait(run_dir)
     assert wait is not None
     assert (wait.late, wait.waiting) == ((1,), (0,))
     assert wait.collective == "all_gather"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from engine.ranks.host_memory import available_memory
+from engine.ranks.world import available_memory
 
 if TYPE_CHECKING:
     from pathlib import Path

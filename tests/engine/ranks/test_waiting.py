@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine.data.encode.shared_work import pieces, together
+from engine.data.encode.tensor_cache import pieces, together
 from engine.data.index import data_index
 from engine.data.prepare import prepare
-from engine.ranks.control import Control, StoppedError
-from engine.ranks.file_barrier import FileBarrier
-from engine.ranks.team import Team
+from engine.ranks.team import Control, FileBarrier, StoppedError, Team
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
-from jobs.run.diagnosis.hang import Watch, find_hang
+from jobs.run.hang import Watch, find_hang
 from jobs.run.rundir import RunDir
 from tests.support.engine.run_context import run_context
 from tests.support.engine.toy_jobs import toy_spec

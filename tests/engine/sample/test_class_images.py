@@ -11,7 +11,7 @@ from PIL import Image
 
 from engine.data.index.data_index import build_index
 from engine.data.read.class_images import folder_of, numbers_in, with_class_images
-from engine.data.report.data_report import make_report
+from engine.data.report import make_report
 from engine.model.release import STILL_HELD
 from jobs.run.eventlog import EventLog
 from tests.support.engine.ranks import class_images as ranks_of

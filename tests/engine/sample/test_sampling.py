@@ -19,9 +19,8 @@ from engine import families
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import build_model, run_job
-from engine.sample.lockstep import Forwards, rounds_of
 from engine.sample.sample_files import write_sample
-from engine.sample.sampler import Sampler
+from engine.sample.sampler import Forwards, Sampler, rounds_of
 from engine.toy.components.weights import one_thread
 from jobs.errors import NotFiniteError
 from jobs.run.rundir import RunDir

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from engine.start.loopback import Loopback
-from jobs.launch.local import loopback_variables
+from jobs.launch import loopback_variables
 from tests.support.paths import ROOT
 
 

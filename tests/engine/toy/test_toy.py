@@ -18,8 +18,8 @@ from PIL import Image
 import engine.toy
 from engine.toy import ToyPaths, is_complete, write_toy
 from engine.toy.components import parts
+from engine.toy.components.tokenizers import byte_signs
 from engine.toy.components.vae import as_tensor
-from engine.toy.components.vocabulary import byte_signs
 from engine.toy.components.weights import one_thread
 from engine.toy.families.flux import FluxSizes, build_transformer, shape_transformer, write_flux
 from engine.toy.images import (

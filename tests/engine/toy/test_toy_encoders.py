@@ -34,19 +34,20 @@ from engine.toy.components.language_models import (
     build_qwen2_5_vl,
     build_qwen3,
     build_qwen3_lm,
+    save_pixtral_processor,
 )
-from engine.toy.components.processors import save_pixtral_processor
 from engine.toy.components.tokenizers import (
     LUMINA_TEMPLATE,
     QWEN_IMAGE_TEMPLATE,
+    build_clip_tokenizer,
     build_gemma_tokenizer,
     build_llama3_tokenizer,
     build_llama_tokenizer,
     build_mistral_tokenizer,
     build_other_clip_tokenizer,
     build_qwen_tokenizer,
+    build_t5_tokenizer,
 )
-from engine.toy.components.vocabulary import build_clip_tokenizer, build_t5_tokenizer
 from engine.toy.components.weights import one_thread
 from engine.toy.images import toy_captions
 

@@ -13,8 +13,8 @@ import torch
 
 from engine import run_job as run
 from engine.families.flux import Flux
-from engine.ranks import control
-from engine.ranks.control import Control
+from engine.ranks import team
+from engine.ranks.team import Control
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import run_job
@@ -146,7 +146,7 @@ def test_requests_are_shared_a_step_late_and_granted_once(
         asked.append(votes.tolist())
         return _Work()
 
-    monkeypatch.setattr(control.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(team.dist, "all_reduce", all_reduce)
     files = RunDir(tmp_path / "run")
     files.create()
     ranks = [Control(files, World(n, 2, torch.device("cuda"), "ddp", "t")) for n in range(2)]

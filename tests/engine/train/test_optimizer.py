@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from engine.model.adapters.lora import initialise, lora_parameters
 from engine.train import gradients
+from engine.train.ema import averaged_in_place, averages_of
 from engine.train.optimizer import (
     WHOLE_ONLY,
     build_optimizer,
     build_scheduler,
     explain_load_failure,
 )
-from engine.train.schedule_free import averaged_in_place, averages_of
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.ranks.optim import (

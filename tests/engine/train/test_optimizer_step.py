@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine.data.loader import Inputs, MicroBatch
 from engine.diffusion.objective import Drawn, Problem
-from engine.ranks.peaks import Peaks
+from engine.ranks.telemetry import Peaks
 from engine.ranks.world import World
 from engine.train.ema import Ema
 from engine.train.optimizer import build_optimizer, build_scheduler

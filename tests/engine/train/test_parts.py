@@ -17,7 +17,7 @@ from engine import checkpoint
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.ranks.mesh import build_mesh
-from engine.ranks.peaks import Peaks
+from engine.ranks.telemetry import Peaks
 from engine.ranks.world import World
 from engine.run_job import start_training
 from jobs.errors import UserError

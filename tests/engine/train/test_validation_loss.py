@@ -18,10 +18,9 @@ from diffusers import DDPMScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.index.data_index import DataIndex, Sample, build_index
-from engine.data.index.held_out import hold_out
+from engine.data.index.data_index import DataIndex, Sample, build_index, hold_out
 from engine.data.prepare import Prepared
-from engine.data.report.data_report import make_plan, make_report, summary
+from engine.data.report import make_plan, make_report, summary
 from engine.diffusion.denoising import Denoising
 from engine.diffusion.objective import Drawn
 from engine.diffusion.rectified_flow import Flow

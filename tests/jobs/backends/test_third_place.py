@@ -16,7 +16,7 @@ from jobs.queue.states import State
 from jobs.run.rundir import event
 from jobs.spec.file.load import dump_spec
 from tests.support.jobs.checkpoints import save_checkpoint
-from tui.dashboard.job_groups import job_groups
+from tui.dashboard.jobs_panel import job_groups
 from tui.look.collector import where_of
 from tui.look.snapshot import JobView
 

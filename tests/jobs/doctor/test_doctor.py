@@ -15,11 +15,9 @@ import psutil
 import pytest
 import yaml
 
-from jobs.doctor import ask
+from jobs.doctor import processes
 from jobs.doctor.agreed import END
-from jobs.doctor.examine import Check, examine
-from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
-from jobs.doctor.patient import Patient
+from jobs.doctor.examine import Check, Finding, Patient, Verdict, examine, fail, ok, warn
 from jobs.errors import UserError
 from tests.support.waiting import PATIENCE, eventually
 from tui.cli import commands
@@ -120,9 +118,9 @@ def test_nothing_secret_and_nothing_that_steers_a_terminal_gets_out() -> None:
 @pytest.fixture
 def doctor_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script that plays `python -m jobs.doctor`; it leaves its pid beside it."""
-    monkeypatch.setattr(ask, "_GONE_WITHIN", PATIENCE)
+    monkeypatch.setattr(processes, "_GONE_WITHIN", PATIENCE)
     script = tmp_path / "python"
-    monkeypatch.setattr(ask.sys, "executable", str(script))
+    monkeypatch.setattr(processes.sys, "executable", str(script))
     return script
 
 
@@ -140,21 +138,21 @@ def gone(script: Path) -> bool:
 
 def test_findings_come_until_the_process_says_that_it_is_done(doctor_script: Path) -> None:
     play(doctor_script, f"echo '{json.dumps({END: True})}'", "exec sleep 600")
-    found = list(ask.find())
+    found = list(processes.find())
     assert [finding.name for finding in found] == ["first"]
     assert gone(doctor_script), "nobody waits for what it still does"
 
 
 def test_a_process_that_dies_is_a_failure_with_its_last_words(doctor_script: Path) -> None:
     play(doctor_script, "echo trouble >&2", "echo 'ImportError: no sqlite' >&2", "exit 3")
-    found = list(ask.find())
+    found = list(processes.find())
     assert [str(finding.verdict) for finding in found] == ["ok", "fail"]
     assert found[1].found == "stopped: ImportError: no sqlite"
 
 
 def test_a_process_that_says_nothing_is_given_up(doctor_script: Path) -> None:
     play(doctor_script, "exec sleep 600")
-    found = list(ask.find(silent=15))
+    found = list(processes.find(silent=15))
     assert found[1].verdict is Verdict.FAIL
     assert gone(doctor_script)
 
@@ -166,7 +164,7 @@ def test_who_stops_listening_ends_the_process_and_what_it_started(
     # It tells its pid itself: the mark is there only when it runs.
     child = f"{marked} sh -c 'echo $$ > {tmp_path}/child; exec sleep 600' &"
     play(doctor_script, child, "wait")
-    coming = ask.find()
+    coming = processes.find()
     assert next(coming).name == "first"
     eventually(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text().strip())
     coming.close()

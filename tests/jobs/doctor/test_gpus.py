@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 import pynvml
 import pytest
 
-from jobs.doctor.checks.gpus import check_gpus, check_names, judge_health, judge_presence, judge_use
-from jobs.doctor.checks.topology import connected_by_nvlink, judge_paths, judge_peers, matrix
-from jobs.doctor.checks.torch_build import TorchFacts, check_backends, judge_torch
-from jobs.doctor.finding import Finding, Verdict
+from jobs.doctor.checks.gpus import (
+    check_gpus,
+    check_names,
+    connected_by_nvlink,
+    judge_health,
+    judge_paths,
+    judge_peers,
+    judge_presence,
+    judge_use,
+    matrix,
+)
+from jobs.doctor.checks.software import TorchFacts, check_backends, judge_torch
+from jobs.doctor.examine import Finding, Patient, Verdict
 from jobs.doctor.nvml import Board, Nvml, count_on_bus, read_driver
-from jobs.doctor.patient import Patient
 from jobs.machine.devices import Gpu
 from tests.support.nvml_stub.stub import GIB, gpu, uuid
 
@@ -320,7 +328,7 @@ def test_kernels_for_a_gpu(
 def test_the_nccl_that_is_loaded(
     facts: TorchFacts, wheel: str | None, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.doctor.checks.torch_build._wheel_of_nccl", lambda cuda: wheel)
+    monkeypatch.setattr("jobs.doctor.checks.software._wheel_of_nccl", lambda cuda: wheel)
     (finding,) = check_backends(Patient(torch=facts))
     assert finding.verdict == verdict
     assert text in finding.found

@@ -20,7 +20,8 @@ import pytest
 import yaml
 
 from jobs import service
-from jobs.doctor.checks import disks, hub, job, keeper, packages
+from jobs.doctor.checks import disks, queue, software
+from jobs.doctor.checks import queue as job
 from jobs.doctor.checks.disks import (
     Disk,
     checkpoint_bytes,
@@ -31,21 +32,20 @@ from jobs.doctor.checks.disks import (
     look,
     nearest,
 )
-from jobs.doctor.checks.limits import (
+from jobs.doctor.checks.environment import (
     judge_locked_memory,
     judge_memory,
     judge_open_files,
     judge_shared_memory,
+    judge_variables,
 )
 from jobs.doctor.checks.terminal import Tmux, ask_tmux, is_utf8, judge_terminal
-from jobs.doctor.checks.variables import judge_variables
-from jobs.doctor.finding import Finding, Verdict
+from jobs.doctor.examine import Finding, Patient, Verdict
 from jobs.doctor.nvml import Nvml
-from jobs.doctor.patient import Patient
 from jobs.errors import UserError
 from jobs.machine.cgroups import memory_rooms
 from jobs.machine.devices import Gpu
-from jobs.machine.file_systems import kind_among
+from jobs.machine.residence import kind_among
 from jobs.preflight import check_job
 from jobs.preflight.versions import TESTED
 from jobs.spec.file.load import load_spec
@@ -78,11 +78,11 @@ def one(found: Iterable[Finding]) -> Finding:
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Versions of what is installed; a test says which."""
     versions: dict[str, str] = {}
-    wanted = packages.Requirements(
+    wanted = software.Requirements(
         ">=3.11", ("torch>=2.12,<3", "numpy>=1.26"), {"video": ("av>=15,<19",)}
     )
-    monkeypatch.setattr(packages, "read_requirements", lambda: wanted)
-    monkeypatch.setattr(packages, "installed", versions.get)
+    monkeypatch.setattr(software, "read_requirements", lambda: wanted)
+    monkeypatch.setattr(software, "installed", versions.get)
     monkeypatch.setattr("jobs.preflight.versions.installed", versions.get)
     return versions
 
@@ -103,7 +103,7 @@ def test_packages_must_be_in_range(
     torch: str | None, verdict: str, text: str, installed: dict[str, str]
 ) -> None:
     installed |= {"numpy": "2.4.0"} | ({"torch": torch} if torch else {})
-    finding = one(packages.check_packages(Patient()))
+    finding = one(software.check_packages(Patient()))
     assert finding.verdict == verdict
     assert text in finding.found
     if verdict != "ok":
@@ -114,20 +114,20 @@ def test_packages_must_be_in_range(
 
 
 def test_an_extra_need_not_be_there_but_must_fit(installed: dict[str, str]) -> None:
-    finding = one(packages.check_extras(Patient()))
+    finding = one(software.check_extras(Patient()))
     assert finding.verdict is Verdict.OK
     assert "not installed: video (av)" in finding.found
     installed["av"] = "14.0"
-    assert told(packages.check_extras(Patient())) == [("warn", "av"), ("ok", "extras")]
+    assert told(software.check_extras(Patient())) == [("warn", "av"), ("ok", "extras")]
 
 
 def test_ranges_are_those_of_pyproject(tmp_path: Path) -> None:
-    wanted = packages.read_requirements()
+    wanted = software.read_requirements()
     assert any(text.startswith("torch>=") for text in wanted.needed)
     assert wanted.extras.keys() == {"optimizers", "datasets", "video"}
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
-    assert packages._checkout(tmp_path / "pyproject.toml") is None
-    assert packages._checkout(tmp_path / "none.toml") is None
+    assert software._checkout(tmp_path / "pyproject.toml") is None
+    assert software._checkout(tmp_path / "none.toml") is None
 
 
 def test_installed_without_a_checkout_the_metadata_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,18 +137,18 @@ def test_installed_without_a_checkout_the_metadata_says(monkeypatch: pytest.Monk
         "pytest; extra == 'test'",
         "tomli; python_version < '3'",
     ]
-    monkeypatch.setattr(packages, "_checkout", lambda path: None)
-    monkeypatch.setattr(packages.metadata, "requires", lambda name: texts)
-    wanted = packages.read_requirements()
+    monkeypatch.setattr(software, "_checkout", lambda path: None)
+    monkeypatch.setattr(software.metadata, "requires", lambda name: texts)
+    wanted = software.read_requirements()
     assert wanted.needed == ("torch<3,>=2.11",)
     assert wanted.extras["video"] == ("av>=15; extra == 'video'",)
 
     def missing(name: str) -> None:
-        raise packages.metadata.PackageNotFoundError(name)
+        raise software.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(packages.metadata, "requires", missing)
+    monkeypatch.setattr(software.metadata, "requires", missing)
     with pytest.raises(UserError, match="not installed"):
-        packages.read_requirements()
+        software.read_requirements()
 
 
 # -- limits --------------------------------------------------------------------------------
@@ -354,13 +354,13 @@ def test_a_token_is_told_and_never_shown(tmp_path: Path) -> None:
     file.write_text("hf_secret")
     file.chmod(0o600)
     found = [
-        one(hub.judge_token("hf_secret", file, {})),
-        one(hub.judge_token("hf_secret", file, {"HF_TOKEN": "hf_secret"})),
-        one(hub.judge_token(None, file, {})),
-        one(hub.judge_token("hf secret", file, {})),
+        one(disks.judge_token("hf_secret", file, {})),
+        one(disks.judge_token("hf_secret", file, {"HF_TOKEN": "hf_secret"})),
+        one(disks.judge_token(None, file, {})),
+        one(disks.judge_token("hf secret", file, {})),
     ]
     file.chmod(0o644)
-    found.append(one(hub.judge_token("hf_secret", file, {})))
+    found.append(one(disks.judge_token("hf_secret", file, {})))
     assert [str(finding.verdict) for finding in found] == ["ok", "ok", "ok", "fail", "warn"]
     assert "secret" not in str([finding.to_dict() for finding in found])
 
@@ -369,11 +369,11 @@ def test_the_cache_is_measured_as_far_as_there_is_time(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "a").write_bytes(bytes(100))
     (tmp_path / "link").symlink_to("blobs/a")
-    total, whole = hub.measure(tmp_path)
+    total, whole = disks.measure(tmp_path)
     assert whole
     assert 100 < total < 200, "what links lead to counts once"
-    assert hub.measure(tmp_path, seconds=-1.0) == (0, False)
-    assert hub.measure(tmp_path / "none") == (0, True)
+    assert disks.measure(tmp_path, seconds=-1.0) == (0, False)
+    assert disks.measure(tmp_path / "none") == (0, True)
 
 
 # -- variables -----------------------------------------------------------------------------
@@ -512,14 +512,14 @@ def test_tmux_is_asked(
 
 
 def test_no_database_is_none_made(home: Path) -> None:
-    assert told(keeper.check_database(Patient())) == [("ok", "database")]
-    assert told(keeper.check_keeper(Patient())) == [("ok", "queue keeper")]
-    assert keeper.claimed() == {}
+    assert told(queue.check_database(Patient())) == [("ok", "database")]
+    assert told(queue.check_keeper(Patient())) == [("ok", "queue keeper")]
+    assert queue.claimed() == {}
     assert list(home.iterdir()) == []
 
 
 def test_exports_of_earlier_versions_that_name_what_is_private(home: Path) -> None:
-    assert list(keeper.check_exports(Patient())) == []
+    assert list(queue.check_exports(Patient())) == []
     said = {"1-a": {"lora_rank": 4}, "2-b": {"slurm_setup": ["export KEY=x"], "lora_rank": 4}}
     for name, values in said.items():
         (home / "runs" / name / "export").mkdir(parents=True)
@@ -527,14 +527,14 @@ def test_exports_of_earlier_versions_that_name_what_is_private(home: Path) -> No
         text = struct.pack("<Q", len(header)) + header
         (home / "runs" / name / "export" / "x.safetensors").write_bytes(text)
     (home / "runs" / "1-a" / "export" / "damaged.safetensors").write_bytes(b"x")
-    finding = one(keeper.check_exports(Patient()))
+    finding = one(queue.check_exports(Patient()))
     assert finding.verdict is Verdict.WARN
     assert "those of 2-b name private settings in their headers (slurm_setup)" in finding.found
 
 
 def test_a_database_that_is_none(home: Path) -> None:
     (home / "jobs.db").write_bytes(b"no database, but long enough to be looked at\n" * 99)
-    finding = one(keeper.check_database(Patient()))
+    finding = one(queue.check_database(Patient()))
     assert finding.verdict is Verdict.FAIL
     assert "file is not a database" in finding.found
 
@@ -542,11 +542,11 @@ def test_a_database_that_is_none(home: Path) -> None:
 def test_a_locked_database_is_not_called_damaged(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_BUSY", 0.0)
+    monkeypatch.setattr(queue, "_BUSY", 0.0)
     with closing(sqlite3.connect(store.path, isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=TRUNCATE")
         db.execute("BEGIN EXCLUSIVE")
-        finding = one(keeper.check_database(Patient()))
+        finding = one(queue.check_database(Patient()))
     assert finding.verdict is Verdict.FAIL
     assert "is locked by another process" in finding.found
     assert finding.advice == "try again in a moment"
@@ -556,16 +556,16 @@ def test_a_database_of_a_newer_version(store: Store) -> None:
     with sqlite3.connect(store.path) as db:
         db.execute("PRAGMA user_version=99")
     with pytest.raises(UserError, match="newer version"):
-        list(keeper.check_database(Patient()))
+        list(queue.check_database(Patient()))
 
 
 def test_jobs_that_wait_without_a_keeper(store: Store, job_values: dict[str, Any]) -> None:
     store.pause(True)
     service.submit(store, load_spec(None, job_values))
-    found = list(keeper.check_database(Patient()))
+    found = list(queue.check_database(Patient()))
     assert told(found) == [("ok", "database"), ("warn", "queue")]
     assert found[0].facts == {"jobs": 1, "active": 0, "queued": 1}
-    finding = one(keeper.check_keeper(Patient()))
+    finding = one(queue.check_keeper(Patient()))
     assert finding.verdict is Verdict.WARN
     assert "1 jobs are queued" in finding.found
 
@@ -587,19 +587,19 @@ def test_the_keeper_is_found_by_its_lock_which_is_not_touched(
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        assert keeper.keeper_of(lock) == holder.pid
-        finding = one(keeper.check_keeper(Patient()))
+        assert queue.keeper_of(lock) == holder.pid
+        finding = one(queue.check_keeper(Patient()))
         assert finding.verdict is Verdict.OK
         assert f"pid {holder.pid}" in finding.found
-        monkeypatch.setattr(keeper, "newest_code", lambda: 1e12)
-        finding = one(keeper.check_keeper(Patient()))
+        monkeypatch.setattr(queue, "newest_code", lambda: 1e12)
+        finding = one(queue.check_keeper(Patient()))
         assert finding.verdict is Verdict.WARN
         assert finding.advice is not None
         assert finding.advice.startswith(f"kill {holder.pid}")
-    assert keeper.keeper_of(lock) is None
+    assert queue.keeper_of(lock) is None
     with open(lock) as mine:
         fcntl.flock(mine, fcntl.LOCK_SH)
-        assert keeper.keeper_of(lock) is None, "whoever holds it must be a keeper"
+        assert queue.keeper_of(lock) is None, "whoever holds it must be a keeper"
 
 
 # -- the job -------------------------------------------------------------------------------
@@ -641,7 +641,7 @@ def test_all_that_is_wrong_with_a_job_is_told_at_once(
 
 
 def test_nothing_that_a_job_is_refused_for_is_forgotten() -> None:
-    """A check that is added to preflight belongs into `jobs.doctor.checks.job` too."""
+    """A check that is added to preflight belongs into `jobs.doctor.checks.queue` too."""
     source = inspect.getsource(check_job.check) + inspect.getsource(check_job.check_here)
     names = set(re.findall(r"\bcheck_\w+", source)) - {"check_here"}
     assert names >= {"check_model", "check_devices"}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from jobs import service
-from jobs.doctor.checks.orphans import check_orphans, judge_orphans
-from jobs.doctor.finding import Verdict
+from jobs.doctor.checks.queue import check_orphans, judge_orphans
+from jobs.doctor.examine import Verdict
 from jobs.doctor.orphans import Orphan, find_orphans, sweep_orphans
 from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.queue.job import Terms

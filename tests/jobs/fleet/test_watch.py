@@ -15,8 +15,8 @@ import pytest
 
 from jobs.fleet import ssh
 from jobs.fleet.lines import Head, Snapshot
-from jobs.fleet.link import BoxView, Link
 from jobs.fleet.ssh import runtime_folder, ssh_command, why_failed
+from jobs.fleet.watch import BoxView, Link
 from tests.support.fleet import GPU, HEAD, JOB, FakeBoxes, Watching, lines
 from tests.support.waiting import PATIENCE
 

@@ -19,9 +19,9 @@ from jobs.hub import fetches, listing
 from jobs.hub.listing import choose
 from jobs.hub.trouble import HubError
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, noted, question
-from jobs.models.blocks.model_config import find_target
 from jobs.models.find_model import find_model
-from jobs.preflight.dataset import check_dataset
+from jobs.models.model_config import find_target
+from jobs.preflight.data import check_dataset
 from jobs.queue.states import State
 from jobs.service.plan import plan_submit
 from jobs.spec.families import flavour_of

@@ -14,10 +14,9 @@ import yaml
 from jobs import service
 from jobs.errors import UserError
 from jobs.hub import push
-from jobs.hub.push import follow, push_step
+from jobs.hub.push import CardFacts, follow, push_step, write_card
 from jobs.hub.pushes import Push
 from jobs.hub.trouble import HubError
-from jobs.hub.upload import CardFacts, write_card
 from jobs.machine.engine_tools import ToolError
 from jobs.preflight import check_job
 from jobs.queue.job import Terms

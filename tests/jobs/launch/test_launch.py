@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.launch import local
+from jobs.launch import (
+    ALLOCATOR_VARIABLES,
+    HOST_ALLOCATOR,
+    Launch,
+    build_launch,
+    full_environment,
+    versions,
+)
 from jobs.machine import bytecode
 from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.run.rundir import RunDir
@@ -20,13 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def build(tmp_path: Path, gpus: list[str] | None = None, **values: Any) -> local.Launch:
+def build(tmp_path: Path, gpus: list[str] | None = None, **values: Any) -> Launch:
     paths = {"pretrained_model_name_or_path": "m", "dataset": "d"}
     spec = JobSpec.model_validate(paths | values)
-    return local.build(spec, RunDir(tmp_path), gpus=gpus or [], run_id="r1")
+    return build_launch(spec, RunDir(tmp_path), gpus=gpus or [], run_id="r1")
 
 
-def flags(launch: local.Launch) -> dict[str, str]:
+def flags(launch: Launch) -> dict[str, str]:
     words = launch.command[launch.command.index("launch") + 1 : -3]
     assert all(word.startswith("--") for word in words)
     return {key: value for key, _, value in (word[2:].partition("=") for word in words)}
@@ -115,7 +122,7 @@ def test_nothing_of_another_launch_is_inherited(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FSDP_TUI_HOME", "/somewhere")
     monkeypatch.setenv("KEPT", "yes")
-    environment = local.full_environment(build(tmp_path))
+    environment = full_environment(build(tmp_path))
     assert not environment.keys() & (others.keys() - {"CUDA_VISIBLE_DEVICES"})
     assert environment["CUDA_VISIBLE_DEVICES"] == "", "our choice, not the inherited one"
     assert environment["FSDP_TUI_HOME"] == "/somewhere"
@@ -159,7 +166,7 @@ def test_a_callable_policy_is_the_engines_business(tmp_path: Path) -> None:
 
 
 def test_the_versions_of_what_decides_the_numbers_are_recorded() -> None:
-    assert {"python", "torch", "accelerate", "diffusers", "peft"} <= set(local.versions())
+    assert {"python", "torch", "accelerate", "diffusers", "peft"} <= set(versions())
 
 
 @pytest.fixture
@@ -177,10 +184,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return file
 
 
-def import_as_a_rank(package: Path, launch: local.Launch) -> str:
+def import_as_a_rank(package: Path, launch: Launch) -> str:
     """Import the package with a launch's environment; where its byte code is."""
     script = f"import {package.parent.name} as found; print(found.__cached__)"
-    environment = local.full_environment(launch) | {"PYTHONPATH": str(package.parents[1])}
+    environment = full_environment(launch) | {"PYTHONPATH": str(package.parents[1])}
     done = subprocess.run(
         [sys.executable, "-S", "-c", script],
         env=environment,
@@ -238,12 +245,12 @@ def test_a_place_for_byte_code_that_the_person_chose_stays(
 def test_a_persons_own_allocator_options_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for one in local.ALLOCATOR_VARIABLES:
+    for one in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(one, raising=False)
     launch = build(tmp_path, ["GPU-a"])
     assert launch.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv(name, "max_split_size_mb:128")
-    assert not build(tmp_path, ["GPU-a"]).environment.keys() & local.ALLOCATOR_VARIABLES
+    assert not build(tmp_path, ["GPU-a"]).environment.keys() & ALLOCATOR_VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -266,17 +273,17 @@ def test_ranks_with_weights_in_host_memory_give_freed_blocks_back(
     values: dict[str, Any],
     host: bool,
 ) -> None:
-    for name in local.HOST_ALLOCATOR:
+    for name in HOST_ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     values = {"num_processes": max(1, gpus)} | values
     there = [f"GPU-{number}" for number in range(gpus)]
     given = build(tmp_path, there, **values).environment
     assert (
-        local.HOST_ALLOCATOR.items() <= given.items()
+        HOST_ALLOCATOR.items() <= given.items()
         if host
-        else (not local.HOST_ALLOCATOR.keys() & given.keys())
+        else (not HOST_ALLOCATOR.keys() & given.keys())
     )
-    for name in local.HOST_ALLOCATOR:  # a person's own choice stays
+    for name in HOST_ALLOCATOR:  # a person's own choice stays
         monkeypatch.setenv(name, "mine")
         assert name not in build(tmp_path, there, **values).environment
 

@@ -11,10 +11,9 @@ import pytest
 
 from jobs.backends.slurm.records import ask_to_stop, asked_to_stop
 from jobs.doctor.checks.disks import judge_journal
-from jobs.doctor.finding import Verdict
-from jobs.machine.file_systems import is_shared
-from jobs.queue.clocks import Clocks
-from jobs.queue.job import Terms
+from jobs.doctor.examine import Verdict
+from jobs.machine.residence import is_shared
+from jobs.queue.job import Clocks, Terms
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.queue.tables import journal_of
@@ -103,7 +102,7 @@ def test_only_what_is_known_to_be_local_is_not_shared(
 ) -> None:
     assert not is_shared(tmp_path)
     for kind in ("nfs4", "lustre", "virtiofs", "fuse.mfs", "fuse.rclone", "fuse", "ocfs2", "new"):
-        monkeypatch.setattr("jobs.machine.file_systems.kind_of", lambda path, kind=kind: kind)
+        monkeypatch.setattr("jobs.machine.residence.kind_of", lambda path, kind=kind: kind)
         assert is_shared(tmp_path / kind), kind
 
 

@@ -17,26 +17,33 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.backends.slurm.partitions import Partition, cards_of
+from jobs.backends.slurm.commands import Partition, cards_of
 from jobs.errors import SpecError
 from jobs.machine.child import start_child
 from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.machine.gpu import Gpu, GpuProcess
 from jobs.machine.procfs import started_at
-from jobs.memory import cache, client
+from jobs.memory import cache, question
 from jobs.memory.calibration import Calibration, read_calibration, record_beside
-from jobs.memory.candidates import Candidate, candidates, fastest, fewest
-from jobs.memory.cards import CARDS, room_of_type
-from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place, place_of
-from jobs.memory.fit import Fit, Room, Verdict, room_of
-from jobs.memory.ladder import climb, loosen
+from jobs.memory.fit import (
+    CARDS,
+    Candidate,
+    Fit,
+    Room,
+    Verdict,
+    candidates,
+    fastest,
+    fewest,
+    room_of,
+    room_of_type,
+)
+from jobs.memory.ladder import LADDER, climb, loosen
 from jobs.memory.network import across
 from jobs.memory.predicted import Predicted
-from jobs.memory.question import Refused, arranged
+from jobs.memory.question import Refused, Server, arranged
 from jobs.memory.question import predict as ask
-from jobs.memory.rungs import LADDER
-from jobs.models.blocks.model_config import find_target
+from jobs.models.model_config import find_target
 from jobs.models.model_files import check_config
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
@@ -105,7 +112,7 @@ def test_one_process_answers_all_questions_and_ends_when_it_is_closed(
 
 def test_it_ends_with_whoever_started_it_however_that_ends() -> None:
     code = (
-        "import os, signal, sys; from jobs.memory.client import Server\n"
+        "import os, signal, sys; from jobs.memory.question import Server\n"
         f"server = Server({list(COMMAND)!r}); server._running(); print(server.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -134,7 +141,7 @@ def test_a_process_that_is_just_being_started_is_ended_too(
         go_on.wait(PATIENCE)
         return child
 
-    monkeypatch.setattr("jobs.memory.client.start_child", slowly)
+    monkeypatch.setattr("jobs.memory.question.start_child", slowly)
     threads = [threading.Thread(target=one) for one in (server._running, server.close)]
     threads[0].start()
     started.wait(PATIENCE)
@@ -666,7 +673,7 @@ def test_what_a_self_test_found_beside_tensors_takes_the_place_of_what_is_assume
 
 @pytest.fixture
 def _faked(home: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "COMMAND", COMMAND)
+    monkeypatch.setattr(question, "COMMAND", COMMAND)
 
 
 def run(*words: str) -> Any:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.machine.gpu import Gpu
-from jobs.memory.cards import CARDS
 from jobs.memory.estimate import Need, Place, needs_of, place_of
-from jobs.memory.fit import Fit, Room, Verdict, fit_of, worst
+from jobs.memory.fit import CARDS, Fit, Room, Verdict, fit_of, worst
 from jobs.memory.predicted import Predicted
 from jobs.spec.job_spec import JobSpec
 from tests.support.jobs.fake_memory import GIB, predict

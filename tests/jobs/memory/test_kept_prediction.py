@@ -14,11 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.errors import UserError
-from jobs.launch import local
-from jobs.launch.local import auto_room, chosen_before, predicted_ddp
+from jobs.launch import auto_room, build_launch, chosen_before, predicted_ddp
 from jobs.machine.gpu import Gpu
 from jobs.machine.procfs import started_at
-from jobs.memory import cache, client, kept_prediction, question
+from jobs.memory import cache, calibration, question
 from jobs.memory.calibration import Calibration, file, read_calibration, record
 from jobs.memory.predicted import Predicted
 from jobs.queue.states import State
@@ -45,7 +44,7 @@ PEAKS = {"forward": [100, 110], "backward": [204, 200], "step": [52, 50]}
 
 @pytest.fixture(autouse=True)
 def _fake_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "COMMAND", (sys.executable, "-S", str(FAKE_MEMORY)))
+    monkeypatch.setattr(question, "COMMAND", (sys.executable, "-S", str(FAKE_MEMORY)))
 
 
 def job(**values: Any) -> JobSpec:
@@ -79,18 +78,18 @@ def simple(**peaks: int) -> Predicted:
 
 def test_what_is_known_is_there_when_the_run_begins(tmp_path: Path) -> None:
     found, run_dir = known(job(), "fsdp2", 2), RunDir(tmp_path)
-    kept_prediction.keep(run_dir, job(), "fsdp2", 2, on_gpus=True)
-    assert kept_prediction.read(run_dir) == found
+    calibration.keep(run_dir, job(), "fsdp2", 2, on_gpus=True)
+    assert calibration.read(run_dir) == found
     assert "predict" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_what_is_not_known_is_predicted_beside_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    kept_prediction.keep(run_dir, job(), "ddp", 2, on_gpus=True)
+    calibration.keep(run_dir, job(), "ddp", 2, on_gpus=True)
     for thread in threading.enumerate():
         if thread.name == "predict":
             thread.join(60)
-    found = kept_prediction.read(run_dir)
+    found = calibration.read(run_dir)
     assert found is not None
     assert (found.strategy, found.ranks) == ("ddp", 2)
 
@@ -123,9 +122,9 @@ def test_a_prediction_ends_with_its_supervisor(tmp_path: Path) -> None:
 
 
 def test_ranks_that_need_the_processors_get_none(tmp_path: Path) -> None:
-    kept_prediction.keep(RunDir(tmp_path), job(), "ddp", 2, on_gpus=False)
+    calibration.keep(RunDir(tmp_path), job(), "ddp", 2, on_gpus=False)
     assert "predict" not in {thread.name for thread in threading.enumerate()}
-    assert not kept_prediction.path_of(RunDir(tmp_path)).exists()
+    assert not calibration.path_of(RunDir(tmp_path)).exists()
 
 
 @pytest.mark.parametrize(
@@ -140,27 +139,27 @@ def test_ranks_that_need_the_processors_get_none(tmp_path: Path) -> None:
 def test_no_start_fails_of_it(tmp_path: Path, values: dict[str, Any]) -> None:
     run_dir = RunDir(tmp_path)
     (tmp_path / "prediction.json").write_text("of an attempt before")
-    kept_prediction.keep(run_dir, job(**values), "fsdp2", 2, on_gpus=True)
+    calibration.keep(run_dir, job(**values), "fsdp2", 2, on_gpus=True)
     for thread in threading.enumerate():
         if thread.name == "predict":
             thread.join(60)
-    assert kept_prediction.read(run_dir) is None
-    kept_prediction.keep(RunDir(tmp_path / "gone"), job(), "fsdp2", 2, on_gpus=False)
+    assert calibration.read(run_dir) is None
+    calibration.keep(RunDir(tmp_path / "gone"), job(), "fsdp2", 2, on_gpus=False)
 
 
 def test_predicted_beside_measured() -> None:
     predicted = simple(load=40, forward=100, backward=200, optimizer=50)
-    found = {one.phase: one for one in kept_prediction.compare(predicted, "allocated", PEAKS)}
+    found = {one.phase: one for one in calibration.compare(predicted, "allocated", PEAKS)}
     assert found["forward"].ratio == pytest.approx(1.10)
     assert found["backward"].ratio == pytest.approx(1.02)
     assert found["optimizer"].measured == (52, 50)
     assert found["load"].ratio is None
-    assert all(one.ratio is None for one in kept_prediction.compare(predicted, "rss", PEAKS))
+    assert all(one.ratio is None for one in calibration.compare(predicted, "rss", PEAKS))
 
 
 def test_show_has_it_for_people_and_scripts(store: Store, no_gpus: None) -> None:
     one = add_job(store, state=State.COMPLETED)
-    kept_prediction._write(
+    calibration._write(
         one.run_dir, simple(forward=100 * GIB, backward=200 * GIB, optimizer=50 * GIB)
     )
     peaks = {name: [n * GIB for n in ranks] for name, ranks in PEAKS.items()}
@@ -185,7 +184,7 @@ def test_show_has_it_for_people_and_scripts(store: Store, no_gpus: None) -> None
 def ended(store: Store, name: str, *, device: bool = True, **peaks: int) -> bool:
     """A run of two ranks that ended with these peaks; predicted were 100, 200 and 50."""
     one = add_job(store, name, state=State.RUNNING)
-    kept_prediction._write(one.run_dir, simple(forward=100, backward=200, optimizer=50))
+    calibration._write(one.run_dir, simple(forward=100, backward=200, optimizer=50))
     for rank in range(2):
         write_rank(
             one,
@@ -257,7 +256,7 @@ def test_auto_goes_by_the_prediction_where_there_is_one(
 def test_auto_asks_nobody_when_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = job(num_processes=2)
     gpus = [Gpu(n, f"GPU-{n}", "H100", 80 * GIB, n * 60 * GIB) for n in range(2)]
-    monkeypatch.setattr(client, "COMMAND", ("/does/not/exist",))
+    monkeypatch.setattr(question, "COMMAND", ("/does/not/exist",))
     assert predicted_ddp(spec, gpus) is None
     found = known(spec, "ddp", 2)
     assert predicted_ddp(spec, []) is None
@@ -268,7 +267,7 @@ def test_auto_asks_nobody_when_it_is_launched(monkeypatch: pytest.MonkeyPatch) -
 def test_no_launch_fails_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, gpus = job(num_processes=2), [Gpu(0, "GPU-0", "H100", 80 * GIB, 0)]
     known(spec, "ddp", 2)
-    monkeypatch.setattr("jobs.launch.local.read_calibration", lambda: 1 / 0)
+    monkeypatch.setattr("jobs.launch.read_calibration", lambda: 1 / 0)
     assert predicted_ddp(spec, gpus) is None
 
 
@@ -291,7 +290,7 @@ def test_a_launch_knows_the_prediction(
     spec = job(num_processes=2, pretrained_model_name_or_path=str(model))
     gpus = [Gpu(n, f"GPU-{n}", "H100", 80 * GIB, 0) for n in range(2)]
     monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
-    monkeypatch.setattr("jobs.launch.local.count_parameters", lambda folder: 4 * 10**9)
+    monkeypatch.setattr("jobs.launch.count_parameters", lambda folder: 4 * 10**9)
     room = auto_room(spec, [gpu.uuid for gpu in gpus])
     assert room is not None
     assert room.whole is None
@@ -308,10 +307,10 @@ def test_a_restart_goes_on_with_what_auto_came_to(
     """Whatever else is known by then, unless it has other ranks or says what it wants."""
     spec, run_dir, gpus = job(num_processes=2), RunDir(tmp_path), ["GPU-0", "GPU-1"]
     rooms = iter([Room(10**9, 80 << 30), Room(10**12, 80 << 30), Room(10**12, 80 << 30)])
-    monkeypatch.setattr("jobs.launch.local.auto_room", lambda spec, gpus: next(rooms))
+    monkeypatch.setattr("jobs.launch.auto_room", lambda spec, gpus: next(rooms))
 
     def launch(one: JobSpec, on: list[str]) -> tuple[str, tuple[str, str]]:
-        started = local.build(one, run_dir, gpus=on, run_id="r")
+        started = build_launch(one, run_dir, gpus=on, run_id="r")
         record = {"environment": started.environment, "gpus": on}
         run_dir.launch_file.write_text(json.dumps(record))
         return started.strategy, launched_strategy(started.environment)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.memory.fit import Fit, Room
-from jobs.memory.ladder import Step
-from jobs.memory.rungs import LADDER, LOOSER, Rung
+from jobs.memory.ladder import LADDER, LOOSER, Rung, Step
 from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:

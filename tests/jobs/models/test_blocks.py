@@ -14,14 +14,13 @@ import pytest
 
 from jobs.errors import SpecError, UserError
 from jobs.machine.engine_tools import Cancelled, ToolError
-from jobs.models.blocks import detection, detection_cache
-from jobs.models.blocks.detection import cached_detection, detect_blocks
-from jobs.models.blocks.detection_cache import recall, remember
-from jobs.models.blocks.model_config import find_target
-from jobs.models.blocks.parts import Part, Parts
+from jobs.models import blocks
+from jobs.models.blocks import cached_detection, detect_blocks, recall, remember
+from jobs.models.model_config import find_target
+from jobs.models.parts import Part, Parts
 from jobs.paths import cache_home
 from jobs.preflight import check_job
-from jobs.preflight.wrapped_classes import check_names
+from jobs.preflight.check_job import check_names
 from jobs.spec.families import FAMILIES, Family, Flavour
 from jobs.spec.file.load import load_spec
 from tests.support.waiting import PATIENCE
@@ -91,7 +90,7 @@ class Engine:
 @pytest.fixture
 def engine(home: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(detection, "ask", engine)
+    monkeypatch.setattr(blocks, "ask", engine)
     return engine
 
 
@@ -311,7 +310,7 @@ def test_another_config_family_or_library_is_another_model(
     config.write_text(json.dumps(CONFIG, indent=7))  # says the same
     assert cached_detection(pretrained_model=str(model)) is not None
     assert cached_detection(model_family="flux", pretrained_model=str(model)) is None
-    monkeypatch.setattr("jobs.models.blocks.model_config.version", lambda package: "999")
+    monkeypatch.setattr("jobs.models.model_config.version", lambda package: "999")
     assert cached_detection(pretrained_model=str(model)) is None
 
 
@@ -331,7 +330,7 @@ def test_a_damaged_cache_is_looked_past_and_mended(
     content: bytes, engine: Engine, model: Path
 ) -> None:
     cache_home().mkdir(parents=True)
-    detection_cache.cache_file().write_bytes(content)
+    blocks.cache_file().write_bytes(content)
     assert cached_detection(pretrained_model=str(model)) is None
     assert not detect_blocks(pretrained_model=str(model)).cached
     assert detect_blocks(pretrained_model=str(model)).cached
@@ -340,10 +339,10 @@ def test_a_damaged_cache_is_looked_past_and_mended(
 @pytest.mark.parametrize("damage", ["classes", "parts", "model_class"])
 def test_a_damaged_entry_is_looked_at_again(damage: str, engine: Engine, model: Path) -> None:
     detect_blocks(pretrained_model=str(model))
-    data = json.loads(detection_cache.cache_file().read_text())
+    data = json.loads(blocks.cache_file().read_text())
     (entry,) = data["entries"].values()
     del entry["found"][damage]
-    detection_cache.cache_file().write_text(json.dumps(data))
+    blocks.cache_file().write_text(json.dumps(data))
     assert not detect_blocks(pretrained_model=str(model)).cached
     assert detect_blocks(pretrained_model=str(model)).cached
 
@@ -355,15 +354,15 @@ def test_a_cache_that_cannot_be_written_fails_nothing(engine: Engine, model: Pat
 
 
 def test_a_writer_that_hangs_holds_nobody_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection_cache, "_PATIENCE", 0.0)
+    monkeypatch.setattr(blocks, "_PATIENCE", 0.0)
     cache_home().mkdir(parents=True)
-    with detection_cache._alone():
+    with blocks._alone():
         remember("a", {"is": "kept"})
     assert recall("a") == {"is": "kept"}
 
 
 def test_the_oldest_entries_go(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection_cache, "_MOST", 3)
+    monkeypatch.setattr(blocks, "_MOST", 3)
     for key in "abcad":
         remember(key, {"is": key})
     assert [key for key in "abcd" if recall(key)] == ["a", "c", "d"]
@@ -390,7 +389,7 @@ def _remember(number: int, start: Any) -> None:
 
 
 def test_fifty_processes_at_once_lose_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection_cache, "_PATIENCE", PATIENCE)
+    monkeypatch.setattr(blocks, "_PATIENCE", PATIENCE)
     context = multiprocessing.get_context("fork")
     start = context.Barrier(PROCESSES)
     writers = [context.Process(target=_remember, args=(n, start)) for n in range(PROCESSES)]

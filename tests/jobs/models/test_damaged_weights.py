@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import SpecError
-from jobs.models.damaged_weights import find_damage
-from jobs.models.find_model import count_parameters
+from jobs.models.find_model import count_parameters, find_damage
 from jobs.preflight.check_job import check_model
 
 if TYPE_CHECKING:

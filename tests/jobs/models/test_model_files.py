@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import SpecError
-from jobs.models.model_files import longest_bucket_side
-from jobs.models.weight_variants import variant_of
+from jobs.models.model_files import longest_bucket_side, variant_of
 from jobs.preflight import check_job
 from jobs.spec.families import FAMILIES, flavour_of
 from jobs.spec.file.flags import parse_flags, to_flags
@@ -412,7 +411,7 @@ def test_videos_need_their_library(
 ) -> None:
     found = object() if installed else None
     monkeypatch.setattr(
-        "jobs.preflight.dataset.find_spec", lambda name: found if name == "av" else True
+        "jobs.preflight.data.find_spec", lambda name: found if name == "av" else True
     )
     folder = make_data("clips", pictures=1)
     values = job_values | {"model_family": "wan", "dataset": str(folder)}

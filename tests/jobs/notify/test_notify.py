@@ -14,7 +14,7 @@ from jobs.notify import Announcer, NotifyConfig, config_file, deliver, read_conf
 from jobs.queue.states import State
 from tests.support.jobs.lab import opened
 from tests.support.waiting import eventually
-from tui.cli.machine.notify import notify
+from tui.cli.machine.settings import notify
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,7 @@ import pytest
 from jobs import service
 from jobs.errors import SpecError, UserError
 from jobs.machine.devices import Gpu
-from jobs.models.find_lora import find_lora
-from jobs.models.find_model import find_model
+from jobs.models.find_model import find_lora, find_model
 from jobs.preflight import check_job
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.dataset_files import list_files

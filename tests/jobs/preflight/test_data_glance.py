@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jobs.preflight import data_glance
-from jobs.preflight.data_glance import find_unusable
+from jobs.preflight import data
+from jobs.preflight.data import find_unusable
 from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -41,5 +41,5 @@ def test_of_many_images_some_are_looked_at(
     make_data: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = make_data(pictures=9, captions=False)
-    monkeypatch.setattr(data_glance, "MOST", 3)
+    monkeypatch.setattr(data, "MOST", 3)
     assert glance(root) == [f"about 100% of 9 images in {root}: no caption, will be skipped."]

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.queue.job_list import JobList
+from jobs.queue.job_list import JobList, Progress, keep_summary, progress, progress_of, report_of
 from jobs.queue.states import State
-from jobs.queue.summaries import Progress, keep_summary, progress, progress_of, report_of
 from jobs.run import eventlog
-from jobs.run.eventlog import EventLog, read_end
-from jobs.run.run_report import RunReport, read_report
+from jobs.run.eventlog import EventLog, RunReport, read_end, read_report
 from jobs.run.rundir import event
 from tests.support.tui.made_up_runs import add_job, append_events, write_facts, write_steps
 
@@ -96,7 +94,7 @@ def test_a_job_that_was_resumed_is_read_again(store: Store) -> None:
 def test_of_a_running_job_only_what_is_new_is_read(
     store: Store, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.queue.summaries._WORTH_KEEPING", 1)
+    monkeypatch.setattr("jobs.queue.job_list._WORTH_KEEPING", 1)
     job = add_job(store, state=State.RUNNING)
     append_events(job, event("warning", message="early"))
     write_steps(job, 3000)

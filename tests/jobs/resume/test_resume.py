@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.resume.resume_conflicts import (
+from jobs.resume import (
     ResumeConflicts,
     find_resume_conflicts,
     with_known_length,

@@ -13,20 +13,23 @@ import pytest
 from jobs import service
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.queue.states import State
-from jobs.resume.start_point import find_origin, origin_of, read_step
 from jobs.run.checkpoint_files import (
     UnreadableError,
     delete,
     find_checkpoint,
     find_damage,
+    find_listed,
+    free_bytes,
+    list_all,
     newest_whole,
     plan_rewind,
     rewind,
     set_aside,
+    verify,
 )
-from jobs.run.checkpoint_list import find_listed, free_bytes, list_all, verify
 from jobs.run.rundir import MANIFEST, RunDir
 from jobs.service.plan import plan_resume, plan_submit
+from jobs.service.start_point import find_origin, origin_of, read_step
 from jobs.spec.file.load import dump_spec, load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
 

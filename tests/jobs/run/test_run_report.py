@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jobs.run.eventlog import EventLog
-from jobs.run.run_report import RunReport, read_report
+from jobs.run.eventlog import EventLog, RunReport, read_report
 from jobs.run.rundir import RunDir, event
 from tui.text.tables import memory_line, memory_table, validation_line
 

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.queue.states import State
+from jobs.run.eventlog import Timeline, in_words
 from jobs.run.failure import Cause, Failure, keep_failure, read_failure
 from jobs.run.rundir import RunDir, event
 from jobs.run.samples import Samples, list_samples
-from jobs.run.timeline import Timeline, in_words
 from jobs.spec.file.diff import differences
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.supervise.remedies import advice
 from tests.support.tui.made_up_runs import add_job, append_events
 from tui.cli.commands import cli
-from tui.text.value_text import in_words as value_in_words
+from tui.text.format import in_words as value_in_words
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.doctor.finding import Verdict, ok
+from jobs.doctor.examine import Verdict, ok
 from jobs.errors import UserError
 from jobs.queue.states import State
 from jobs.run.rundir import event
 from jobs.selftest import choose_gpus, run, scenes
 from jobs.selftest.scenes import largest_difference
-from jobs.selftest.speed import _pace, utilisation, wide_values
-from jobs.selftest.stage import SceneFailed, Stage
+from jobs.selftest.stage import SceneFailed, Stage, _pace, utilisation, wide_values
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.datasets import datasets_of
 from tests.support.tui.made_up_runs import FakeGpus, add_job
@@ -23,7 +22,7 @@ from tests.support.tui.made_up_runs import FakeGpus, add_job
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jobs.doctor.finding import Finding
+    from jobs.doctor.examine import Finding
     from jobs.queue.store import Store
 
 
@@ -133,13 +132,13 @@ def test_gpus_that_someone_uses_are_left_out(store: Store, monkeypatch: pytest.M
     gpus = FakeGpus(4)
     gpus.gpus = [replace(gpu, memory_used=0) for gpu in gpus.gpus]
     monkeypatch.setattr("jobs.machine.devices.gpus", gpus)
-    monkeypatch.setattr("jobs.selftest.session.claimed", lambda: {gpus()[1].uuid: 7})
+    monkeypatch.setattr("jobs.selftest.scenes.claimed", lambda: {gpus()[1].uuid: 7})
     assert [gpu.index for gpu in choose_gpus(store, ())] == [0, 2, 3]
     assert [gpu.index for gpu in choose_gpus(store, ["1"])] == [1], "as asked for"
     with pytest.raises(UserError, match="no GPU '9'"):
         choose_gpus(store, ["0", "9"])
     every = {gpu.uuid: 7 for gpu in gpus()}
-    monkeypatch.setattr("jobs.selftest.session.claimed", lambda: every)
+    monkeypatch.setattr("jobs.selftest.scenes.claimed", lambda: every)
     with pytest.raises(UserError, match="every GPU is in use"):
         choose_gpus(store, ())
 
@@ -172,7 +171,7 @@ def test_a_scene_that_fails_keeps_its_job_and_the_next_is_played(
         yield from scenes._played(stage, "ddp", fails)
         yield from scenes._played(stage, "fsdp2", lambda: iter([ok("fsdp2", "all is well")]))
 
-    monkeypatch.setattr("jobs.selftest.session.perform", perform)
+    monkeypatch.setattr("jobs.selftest.scenes.perform", perform)
     found = list(run(store, [], 2, say=lambda words: None))
     assert [(one.name, one.verdict) for one in found] == [
         ("ddp", Verdict.FAIL),

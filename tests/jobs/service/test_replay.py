@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from jobs import service
+from jobs import launch, service
 from jobs.errors import UserError
-from jobs.launch import local
 from jobs.machine import bytecode
 from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.service.replay import replay, replay_facts
@@ -89,7 +88,7 @@ def test_where_byte_code_is_kept_here_is_of_no_use_elsewhere(
     submitted: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = dict.fromkeys(bytecode.VARIABLES, "x")
-    monkeypatch.setattr(local, "bytecode_variables", lambda: kept)
+    monkeypatch.setattr(launch, "bytecode_variables", lambda: kept)
     assert not replay_facts(submitted, "accelerate")["environment"].keys() & kept.keys()
 
 

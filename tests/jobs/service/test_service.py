@@ -12,7 +12,7 @@ from jobs import service
 from jobs.errors import NotFoundError, SpecError, StateError, UserError
 from jobs.machine.devices import Gpu
 from jobs.queue.states import State
-from jobs.resume.resume_conflicts import PLAN_VERSION
+from jobs.resume import PLAN_VERSION
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import event
 from jobs.spec.file.load import load_spec

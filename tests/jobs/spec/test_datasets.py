@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import SpecError
-from jobs.preflight.dataset import check_dataset
+from jobs.preflight.data import check_dataset
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.cascade import find_overruled, settle
 from jobs.spec.rules.warnings import find_warnings

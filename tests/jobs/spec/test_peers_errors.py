@@ -37,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, started: list[int]) -> None:
     monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
     monkeypatch.setattr("jobs.memory.host_memory.host_bytes", lambda: 64 * GIB)
     monkeypatch.setattr("jobs.memory.host_memory.count_parameters", lambda path: FLUX)
-    monkeypatch.setattr("jobs.preflight.wrapped_classes.detect_blocks", lambda **_: flux())
+    monkeypatch.setattr("jobs.preflight.check_job.detect_blocks", lambda **_: flux())
 
 
 ROWS: list[tuple[dict[str, Any], str]] = [

@@ -13,10 +13,8 @@ import pytest
 
 from jobs.machine.processes import kernel_oom_kills
 from jobs.queue.states import State
-from jobs.run.diagnosis.flight_records import find_wait
-from jobs.run.diagnosis.rank_exits import RankExit, rank_exits
-from jobs.run.diagnosis.why_failed import diagnose, why_failed
 from jobs.run.rundir import RankStatus, RunDir
+from jobs.run.why_failed import RankExit, diagnose, find_wait, rank_exits, why_failed
 from jobs.supervise.remedies import advice
 from tests.support.jobs.fakes.launcher import summary
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.run.diagnosis.hang import Stillness, Watch, by_clock, find_hang
+from jobs.run.hang import Stillness, Watch, by_clock, find_hang
 from jobs.run.rundir import RankStatus
 
 NOW = 10_000.0

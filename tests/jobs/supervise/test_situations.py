@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.run.diagnosis.hang import SAVE_STEP
+from jobs.run.hang import SAVE_STEP
 from tests.support.jobs.situations.rig import FAILURE_GRACE, GRACE, HANG, LATE, TERM_GRACE
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import pytest
 from jobs import service
 from jobs.errors import StateError
 from jobs.machine.processes import RUN_ID_VARIABLE, with_run_id
+from jobs.queue.job_list import kept_progress
 from jobs.queue.states import State
-from jobs.queue.summaries import kept_progress
 from jobs.run.eventlog import EventLog
 from jobs.run.failure import Cause, Failure, read_failure
 from jobs.run.rundir import read_json

@@ -21,7 +21,7 @@ from jobs.backends.local.ranks import LocalRanks
 from jobs.backends.local.report import DatabaseReport
 from jobs.errors import UserError
 from jobs.queue.states import State
-from jobs.run.diagnosis import flight_records
+from jobs.run import why_failed
 from jobs.run.rundir import RankStatus
 from jobs.supervise import supervisor
 from jobs.supervise.port import Outcome
@@ -238,7 +238,7 @@ def test_a_job_that_stands_still_is_ended_once_its_stacks_are_written(
 ) -> None:
     found = SimpleNamespace(reason="stood still")
     monkeypatch.setattr(supervisor, "find_hang", lambda *_: found)
-    monkeypatch.setattr(flight_records, "find_wait", lambda run_dir: wait)
+    monkeypatch.setattr(why_failed, "find_wait", lambda run_dir: wait)
     attempt: Any = SimpleNamespace(
         launcher=world.process(300), spec=SimpleNamespace(hang_timeout=9.0)
     )
@@ -288,7 +288,7 @@ def test_records_that_cannot_be_read_keep_no_rank_alive(
         raise KeyError("version")
 
     monkeypatch.setattr(supervisor, "find_hang", lambda *_: SimpleNamespace(reason="stood still"))
-    monkeypatch.setattr(flight_records, "find_wait", fail)
+    monkeypatch.setattr(why_failed, "find_wait", fail)
     attempt: Any = SimpleNamespace(launcher=None, spec=SimpleNamespace(hang_timeout=9.0))
     still: Any = SimpleNamespace(status=rank(0))
     monkeypatch.setattr(local.processes, "with_run_id", lambda run_id: [world.process(100)])

@@ -65,7 +65,7 @@ class Counting:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Counting:
-        from engine.ranks.peaks import Peaks
+        from engine.ranks.telemetry import Peaks
         from engine.train.optimizer_step import Stepper
 
         os.environ.pop("CUDA_STUB_BYTES", None)

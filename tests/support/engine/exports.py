@@ -12,7 +12,7 @@ from engine.exports.live import export
 from engine.exports.recipe import Recipe
 from engine.model.adapters import lora
 from engine.model.files import weights
-from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.team import FileBarrier
 from engine.ranks.world import World
 from jobs.run.rundir import RunDir
 

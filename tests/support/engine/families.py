@@ -17,7 +17,7 @@ from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 
 from engine import families
-from engine.data.encode.looks import looks_of_prompt
+from engine.data.encode.texts import looks_of_prompt
 from engine.data.prepare import read_pictures
 from engine.families.shared.collate import collate
 from engine.toy import write_toy

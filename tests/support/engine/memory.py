@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine.memory.tracing import cuda
-from engine.memory.tracing.assume import Assume
+from engine.memory.tracing import fakes
+from engine.memory.tracing.fakes import Assume
 from engine.memory.tracing.live import Live, storage_of
 from engine.memory.tracing.model import build, on_fake
 from engine.memory.tracing.timeline import Mark, Recorder
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from engine.memory.tracing.shape import Shape
+    from engine.memory.tracing.model import Shape
     from jobs.spec.job_spec import JobSpec
 
 
@@ -104,14 +104,14 @@ def _traced(shape: Shape, spec: JobSpec, ranks: int) -> dict[str, int]:
         if checkpoints_activations(spec):
             checkpoint_activations(built.model, spec)
         stack.enter_context(Assume(all_true=spec.train_batch_size == 1))
-        live = stack.enter_context(Live(cuda.temporary if on_cuda else lambda *_: 0))
+        live = stack.enter_context(Live(fakes.temporary if on_cuda else lambda *_: 0))
         stack.enter_context(resizes(live))
         for parameter in built.model.parameters():
             live.ignore(parameter)  # whole ones, which a rank never has
         whole = set(kept_whole(built.model, spec))
         shard(built.model, spec, world, replicated=whole)
         if on_cuda:
-            stack.enter_context(cuda.AsOnCuda())
+            stack.enter_context(fakes.AsOnCuda())
         for buffer in built.model.buffers():
             live.add(buffer)
         for parameter in built.model.parameters():

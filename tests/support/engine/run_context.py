@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import families
-from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.team import FileBarrier
 from engine.run_context import RunContext
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectati
 VARIABLE: Final = "FSDP_TUI_TESTS_FORKS"  # the server's directory, for all workers of a session
 _ROOM: Final = 1 << 16  # bytes for the environment of what is forked
 _LINE: Final = 3500  # and for its command line, which becomes one path: at most 4096
-# What libraries read when they are imported, as `jobs.launch.local` sets it.
+# What libraries read when they are imported, as `jobs.launch` sets it.
 _LAUNCHED: Final = {
     "PYTHONSAFEPATH": "1",
     "PYTHONUNBUFFERED": "1",

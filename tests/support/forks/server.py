@@ -155,7 +155,7 @@ def dress(request: Any) -> None:
     words = [word for word in request["argv"] if word != "-u"]
     if FORKS in os.environ and words[:2] != ["-m", "engine"]:  # a rank starts none
         sys.executable = os.environ[FORKS]  # what starts more of our processes forks them
-        memory = importlib.import_module("jobs.memory.client")
+        memory = importlib.import_module("jobs.memory.question")
         memory.COMMAND = (sys.executable, *memory.COMMAND[1:])  # type: ignore[misc]
     random.seed()
     for stream in (sys.stdout, sys.stderr):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.models.blocks.detection import BlockClass, Detection
-from jobs.models.blocks.parts import Part, Parts
+from jobs.models.blocks import BlockClass, Detection
+from jobs.models.parts import Part, Parts
 
 DOUBLE, SINGLE = "FluxTransformerBlock", "FluxSingleTransformerBlock"
 _M = 10**6

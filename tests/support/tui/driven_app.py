@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from tests.support.tui.pilot import driven, until
 from tests.support.waiting import PATIENCE
 from tui.app.app import FsdpTui
-from tui.form.fields.field_row import FieldRow
+from tui.form.fields import FieldRow
 from tui.form.screen import NewJobScreen
-from tui.settings.settings import Settings
+from tui.settings import Settings
 from tui.text.format import plain
-from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.fleet.config import Box, Fleet
 from jobs.fleet.lines import BoxGpu, BoxJob, Head, Snapshot
-from jobs.fleet.link import BoxView
+from jobs.fleet.watch import BoxView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

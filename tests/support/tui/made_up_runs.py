@@ -29,16 +29,16 @@ GIB = 2**30
 _PERIODS: Final = {
     "tui.look.collector.PERIOD": 0.05,
     "tui.look.job_look.PERIOD": 0.1,
-    "tui.job.checkpoints.pane._EVERY": 0.05,
+    "tui.job.checkpoints._EVERY": 0.05,
     "tui.log.log_view._LOOK_EVERY": 0.02,
-    "tui.plots.reading._EVERY": 0.02,
+    "tui.plots.measures._EVERY": 0.02,
 }
 # Seconds that the dashboard waits for more of the same before it does something.
 _DELAYS: Final = {
     "tui.plots.panel._REDRAW_EVERY": 0.02,
-    "tui.form.data.images_panel._DRAW_AFTER": 0.005,
+    "tui.form.data._DRAW_AFTER": 0.005,
     "tui.form.checks._AFTER": 0.02,
-    "tui.form.beside.fit._SETTLES_IN": 0.02,
+    "tui.form.beside._SETTLES_IN": 0.02,
 }
 
 
@@ -56,7 +56,7 @@ def look_every(patch: pytest.MonkeyPatch, seconds: float | None = None) -> None:
     for name, delay in _DELAYS.items():
         patch.setattr(name, delay)
     patch.setattr("tui.dashboard.panels.redraw_after", lambda *_: 0.0)
-    patch.setattr("tui.widgets.modals.stop_job.WITHIN", PATIENCE)  # no test has to be quick
+    patch.setattr("tui.widgets.job_actions.WITHIN", PATIENCE)  # no test has to be quick
 
 
 def add_job(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from PIL import Image, ImageDraw
 
 from jobs.machine.gpu import GpuProcess
-from jobs.memory import kept_prediction
+from jobs.memory import calibration
 from jobs.queue.states import State
 from jobs.run.rundir import event
 from jobs.spec.file.load import dump_spec, load_spec
@@ -34,7 +34,7 @@ from tests.support.tui.made_up_runs import (
     write_rank,
     write_steps,
 )
-from tui.look.gpu_history import EVERY
+from tui.look.collector import EVERY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from jobs.machine.gpu import Gpu
     from jobs.queue.store import Job, Store
     from jobs.spec.job_spec import JobSpec
-    from tui.look.gpu_history import History
+    from tui.look.collector import History
 
 BEGIN: Final = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
 _Disk = namedtuple("_Disk", "total used free")
@@ -227,8 +227,8 @@ def predict(job: Job) -> None:
         "disk": {},
         "notes": [],
     }
-    file = {"schema": kept_prediction.SCHEMA, "t": time.time(), "prediction": said}
-    kept_prediction.path_of(job.run_dir).write_text(json.dumps(file))
+    file = {"schema": calibration.PREDICTION_SCHEMA, "t": time.time(), "prediction": said}
+    calibration.path_of(job.run_dir).write_text(json.dumps(file))
 
 
 def fill(job: Job, spec: JobSpec, uuids: list[str]) -> None:
@@ -284,9 +284,9 @@ def nobody_starts(patch: pytest.MonkeyPatch, cards: FakeGpus) -> None:
         patch.setattr(f"{module}.dispatch", lambda store: None)
     patch.setattr("jobs.service.ensure_keepers", lambda store: None)
     fake = (sys.executable, "-S", str(FAKE_MEMORY))
-    patch.setattr("jobs.memory.client.COMMAND", fake)
-    patch.setattr("jobs.memory.client._shared", [])  # another test has closed its own for good
-    patch.setattr("tui.form.blocks.screen.detect_blocks", lambda **asked: flux())
+    patch.setattr("jobs.memory.question.COMMAND", fake)
+    patch.setattr("jobs.memory.question._shared", [])  # another test has closed its own for good
+    patch.setattr("tui.form.blocks.detect_blocks", lambda **asked: flux())
     disk = _Disk(2 << 40, 1 << 40, 1 << 40)
     patch.setattr("shutil.disk_usage", lambda path: disk)
     patch.setenv("TZ", "UTC")

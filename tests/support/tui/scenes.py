@@ -21,7 +21,7 @@ from tests.support.tui.made_up_runs import look_every
 from tests.support.tui.made_up_server import Clock, idle_gpus, look_back, make_up, nobody_starts
 from tests.support.tui.pilot import driven, rest, until
 from tui.app.app import FsdpTui
-from tui.form.beside.fit import FitBars
+from tui.form.beside import FitBars
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -20,13 +20,12 @@ from PIL import Image
 from jobs.errors import UserError
 from jobs.machine import engine_tools
 from jobs.machine.engine_tools import Cancelled, ToolError
-from jobs.preflight.data_look import look_at_data
+from jobs.preflight.data import look_at_data
 from jobs.spec.file.load import load_spec
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, eventually
 from tui.cli import commands
-from tui.text.data_tables import data_text
-from tui.text.data_text import changes
+from tui.text.data_text import changes, data_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -14,8 +14,7 @@ import yaml
 from jobs import service
 from jobs.errors import StateError
 from jobs.machine.engine_tools import Cancelled
-from jobs.models.blocks.detection import detect_blocks
-from jobs.models.blocks.detection_cache import remember
+from jobs.models.blocks import detect_blocks, remember
 from jobs.paths import cache_home
 from jobs.queue.states import State
 from jobs.service import caches

@@ -10,7 +10,7 @@ import pytest
 
 from jobs.untrusted.text import harmless
 from tests.support.tui.hostile import EVIL, add_evil_job, steering, write_model
-from tui.cli.common.echo import Stream
+from tui.cli.echo import Stream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,7 @@ from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec, field_choices, field_group
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
-from tui.cli.command_group import CommandGroup
-from tui.cli.commands import cli
+from tui.cli.commands import CommandGroup, cli
 from tui.cli.completion import _SHELLS
 
 if TYPE_CHECKING:

@@ -330,7 +330,9 @@ def test_a_full_disk_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine.loras.output.shutil.disk_usage", lambda _: type("", (), {"free": 9}))
+        patch.setattr(
+            "engine.loras.lora_file.shutil.disk_usage", lambda _: type("", (), {"free": 9})
+        )
         before = run(shell, *words)
     monkeypatch.setattr("engine.model.files.safetensors_writer.os.pwrite", full)
     during = run(shell, *words)

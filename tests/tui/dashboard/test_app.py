@@ -37,8 +37,8 @@ from tui.form.screen import NewJobScreen
 from tui.log.log_view import LogView
 from tui.look import collector
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
-from tui.widgets.modals.confirm import ConfirmScreen
-from tui.widgets.modals.help import HelpScreen
+from tui.widgets.help import HelpScreen
+from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
     from pathlib import Path

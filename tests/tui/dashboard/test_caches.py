@@ -21,8 +21,8 @@ from tests.support.tui.driven_app import all_said, question, running
 from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
-from tui.app.palette import ActionsProvider
-from tui.dashboard.caches.screen import CachesScreen
+from tui.app.app import ActionsProvider
+from tui.dashboard.caches import CachesScreen
 from tui.text.cache_text import amount, cache_rows, freed
 from tui.text.format import plain
 
@@ -93,8 +93,8 @@ class Caches:
 @pytest.fixture
 def caches(monkeypatch: pytest.MonkeyPatch) -> Caches:
     fake = Caches()
-    monkeypatch.setattr("tui.dashboard.caches.screen.list_caches", fake.list)
-    monkeypatch.setattr("tui.dashboard.caches.screen.clear", fake.clear)
+    monkeypatch.setattr("tui.dashboard.caches.list_caches", fake.list)
+    monkeypatch.setattr("tui.dashboard.caches.clear", fake.clear)
     return fake
 
 

@@ -29,14 +29,20 @@ from tests.support.tui.made_up_runs import (
 from tests.support.tui.pilot import until
 from tui.dashboard.device_rows import columns as device_columns
 from tui.dashboard.device_rows import device_head, device_rows, devices_title, hint_of, links
-from tui.dashboard.gpus.rows import gpus_rows, graph
-from tui.dashboard.job_groups import job_groups, ordinal, queue_places
-from tui.dashboard.memory_split import Split, split_bar, split_of
+from tui.dashboard.gpus import gpus_rows, graph
+from tui.dashboard.jobs_panel import job_groups, ordinal, queue_places
 from tui.dashboard.panels import DevicesPanel, redraw_after
-from tui.dashboard.rank_lines import Seat, keeping_up, rank_table, rank_title
+from tui.dashboard.rank_lines import (
+    Seat,
+    Split,
+    keeping_up,
+    rank_table,
+    rank_title,
+    split_bar,
+    split_of,
+)
 from tui.look import collector
-from tui.look.collector import where_of
-from tui.look.gpu_history import EVERY, History
+from tui.look.collector import EVERY, History, where_of
 from tui.look.snapshot import JobView, Snapshot, in_order, in_step
 from tui.text.format import plain, sparkline
 from tui.widgets.job_rows import columns, job_row

@@ -18,8 +18,8 @@ from jobs.errors import UserError
 from jobs.fleet.config import config_file
 from tests.support.fleet import GPU, HEAD, JOB, FakeBoxes
 from tests.support.waiting import eventually
+from tui.cli import on_box
 from tui.cli.commands import cli
-from tui.cli.fleet import on_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

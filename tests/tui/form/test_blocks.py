@@ -23,10 +23,9 @@ from jobs.spec.file.load import load_spec
 from tests.support.tui.detection import DOUBLE, SINGLE, flux
 from tests.support.tui.driven_app import form, running
 from tests.support.tui.pilot import until
-from tui.form.blocks.rows import block_rows, looking_row
-from tui.form.blocks.screen import DetectScreen
-from tui.form.fields import draft, pages
-from tui.form.fields.field_row import FieldRow
+from tui.form import draft, pages
+from tui.form.blocks import DetectScreen, block_rows, looking_row
+from tui.form.fields import FieldRow
 from tui.form.screen import NewJobScreen
 from tui.text.block_text import Model, about, cautions, headline, outcome, parameters, share, usable
 from tui.text.format import plain
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
-    from jobs.models.blocks.detection import Detection
+    from jobs.models.blocks import Detection
     from jobs.queue.store import Store
     from tui.app.app import FsdpTui
 
@@ -81,7 +80,7 @@ class Detector:
 @pytest.fixture
 def detector(monkeypatch: pytest.MonkeyPatch) -> Detector:
     fake = Detector()
-    monkeypatch.setattr("tui.form.blocks.screen.detect_blocks", fake)
+    monkeypatch.setattr("tui.form.blocks.detect_blocks", fake)
     return fake
 
 

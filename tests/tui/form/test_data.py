@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageDraw
 from textual.geometry import Region
 
-from jobs.preflight.data_look import DataLook
+from jobs.preflight.data import DataLook
 from jobs.queue.states import State
 from jobs.run.eventlog import Phase
 from jobs.run.rundir import write_atomic
@@ -21,13 +21,11 @@ from jobs.spec.file.load import dump_spec, load_spec
 from tests.support.tui.driven_app import another_look, running, shown
 from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.pilot import rest, until
-from tui.dashboard.activity_rows import activity_rows
-from tui.form.data.buckets_panel import BucketsPanel
-from tui.form.data.rows import bucket_rows, finding_rows, looking_row
-from tui.form.data.screen import DataScreen
+from tui.dashboard.panels import activity_rows
+from tui.form.data import BucketsPanel, DataScreen, bucket_rows, finding_rows, looking_row
 from tui.form.screen import NewJobScreen
 from tui.look.snapshot import JobView
-from tui.terminal.images.strips import draw, find_grid, pictures_of
+from tui.terminal.thumbnails import draw, find_grid, pictures_of
 from tui.text.data_text import headlines
 from tui.text.format import plain
 
@@ -149,7 +147,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[[DataLook], None]:
     """Sets what a look finds."""
 
     def put(result: DataLook) -> None:
-        monkeypatch.setattr("tui.form.data.screen.look_at_data", lambda *_, **__: result)
+        monkeypatch.setattr("tui.form.data.look_at_data", lambda *_, **__: result)
 
     return put
 

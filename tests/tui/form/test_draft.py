@@ -13,7 +13,7 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec, field_names
 from jobs.spec.rules.conflicts import find_conflicts
 from tests.support.jobs.spec_strategies import REQUIRED, VALUES
-from tui.form.fields import draft, field_texts, pages
+from tui.form import draft, pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,13 +36,13 @@ GOOD = {"pretrained_model_name_or_path": "m", "dataset": "d", "num_processes": 2
     ],
 )
 def test_a_value_stands_in_an_input_as_people_write_it(name: str, value: object, text: str) -> None:
-    assert field_texts.as_text(name, value) == text
+    assert draft.as_text(name, value) == text
 
 
 def test_prompts_may_hold_commas_and_come_back_as_they_were() -> None:
     prompts = ["a red, round thing", "a blue square"]
-    text = field_texts.as_text("validation_prompts", prompts)
-    assert field_texts.from_text("validation_prompts", text) == prompts
+    text = draft.as_text("validation_prompts", prompts)
+    assert draft.from_text("validation_prompts", text) == prompts
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_prompts_may_hold_commas_and_come_back_as_they_were() -> None:
 )
 def test_the_form_keeps_prompts_with_settings_and_strange_ones(prompts: list[Any]) -> None:
     spec = JobSpec(**GOOD, validation_prompts=prompts)
-    text = field_texts.as_text("validation_prompts", spec.to_dict()["validation_prompts"])
+    text = draft.as_text("validation_prompts", spec.to_dict()["validation_prompts"])
     assert text.isprintable()
-    shown = {"validation_prompts": field_texts.from_text("validation_prompts", text)}
+    shown = {"validation_prompts": draft.from_text("validation_prompts", text)}
     assert load_spec(None, draft.merge(spec.to_dict(), shown)) == spec
 
 
@@ -65,7 +65,7 @@ def test_every_field_of_the_job_survives_the_form() -> None:
     spec = JobSpec(**GOOD, optimizer="sgd", seed=7, lora_dropout=0.25, max_train_steps=33)
     base = spec.to_dict()
     shown = {
-        name: field_texts.from_text(name, field_texts.as_text(name, base[name]))
+        name: draft.from_text(name, draft.as_text(name, base[name]))
         for name in pages.SHOWN
         if name != "fsdp_reshard_after_forward"
     }
@@ -78,9 +78,7 @@ def test_every_value_comes_back_from_its_text(values: dict[str, Any]) -> None:
     spec = load_spec(None, REQUIRED | values)
     wholes = spec.to_dict()
     read = {
-        key: value
-        if isinstance(value, bool)
-        else field_texts.from_text(key, field_texts.as_text(key, value))
+        key: value if isinstance(value, bool) else draft.from_text(key, draft.as_text(key, value))
         for key, value in wholes.items()
     }
     told = {key: value for key, value in read.items() if value is not None}
@@ -103,15 +101,15 @@ def test_every_value_comes_back_from_its_text(values: dict[str, Any]) -> None:
 def test_values_of_the_other_pages_are_texts_too(name: str, value: Any, text: str) -> None:
     if name == "datasets":
         value = JobSpec(datasets=value).to_dict()["datasets"]
-    assert field_texts.as_text(name, value) == text
-    read = field_texts.from_text(name, text)
+    assert draft.as_text(name, value) == text
+    read = draft.from_text(name, text)
     assert JobSpec(**({} if read is None else {name: read})).to_dict()[name] == value
 
 
 def test_variables_in_paths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATA", "/some/where")
-    assert field_texts.from_text("dataset", "$DATA/cats") == "/some/where/cats"
-    assert field_texts.from_text("dataset", "${NOT_SET_HERE}/cats") == "${NOT_SET_HERE}/cats"
+    assert draft.from_text("dataset", "$DATA/cats") == "/some/where/cats"
+    assert draft.from_text("dataset", "${NOT_SET_HERE}/cats") == "${NOT_SET_HERE}/cats"
 
 
 def test_a_home_that_nobody_has_is_told() -> None:

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.backends.slurm.partitions import Partition
+from jobs.backends.slurm.commands import Partition
 from jobs.machine.gpu import Gpu, GpuProcess
-from jobs.memory import client
+from jobs.memory import question
 from jobs.memory.fit import Fit, Room
 from tests.support.jobs.fake_memory import GIB
 from tests.support.tui.made_up_runs import nothing_starts
 from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
 from tui.app.app import FsdpTui
-from tui.form.beside import fit as form_fit
-from tui.form.beside.fit import FitBars, bar_lines, look
-from tui.form.lookups import Looks
+from tui.form import beside as form_fit
+from tui.form.beside import FitBars, bar_lines, look
+from tui.form.checks import Looks
 from tui.form.screen import NewJobScreen
 from tui.form.submission import Submission
 from tui.look.snapshot import Snapshot
-from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -63,7 +63,7 @@ def _fake_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing_starts(monkeypatch)
     monkeypatch.setattr("jobs.machine.devices.gpus", some_gpus)
     monkeypatch.setattr(form_fit, "_SETTLES_IN", 0.02)
-    monkeypatch.setattr("tui.form.fields.draft.check_path", lambda *_: (True, ""))
+    monkeypatch.setattr("tui.form.draft.check_path", lambda *_: (True, ""))
 
 
 @asynccontextmanager
@@ -131,7 +131,7 @@ async def test_what_does_not_fit_is_asked_once_and_can_be_queued(
 
     monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job: queued.append(job))
     monkeypatch.setattr(form_fit, "look", slow)
-    monkeypatch.setattr("tui.form.fields.draft.doubt_of", doubt)
+    monkeypatch.setattr("tui.form.draft.doubt_of", doubt)
     values = VALUES | {"train_batch_size": 3, "dataset": str(tmp_path)}
     async with form(store, values) as (app, pilot, bars):
         await pilot.press("ctrl+r")
@@ -206,9 +206,9 @@ async def test_without_a_model_nothing_is_asked_and_nothing_shown(store: Store) 
         await until(pilot, lambda: text(bars))
         app.screen.query_one("#field-pretrained_model_name_or_path").value = "/no/such/model"
         await until(pilot, lambda: not text(bars))
-    client._shared.pop().close()
+    question._shared.pop().close()
     assert look({}, Snapshot(0.0)).bars == ()
-    assert client._shared == []
+    assert question._shared == []
 
 
 def test_a_job_on_the_cpu_is_held_against_host_memory() -> None:

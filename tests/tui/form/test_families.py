@@ -11,7 +11,7 @@ from textual.widgets import Select
 from jobs.spec.file.load import load_spec
 from tests.support.tui.driven_app import field, form
 from tests.support.tui.pilot import rest, until
-from tui.form.fields import draft
+from tui.form import draft
 from tui.form.screen import NewJobScreen
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from jobs.spec.values.hub_names import HubName
 from tests.support.tui.driven_app import error_of, field, form
 from tests.support.tui.pilot import until
 from tui.form.screen import NewJobScreen
-from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
     from jobs.queue.store import Store
@@ -29,7 +29,7 @@ async def test_a_missing_model_is_fetched_after_one_question(
     begun: list[HubName] = []
     sizes = {MODEL: 33_700_000_000}
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("tui.form.lookups.ask_sizes", lambda names, cancelled: sizes)
+    monkeypatch.setattr("tui.form.checks.ask_sizes", lambda names, cancelled: sizes)
     monkeypatch.setattr(fetches, "start", begun.append)
     async with form(store) as (app, pilot):
         app.screen.fields.put(job_values | {"resolution": 64})  # type: ignore[attr-defined]

@@ -21,11 +21,11 @@ from tests.support.tui.driven_app import another_look, error_of, field, form, ru
 from tests.support.tui.made_up_runs import FakeGpus, add_job
 from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
-from tui.form.beside.fit import Look
-from tui.form.fields.gpu_picker import GpuPicker, users_of
-from tui.form.fields.pages import PAGES
+from tui.form.beside import Look
+from tui.form.fields import GpuPicker, users_of
+from tui.form.pages import PAGES
 from tui.form.screen import NewJobScreen
-from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
     from textual.pilot import Pilot
@@ -478,7 +478,7 @@ async def test_templates_are_found_by_who_types_before_they_are_read(
         assert read.wait(PATIENCE)
         return list_templates()
 
-    monkeypatch.setattr("tui.form.search.list_templates", read_slowly)
+    monkeypatch.setattr("tui.form.files.list_templates", read_slowly)
     save_template("tiny", {"lora_rank": 4})
     async with form(store) as (app, pilot):
         await pilot.press("ctrl+t")
@@ -604,7 +604,7 @@ async def test_the_form_sees_who_comes_and_goes(
         looked.append(users_of(snapshot))
         return Look(values)
 
-    monkeypatch.setattr("tui.form.beside.fit.look", look)
+    monkeypatch.setattr("tui.form.beside.look", look)
     job = add_job(
         store,
         "t",

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_processes")
 async def test_partitions_are_offered_and_an_unknown_one_is_warned_about(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.backends.slurm.partitions.PATIENCE", PATIENCE)
+    monkeypatch.setattr("jobs.backends.slurm.commands._SINFO_PATIENCE", PATIENCE)
     slurm = FakeSlurm.on_path(tmp_path / "slurm", monkeypatch)
     slurm.say("partitions", "gpu*|gpu:h100:8\ndebug|(null)\n")
     async with form(store) as (app, pilot):

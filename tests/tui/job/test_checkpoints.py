@@ -13,8 +13,7 @@ from textual.geometry import Region
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled
 from jobs.queue.states import State
-from jobs.run.checkpoint_files import set_aside
-from jobs.run.checkpoint_list import Listed
+from jobs.run.checkpoint_files import Listed, set_aside
 from jobs.service.plan import plan_resume
 from jobs.spec.file.load import dump_spec, load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
@@ -22,12 +21,11 @@ from tests.support.tui.driven_app import all_said, question, running, shown
 from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.pilot import until
 from tui.form.screen import NewJobScreen
-from tui.job.checkpoints.pane import CheckpointsPane
-from tui.job.checkpoints.rows import checkpoint_rows, progress_row
+from tui.job.checkpoints import CheckpointsPane, checkpoint_rows, progress_row
 from tui.text.checkpoint_text import about
 from tui.text.format import plain
 from tui.widgets.bars import KeyBar
-from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -270,7 +268,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
             state.ended.set()
         return one
 
-    monkeypatch.setattr("tui.job.checkpoints.pane.verify", verify)
+    monkeypatch.setattr("tui.job.checkpoints.verify", verify)
     yield state
     state.go.set()
 

@@ -31,19 +31,18 @@ from tests.support.tui.made_up_runs import (
 from tests.support.tui.made_up_server import predict
 from tests.support.tui.pilot import settle, until
 from tests.support.waiting import PATIENCE, eventually_shown
-from tui.dashboard.activity_rows import activity_rows
-from tui.job.checkpoints.pane import CheckpointsPane
-from tui.job.panes.config_rows import command_rows
+from tui.dashboard.panels import activity_rows
+from tui.job.checkpoints import CheckpointsPane
+from tui.job.panes.config import PickJobScreen, command_rows
 from tui.job.panes.glance_rows import head_rows, start_rows
 from tui.job.panes.overview import OverviewPane
-from tui.job.panes.pick_job import PickJobScreen
-from tui.job.panes.rank_rows import late_words, rank_rows
+from tui.job.panes.ranks import late_words, rank_rows
 from tui.job.screen import JobScreen
 from tui.job.tabs import NAMES, tab_line
 from tui.keys.key_table import Key, line_of
 from tui.log.screen import LogScreen
 from tui.look.job_look import Looker
-from tui.plots.pick_runs import PickRunsScreen
+from tui.plots.screen import PickRunsScreen
 from tui.text.format import plain
 
 if TYPE_CHECKING:

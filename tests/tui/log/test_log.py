@@ -250,7 +250,7 @@ async def test_a_search_that_finds_nothing_says_so_and_stays(store: Store, job: 
 async def test_a_pattern_without_end_is_given_up(
     store: Store, job: Job, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    monkeypatch.setattr("tui.log.guarded.SECONDS", 0.2)
+    monkeypatch.setattr("tui.log.finders.SECONDS", 0.2)
     write_log(job, "a" * 90 + "b\n", append=True)
     async with reading(store) as (screen, reader, pilot):
         await typed(pilot, key, "(a|aa)+$")

@@ -14,13 +14,19 @@ from hypothesis import strategies as st
 
 from jobs.errors import UserError
 from tests.support.waiting import PATIENCE
-from tui.log.finders import Both, LevelFinder, PatternFinder, TimeFinder, compile_pattern
-from tui.log.levels import Level, level_of
+from tui.log.finders import (
+    Both,
+    Level,
+    LevelFinder,
+    PatternFinder,
+    TimeFinder,
+    compile_pattern,
+    level_of,
+)
 from tui.log.log_model import LogModel
-from tui.log.pages import last_page, last_top, page, top_for
-from tui.log.places import Filter, Line, Share, Time, place_of
-from tui.log.scan import Hits, Scan, nearest, step_from
-from tui.log.watch import Answer, Watch
+from tui.log.reader import last_page, last_top, page, top_for
+from tui.log.scan import Answer, Hits, Scan, Watch, nearest, step_from
+from tui.log.search import Filter, Line, Share, Time, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

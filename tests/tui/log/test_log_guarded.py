@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.waiting import PATIENCE
-from tui.log import guarded
-from tui.log.finders import PatternFinder, compile_pattern
-from tui.log.guarded import TooSlowError, choices, marked_up_to, pattern_finders
+from tui.log import finders
+from tui.log.finders import (
+    PatternFinder,
+    TooSlowError,
+    choices,
+    compile_pattern,
+    marked_up_to,
+    pattern_finders,
+)
 from tui.log.log_model import LogModel
-from tui.log.places import Filter
-from tui.log.watch import Answer, Watch
+from tui.log.scan import Answer, Watch
+from tui.log.search import Filter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,15 +64,15 @@ def test_what_takes_too_long_is_given_up_and_can_be_asked_again(
 ) -> None:
     finder = pattern_finders(ENDLESS)()
     for _ in range(2):
-        monkeypatch.setattr(guarded, "SECONDS", 0.2)
+        monkeypatch.setattr(finders, "SECONDS", 0.2)
         with pytest.raises(TooSlowError, match="takes too long"):
             finder.find(TRAP.encode())
-        monkeypatch.setattr(guarded, "SECONDS", PATIENCE)
+        monkeypatch.setattr(finders, "SECONDS", PATIENCE)
         assert finder.find(b"aaa\n") == [0]
 
 
 def test_a_watch_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded, "SECONDS", 0.2)
+    monkeypatch.setattr(finders, "SECONDS", 0.2)
     path = tmp_path / "log"
     path.write_text(TRAP + "needle\n")
     answers: list[Any] = []

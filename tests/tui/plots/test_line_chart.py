@@ -18,15 +18,16 @@ from tui.plots.drawing import (
     SPANS,
     Choices,
     Values,
+    as_csv,
+    as_text,
     panned,
     screenful,
     settings,
+    write_csv,
     zoomed,
 )
-from tui.plots.files import as_csv, as_text, write_csv
-from tui.plots.line_chart import Curve, View, figure
+from tui.plots.line_chart import Curve, View, figure, log_scale, scale_of
 from tui.plots.measures import LOSS, MEASURES, Run, nearest, series_of
-from tui.plots.scales import log_scale, scale_of
 from tui.text.format import plain
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from tests.support.tui.driven_app import all_said, running, shown
 from tests.support.tui.made_up_runs import add_job, append_events, write_steps
 from tests.support.tui.pilot import rest, until
 from tui.plots.measures import MEASURES
-from tui.plots.pick_runs import PickRunsScreen
-from tui.plots.screen import PlotsScreen
+from tui.plots.screen import PickRunsScreen, PlotsScreen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,7 +12,7 @@ import yaml
 from tui.cli import commands
 from tui.keys.actions import ACTIONS, footer_actions
 from tui.keys.keymap import NamedBinding, known_bindings, settle_keymap
-from tui.settings.settings import Settings, as_file, read_settings, settings_file
+from tui.settings import Settings, as_file, read_settings, settings_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,9 +22,8 @@ from tests.support.tui.pilot import driven
 from tests.support.tui.terminal import terminal
 from tests.support.waiting import eventually
 from tui.app.app import FsdpTui
-from tui.terminal import byte_budget
-from tui.terminal.byte_budget import ByteBudget
-from tui.terminal.driver import GovernedDriver
+from tui.terminal import driver
+from tui.terminal.driver import ByteBudget, GovernedDriver
 from tui.text.format import Span
 from tui.widgets.lines import changed_cells
 
@@ -198,8 +197,8 @@ def test_a_restless_screen_stays_within_the_budget_and_answers_keys(tmp_path: Pa
         begun, before = time.monotonic(), shown.received
         shown.wait_for(lambda _: shown.received - before >= 150_000)
         got = shown.received - before
-        spare = byte_budget.SAVED + 20_000  # one picture goes over the line
-        assert time.monotonic() - begun >= (got - spare) / byte_budget.RATE
+        spare = driver.SAVED + 20_000  # one picture goes over the line
+        assert time.monotonic() - begun >= (got - spare) / driver.RATE
         shown.forget()
         shown.press("z")
         shown.wait_for(lambda text: "keys:z" in text)
@@ -311,7 +310,7 @@ async def test_tests_and_browsers_have_their_own_driver(
 def test_a_rested_budget_paints_a_screen_at_once_and_then_waits() -> None:
     budget = ByteBudget(0.0)
     assert budget.wait(0.0) == 0
-    budget.spend(0.0, int(byte_budget.SAVED) + 10_000)
+    budget.spend(0.0, int(driver.SAVED) + 10_000)
     assert budget.wait(0.0) == pytest.approx(0.2)
     assert budget.wait(0.1) == pytest.approx(0.1)
     assert budget.wait(0.2) == pytest.approx(0.0)
@@ -319,19 +318,19 @@ def test_a_rested_budget_paints_a_screen_at_once_and_then_waits() -> None:
 
 def test_what_answers_a_key_may_borrow_but_not_without_end() -> None:
     budget = ByteBudget(0.0)
-    budget.spend(0.0, int(byte_budget.SAVED) + 40_000)
+    budget.spend(0.0, int(driver.SAVED) + 40_000)
     assert budget.wait(0.0) > 0
     budget.asked_at = 0.0
     assert budget.wait(0.0) == 0
     budget.spend(0.0, 20_000)
     assert budget.wait(0.0) == pytest.approx(0.2)
-    assert budget.wait(byte_budget.ANSWERS_WITHIN + 0.1) > 0  # the answer has been painted
+    assert budget.wait(driver.ANSWERS_WITHIN + 0.1) > 0  # the answer has been painted
 
 
 def test_a_terminal_that_takes_nothing_stops_painting_even_for_keys() -> None:
     budget = ByteBudget(0.0, asked_at=0.0)
-    assert budget.wait(0.0, byte_budget.MOST_BYTES_BEHIND + 1, 1) > 0
-    assert budget.wait(0.0, 10, byte_budget.MOST_WRITES_BEHIND + 1) > 0
+    assert budget.wait(0.0, driver.MOST_BYTES_BEHIND + 1, 1) > 0
+    assert budget.wait(0.0, 10, driver.MOST_WRITES_BEHIND + 1) > 0
     assert budget.wait(0.0, 10, 1) == 0
 
 
@@ -346,7 +345,7 @@ def test_over_any_time_no_more_is_sent_than_rate_and_savings(
         now += budget.wait(now)
         budget.spend(now, count)
         sent, largest = sent + count, max(largest, count)
-        assert sent <= byte_budget.SAVED + byte_budget.RATE * now + largest + 1
+        assert sent <= driver.SAVED + driver.RATE * now + largest + 1
 
 
 # -- lines ---------------------------------------------------------------------------------

@@ -24,16 +24,14 @@ from tests.support.tui.driven_app import running
 from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.pilot import driven, until
 from tests.support.waiting import PATIENCE
-from tui.job.samples.grid import SampleGrid
-from tui.job.samples.pane import SamplesPane
-from tui.job.samples.screen import SampleScreen
-from tui.job.samples.table import ZOOMS, Place, Table, about, shape_of, window
+from tui.job.sample_screen import SampleScreen
+from tui.job.sample_table import ZOOMS, Place, Table, about, shape_of, window
+from tui.job.samples import SampleGrid, SamplesPane
 from tui.job.screen import JobScreen
-from tui.terminal.images import protocol
-from tui.terminal.images.half_blocks import BlockPicture, fitted
-from tui.terminal.images.image import Picture
-from tui.terminal.images.protocol import choose, read_answer
-from tui.terminal.images.thumbnails import BrokenPictureError, Thumbnails, decode
+from tui.terminal import image_protocol
+from tui.terminal.image import BlockPicture, Picture, fitted
+from tui.terminal.image_protocol import choose, read_answer
+from tui.terminal.thumbnails import BrokenPictureError, Thumbnails, decode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -109,11 +107,11 @@ def test_a_person_may_force_it() -> None:
 def test_over_ssh_a_page_of_pictures_is_made_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSH_CONNECTION", raising=False)
     monkeypatch.delenv("SSH_TTY", raising=False)
-    monkeypatch.setattr(protocol, "_chosen", "kitty")
-    assert protocol.for_many() == "kitty"
+    monkeypatch.setattr(image_protocol, "_chosen", "kitty")
+    assert image_protocol.for_many() == "kitty"
     monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
-    assert protocol.for_many() == "blocks"
-    assert protocol.current() == "kitty"
+    assert image_protocol.for_many() == "blocks"
+    assert image_protocol.current() == "kitty"
 
 
 class Ends:
@@ -135,9 +133,9 @@ def test_a_real_terminal_is_asked_once_and_left_as_it_was(
 ) -> None:
     import termios
 
-    monkeypatch.setattr(protocol, "_WITHIN", PATIENCE if answer else 0.05)
-    monkeypatch.setattr(protocol, "_chosen", "blocks")
-    monkeypatch.setattr(protocol, "_cell", None)
+    monkeypatch.setattr(image_protocol, "_WITHIN", PATIENCE if answer else 0.05)
+    monkeypatch.setattr(image_protocol, "_chosen", "blocks")
+    monkeypatch.setattr(image_protocol, "_cell", None)
     for name in ("TMUX", "STY", "TEXTUAL_DRIVER", "TERM_PROGRAM", "FSDP_TUI_PICTURES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -157,11 +155,11 @@ def test_a_real_terminal_is_asked_once_and_left_as_it_was(
 
     thread = threading.Thread(target=terminal, daemon=True)
     thread.start()
-    assert protocol.prepare() == expected
+    assert image_protocol.prepare() == expected
     thread.join(PATIENCE)
     assert len(asked) == 1
     assert termios.tcgetattr(slave) == before
-    assert protocol.cell_size() == ((9, 20) if answer else None)
+    assert image_protocol.cell_size() == ((9, 20) if answer else None)
     os.close(master)
     os.close(slave)
 
@@ -172,7 +170,7 @@ def test_importing_the_library_asks_nobody() -> None:
 
     master, slave = pty.openpty()
     script = (
-        "from tui.terminal.images.library import picture_class; import sys; "
+        "from tui.terminal.image import picture_class; import sys; "
         "names = [picture_class(p).__name__ for p in ('kitty', 'sixel')]; "
         "sys.stderr.write(' '.join(names))"
     )

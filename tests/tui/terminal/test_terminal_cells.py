@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tui.emulated_screen import EmulatedScreen
-from tui.terminal.terminal_cells import TerminalCells, change_of_style
+from tui.terminal.driver import TerminalCells, change_of_style
 
 WIDTH, HEIGHT = SIZE = (12, 4)
 STYLES = st.sampled_from(

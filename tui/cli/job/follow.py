@@ -14,8 +14,7 @@ from jobs.queue.states import State
 from jobs.run.disk_space import find_cut
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import PHASES
-from tui.cli.common.echo import Stream, echo
-from tui.cli.common.reader import pause
+from tui.cli.echo import Stream, echo, pause
 from tui.text.format import state_text
 
 if TYPE_CHECKING:

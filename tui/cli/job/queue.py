@@ -9,8 +9,8 @@ import click
 
 from jobs import service
 from jobs.queue.store import Store
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import ID
+from tui.cli.echo import echo
+from tui.cli.job_arguments import ID
 
 if TYPE_CHECKING:
     from jobs.queue.job import Place

@@ -14,16 +14,16 @@ from jobs.backends import backend
 from jobs.errors import UserError
 from jobs.hub.pushes import Push
 from jobs.machine import devices
-from jobs.memory.kept_prediction import facts as predicted_facts
+from jobs.memory.calibration import facts as predicted_facts
+from jobs.queue.job_list import report_of
 from jobs.queue.states import State
 from jobs.queue.store import Store
-from jobs.queue.summaries import report_of
 from jobs.run.disk_space import directory_size
 from jobs.service.replay import FORMS, Form, replay, replay_facts
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import ID, JSON
+from tui.cli.echo import echo
 from tui.cli.job.follow import follow_log
 from tui.cli.job.watch import watch, watch_machine
+from tui.cli.job_arguments import ID, JSON
 from tui.text.tables import describe, job_table
 
 

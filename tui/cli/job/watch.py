@@ -17,8 +17,7 @@ from jobs.errors import UserError
 from jobs.fleet.lines import Teller
 from jobs.machine import devices
 from jobs.queue.states import ENDED
-from tui.cli.common.echo import echo
-from tui.cli.common.reader import pause
+from tui.cli.echo import echo, pause
 from tui.text.format import number, pace
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import click
 from jobs.queue.store import Store
 from jobs.service.caches import clear as clear_caches
 from jobs.service.caches import list_caches
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import JSON
+from tui.cli.echo import echo
+from tui.cli.job_arguments import JSON
 from tui.text.format import size
 
 

@@ -9,8 +9,8 @@ import click
 from jobs import service
 from jobs.machine import devices
 from jobs.queue.store import Store
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import JSON
+from tui.cli.echo import echo
+from tui.cli.job_arguments import JSON
 from tui.text.tables import gpu_facts, gpu_table
 
 

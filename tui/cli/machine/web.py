@@ -14,7 +14,7 @@ import click
 
 from jobs.errors import UserError
 from jobs.queue.store import Store
-from tui.cli.common.job_arguments import warn
+from tui.cli.job_arguments import warn
 
 _FIRST_PERSON: Final = 1000  # the lowest user id of people, on all common systems
 _NOBODY: Final = 65534

@@ -16,7 +16,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from jobs.errors import UserError
-from tui.cli.common.echo import echo
+from tui.cli.echo import echo
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

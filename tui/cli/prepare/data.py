@@ -8,12 +8,11 @@ from pathlib import Path
 
 import click
 
-from jobs.preflight.data_look import look_at_data
+from jobs.preflight.data import look_at_data
 from jobs.spec.data_tool import NOT_NEEDED
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import FLAGS, JSON, WORDS, JobCommand, read_job
-from tui.cli.common.progress_line import ProgressLine
-from tui.text.data_tables import data_text
+from tui.cli.echo import ProgressLine, echo
+from tui.cli.job_arguments import FLAGS, JSON, WORDS, JobCommand, read_job
+from tui.text.data_text import data_text
 
 _WIDEST = 100  # columns; longer lines are hard to read
 

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.errors import UserError
-from jobs.models.blocks.detection import detect_blocks
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import JSON
-from tui.cli.common.progress_line import ProgressLine
+from jobs.models.blocks import detect_blocks
+from tui.cli.echo import ProgressLine, echo
+from tui.cli.job_arguments import JSON
 from tui.text.format import cut, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from jobs.models.blocks.detection import BlockClass, Detection
+    from jobs.models.blocks import BlockClass, Detection
 
 _OTHERS = 5  # classes in the table that are not recommended; --all shows the rest
 

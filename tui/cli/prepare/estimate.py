@@ -8,25 +8,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from jobs.backends.slurm.partitions import ask_partitions, cards_of
+from jobs.backends.slurm.commands import ask_partitions, cards_of
 from jobs.errors import UserError
-from jobs.memory.candidates import candidates
-from jobs.memory.cards import CARDS
-from jobs.memory.client import Server
+from jobs.memory.calibration import compare
 from jobs.memory.estimate import UNKNOWN_CARDS, Estimate, estimate, needs_of
-from jobs.memory.fit import Fit, Room, Verdict
-from jobs.memory.kept_prediction import compare
+from jobs.memory.fit import CARDS, Fit, Room, Verdict, candidates
 from jobs.memory.network import SHARED, Across, across
 from jobs.memory.predicted import Predicted
-from jobs.memory.question import Refused
+from jobs.memory.question import Refused, Server
 from jobs.queue.store import Store
 from jobs.service import dry_run
 from jobs.spec.data_tool import NOT_NEEDED
 from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import world_size
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import FLAGS, JSON, WORDS, JobCommand, read_job
-from tui.cli.common.progress_line import ProgressLine
+from tui.cli.echo import ProgressLine, echo
+from tui.cli.job_arguments import FLAGS, JSON, WORDS, JobCommand, read_job
 from tui.text import estimate_text as words_of
 
 if TYPE_CHECKING:

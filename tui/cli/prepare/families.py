@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.memory.cards import IN_TABLES, KINDS, read_smallest
+from jobs.memory.fit import IN_TABLES, KINDS, read_smallest
 from jobs.models.published_sizes import PARAMETERS
 from jobs.spec.families import FAMILIES, get_family
 from jobs.spec.values.value_types import read_family
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import JSON
+from tui.cli.echo import echo
+from tui.cli.job_arguments import JSON
 
 if TYPE_CHECKING:
     from jobs.spec.families import Family

@@ -15,9 +15,8 @@ from jobs.machine.engine_tools import ToolError
 from jobs.spec.data_tool import NOT_NEEDED
 from jobs.spec.values.hub_names import HubName
 from jobs.units import size
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import JSON, read_job, warn
-from tui.cli.common.progress_line import ProgressLine
+from tui.cli.echo import ProgressLine, echo
+from tui.cli.job_arguments import JSON, read_job, warn
 
 if TYPE_CHECKING:
     from jobs.hub.fetches import Fetch

@@ -12,8 +12,8 @@ import click
 from jobs.errors import UserError
 from jobs.imports.common.import_report import Kind
 from jobs.run.rundir import write_atomic
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import FLAGS, JSON
+from tui.cli.echo import echo
+from tui.cli.job_arguments import FLAGS, JSON
 
 if TYPE_CHECKING:
     from jobs.imports.common.import_report import Entry

@@ -1,4 +1,4 @@
-"""`fsdp-tui keys`: every key of a job, as people, scripts and the documentation read it."""
+"""`fsdp-tui keys`, `templates` and `diff`: what a job file can say, and how two differ."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import click
 
 from jobs.errors import UserError
+from jobs.queue.store import Store
+from jobs.spec.file.diff import differences
+from jobs.spec.file.load import load_spec
+from jobs.spec.file.templates import list_templates, templates_home
 from jobs.spec.job_spec import JobSpec, field_group, field_words, is_switch, takes_many, takes_none
 from jobs.spec.noise_levels import preview
 from jobs.spec.values.spellings import did_you_mean, normal_key
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import JSON
+from tui.cli.echo import echo
+from tui.cli.job_arguments import ID, JSON, warn
+from tui.text.format import cut, in_words
+from tui.text.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from jobs.spec.file.templates import Template
+
+
+# -- keys -----------------------------------------------------------------------------------
+# `fsdp-tui keys`: every key of a job, as people, scripts and the documentation read it.
+
 
 _NOISE: Final = "timestep_sampling"
 _LEAST: Final = 40  # columns; a narrower terminal breaks lines itself
@@ -160,3 +173,73 @@ def _default(name: str) -> str:
 
 def _help(name: str) -> str:
     return str(JobSpec.model_fields[name].description)
+
+
+# -- templates ------------------------------------------------------------------------------
+# `fsdp-tui templates`: what a new job can begin from, beside a job file of its own.
+
+
+@click.command()
+@JSON
+def templates(as_json: bool) -> None:
+    """List the templates for `submit --template NAME`: your own and the families' presets.
+
+    Save your own in the dashboard's form (^t), or put job files into the directory printed
+    at the end; they may be incomplete.
+    """
+    listed, problems = list_templates()
+    for problem in problems:
+        warn(problem)
+    if as_json:
+        echo(json.dumps([_facts(template) for template in listed]))
+        return
+    longest = max(len(template.name) for template in listed)
+    room = max(20, shutil.get_terminal_size((100, 24)).columns - longest - 2)
+    for template in listed:
+        echo(f"{template.name.ljust(longest)}  {cut(template.about, room)}".rstrip())
+    echo(f"\nYours are in {templates_home()}")
+
+
+def _facts(template: Template) -> dict[str, object]:
+    return {
+        "name": template.name,
+        "title": template.title,
+        "about": template.about,
+        "path": str(template.path) if template.path else None,
+        "values": dict(template.values),
+    }
+
+
+# -- diff -----------------------------------------------------------------------------------
+# `fsdp-tui diff`: the settings in which two jobs differ.
+
+
+@click.command()
+@ID
+@click.argument("other", metavar="OTHER", type=int)
+@JSON
+def diff(job_id: int, other: int, as_json: bool) -> None:
+    """Compare two jobs' settings, except their names.
+
+    \b
+    fsdp-tui diff 3 4
+    """
+    store = Store()
+    ours, theirs = store.get(job_id), store.get(other)
+    changed = differences(load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file))
+    if as_json:
+        echo(json.dumps([difference.to_dict() for difference in changed]))
+    elif not changed:
+        echo(f"jobs {job_id} and {other} have the same settings")
+    else:
+        head = ("", "KEY", f"#{ours.id} {ours.name}", f"#{theirs.id} {theirs.name}")
+        rows = [
+            (
+                difference.kind,
+                difference.key,
+                in_words(difference.before),
+                in_words(difference.after),
+            )
+            for difference in changed
+        ]
+        echo(table(head, rows))

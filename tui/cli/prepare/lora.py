@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.service import loras
-from tui.cli.common.echo import echo
-from tui.cli.common.job_arguments import JSON
-from tui.cli.common.progress_line import ProgressLine
+from tui.cli.echo import ProgressLine, echo
+from tui.cli.job_arguments import JSON
 from tui.text.format import size
 
 if TYPE_CHECKING:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import textwrap
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
+from textual.containers import Vertical
 from textual.message import Message
+from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from jobs.errors import UserError
 from jobs.service.replay import replay
 from jobs.spec.file.diff import differences
 from jobs.spec.file.load import dump_spec, load_spec
-from tui.job.panes.config_rows import command_rows, diff_rows, yaml_rows
 from tui.job.panes.text_pane import TextPane
-from tui.keys.key_table import Key, bindings_of, scrolling
-from tui.text.format import Span
+from tui.keys.key_table import Key, bindings_of, moving, scrolling
+from tui.text.format import Span, cut, in_words, left, right
+from tui.widgets.job_rows import GLYPHS
+from tui.widgets.lines import PickList
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +33,151 @@ if TYPE_CHECKING:
     from jobs.spec.file.diff import Difference
     from tui.look.job_look import Look
     from tui.text.format import Row
+
+
+# -- config rows ----------------------------------------------------------------------------
+# The rows of the config tab: the job file, the launch command, what another job has. Pure.
+
+
+_KEY: Final = re.compile(r"([A-Za-z_][\w.-]*):(?= |$)(.*)")
+_SIGNS: Final = {"added": ("+", "good"), "removed": ("−", "bad"), "changed": ("~", "accent")}
+_WIDEST_KEY: Final = 34
+
+
+def yaml_rows(text: str) -> list[Row]:
+    """YAML with its keys in another colour."""
+    rows: list[Row] = []
+    for line in text.splitlines():
+        if match := _KEY.fullmatch(line):
+            rows.append((Span(match[1] + ":", "accent"), Span(match[2])))
+        else:
+            rows.append((Span(line, "dim" if line.startswith("#") else ""),))
+    return rows
+
+
+def command_rows(text: str, width: int) -> list[Row]:
+    """Show a shell script, with long lines wrapped."""
+    rows: list[Row] = []
+    for line in text.splitlines():
+        role = "dim" if line.startswith("#") else ""
+        first, *rest = textwrap.wrap(
+            line, width - 2, break_on_hyphens=False, break_long_words=True, drop_whitespace=False
+        ) or [""]
+        rows.append((Span(first, role),))
+        rows += [(Span("  ", "faint"), Span(part.lstrip(), role)) for part in rest]
+    return rows
+
+
+def diff_rows(changed: Sequence[Difference], ours: Job, theirs: Job, width: int) -> list[Row]:
+    """List the keys that differ, with the values of both jobs side by side.
+
+    Args:
+        changed: What differs; `before` is of our job, `after` of the other one.
+        ours: The job on the screen.
+        theirs: The other one.
+        width: Columns.
+    """
+    if not changed:
+        return [(Span("both jobs have the same settings", "good"),)]
+    keys = min(_WIDEST_KEY, max(len(difference.key) for difference in changed))
+    room = max(8, (width - keys - 6) // 2)
+    rows: list[Row] = [
+        (
+            Span(" " * (keys + 4)),
+            Span(left(cut(f"#{ours.id} {ours.name}", room), room), "strong"),
+            Span("  "),
+            Span(cut(f"#{theirs.id} {theirs.name}", room), "strong"),
+        )
+    ]
+    group = ""
+    for difference in changed:
+        if difference.group != group:
+            group = difference.group
+            rows += [(), (Span(group, "title"),)]
+        sign, role = _SIGNS[difference.kind]
+        mine, other = _wrapped(difference.before, room), _wrapped(difference.after, room)
+        for n in range(max(len(mine), len(other))):
+            rows.append(
+                (
+                    Span(f"{sign} " if n == 0 else "  ", role),
+                    Span(left(difference.key if n == 0 else "", keys) + "  "),
+                    Span(left(mine[n] if n < len(mine) else "", room), "dim"),
+                    Span("  "),
+                    Span(other[n] if n < len(other) else "", role),
+                )
+            )
+    return rows
+
+
+def _wrapped(value: Any, width: int) -> list[str]:
+    return textwrap.wrap(in_words(value), width, break_on_hyphens=False) or [""]
+
+
+# -- pick job -------------------------------------------------------------------------------
+# Pick one of the jobs.
+
+
+class JobList(PickList):
+    """The jobs, the newest first."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        super().__init__(id="pick-list")
+        self.jobs = sorted(jobs, key=lambda job: -job.id)
+
+    @property
+    def count(self) -> int:
+        return len(self.jobs)
+
+    def nothing(self) -> Sequence[Row]:
+        return [(Span("no other jobs", "dim"),)]
+
+    def table(self, width: int) -> Sequence[Row]:
+        ids = max(2, *(len(str(job.id)) for job in self.jobs))
+        rows: list[Row] = [(Span(f"{right('id', ids)}  {left('state', 12)}  name", "dim"),)]
+        for job in self.jobs:
+            glyph, role = GLYPHS[job.state]
+            rows.append(
+                (
+                    Span(right(str(job.id), ids) + "  ", "dim"),
+                    Span(left(f"{glyph} {job.state}", 12) + "  ", role),
+                    Span(cut(job.name, max(4, width - ids - 16)), "strong"),
+                )
+            )
+        return rows
+
+
+class PickJobScreen(ModalScreen["Job | None"]):
+    """Returns the job, or None when the person thought better of it."""
+
+    CSS_PATH = "../job.tcss"
+    KEYS: ClassVar = (
+        *moving("job"),
+        Key("pick", "enter", "enter", "select", "Choose the selected job"),
+        Key("dismiss", "escape,q", "esc", "cancel", "Cancel"),
+    )
+    BINDINGS: ClassVar = bindings_of("pick_job", KEYS)
+    AUTO_FOCUS = "#pick-list"
+
+    def __init__(self, jobs: Sequence[Job], question: str) -> None:
+        super().__init__()
+        self.list = JobList(jobs)
+        self.question = question
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog", id="pick-job") as dialog:
+            dialog.border_title = self.question
+            dialog.border_subtitle = "enter select · esc cancel"
+            yield self.list
+
+    def action_go(self, by: int) -> None:
+        self.list.go(by)
+
+    def action_pick(self) -> None:
+        self.dismiss(self.list.jobs[self.list.index] if self.list.jobs else None)
+
+
+# -- config ---------------------------------------------------------------------------------
+
 
 Shown = Literal["set", "all", "command", "diff"]
 
@@ -146,7 +296,6 @@ class ConfigPane(TextPane):
 
     async def _choose(self, job: Job) -> None:
         """Ask with which job; they are read in a thread, since someone may hold the database."""
-        from tui.job.panes.pick_job import PickJobScreen
 
         others = [other for other in await asyncio.to_thread(self.store.all) if other.id != job.id]
         screen = PickJobScreen(others, f"compare job {job.id} with")

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from jobs.queue.states import State
-from jobs.run.diagnosis.why_failed import causes_of
 from jobs.run.rundir import PHASES
+from jobs.run.why_failed import causes_of
 from jobs.supervise.remedies import RESUME, advice
 from tui.dashboard.device_rows import device_head, device_rows
 from tui.dashboard.panels import newest_average
-from tui.job.panes.history_rows import history_rows
-from tui.job.panes.rank_rows import late_words
-from tui.job.panes.text_rows import fact, heading
+from tui.job.panes.history import history_rows
+from tui.job.panes.ranks import late_words
+from tui.job.panes.text_pane import fact, heading
 from tui.look.snapshot import FIRST_STEP
 from tui.text.format import Span, bar, duration, number, pace, spent, state_text
 from tui.widgets.job_rows import GLYPHS

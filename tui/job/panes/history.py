@@ -2,18 +2,92 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import textwrap
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from tui.job.panes.history_rows import history_rows
-from tui.job.panes.text_pane import TextPane
+from jobs.queue.states import State
+from tui.job.panes.text_pane import TextPane, clock, day
 from tui.keys.key_table import Key, bindings_of, scrolling
 from tui.text.format import Span
+from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jobs.queue.store import Change
+    from jobs.run.eventlog import Moment
     from tui.look.job_look import Look
     from tui.text.format import Row
+
+
+# -- history rows ---------------------------------------------------------------------------
+# The rows of the history: states of the job and moments of its run, by time. Pure.
+
+
+_WHAT: Final = 14  # columns
+_SIGNS: Final = {"error": ("! error", "bad"), "warning": ("! warning", "warn")}
+
+
+def history_rows(
+    history: Sequence[Change], moments: Sequence[Moment], width: int, *, states_only: bool = False
+) -> list[Row]:
+    """List events, the oldest first, each day under its date.
+
+    Args:
+        history: States of the job.
+        moments: Events of its run.
+        width: Columns.
+        states_only: Without the events of its run.
+    """
+    entries = [(change.t, 0, _state(change, number)) for change, number in _attempts(history)]
+    if not states_only:
+        entries += [(moment.t, 1, _moment(moment)) for moment in moments]
+    entries.sort(key=lambda entry: entry[:2])
+    rows: list[Row] = []
+    date = ""
+    for t, _, (what, role, words) in entries:
+        if (today := day(t)) != date:
+            date = today
+            rows += [(), (Span(today, "title"),)] if rows else [(Span(today, "title"),)]
+        room = max(20, width - 10 - _WHAT)
+        first, *rest = _wrap(words, room)
+        rows.append(
+            (Span(f"{clock(t)}  ", "dim"), Span(what.ljust(_WHAT), role), Span(first, _tone(role)))
+        )
+        rows += [(Span(" " * (10 + _WHAT)), Span(line, _tone(role))) for line in rest]
+    return rows
+
+
+def _attempts(history: Sequence[Change]) -> list[tuple[Change, int]]:
+    """Pair each change with the number of the attempt that it starts; 0 for other changes."""
+    numbered, number = [], 0
+    for change in history:
+        begins = change.after is State.STARTING
+        number += begins
+        numbered.append((change, number if begins else 0))
+    return numbered
+
+
+def _state(change: Change, attempt: int) -> tuple[str, str, str]:
+    glyph, role = GLYPHS[change.after]
+    words = change.reason or str(change.after)
+    return f"{glyph} {change.after}", role, f"attempt {attempt}: {words}" if attempt else words
+
+
+def _moment(moment: Moment) -> tuple[str, str, str]:
+    what, role = _SIGNS.get(moment.kind, (f"  {moment.kind}", "dim"))
+    return what, role, moment.words
+
+
+def _tone(role: str) -> str:
+    return role if role in ("bad", "warn") else ""
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False) or [""]
+
+
+# -- history --------------------------------------------------------------------------------
 
 
 class HistoryPane(TextPane):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tui.keys.key_table import Key, bindings_of
 from tui.log.log_view import LogView
-from tui.log.sources import log_sources, log_title
+from tui.log.screen import log_sources, log_title
 from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:

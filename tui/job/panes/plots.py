@@ -58,7 +58,7 @@ class PlotsPane(Pane):
             self.screen.dismiss()
 
     def action_compare(self) -> None:
-        from tui.plots.comparing import choose_runs
+        from tui.plots.screen import choose_runs
 
         work = choose_runs(self.panel, self.store, self.job)
         self.run_worker(work, group="compare", exclusive=True, exit_on_error=False)

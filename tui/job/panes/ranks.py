@@ -3,26 +3,144 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual import on
 from textual.message import Message
 from textual.widgets import Static
 
-from tui.job.panes.rank_rows import about_rank, late_words, rank_rows
+from jobs.run.rundir import PHASES
 from tui.keys.key_table import Key, bindings_of, moving
-from tui.text.format import Span
+from tui.look.snapshot import is_late
+from tui.text.format import MISSING, Span, duration, left, right, size
+from tui.widgets.lines import PickList
 from tui.widgets.pane import Pane
-from tui.widgets.pick_list import PickList
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from textual.app import ComposeResult
 
     from jobs.run.rundir import RankStatus
     from tui.look.job_look import Look
     from tui.text.format import Row
+
+
+# -- rank rows ------------------------------------------------------------------------------
+# The table of ranks. Pure.
+
+
+_GAP: Final = "  "
+_MOST_NAMED: Final = 6
+_CALM: Final = 3.0  # seconds of a heartbeat's age that are not worth a repaint
+_STILL: Final = 30.0  # seconds without progress that are worth telling
+
+# Heading, columns, text; dropped from the right where there is no room.
+_MORE: Final[tuple[tuple[str, int, Callable[[RankStatus], str]], ...]] = (
+    ("allocated", 9, lambda rank: size(rank.allocated)),
+    ("peak", 9, lambda rank: size(rank.peak)),
+    ("reserved", 9, lambda rank: size(rank.reserved)),
+    ("resident", 9, lambda rank: size(rank.rss)),
+    ("pid", 8, lambda rank: str(rank.pid)),
+    ("device", 10, lambda rank: rank.device),
+    ("host", 16, lambda rank: rank.host),
+)
+_CPU_MORE: Final = (_MORE[3], *_MORE[4:])  # torch counts nothing there
+
+
+def late_words(ranks: Sequence[RankStatus], now: float) -> str:
+    """Name the late ranks in a sentence; "" when none is."""
+    late = [rank for rank in ranks if is_late(rank, now)]
+    if not late:
+        return ""
+    names = ", ".join(str(rank.rank) for rank in late[:_MOST_NAMED])
+    names += f" and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
+    longest = duration(max(now - rank.heartbeat for rank in late))
+    if len(late) == 1:
+        return f"rank {names} is late: no heartbeat for {longest}; the others are waiting for it"
+    return f"ranks {names} are late: no heartbeat for {longest}"
+
+
+def rank_rows(ranks: Sequence[RankStatus], ended: bool, now: float, width: int) -> list[Row]:
+    """Return a heading, and a row for each rank.
+
+    Args:
+        ranks: By number.
+        ended: Whether the job has ended, so that no heartbeat is missed.
+        now: In Unix seconds.
+        width: Columns.
+    """
+    numbers = max(4, *(len(str(rank.rank)) for rank in ranks))
+    phases = max(8, *(len(_phase(rank)) for rank in ranks))
+    more = list(_CPU_MORE if all(rank.allocated is None for rank in ranks) else _MORE)
+    fixed = numbers + phases + 8 + 12 + 3 * len(_GAP)
+    phases -= max(0, fixed - width)
+    while more and fixed + sum(columns + len(_GAP) for _, columns, _ in more) > width:
+        more.pop()
+    heads = [right("rank", numbers), left("phase", phases), right("step", 8), left("heartbeat", 12)]
+    heads += [right(name, columns) for name, columns, _ in more]
+    rows: list[Row] = [(Span(_GAP.join(heads), "dim"),)]
+    for rank in ranks:
+        facts = [right(text(rank), columns) for _, columns, text in more]
+        beat, role = ("ended", "dim") if ended else heartbeat(rank, now)
+        rows.append(
+            (
+                Span(right(str(rank.rank), numbers) + _GAP, "strong"),
+                Span(left(_phase(rank), phases) + _GAP),
+                Span(right(str(rank.step) if rank.step else MISSING, 8) + _GAP),
+                Span(left(beat, 12), role),
+                *((Span(_GAP + _GAP.join(facts)),) if facts else ()),
+            )
+        )
+    return rows
+
+
+def heartbeat(rank: RankStatus, now: float) -> tuple[str, str]:
+    """Show the heartbeat's age, in a color that is calm while it is fresh."""
+    age = now - rank.heartbeat
+    if is_late(rank, now):
+        return f"! late {duration(age)}", "bad"
+    if now - rank.progressed > _STILL:
+        return f"still {duration(now - rank.progressed)}", "warn"
+    return ("ok", "good") if age < _CALM else (f"{age:.0f} s ago", "warn")
+
+
+def about_rank(rank: RankStatus, ended: bool, now: float) -> str:
+    """Describe one rank in a few lines."""
+    uuid = f" ({rank.device_uuid})" if rank.device_uuid else ""
+    where = f"rank {rank.rank} · pid {rank.pid} on {rank.host} · {rank.device}{uuid}"
+    sizes = [
+        f"{name} {size(value)}"
+        for name, value in (
+            ("allocated", rank.allocated),
+            ("reserved", rank.reserved),
+            ("peak", rank.peak),
+            ("resident", rank.rss),
+        )
+        if value is not None
+    ]
+    lines = [where, " · ".join(sizes)]
+    if rank.peaks:
+        each = " · ".join(f"{name} {size(value)}" for name, value in rank.peaks.items())
+        lines.append(f"peak per phase: {each}")
+    if not ended:
+        lines.append(
+            f"heartbeat {_ago(now - rank.heartbeat)}, progress {_ago(now - rank.progressed)}"
+        )
+    return "\n".join(line for line in lines if line)
+
+
+def _ago(seconds: float) -> str:
+    """Coarse, so that it stays the same from one look to the next."""
+    return "just now" if seconds < _CALM else f"{duration(seconds)} ago"
+
+
+def _phase(rank: RankStatus) -> str:
+    words = PHASES.get(rank.phase, rank.phase)
+    return f"{words} {rank.done}" if rank.done is not None else words
+
+
+# -- ranks ----------------------------------------------------------------------------------
 
 
 class RankList(PickList):

@@ -19,8 +19,8 @@ from engine.model.activation_checkpointing import _KEPT
 from engine.model.adapters.lokr_layer import LokrLinear
 from engine.model.adapters.lora import add_lora, initialise, lora_parameters, scales_of
 from engine.model.adapters.lora_file import begin_from
-from engine.model.quantized.packing import Packing
-from engine.model.quantized.quantized_linear import QuantizedLinear
+from engine.model.packing import Packing
+from engine.model.quantized_linear import QuantizedLinear
 from jobs.doctor.checks.disks import count_adapter
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec

@@ -18,9 +18,9 @@ from engine.diffusion.random_numbers import keyed_generator
 from engine.exports.lora import _named
 from engine.model.adapters import lora
 from engine.model.adapters.lora_file import begin_from
-from engine.model.adapters.training_adapter_file import read_training_adapter
+from engine.model.adapters.training_adapter import read_training_adapter
 from jobs.errors import UserError
-from jobs.models.find_lora import find_lora
+from jobs.models.find_model import find_lora
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
 from tests.support.engine.forked import on_ranks

@@ -18,9 +18,9 @@ from engine.model.adapters.training_adapter import (
     add_training_adapter,
     without_training_adapter,
 )
+from engine.model.packing import Packing
 from engine.model.precision import narrow_inputs
-from engine.model.quantized.packing import Packing
-from engine.model.quantized.quantized_linear import replace_layers
+from engine.model.quantized_linear import replace_layers
 from engine.ranks.telemetry import Telemetry
 from engine.run_job import run_job
 from engine.toy.components.weights import one_thread

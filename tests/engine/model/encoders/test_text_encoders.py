@@ -13,17 +13,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.families import load
-from engine.model.encoders import text_encoders
-from engine.model.encoders.text_encoders import (
+from engine.model import text_encoders
+from engine.model.packing import Packing
+from engine.model.release import STILL_HELD, Watch
+from engine.model.text_encoders import (
     agree_on_sharding,
     encoder_bytes,
     encoder_names,
     load_whole,
     shards_encoders,
 )
-from engine.model.quantized.packing import Packing
-from engine.model.release import STILL_HELD, Watch
-from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.team import FileBarrier
 from engine.ranks.world import World
 from jobs.errors import UserError
 from jobs.run.rundir import RunDir
@@ -261,7 +261,7 @@ def test_sharding_is_chosen_where_encoders_would_crowd_a_gpu(
     assert not chosen(size / 0.59)
     assert not chosen(size, wish=False)
     assert chosen(2**40, wish=True)
-    module = "engine.model.encoders.text_encoders"
+    module = "engine.model.text_encoders"
     monkeypatch.setattr(f"{module}.available_memory", lambda: int(2 * size / 0.59))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert not chosen(size, World(0, 2, CPU, "ddp", "t"))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from engine.model import base_matmul
 from engine.model.adapters import lora
-from engine.model.quantized import base_matmul
-from engine.model.quantized.base_matmul import set_scaled, settle_matmul
-from engine.model.quantized.packing import Packing, round_rows
-from engine.model.quantized.quantized_linear import QuantizedLinear
+from engine.model.base_matmul import set_scaled, settle_matmul
+from engine.model.packing import Packing, round_rows
+from engine.model.quantized_linear import QuantizedLinear
 from engine.ranks.world import World
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec

@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from engine import families
-from engine.memory.tracing.model import build
-from engine.memory.tracing.shape import shape_of
+from engine.memory.tracing.model import build, shape_of
+from engine.model import packing
 from engine.model.adapters import lora
+from engine.model.base_matmul import set_scaled
 from engine.model.files import weight_reader, weights
-from engine.model.quantized import packing
-from engine.model.quantized.base_matmul import set_scaled
-from engine.model.quantized.packing import NF4_CODES, Packing
-from engine.model.quantized.quantized_linear import (
+from engine.model.packing import NF4_CODES, Packing
+from engine.model.quantized_linear import (
     QuantizedLinear,
     quantize_layers,
     quantized_layers,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
     """A cluster without a job, and nobody who asks it but the test."""
     monkeypatch.setattr("jobs.backends.slurm.backend.ensure", lambda store, place: None)
-    monkeypatch.setattr("jobs.backends.slurm.partitions.PATIENCE", PATIENCE)
+    monkeypatch.setattr("jobs.backends.slurm.commands._SINFO_PATIENCE", PATIENCE)
     made = FakeSlurm.on_path(tmp_path / "slurm", monkeypatch)
     yield made
     made.clean_up()

@@ -16,10 +16,9 @@ from jobs.backends.local.dispatch import dispatch, needs_attention
 from jobs.backends.slurm import commands, settle
 from jobs.backends.slurm import hand_in as handing
 from jobs.backends.slurm import keeper as asking
-from jobs.backends.slurm import places as placing
+from jobs.backends.slurm import keeper as placing
 from jobs.backends.slurm.commands import Waiting
-from jobs.backends.slurm.keeper import Keeper
-from jobs.backends.slurm.places import places
+from jobs.backends.slurm.keeper import Keeper, places
 from jobs.backends.slurm.records import (
     Allocation,
     HandedIn,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.backends.slurm import partitions
-from jobs.backends.slurm.partitions import Partition, ask_partitions, in_words, unknown_partition
+from jobs.backends.slurm import commands
+from jobs.backends.slurm.commands import Partition, ask_partitions, in_words, unknown_partition
 from jobs.service.plan import plan_submit
 from jobs.spec.file.load import load_spec
 
@@ -45,7 +45,7 @@ def test_there_are_none_without_an_answer(
     assert ask_partitions() == ()
     slurm.away(away=False)
     slurm.say("slow", "")
-    monkeypatch.setattr(partitions, "PATIENCE", 0.1)
+    monkeypatch.setattr(commands, "_SINFO_PATIENCE", 0.1)
     assert ask_partitions() == ()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert ask_partitions() == ()

@@ -13,8 +13,8 @@ from jobs.backends.slurm.hand_in import signal_seconds
 from jobs.backends.slurm.ranks import srun_command
 from jobs.backends.slurm.script import script_by_hand, script_of
 from jobs.errors import SpecError
-from jobs.run.diagnosis.rank_exits import RankExit, rank_exits
 from jobs.run.rundir import RunDir
+from jobs.run.why_failed import RankExit, rank_exits
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.strategy import Room, chosen_strategy, replicas_of

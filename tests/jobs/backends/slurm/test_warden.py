@@ -27,9 +27,9 @@ from jobs.backends.slurm.task import rank_environment
 from jobs.backends.slurm.warden import WardenFile, supervisor_of
 from jobs.errors import UserError
 from jobs.queue.states import State
-from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.fence import FENCE_VARIABLE, check_fence, raise_fence
 from jobs.run.rundir import RunDir, read_json
+from jobs.run.why_failed import why_failed
 from jobs.spec.file.load import load_spec
 from jobs.supervise import supervisor
 from jobs.supervise.port import Attempt, AwayError, Outcome

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from jobs import launch
 from jobs.errors import SpecError
-from jobs.launch import local
 from jobs.run.rundir import RunDir
 from jobs.spec.file.accelerate_file import lay_over
 from jobs.spec.file.load import dump_spec, load_spec
@@ -101,7 +101,7 @@ def test_what_has_no_key_goes_into_the_launch(tmp_path: Path) -> None:
     again = tmp_path / "job.yaml"
     again.write_text(dump_spec(spec))
     assert load_spec(again) == spec
-    config = local.build(spec, RunDir(tmp_path), gpus=["GPU-a", "GPU-b"], run_id="r").config
+    config = launch.build_launch(spec, RunDir(tmp_path), gpus=["GPU-a", "GPU-b"], run_id="r").config
     theirs = yaml.safe_load(FSDP2)
     for key in theirs.keys() - {"fsdp_config"}:
         assert config[key] == theirs[key], key

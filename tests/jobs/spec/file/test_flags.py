@@ -22,7 +22,7 @@ from tests.support.jobs.spec_strategies import REQUIRED, VALUES
 from tests.support.tui.driven_app import form
 from tests.support.tui.pilot import until
 from tui.cli.commands import cli
-from tui.form.fields import draft
+from tui.form import draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable

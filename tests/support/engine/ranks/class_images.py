@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.ranks.control import StoppedError
+from engine.ranks.team import StoppedError
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import leave_world, start_world
 from engine.sample.class_images import add_class_images

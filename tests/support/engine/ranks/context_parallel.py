@@ -33,7 +33,7 @@ from engine.model.adapters.lora import add_lora, lora_parameters
 from engine.model.files.weights import local_part, materialise, rows_of
 from engine.parallel.context_parallel import enable_context_parallel
 from engine.ranks.mesh import build_mesh, sharding_mesh
-from engine.ranks.peaks import Peaks
+from engine.ranks.telemetry import Peaks
 from engine.ranks.world import World
 from engine.toy.families.flux import build_scheduler
 from engine.train.optimizer_step import Stepper

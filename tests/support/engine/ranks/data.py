@@ -19,8 +19,7 @@ import torch
 from engine import families
 from engine.data.encode import tensor_cache as cache_module
 from engine.data.prepare import Prepared, prepare, view_number
-from engine.ranks.control import StoppedError
-from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.team import FileBarrier, StoppedError
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import run_rank

@@ -18,12 +18,12 @@ from engine.exports.recipe import Recipe
 from engine.exports.writing import Writing
 from engine.model.files.weights import local_part
 from engine.ranks.failure import record_failure
-from engine.ranks.file_barrier import FileBarrier, StrandedError
 from engine.ranks.mesh import build_mesh
+from engine.ranks.team import FileBarrier, StrandedError
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import build_model, start_training
-from engine.train.schedule_free import is_schedule_free
+from engine.train.ema import is_schedule_free
 from jobs.errors import UserError
 from jobs.run.checkpoint_files import read_checkpoint
 from jobs.run.rundir import RunDir

@@ -53,7 +53,7 @@ class OwnTensors(Live):
 
 
 class Counting:
-    """`engine.ranks.peaks.Peaks` that counts live tensors instead of pages.
+    """`engine.ranks.telemetry.Peaks` that counts live tensors instead of pages.
 
     Gloo's threads may hold a buffer for a moment after a collective has ended. That can only add,
     so of several steps the one with the least counts; not the first, before there is any state.

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from engine.train.ema import averaged_in_place, is_schedule_free
 from engine.train.optimizer import WHOLE_ONLY, build_optimizer, build_scheduler, fill_state
-from engine.train.schedule_free import averaged_in_place, is_schedule_free
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 

@@ -15,15 +15,15 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from engine.families import load
-from engine.model.encoders.text_encoders import (
+from engine.model.files.weights import local_part
+from engine.model.packing import Packing
+from engine.model.release import Watch
+from engine.model.text_encoders import (
     encoder_group,
     load_sharded,
     load_whole,
     text_pipeline,
 )
-from engine.model.files.weights import local_part
-from engine.model.quantized.packing import Packing
-from engine.model.release import Watch
 from engine.ranks.world import World
 from tests.support.waiting import eventually
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from jobs.launch.local import Launch
+    from jobs.launch import Launch
     from jobs.queue.store import Job
     from jobs.run.rundir import RankStatus, RunDir
     from jobs.spec.job_spec import JobSpec
@@ -167,8 +167,8 @@ def start_nothing(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -> Launch:
-    """Stands in for `jobs.launch.local.build`."""
-    from jobs.launch.local import Launch
+    """Stands in for `jobs.launch.build_launch`."""
+    from jobs.launch import Launch
     from jobs.machine.processes import RUN_ID_VARIABLE
     from jobs.spec.rules.strategy import world_size
 
@@ -241,11 +241,11 @@ def _when_noticed(stock: Any) -> Any:
 
 def disguise() -> None:
     """In this process, jobs get fake launchers, and supervisors wait less."""
+    from jobs import launch
     from jobs.backends.local import dispatch, ranks
-    from jobs.launch import local
     from jobs.supervise import supervisor
 
-    local.build = build
+    launch.build_launch = build
     dispatch._start_supervisor = start_supervisor
     dispatch._QUEUE_IS_FREE_WITHIN = 60.0  # type: ignore[misc]  # a busy test may hold it
     settings: Any = supervisor

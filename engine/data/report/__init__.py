@@ -1,1 +1,0 @@
-"""What is reported of a dataset before it is trained on."""

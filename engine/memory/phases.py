@@ -1,0 +1,316 @@
+"""What a job needs besides its training steps: caching, samples, host memory and disk."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine import families
+from engine.memory.predict import state_bytes, trained_of
+from engine.memory.prediction import Parts, Phase
+from engine.memory.tracing import fakes
+from engine.memory.tracing.inputs import largest_encoded, sampled, training_frames
+from engine.memory.tracing.live import Live, rounded
+from engine.memory.walk import Layout, cost_of, swapped_of
+from engine.model.files.weights import stored_tensors
+from engine.model.meta_device import parameters_on_meta
+from engine.model.packing import packing_of
+from engine.model.precision import compute_dtype
+from engine.model.sharded_encoder import is_quantised
+from engine.model.text_encoders import encoder_bytes, encoder_names, kept_bytes
+from jobs.errors import UserError
+from jobs.memory.host_memory import STATE_BYTES, host_bytes
+from jobs.run.rundir import read_json
+from jobs.spec.families import sees_images
+from jobs.spec.rules.averages import SCHEDULE_FREE, has_average
+from jobs.spec.rules.lora_conflicts import trains_text
+from jobs.spec.rules.steps import periodic_saves
+from jobs.spec.rules.strategy import checkpoints_activations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine.memory.tracing.trace import Trace
+    from engine.model.packing import Packing
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.job import JobKeys
+
+
+# -- host -----------------------------------------------------------------------------------
+# Host memory and disk of a job, from the sizes of what it trains.
+
+
+# Of a rank on a GPU: Python, torch, diffusers, transformers and CUDA's own host side.
+PROCESS: Final = 2_500_000_000
+# The same on CPU ranks, without CUDA.
+PROCESS_ON_CPU: Final = 700_000_000
+_READERS: Final = 4 * 16 * 2**20  # buffers of `engine.model.files.weight_reader`
+_EXPORTED: Final = {"fp32": 4, "float32": 4, "bf16": 2, "fp16": 2}
+
+
+def host_of(
+    spec: JobSpec, trace: Trace, layout: Layout, ranks: int, *, device: int, autoencoder: int = 0
+) -> dict[str, int]:
+    """Bytes in host memory.
+
+    Args:
+        spec: The job.
+        trace: Of its step.
+        layout: How weights lie on the ranks.
+        ranks: World size; all of them are on this machine.
+        device: The most that a rank has on its device; on CPU ranks that is host memory too.
+        autoencoder: Bytes of the autoencoder, which waits there while samples are denoised.
+    """
+    trained = trained_of(trace, layout)
+    on_cpu = spec.device == "cpu"
+    copy = _saved(spec, trace, layout)
+    parts = {"process": PROCESS_ON_CPU if on_cpu else PROCESS, "loading": _READERS}
+    if on_cpu:
+        parts["tensors"] = device
+    if layout.offload:
+        shards = sum(cost_of(unit, layout).host for unit in trace.units)
+        parts["offloaded_weights"] = shards
+        # FSDP copies them into memory that torch pins, in powers of two; the shards lie in our own
+        # (`engine.model.files.weights`).
+        parts["offloaded_gradients"] = sum(
+            _power_of_two(4 * parameter.numel) for parameter in trained
+        )
+        parts["offloaded_optimizer"] = state_bytes(spec, trained)
+        if spec.optimizer == SCHEDULE_FREE:  # the weights besides the trained ones, as in `predict`
+            parts["offloaded_optimizer"] += sum(parameter.size for parameter in trained)
+    if swapped := swapped_of(trace.units, 0 if layout.shards else spec.swap_blocks)[0]:
+        several = trace.second_denoiser and spec.validation_prompts
+        parts["swapped_blocks"] = 2 * swapped if several else swapped
+    if spec.use_ema and spec.ema_device == "cpu" and not on_cpu:
+        parts["ema"] = sum(parameter.size for parameter in trained)
+    if spec.checkpointing_async is not False and spec.fsdp_state_dict_type != "FULL_STATE_DICT":
+        parts["checkpoint_copy"] = copy
+    if spec.validation_prompts:
+        parts["autoencoder"] = autoencoder
+    rank = sum(parts.values())
+    needed = rank - (0 if spec.checkpointing_async else parts.get("checkpoint_copy", 0))
+    # A copy is made only where there is room, unless the job insists.
+    return parts | {
+        "rank": rank,
+        "least": needed,
+        "machine": rank * ranks,
+        "machine_least": needed * ranks,
+        "present": host_bytes(),
+    }
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def disk_of(spec: JobSpec, trace: Trace, file_bytes: int) -> dict[str, int]:
+    """Return bytes on disk, whatever the number of ranks.
+
+    Args:
+        spec: The job.
+        trace: Of its step.
+        file_bytes: Of a parameter in the model's files, in which a full export is written.
+    """
+    whole = Layout(0)
+    checkpoint = _saved(spec, trace, whole)
+    saves, limit = periodic_saves(spec), spec.checkpoints_total_limit
+    kept = min(saves or limit or 1, limit or saves or 1)  # one at least, if the length is unknown
+    numbers = trace.trained
+    auto = 4 if spec.model_type == "lora" else file_bytes
+    width = _EXPORTED.get(str(spec.export_dtype), auto)
+    formats = 1 if spec.model_type == "full" else max(1, len(spec.export_formats or [1, 1]))
+    return {
+        "checkpoint": checkpoint,
+        "checkpoints": kept * checkpoint,
+        # One more is complete before the oldest is deleted.
+        "at_most": (kept + 1) * checkpoint,
+        "export": numbers * width * formats,
+    }
+
+
+def _saved(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
+    """Weights, optimizer state and average of what is trained, as a checkpoint has them."""
+    trained = trained_of(trace, layout)
+    numbers = sum(4 * parameter.numel for parameter in trained)
+    return numbers * (2 if has_average(spec) else 1) + state_bytes(spec, trained)
+
+
+# -- phases ---------------------------------------------------------------------------------
+# Phases before and beside training: caching texts and latents, decoding samples.
+#
+# They need the model's other parts, so they are predicted where the model is on disk, and
+# skipped where only its published config is known.
+
+
+_TEXT_NOTE: Final = "weights of the text encoders; their activations are small in comparison"
+_CROWDED_NOTE: Final = "sharded text encoders; not sharded if a GPU has room for them"
+# A block's tensors have its number in their names, the first one there.
+_BLOCK: Final = re.compile(r"(.*?\.\d+)\.")
+
+
+def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
+    """Text encoders on the device; None where their size is not known."""
+    dtype = compute_dtype(spec)
+    try:
+        packing = packing_of(spec.text_encoder_precision)
+        size, image_encoder = encoder_bytes(root, dtype, packing), _image_encoder_bytes(spec, root)
+        parts = Parts(parameters=size + image_encoder)
+        if ranks == 1 or not _in_shards(spec, root):
+            return Phase("text_cache", parts, _TEXT_NOTE)
+        held, gathered = _sharded_encoders(root, dtype, ranks, packing)
+    except UserError:
+        return None
+    # What a job leaves open is decided by the GPUs' room
+    # (`engine.model.text_encoders`): this much it needs in any case.
+    note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
+    return Phase("text_cache", Parts(parameters=held + image_encoder, gathered=gathered), note)
+
+
+def text_lora_bytes(spec: JobSpec, root: Path) -> int:
+    """Return the bytes for training a LoRA on CLIP text encoders, besides their frozen weights.
+
+    Of each adapted layer A and B: masters with gradient, optimizer state and average, and a copy in
+    the precision that computes. And what a forward keeps for backward, from the widths of a CLIP
+    block: 16 of its width for each token, or its input alone where activations are recomputed.
+    """
+    narrow = compute_dtype(spec).itemsize
+    average = 4 if spec.use_ema and spec.ema_device != "cpu" else 0
+    each = 8 + STATE_BYTES[spec.optimizer] + average + (narrow if narrow < 4 else 0)
+    tokens = spec.train_batch_size * spec.max_sequence_length
+    kept = 1 if checkpoints_activations(spec) else 16
+    total = 0
+    for name in encoder_names(root):
+        config = read_json(root / name / "config.json") or {}
+        width, layers = int(config.get("hidden_size", 0)), int(config.get("num_hidden_layers", 0))
+        weights = 4 * 2 * width * spec.text_encoder_lora_rank
+        total += layers * (weights * each + tokens * width * kept * narrow)
+    return total
+
+
+def _image_encoder_bytes(spec: JobKeys, root: Path) -> int:
+    """Return the bytes of the image encoder beside the text encoders, unsharded, in fp32."""
+    place = root / "image_encoder"
+    if not sees_images(spec) or not place.is_dir():
+        return 0
+    return sum(rounded(4 * tensor.elements) for tensor in stored_tensors(place).values())
+
+
+def _in_shards(spec: JobSpec, root: Path) -> bool:
+    if trains_text(spec):
+        return False
+    if spec.shard_text_encoders is not None:
+        return spec.shard_text_encoders
+    able = not any(is_quantised(root / name) for name in encoder_names(root))
+    return able and spec.device != "cpu"
+
+
+def _sharded_encoders(
+    root: Path, dtype: torch.dtype, ranks: int, packing: Packing | None
+) -> tuple[int, int]:
+    """Bytes of a rank's shards, and the most that is gathered while an encoder runs.
+
+    From the headers of the files: a block is a unit, and what is in none is the root, which is
+    whole meanwhile. A unit is received into a buffer before it is in place, and the buffer of the
+    unit before is there until then.
+    """
+    held, gathered = 0, 0
+    for name in encoder_names(root):
+        units: dict[str, int] = {}
+        for place in stored_tensors(root / name).values():
+            rows = place.shape[0] if place.shape else 1
+            local = -(-rows // ranks) * (kept_bytes(place, dtype, packing) // max(1, rows))
+            held += rounded(local)
+            match = _BLOCK.match(place.name)
+            unit = match[1] if match else ""
+            units[unit] = units.get(unit, 0) + local * ranks
+        rest = units.pop("", 0)
+        block = max(units.values(), default=0)
+        gathered = max(gathered, rest + max(rest, block) + 2 * block)
+    return held, gathered
+
+
+def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
+    """Return the autoencoder with the largest image; None where it cannot be traced."""
+    size, frames = largest_encoded(spec), training_frames(spec)
+    taken = _autoencoder(spec, root, size, frames, decodes=False)
+    return taken and Phase("latent_cache", Parts(parameters=taken[0], activations=taken[1]))
+
+
+def decoding(spec: JobSpec, root: Path) -> Parts | None:
+    """Predict what decoding the largest sample takes on top of training."""
+    asked = sampled(spec)
+    taken = asked and _autoencoder(spec, root, *asked, decodes=True)
+    return Parts(workspace=sum(taken)) if taken else None
+
+
+def autoencoder_bytes(root: Path) -> int:
+    """Of its files, which is what it takes in host memory, within a factor of two."""
+    return sum(path.stat().st_size for path in (root / "vae").glob("*.safetensors"))
+
+
+def _autoencoder(
+    spec: JobSpec, root: Path, size: tuple[int, int], frames: int, *, decodes: bool
+) -> tuple[int, int] | None:
+    """Bytes of its weights in fp32, and the most that it takes besides."""
+    import diffusers
+
+    config = read_json(root / "vae" / "config.json") or {}
+    vae_class: Any = getattr(diffusers, str(config.get("_class_name")), None)
+    if vae_class is None:
+        return None
+    family = families.load(spec.model_family, spec.model_flavour, root, spec.fps)
+    width, height = size
+    shape = (1, 3, frames, height, width) if family.facts.frame_step else (1, 3, height, width)
+    try:
+        with parameters_on_meta():
+            vae = vae_class.from_config(config).eval()
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            weights = _on_fake(vae)
+            live = stack.enter_context(Live())
+            for tensor in weights:
+                live.ignore(tensor)
+            if spec.device != "cpu":
+                stack.enter_context(fakes.AsOnCuda())
+            stack.enter_context(torch.no_grad())
+            most = _run(live, family, vae, torch.empty(shape), decodes=decodes)
+    except Exception:  # an autoencoder of another kind: a phase less is predicted
+        return None
+    return sum(rounded(weight.untyped_storage().nbytes()) for weight in weights), most
+
+
+def _run(live: Live, family: Any, vae: Any, pixels: torch.Tensor, *, decodes: bool) -> int:
+    if not decodes:
+        live.reset()
+        family.encode_pictures(vae, pixels)
+        return live.most
+    flat = pixels.dim() == 4 and "temperal_downsample" in vae.config  # a video's, of one frame
+    encoded = vae.encode(pixels.unsqueeze(2) if flat else pixels)
+    code = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+    shape, dtype = code.shape, code.dtype
+    del encoded, code, pixels
+    latents = torch.empty(shape, dtype=dtype)
+    live.reset()
+    vae.decode(latents, return_dict=False)
+    return live.most
+
+
+def _on_fake(model: torch.nn.Module) -> list[torch.Tensor]:
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    _replace(model, fake)
+    return [*model.parameters(), *model.buffers()]
+
+
+def _replace(model: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, torch.nn.Parameter(make(parameter), requires_grad=False))
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, make(buffer))

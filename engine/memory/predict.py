@@ -1,0 +1,462 @@
+"""From a trace to a prediction: arithmetic for a strategy, a number of ranks, and a job's rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.memory.prediction import Parts, Phase, Prediction
+from engine.memory.tracing.live import BLOCK, rounded
+from engine.memory.walk import Layout, Walk, cost_of, swapped_of
+from engine.model.precision import compute_dtype
+from engine.train.gradients import BUCKET, UNDER_WAY
+from jobs.errors import UserError
+from jobs.spec.rules.averages import SCHEDULE_FREE
+from jobs.spec.rules.conflicts import WHOLE_ONLY
+from jobs.spec.rules.steps import accumulation_steps
+from jobs.spec.rules.strategy import SHARDING, chosen_strategy, world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engine.memory.tracing.trace import Trace
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.keys.devices import DeviceKeys, FsdpKeys
+    from jobs.spec.keys.training import TrainingKeys
+
+
+# -- overheads ------------------------------------------------------------------------------
+# What no model explains: named constants, and the band of what the allocator reserves.
+#
+# Taken from what others have measured (a GPU's context, NCCL's buffers) and from replays of
+# traces through a model of the caching allocator. `Overheads` is handed to `predict`, so that
+# numbers measured on a person's own machine can take the place of these.
+
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Bytes on a GPU besides tensors, and how much more than tensors torch reserves.
+
+    Attributes:
+        cuda_context: The driver's context and loaded kernels, of one process.
+        cublas: Workspaces of cuBLAS and cuBLASLt.
+        nccl: Buffers of a communicator, that of all ranks.
+        nccl_more: Of each further one: HSDP's replicas, context-parallel groups.
+        reserved_low: Reserved per allocated bytes at the peak, at the least.
+        reserved_high: The same at the most.
+        segment: Bytes that are reserved at once.
+    """
+
+    cuda_context: int = 400 * _MIB
+    cublas: int = 40 * _MIB
+    nccl: int = 800 * _MIB
+    nccl_more: int = 400 * _MIB
+    reserved_low: float = 1.03
+    reserved_high: float = 1.25
+    segment: int = 2 * _MIB
+
+    def beside(self, communicators: int) -> dict[str, int]:
+        """Name → bytes that the driver counts besides what torch reserves."""
+        parts = {"cuda_context": self.cuda_context, "cublas": self.cublas}
+        if communicators:
+            parts["nccl"] = self.nccl + (communicators - 1) * self.nccl_more
+        return parts
+
+    def reserved(self, allocated: int) -> tuple[int, int]:
+        """Bound what torch reserves on a GPU for a peak of allocated bytes: least and most."""
+        low, high = (
+            -(-int(allocated * factor) // self.segment) * self.segment
+            for factor in (self.reserved_low, self.reserved_high)
+        )
+        return low, high
+
+
+OVERHEADS = Overheads()
+"""With `expandable_segments:True`, as jobs are launched."""
+
+
+# -- optimizers -----------------------------------------------------------------------------
+# State and temporary memory of each optimizer, from the shapes of what a rank trains.
+#
+# Formulas, since running one on the shards of a new number of ranks would take longer than a
+# person waits for. `tests/engine/memory/test_memory.py` runs the real ones beside them.
+
+
+_QUANTISED_FROM: Final = 4096  # numbers; torchao keeps smaller tensors in fp32
+_QUANTISED_BLOCK: Final = 256  # numbers that share a scale
+_CODES: Final = 1024  # bytes of the table of an 8-bit state
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank trains of a parameter; all in fp32.
+
+    Attributes:
+        numel: Numbers of it here.
+        shape: Of the whole parameter.
+    """
+
+    numel: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of a tensor like it."""
+        return rounded(4 * self.numel)
+
+
+def state_bytes(spec: TrainingKeys, trained: Sequence[Trained]) -> int:
+    """Bytes that the optimizer keeps once it has made a step."""
+    return sum(_STATES[spec.optimizer](parameter) for parameter in trained)
+
+
+def temporary_bytes(spec: TrainingKeys, trained: Sequence[Trained], *, on_cuda: bool) -> int:
+    """Return the most that a step allocates on top."""
+    sizes = [parameter.size for parameter in trained]
+    if not sizes:
+        return 0
+    most = max(sizes)
+    match spec.optimizer:
+        case "sgd":
+            # Foreach decays all weights at once.
+            return 0 if not spec.weight_decay else sum(sizes) if on_cuda else most
+        case "lion":
+            return 2 * most
+        case "adamw_schedule_free":
+            # A bucket's denominators are there until the next one's are made.
+            return min(sum(sizes), 2 * max(most, 4 * BUCKET))
+        case "prodigy":
+            return min(sum(sizes), max(most, 4 * BUCKET))
+        case "adafactor":
+            # The last parameter's update is there until the next one's is made.
+            return max(max((a + 2 * b for a, b in pairwise(sizes)), default=0), 2 * most)
+        case "came":
+            # Likewise two of the last one's.
+            return max(max((2 * a + 2 * b for a, b in pairwise(sizes)), default=0), 3 * most)
+        case "adamw_8bit":
+            return 0 if on_cuda else 6 * most  # compiled into one kernel, or step by step
+    return 0  # fused AdamW needs nothing
+
+
+def _adamw(parameter: Trained) -> int:
+    return 2 * parameter.size + BLOCK  # fused, the number of steps is a tensor on the device
+
+
+def _adafactor(parameter: Trained) -> int:
+    return parameter.size if len(parameter.shape) < 2 else _rows_and_columns(parameter)
+
+
+def _came(parameter: Trained) -> int:
+    means = parameter.size if len(parameter.shape) < 2 else 2 * _rows_and_columns(parameter)
+    return parameter.size + means + BLOCK  # and the length of the weight, a number
+
+
+def _rows_and_columns(parameter: Trained) -> int:
+    """Bytes of a mean for each row and each column."""
+    rows, columns = parameter.numel // parameter.shape[-1], parameter.numel // parameter.shape[-2]
+    return rounded(4 * rows) + rounded(4 * columns)
+
+
+def _adamw_8bit(parameter: Trained) -> int:
+    if parameter.numel < _QUANTISED_FROM or parameter.numel % _QUANTISED_BLOCK:
+        return 2 * parameter.size
+    scales = rounded(4 * (parameter.numel // _QUANTISED_BLOCK))
+    return 2 * (rounded(parameter.numel) + scales + _CODES)
+
+
+_STATES: Final[dict[str, Callable[[Trained], int]]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "adamw_schedule_free": lambda parameter: 2 * parameter.size,
+    "sgd": lambda parameter: 0,
+    "lion": lambda parameter: parameter.size,
+    "prodigy": lambda parameter: 4 * parameter.size,
+    "adafactor": _adafactor,
+    "came": _came,
+}
+
+
+# -- predict --------------------------------------------------------------------------------
+
+
+# The keys of a job that are shown beside a prediction.
+_SETTINGS = (
+    "model_family",
+    "model_flavour",
+    "pretrained_model_name_or_path",
+    "model_type",
+    "mixed_precision",
+    "resolution",
+    "num_frames",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "gradient_checkpointing_policy",
+    "gradient_checkpointing_interval",
+    "optimizer",
+    "use_ema",
+    "ema_device",
+    "lora_rank",
+    "base_precision",
+    "swap_blocks",
+    "lora_placement",
+    "fsdp_reshard_after_forward",
+    "fsdp_cpu_offload",
+    "context_parallel_size",
+    "max_sequence_length",
+)
+
+
+def predict(
+    trace: Trace,
+    spec: JobSpec,
+    ranks: int | None = None,
+    strategy: str | None = None,
+    *,
+    sample: Trace | None = None,
+    resident: int = 0,
+    beside: Sequence[Phase] = (),
+    overheads: Overheads = OVERHEADS,
+    host: Mapping[str, int] | None = None,
+    disk: Mapping[str, int] | None = None,
+    notes: Sequence[str] = (),
+) -> Prediction:
+    """Predict what a job needs on the rank that needs the most.
+
+    Args:
+        trace: Of a step of the job, traced as the strategy gathers weights.
+        spec: The job.
+        ranks: World size; default: the job's.
+        strategy: single, ddp, hsdp or fsdp2; default: what the job would run.
+        sample: A forward for its samples, if it makes any.
+        resident: Bytes of other models that stay on the device while it trains.
+        beside: Phases that no trace is needed for.
+        overheads: What comes on top.
+        host: Of `Prediction.host`.
+        disk: Of `Prediction.disk`.
+        notes: What was assumed so far.
+
+    Raises:
+        UserError: The job cannot run like that.
+    """
+    ranks = ranks or world_size(spec)
+    strategy = strategy or strategy_of(spec, ranks)
+    layout = layout_of(spec, ranks, strategy)
+    _check(spec, trace, layout, strategy, ranks)
+    assumed = list(notes)
+    on_cuda = spec.device != "cpu"
+    trained = trained_of(trace, layout)
+    swapped, moving = swapped_of(trace.units, spec.swap_blocks if strategy == "single" else 0)
+    held = sum(cost_of(unit, layout).held for unit in trace.units) + trace.buffers - swapped
+    state = 0 if layout.offload else state_bytes(spec, trained)
+    average = 0
+    if spec.use_ema and spec.ema_device != "cpu" and not layout.offload:
+        average = sum(parameter.size for parameter in trained)
+    base = Parts(parameters=held + resident, optimizer=state + average)
+    # Beside gradients, of which there are none then: the weights that samples and checkpoints
+    # need besides the trained ones.
+    averages = 0
+    if spec.optimizer == SCHEDULE_FREE and not layout.offload:
+        averages = sum(parameter.size for parameter in trained)
+    walk = _walk(trace, layout, base, spec)
+    walk.step(accumulation_steps(spec, ranks))
+    workspace = _workspace(spec, trace, layout, trained, ranks, on_cuda=on_cuda)
+    phases = {
+        name: Phase(name, replace(parts, gathered=parts.gathered + moving))
+        for name, parts in walk.peaks.items()
+    }
+    phases["optimizer"] = Phase(
+        "optimizer", replace(base, gradients=walk.gradients, workspace=workspace)
+    )
+    # Copies are averaged while backward runs; its last bucket goes when all gradients are there.
+    averaged = replace(
+        base, gradients=walk.gradients, workspace=_averaging(trace, layout) if ranks > 1 else 0
+    )
+    if averaged.workspace and Phase("backward", averaged).peak > phases["backward"].peak:
+        phases["backward"] = Phase("backward", averaged)
+    phases["load"] = Phase("load", Parts(parameters=held))
+    gathering = _gathering(spec, trace, layout)
+    phases["save"] = Phase("save", replace(base, workspace=gathering + averages))
+    if sample is not None:
+        walk = _walk(sample, layout, base, spec)
+        walk.micro_batch()
+        parts = replace(walk.peaks["sample"], gathered=walk.peaks["sample"].gathered + moving)
+        if sample.second_denoiser:
+            other = _second_denoiser(spec, trace, layout) - swapped
+            parts = replace(parts, parameters=parts.parameters + other)
+        parts = replace(parts, optimizer=parts.optimizer + averages)
+        phases["sample"] = Phase("sample", parts, "denoising")
+    for phase in beside:
+        if phase.name not in phases or phase.peak > phases[phase.name].peak:
+            phases[phase.name] = phase
+    peak = max(phase.peak for phase in phases.values())
+    return Prediction(
+        model=trace.model,
+        parameters=trace.parameters,
+        trained=trace.trained,
+        strategy=strategy,
+        ranks=ranks,
+        settings=_settings(spec, ranks),
+        phases=_in_order(phases),
+        reserved=overheads.reserved(peak) if on_cuda else (peak, peak),
+        overheads=overheads.beside(_communicators(spec, strategy, ranks)) if on_cuda else {},
+        host=dict(host or {}),
+        disk=dict(disk or {}),
+        notes=tuple(assumed),
+    )
+
+
+def strategy_of(spec: JobSpec, ranks: int) -> str:
+    """Choose the strategy on `ranks` ranks, as far as that is possible without GPUs."""
+    if ranks == 1 and spec.strategy in ("auto", "ddp", "single"):
+        return "single"
+    return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]
+
+
+def layout_of(spec: RecipeKeys, ranks: int, strategy: str) -> Layout:
+    """Determine how weights lie on each of the ranks. Pure."""
+    if strategy not in SHARDING:
+        return Layout(0)
+    replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
+    shards = max(1, ranks // replicas)
+    again = spec.fsdp_reshard_after_forward
+    return Layout(
+        shards=shards,
+        lora_whole=spec.lora_placement == "replicated",
+        casts=spec.model_type == "full" and spec.mixed_precision != "no",
+        offload=spec.fsdp_cpu_offload,
+        smaller=0 if isinstance(again, bool) else int(again),
+        replicated=replicas > 1,
+    )
+
+
+def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
+    """List what a rank trains, parameter by parameter.
+
+    What gets no gradient has no state either, but where gradients are averaged over replicas: there
+    it counts as zero (`engine.train.gradients`).
+    """
+    return [
+        Trained(layout.local(weight), weight.shape)
+        for unit in trace.units
+        for weight in unit.weights
+        if weight.trained and not (weight.unused and layout.is_sharded(weight))
+    ]
+
+
+def _walk(trace: Trace, layout: Layout, base: Parts, spec: RecipeKeys) -> Walk:
+    return Walk(
+        trace,
+        layout,
+        base,
+        reshard=bool(spec.fsdp_reshard_after_forward),
+        ahead=spec.fsdp_forward_prefetch,
+        behind=spec.fsdp_backward_prefetch,
+        context=spec.context_parallel_size,
+    )
+
+
+def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
+    """Return the bytes of the other denoiser: frozen, sharded alike, in a LoRA base's precision."""
+    base = [w for unit in trace.units for w in unit.weights if not w.lora]
+    full = compute_dtype(spec).itemsize if spec.model_type == "full" else None
+    return sum(rounded(layout.local(weight) * (full or weight.stored)) for weight in base)
+
+
+def _workspace(
+    spec: TrainingKeys,
+    trace: Trace,
+    layout: Layout,
+    trained: Sequence[Trained],
+    ranks: int,
+    *,
+    on_cuda: bool,
+) -> int:
+    """Return a step's peak between backward and the next forward, besides gradients."""
+    if layout.offload:
+        trained = [
+            Trained(w.numel, w.shape)
+            for unit in trace.units
+            for w in unit.weights
+            if w.trained and not layout.is_sharded(w)
+        ]
+    return max(
+        temporary_bytes(spec, trained, on_cuda=on_cuda),
+        _averaging(trace, layout) if ranks > 1 else 0,
+    )
+
+
+def _averaging(trace: Trace, layout: Layout) -> int:
+    """Flat buckets of gradients: those under way, and the next one."""
+    numbers = [
+        w.numel
+        for unit in trace.units
+        for w in unit.weights
+        if w.trained and not layout.is_sharded(w)
+    ]
+    buckets = [0]
+    for number in reversed(numbers):
+        if buckets[-1] and buckets[-1] + number > BUCKET:
+            buckets.append(0)
+        buckets[-1] += number
+    sizes = [rounded(4 * number) for number in buckets]
+    return max(sum(sizes[first : first + UNDER_WAY + 1]) for first in range(len(sizes)))
+
+
+def _gathering(spec: FsdpKeys, trace: Trace, layout: Layout) -> int:
+    """Return the largest tensor of a checkpoint, if full tensors are gathered one by one."""
+    if spec.fsdp_state_dict_type != "FULL_STATE_DICT":
+        return 0
+    weights = [w for unit in trace.units for w in unit.weights if w.trained]
+    return max((rounded(4 * w.numel) for w in weights if layout.is_sharded(w)), default=0)
+
+
+def _communicators(spec: DeviceKeys, strategy: str, ranks: int) -> int:
+    """How many groups of ranks NCCL keeps buffers for."""
+    if ranks == 1:
+        return 0
+    more = (strategy == "hsdp") * 2 + (spec.context_parallel_size > 1) * 2
+    return 1 + (strategy in SHARDING) + more
+
+
+def _check(spec: RecipeKeys, trace: Trace, layout: Layout, strategy: str, ranks: int) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        UserError: Says what does not fit.
+    """
+    if bool(layout.shards) != trace.shape.sharded:
+        raise ValueError(f"{strategy} needs a trace of {'sharded' if layout.shards else 'whole'}")
+    if strategy == "single" and ranks > 1:
+        raise UserError(
+            f"strategy: single runs one rank, not {ranks}", "set strategy: ddp or fsdp2"
+        )
+    sharded = [w for unit in trace.units for w in unit.weights if w.trained]
+    if spec.optimizer in WHOLE_ONLY and any(layout.is_sharded(w) for w in sharded):
+        raise UserError(
+            f"optimizer: {spec.optimizer} cannot train sharded parameters: "
+            f"{WHOLE_ONLY[spec.optimizer]}",
+            "use adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd",
+        )
+    replicas = spec.dp_replicate_size or 1
+    if strategy == "hsdp" and (replicas < 2 or ranks % replicas):
+        raise UserError(
+            f"hsdp: dp_replicate_size {replicas} does not divide {ranks} ranks into replicas",
+            "set dp_replicate_size to a divisor of the ranks, 2 or more",
+        )
+
+
+def _in_order(phases: Mapping[str, Phase]) -> tuple[Phase, ...]:
+    from engine.memory.prediction import PHASES
+
+    return tuple(phases[name] for name in PHASES if name in phases)
+
+
+def _settings(spec: JobSpec, ranks: int) -> dict[str, Any]:
+    values = spec.model_dump(mode="json", include=set(_SETTINGS))
+    values["gradient_accumulation_steps"] = accumulation_steps(spec, ranks)
+    return {name: values[name] for name in _SETTINGS}

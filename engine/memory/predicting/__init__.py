@@ -1,1 +1,0 @@
-"""From a trace to bytes per rank: arithmetic."""

@@ -1,0 +1,353 @@
+"""Walk along a trace, and add what units hold, gather and reduce. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from engine.memory.tracing.live import rounded
+from engine.memory.tracing.timeline import Mark, Span
+from engine.parallel.block_swap import spread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.memory.prediction import Parts
+    from engine.memory.tracing.model import Unit, Weight
+    from engine.memory.tracing.trace import Trace
+
+
+# -- sharding -------------------------------------------------------------------------------
+# What a unit of FSDP2 takes at each of its marks: shards, gathered weights, what gathers
+# them.
+#
+# As torch 2.11 to 2.13 do it (`torch/distributed/fsdp/_fully_shard`), in the order in which
+# they allocate and free. `tests/bench/memory.py` compares it with them.
+
+
+_REDUCED: Final = 4  # bytes: gradients are reduced in fp32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How weights lie on a rank.
+
+    Attributes:
+        shards: Ranks that share a copy of the sharded weights; 0 where nothing is sharded.
+        lora_whole: Whether an adapter stays whole on every rank.
+        casts: Whether weights are gathered in another precision than they are kept in.
+        offload: Whether shards are kept in host memory.
+        smaller: Ranks over which weights are sharded again after forward; 0 for all of them.
+        replicated: Whether there are several copies of the sharded weights (hsdp).
+    """
+
+    shards: int
+    lora_whole: bool = True
+    casts: bool = False
+    offload: bool = False
+    smaller: int = 0
+    replicated: bool = False
+
+    def is_sharded(self, weight: Weight) -> bool:
+        """Whether a weight is sharded at all."""
+        return bool(self.shards) and not weight.fp32 and not (weight.lora and self.lora_whole)
+
+    def local(self, weight: Weight) -> int:
+        """Numbers of a weight on the rank that has the most of it."""
+        if not self.is_sharded(weight):
+            return weight.numel
+        rows = weight.shape[0]
+        return -(-rows // self.shards) * (weight.numel // rows) if rows else 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a unit, in bytes.
+
+    Attributes:
+        held: Parameters on the device all the time.
+        host: Shards in host memory.
+        copied: Made while a gathering begins, and freed when it is under way.
+        buffer: What is received into.
+        whole: The gathered weights.
+        again: Weights after forward where they are sharded again over fewer ranks.
+        gradients: Whole gradients of what is sharded.
+        kept_gradients: Gradients of what is whole on every rank.
+        reduce: What gradients are sent from.
+        output: What they are received into.
+        reduced: Of that, what stays: the gradients of the shards.
+    """
+
+    held: int
+    host: int
+    copied: int
+    buffer: int
+    whole: int
+    again: int
+    gradients: int
+    kept_gradients: int
+    reduce: int
+    output: int
+    reduced: int
+
+
+@lru_cache(maxsize=4096)
+def cost_of(unit: Unit, layout: Layout) -> Cost:
+    """Compute what a unit takes. Pure."""
+    mine = [w for w in unit.weights if layout.is_sharded(w)]
+    others = [w for w in unit.weights if not layout.is_sharded(w)]
+    ranks = layout.shards
+    shards = [(w, layout.local(w)) for w in mine]
+    held = sum(rounded(number * w.stored) for w, number in shards)
+    trained = [(w, number) for w, number in shards if w.trained and not w.unused]
+    padded = sum(number * ranks for _, number in trained)
+    kept = sum(rounded(w.numel * w.stored) for w in others)
+    output = rounded(padded // ranks * _REDUCED) if ranks else 0
+    return Cost(
+        held=kept + (0 if layout.offload else held),
+        host=held if layout.offload else 0,
+        copied=_copied(shards, layout),
+        # A single shard is copied into place.
+        buffer=rounded(sum(n * ranks * w.gathered for w, n in shards)) if ranks > 1 else 0,
+        whole=sum(rounded(number * ranks * w.gathered) for w, number in shards),
+        again=sum(rounded(number * ranks * w.gathered // layout.smaller) for w, number in shards)
+        if layout.smaller
+        else 0,
+        gradients=sum(rounded(w.numel * w.gathered) for w, _ in trained),
+        kept_gradients=sum(
+            rounded(w.numel * w.stored) for w in others if w.trained and not w.unused
+        ),
+        reduce=rounded(padded * _REDUCED),
+        output=output,
+        reduced=0 if layout.offload else output,
+    )
+
+
+def swapped_of(units: Sequence[Unit], count: int) -> tuple[int, int]:
+    """Bytes of swapped blocks in host memory, and of those on the device at a time.
+
+    While one computes, the next one is being copied (`engine.parallel.block_swap`).
+
+    Args:
+        units: Of a model that is whole on its one rank.
+        count: How many blocks are swapped; no more than there are.
+
+    Returns:
+        Bytes in host memory, and the most that is on the device at a time.
+    """
+    blocks = [unit for unit in units if unit.name[-1:].isdigit()]
+    chosen = [blocks[place] for place in spread(min(count, len(blocks)), len(blocks))]
+    sizes = [sum(rounded(w.numel * w.stored) for w in u.weights if not w.lora) for u in chosen]
+    return sum(sizes), max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
+
+
+def _copied(shards: list[tuple[Weight, int]], layout: Layout) -> int:
+    """Shards in the precision and on the device that they are sent from."""
+    if not layout.offload:
+        return rounded(sum(n * w.gathered for w, n in shards)) if layout.casts else 0
+    moved = sum(rounded(n * w.gathered) for w, n in shards)
+    largest = max((rounded(n * w.stored) for w, n in shards), default=0)
+    return moved + (largest if layout.casts else 0)
+
+
+# -- walk -----------------------------------------------------------------------------------
+
+
+_NOTHING = Span(0, 0, 0, 0)
+
+
+@dataclass
+class Walk:
+    """The memory of a rank while it goes along a trace.
+
+    Attributes:
+        trace: Of the step, or of a forward.
+        layout: How weights lie on the rank.
+        base: What is there all the time.
+        reshard: Whether units free their weights after forward.
+        ahead: Units that are gathered ahead in forward.
+        behind: Units that are gathered ahead in backward; 0 for the one that torch gathers.
+        context: Ranks that share a sample's tokens, and so its activations.
+        peaks: Phase → parts at its peak.
+        gradients: Bytes of gradients when it has ended.
+    """
+
+    trace: Trace
+    layout: Layout
+    base: Parts
+    reshard: bool = True
+    ahead: int = 0
+    behind: int = 0
+    context: int = 1
+    peaks: dict[str, Parts] = field(default_factory=dict)
+    gradients: int = 0
+
+    def __post_init__(self) -> None:
+        self._costs = {unit.name: cost_of(unit, self.layout) for unit in self.trace.units}
+        gathered = [name for name, cost in self._costs.items() if cost.whole and name]
+        # As `engine.parallel.sharding` has them: UNets register what is in the middle last.
+        self._order = sorted(gathered, key=lambda name: name.startswith("up_blocks."))
+        self._kept = sum(cost.kept_gradients for cost in self._costs.values())
+        self._sums = any(cost.gradients for cost in self._costs.values())
+        self._reduced = 0  # gradients of shards
+        self._phase = ""
+
+    def step(self, micro_batches: int) -> None:
+        """All forwards and backwards of an optimizer step; more than two are like two."""
+        for number in range(min(2, micro_batches)):
+            self.micro_batch(first=number == 0)
+
+    def micro_batch(self, *, first: bool = True) -> None:
+        """One forward and backward; where it is not the first, it adds to what is there."""
+        self._first = first
+        self._gathered: dict[str, int] = {}  # unit → its whole weights
+        self._pending: dict[str, int] = {}  # unit → what is received for it
+        self._again: dict[str, int] = {}  # unit → its weights, sharded over fewer ranks
+        self._received = 0  # what the unit before was received into
+        self._sending = 0  # what gradients of the unit before are sent from
+        self._held = 0  # what replicas have summed up, until backward ends
+        self._taken = 0  # gradients of the trace that are whole no more
+        self._forwards: list[str] = []
+        self._ended: set[str] = set()
+        self._now = _NOTHING
+        for entry in self.trace.timeline:
+            if isinstance(entry, Mark):
+                self._mark(entry)
+            else:
+                self._span(entry)
+        own = self._now.gradients - self._taken if first else self._kept
+        if not self.layout.shards:
+            own = self._now.gradients
+        self.gradients = own + self._reduced
+
+    # -- marks -----------------------------------------------------------------------------
+
+    def _mark(self, mark: Mark) -> None:
+        if mark.kind == "begin":
+            self._phase = mark.name
+        elif mark.kind == "end":
+            if mark.name == "backward":
+                self._finish()
+            self._phase = ""
+        elif self.layout.shards and (cost := self._costs[mark.name]).whole:
+            if mark.kind == "enter":
+                self._enter(mark.name, cost)
+            elif mark.kind == "leave":
+                self._leave(mark.name, cost)
+            elif mark.kind == "backward":
+                self._backward(mark.name, cost)
+            else:
+                self._done(mark.name, cost)
+
+    def _enter(self, name: str, cost: Cost) -> None:
+        self._unshard(name, cost)
+        self._received = cost.buffer  # freed when the next unit has received
+        if self.ahead and name:
+            place = self._order.index(name)
+            for other in self._order[place + 1 : place + 1 + self.ahead]:
+                self._request(other)
+
+    def _leave(self, name: str, cost: Cost) -> None:
+        if not name:
+            self._received = 0
+        elif self.reshard:
+            del self._gathered[name]
+            self._again[name] = cost.again
+        self._forwards.append(name)
+
+    def _backward(self, name: str, cost: Cost) -> None:
+        self._unshard(name, cost)
+        named: list[str] = []
+        if self.behind and name:
+            place = self._order.index(name)
+            named = self._order[max(0, place - self.behind) : place][::-1]
+        if not named and name in self._forwards and (place := self._forwards.index(name)):
+            named = [self._forwards[place - 1]]
+        for other in named:
+            self._request(other)
+
+    def _done(self, name: str, cost: Cost) -> None:
+        self._ended.add(name)
+        self._gathered.pop(name, None)
+        self._pending.pop(name, None)
+        self._again.pop(name, None)
+        self._sending = 0
+        if not self._first:
+            self._taken += cost.kept_gradients  # added to those that are there
+        if not cost.gradients:
+            return
+        self._look(gradients=cost.reduce)
+        self._taken += cost.gradients
+        self._sending = cost.reduce
+        self._look(gradients=cost.output)
+        if self.layout.replicated and self.layout.offload:
+            self._held += cost.output
+        if self._first:
+            self._reduced += cost.reduced
+
+    def _finish(self) -> None:
+        """Finish backward as torch does: end the root, and units whose backward has not ended."""
+        for name in ("", *self._order):
+            if self.layout.shards and name not in self._ended and self._costs[name].whole:
+                self._done(name, self._costs[name])
+        self._sending = self._held = 0
+
+    # -- gathering -------------------------------------------------------------------------
+
+    def _request(self, name: str) -> None:
+        """Begin to gather a unit's weights."""
+        if name in self._gathered or name in self._pending:
+            return
+        cost = self._costs[name]
+        self._look(gathered=cost.copied + cost.buffer)
+        self._pending[name] = cost.buffer
+
+    def _unshard(self, name: str, cost: Cost) -> None:
+        """Gather a unit's weights, and wait for them."""
+        if name in self._gathered:
+            return
+        self._request(name)
+        self._gathered[name] = cost.whole
+        self._look()
+        del self._pending[name]
+        self._received = 0
+        self._again.pop(name, None)
+
+    # -- peaks -----------------------------------------------------------------------------
+
+    def _span(self, span: Span) -> None:
+        self._now = span
+        if self._first or (self._sums and self.layout.shards):
+            most, gradients = span.most, max(0, span.most - span.most_activations)
+        else:
+            # Gradients are there already, and new ones are added to them one by one.
+            most, gradients = span.most_activations, 0
+        self._compare(most - gradients, self._gradients(gradients), self._weights())
+
+    def _look(self, gathered: int = 0, gradients: int = 0) -> None:
+        """Compare a moment between two stretches, with so much more of something."""
+        now = self._now
+        own = now.gradients if self._first or self._sums else 0
+        self._compare(now.activations, self._gradients(own) + gradients, self._weights() + gathered)
+
+    def _weights(self) -> int:
+        whole = sum(self._gathered.values()) + sum(self._pending.values())
+        return whole + sum(self._again.values()) + self._received
+
+    def _gradients(self, of_trace: int) -> int:
+        """All gradients, while the trace has that number of them."""
+        if not self.layout.shards:
+            return of_trace if self._first else self.gradients
+        before = 0 if self._first else self._kept
+        own = of_trace - self._taken if self._first or self._sums else 0
+        return before + max(0, own) + self._sending + self._held + self._reduced
+
+    def _compare(self, activations: int, gradients: int, gathered: int) -> None:
+        if not self._phase:
+            return
+        activations //= self.context
+        here = replace(self.base, activations=activations, gradients=gradients, gathered=gathered)
+        highest = self.peaks.get(self._phase)
+        if highest is None or here.total > highest.total:
+            self.peaks[self._phase] = here

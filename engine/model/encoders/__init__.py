@@ -1,1 +1,0 @@
-"""Text encoders: which a model has, loaded whole or as shards."""

@@ -1,0 +1,349 @@
+"""Processes of the doctor: started, asked, and ended without ever waiting forever."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from jobs.doctor.agreed import END, RESULT
+from jobs.doctor.examine import Finding, fail
+from jobs.launch import build, full_environment
+from jobs.machine.child import end_child, start_child
+from jobs.machine.processes import RUN_ID_VARIABLE, ProcessId, end, wait_for_by_hand, with_run_id
+from jobs.run.hang import Watch
+from jobs.run.rundir import RunDir, read_json, write_atomic
+from jobs.run.why_failed import why_failed
+from jobs.spec.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+    from typing import IO
+
+    from jobs.run.hang import Stillness
+    from jobs.run.rundir import RankStatus
+
+
+# -- child processes ------------------------------------------------------------------------
+# Start processes and end them, without ever waiting forever.
+
+
+_GONE_WITHIN: Final = 3.0  # seconds after SIGKILL; what the driver holds longer is left behind
+_SWEEPS: Final = 3  # a launcher may start another rank while it is killed
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a helper printed.
+
+    Attributes:
+        facts: Its lines of JSON, put together.
+        status: Its exit status; None when it was killed because it did not end.
+        last_line: The last one of its standard error.
+    """
+
+    facts: dict[str, Any]
+    status: int | None
+    last_line: str
+
+
+def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Said:
+    """Run `python -m module` for at most `seconds`."""
+    # As ranks number GPUs.
+    variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", RUN_ID_VARIABLE: run_id}
+    # Files, not pipes: a helper that cannot be killed would hold a pipe open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = start_child(
+            [sys.executable, "-m", module, *arguments],
+            variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+        try:
+            status: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end_child(process, patience=_GONE_WITHIN)
+        out.seek(0)
+        err.seek(0)
+        words = err.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(words) if line.strip()), "")
+        return Said(_facts(out.read()), status, last)
+
+
+def end_all(run_id: str) -> tuple[int, ...]:
+    """Kill every process with this run id; returns the pids that do not go."""
+    left: list[ProcessId] = []
+    for _ in range(_SWEEPS):
+        processes = with_run_id(run_id)
+        left = end(processes, grace=0, timeout=_GONE_WITHIN) if processes else []
+        if left or not processes:
+            break
+    return tuple(process.pid for process in left)
+
+
+def _facts(text: bytes) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for line in text.splitlines():
+        with suppress(ValueError):  # something a library printed, or a line cut short
+            value = json.loads(line)
+            facts |= value if isinstance(value, dict) else {}
+    return facts
+
+
+# -- ask ------------------------------------------------------------------------------------
+# Examine a machine in a separate process, and never wait for it forever.
+
+
+_SILENT: Final = 240.0  # seconds; longer than any check may take
+
+
+def find(
+    job: Path | None = None,
+    gpus: tuple[str, ...] = (),
+    *,
+    quick: bool = False,
+    silent: float = _SILENT,
+) -> Generator[Finding, None, None]:
+    """Yield findings as they arrive. Everything started has ended when this ends.
+
+    Args:
+        job: A job file, to look at what it needs too.
+        gpus: GPUs to measure, by index or UUID.
+        quick: Leave the all-reduce out.
+        silent: Seconds without a word after which the process is given up.
+    """
+    run_id = f"doctor-{uuid.uuid4().hex}"
+    words = [f"--run-id={run_id}", f"--gpus={','.join(gpus)}"]
+    words += [f"--job={job}"] if job is not None else []
+    words += ["--quick"] if quick else []
+    with tempfile.TemporaryFile() as errors:
+        process = start_child(
+            [sys.executable, "-m", "jobs.doctor", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        assert process.stdout is not None
+        try:
+            ended = yield from _findings(process.stdout, silent)
+        finally:
+            end_child(process, patience=_GONE_WITHIN)
+            end_all(run_id)  # what it started; what the driver holds is left behind
+        if not ended:
+            yield _broken_off(errors, silent, process.returncode)
+
+
+def _findings(pipe: IO[bytes], silent: float) -> Generator[Finding, None, bool]:
+    """Findings until the process says that it is done; returns whether it did."""
+    # Read by a thread, because a pipe that a stuck process holds never ends.
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(pipe, lines), name="doctor", daemon=True).start()
+    while True:
+        try:
+            values = json.loads(lines.get(timeout=silent) or "null")
+        except (queue.Empty, ValueError):
+            return False
+        if values is None:
+            return False
+        if END in values:
+            return True
+        yield Finding.from_dict(values)
+
+
+def _read(pipe: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+    for line in pipe:
+        lines.put(line)
+    lines.put(b"")
+
+
+def _broken_off(errors: IO[bytes], silent: float, status: int | None) -> Finding:
+    errors.seek(0)
+    lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    word = lines[-1] if lines else f"no answer for {silent:g} s" if status is None else str(status)
+    return fail(
+        "doctor", f"stopped: {word}", "try again with --quick, and report it if that fails too"
+    ).plain("doctor")
+
+
+# -- ranks ----------------------------------------------------------------------------------
+# Start ranks that all-reduce, as a job's ranks are started, and leave none of them behind.
+
+
+_LOOK_EVERY: Final = 0.1  # seconds
+_MUTE: Final = 15.0  # seconds at most; ranks send a heartbeat every second
+_RANK_GONE_WITHIN: Final = 5.0  # seconds after SIGKILL
+_NCCL_WARNING: Final = "NCCL WARN"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A message size that was measured.
+
+    Attributes:
+        bytes: Of the message on each rank.
+        seconds: Of one collective.
+        bus: Bytes a second over each rank's link, as nccl-tests count: it does not depend on the
+            number of ranks.
+    """
+
+    bytes: int
+    seconds: float
+    bus: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the ranks.
+
+    Attributes:
+        sizes: What was measured, the smallest first; empty if nothing was measured.
+        gathered: An all-gather of the largest size.
+        problem: Why, in one sentence.
+        silent: The ranks that did not answer.
+        left: Pids that could not be killed.
+        warning: What NCCL complained of last.
+    """
+
+    sizes: tuple[Size, ...] = ()
+    gathered: Size | None = None
+    problem: str | None = None
+    silent: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    warning: str | None = None
+
+
+def all_reduce(
+    gpus: Sequence[str], ranks: int, *, run_id: str, seconds: float, limit: float, still: float
+) -> Outcome:
+    """Have ranks all-reduce messages of several sizes, and end every one of them.
+
+    Args:
+        gpus: GPU UUIDs, one per rank; empty for CPU ranks over gloo.
+        ranks: How many.
+        run_id: In the environment of all that is started.
+        seconds: How long to measure.
+        limit: Seconds after which all are killed, whatever they do.
+        still: Seconds without progress, once all have met, after which they are killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-", ignore_cleanup_errors=True) as name:
+        run_dir = RunDir(Path(name))
+        run_dir.create()
+        child = _start(run_dir, gpus, ranks, run_id, seconds, limit)
+        silent: tuple[int, ...] = ()
+        late, watch = False, Watch(still)
+        try:
+            deadline = time.monotonic() + limit
+            while child.poll() is None and not late:
+                time.sleep(_LOOK_EVERY)
+                statuses = run_dir.rank_statuses()
+                now = time.monotonic()
+                late = _stand_still(watch.look(statuses, now), ranks, still) or now > deadline
+                silent = find_silent(statuses, ranks, min(_MUTE, still / 2)) if late else ()
+        finally:
+            left = _end(child, run_id)
+        warning = _nccl_warning(run_dir.launcher_log)
+        result = read_json(run_dir.root / RESULT)
+        if result is not None and child.returncode == 0:
+            sizes = tuple(Size(**values) for values in result["sizes"])
+            return Outcome(sizes, Size(**result["gathered"]), left=left)
+        problem = _words(silent, limit, still) if late else why_failed(run_dir, child.returncode)
+        return Outcome(problem=problem, silent=silent, left=left, warning=warning)
+
+
+def find_silent(statuses: Sequence[RankStatus], ranks: int, mute_after: float) -> tuple[int, ...]:
+    """Find the ranks that hold up the others, by what they last wrote. Pure.
+
+    Those that never wrote, else those whose heartbeat stopped well before the others',
+    else those that are behind; all of them when none stands out.
+    """
+    there = {status.rank for status in statuses}
+    if missing := tuple(rank for rank in range(ranks) if rank not in there):
+        return missing
+    latest = max(status.heartbeat for status in statuses)
+    if mute := tuple(s.rank for s in statuses if latest - s.heartbeat > mute_after):
+        return mute
+    furthest = max(status.step for status in statuses)
+    behind = tuple(status.rank for status in statuses if status.step < furthest)
+    return behind or tuple(sorted(there))
+
+
+def _start(
+    run_dir: RunDir, gpus: Sequence[str], ranks: int, run_id: str, seconds: float, limit: float
+) -> subprocess.Popen[bytes]:
+    """`accelerate launch`, with the command line and environment of a job."""
+    device = "cuda" if gpus else "cpu"
+    spec = JobSpec(
+        name="doctor",
+        num_processes=ranks,
+        strategy="ddp" if ranks > 1 else "single",
+        mixed_precision="no",
+        device=device,
+    )
+    launch = build(spec, run_dir, gpus=gpus, run_id=run_id)
+    assert launch.command[-3:-1] == ["-m", "engine"], launch.command
+    command = [
+        *launch.command[:-2],
+        "engine.doctor.allreduce",
+        str(run_dir.root),
+        f"--device={device}",
+        f"--seconds={seconds:g}",
+        f"--limit={limit:g}",
+    ]
+    environment = {"NCCL_DEBUG": "WARN"} | full_environment(launch)
+    write_atomic(run_dir.accelerate_file, yaml.safe_dump(launch.config, sort_keys=False))
+    with open(run_dir.launcher_log, "wb") as log:
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=run_dir.root,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    wait_for_by_hand(child.pid)
+    return child
+
+
+def _stand_still(seen: Sequence[Stillness], ranks: int, still: float) -> bool:
+    """Whether all ranks had met, and none has moved on for `still` seconds."""
+    if len(seen) < ranks or not all(rank.status.step for rank in seen):
+        return False
+    return min(rank.still for rank in seen) > still
+
+
+def _end(child: subprocess.Popen[bytes], run_id: str) -> tuple[int, ...]:
+    """Kill what is left; returns the pids that do not go, as when the driver holds them."""
+    child.poll()  # before anyone else collects it, and its status with it
+    left = end_all(run_id)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_RANK_GONE_WITHIN)
+    return left
+
+
+def _words(silent: Sequence[int], limit: float, still: float) -> str:
+    who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+    return f"{who} did not answer (waited {still:g} s after all ranks met, {limit:g} s in total)"
+
+
+def _nccl_warning(log: Path) -> str | None:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    warnings = [line.partition(_NCCL_WARNING)[2].strip() for line in lines if _NCCL_WARNING in line]
+    return warnings[-1] if warnings else None

@@ -1,1 +1,0 @@
-"""Ways to start ranks on devices."""

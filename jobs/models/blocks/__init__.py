@@ -1,1 +1,0 @@
-"""The repeated blocks of a model: asked of the engine, and remembered."""

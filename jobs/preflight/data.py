@@ -1,0 +1,410 @@
+"""What can be known of a job's data before it is queued."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import SpecError
+from jobs.machine.engine_tools import Progress, ask
+from jobs.paths import exists, expand
+from jobs.spec.families import get_family, needs_first_frame
+from jobs.spec.file.load import dump_spec
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.buckets import Buckets
+from jobs.spec.rules.cascade import settle
+from jobs.spec.values.dataset_files import (
+    CAPTION_SUFFIXES,
+    PICTURE_SUFFIXES,
+    READ_WITH_HELP,
+    VIDEO_SUFFIXES,
+    foreign_problem,
+    list_files,
+    without_masks,
+)
+from jobs.spec.values.datasets import (
+    Pairs,
+    datasets_of,
+    fallback_caption,
+    find_layout,
+    with_folder_repeats,
+)
+from jobs.spec.values.hub_names import HubName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
+    from jobs.spec.keys.data import DataKeys
+    from jobs.spec.values.dataset_files import Listing
+    from jobs.spec.values.datasets import Dataset, Layout
+
+
+# -- dataset --------------------------------------------------------------------------------
+# What can be known to be wrong with a job's data before it is queued.
+
+
+_MOST_OPENED: Final = 5000  # images; of more, hardly all are unusable
+
+
+def check_dataset(spec: JobSpec) -> int:
+    """Count the images and videos in the job's folders, before any file is read.
+
+    Rows of tables are not counted.
+
+    Raises:
+        SpecError: There is no such folder, or no image in it, or a caption for none of them; or
+            the job trains on or samples videos, and what reads and writes them is not installed.
+    """
+    if any(request.frames > 1 for request in requests_of(spec)):
+        _check_videos("validation_prompts are sampled as videos")
+    check_prompt_images(spec)
+    return sum(_check_source(spec, dataset) for dataset in datasets_of(spec))
+
+
+def _check_source(spec: JobSpec, dataset: Dataset) -> int:
+    root = expand(dataset.path)
+    if fallback_caption(spec, dataset) is not None:
+        spec = spec.model_copy(update={"missing_captions": "empty"})
+    if dataset.mask_path and not expand(dataset.mask_path).is_dir():
+        raise SpecError(f"no such folder of masks: {expand(dataset.mask_path)}")
+    if not exists(root):
+        named = HubName.read("dataset", dataset.path)
+        raise SpecError(
+            f"no such dataset folder: {root}",
+            f"a dataset of the hub: `fsdp-tui fetch --dataset {named}` first" if named else None,
+        )
+    if not root.is_dir():
+        raise SpecError(f"the dataset {root} is a file, not a folder of images")
+    try:
+        layout, files = find_layout(root), list_files(root)
+    except OSError as error:
+        raise SpecError(f"cannot read the dataset {root} ({error.strerror})") from None
+    if files.metadata and find_spec("pyarrow") is None:
+        table = next((path for path in files.metadata if path.suffix == ".parquet"), None)
+        if table is not None:
+            raise SpecError(
+                f"{table} needs pyarrow, which is not installed",
+                "pip install 'fsdp-tui[datasets]'",
+            )
+    check_places(dataset, layout, metadata=bool(files.metadata))
+    if layout == "webdataset":
+        return 0  # counted when they are unpacked
+    if layout != "folder":
+        if find_spec("datasets") is None:
+            raise SpecError(
+                f"{root} is a directory of the datasets library, which is not installed",
+                "pip install 'fsdp-tui[datasets]'",
+            )
+        return 0  # rows are counted when they are read
+    takes_videos = get_family(spec.model_family).frame_step > 0
+    masked = spec.masked_loss == "file"
+    masks = expand(dataset.mask_path) if dataset.mask_path else None
+    pictures = without_masks(files.pictures, masks) if masked else files.pictures
+    samples = files.videos + pictures if takes_videos else pictures
+    what = "images or videos" if takes_videos else "images"
+    kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
+    if needs_first_frame(spec):
+        samples, what, kinds = files.videos, "videos", VIDEO_SUFFIXES
+    if not samples:
+        others = files.foreign + ([] if takes_videos else files.videos)
+        raise SpecError(
+            f"0 {what} in the dataset folder {root}",
+            (f"it has {others[0].name}: {_why_foreign(others[0])}; " if others else "")
+            + f"supported: {' '.join(sorted(kinds))}",
+        )
+    samples, _ = split_samples(dataset, samples)
+    if takes_videos and files.videos:
+        _check_videos(f"{root} holds videos")
+    captioned = files.metadata or any(
+        file.with_suffix(suffix).is_file() for file in samples for suffix in CAPTION_SUFFIXES
+    )
+    if not captioned and spec.missing_captions == "skip":
+        raise SpecError(
+            f"none of the {len(samples)} images in {root} has a caption",
+            "add one for each, e.g. cat.txt for cat.png, or set missing_captions: empty",
+        )
+    if not any(path in files.videos for path in samples) and not files.metadata:
+        _check_any_usable(root, samples, spec, Buckets(spec, dataset))
+    return len(samples)
+
+
+def _check_any_usable(root: Path, pictures: list[Path], spec: DataKeys, buckets: Buckets) -> None:
+    """Refuse a folder of which no image can be trained on, by their names and first bytes.
+
+    One that can ends the search, so this costs a moment; the engine decodes them all later.
+
+    Raises:
+        SpecError: None of them can; says why not for the first one.
+    """
+    if len(pictures) > _MOST_OPENED:
+        return
+    first = ""
+    for path in pictures:
+        if not (why := _why_unusable(path, spec, buckets)):
+            return
+        first = first or f"{path.name}: {why}"
+    raise SpecError(f"no usable image in {root}", first)
+
+
+def _why_unusable(path: Path, spec: DataKeys, buckets: Buckets) -> str:
+    """Say why an image cannot be used, as far as its first bytes tell; "" if it can."""
+    if spec.missing_captions == "skip" and not any(
+        path.with_suffix(suffix).exists() for suffix in CAPTION_SUFFIXES
+    ):
+        return "no caption" if path.name.isascii() else ""
+    from PIL import Image, UnidentifiedImageError  # 25 ms, which most commands need not spend
+
+    try:
+        if not path.stat().st_size:
+            return "empty file"
+        with warnings.catch_warnings(), Image.open(path) as picture:
+            width, height = picture.size
+    except FileNotFoundError:
+        return "a broken link"
+    except UnidentifiedImageError:
+        return "" if path.suffix.lower() in READ_WITH_HELP else "not an image"
+    except Image.DecompressionBombError:
+        return "more than 178 megapixels; downscale it"
+    except Exception:  # a permission, or a damaged header: the engine says it better
+        return ""
+    return buckets.why_unfit(width, height)
+
+
+def _check_videos(why: str) -> None:
+    """Videos are read and written by a library that images do not need."""
+    if find_spec("av") is None:
+        raise SpecError(
+            f"{why}, which need PyAV; it is not installed", "pip install 'fsdp-tui[video]'"
+        )
+
+
+def _why_foreign(path: Path) -> str:
+    if path.suffix.lower() in VIDEO_SUFFIXES:
+        return "the model trains on images"
+    return foreign_problem(path)
+
+
+# -- conditioning ---------------------------------------------------------------------------
+# What can be known to be wrong with conditioning images before a job is queued: by their
+# names.
+
+
+def check_prompt_images(spec: DataPlanKeys) -> None:
+    """Refuse samples whose conditioning image is not there.
+
+    Raises:
+        SpecError: It is not.
+    """
+    for request in requests_of(spec):
+        for path in request.conditioning:
+            if not expand(path).is_file():
+                raise SpecError(f"validation_prompts: no such conditioning image: {path}")
+
+
+def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
+    """Refuse places where this kind of dataset can have no conditioning images.
+
+    Raises:
+        SpecError: Names the key.
+    """
+    for path in dataset.conditioning_path or ():
+        if not exists(expand(path)) or not expand(path).is_dir():
+            raise SpecError(f"conditioning_path: no such folder: {path}")
+    if not dataset.references:
+        return
+    if layout == "webdataset":
+        raise SpecError(
+            f"{dataset.path} holds tar files, whose conditioning images cannot be read",
+            "unpack them into a folder",
+        )
+    if layout != "folder" and not dataset.conditioning_column:
+        raise SpecError(
+            f"{dataset.path} is a table, so its conditioning images are in columns",
+            "set conditioning_column",
+        )
+    if layout == "folder" and dataset.conditioning_column and not metadata:
+        raise SpecError(
+            f"conditioning_column: {dataset.path} has no metadata.jsonl, metadata.csv or "
+            "metadata.parquet",
+            "set conditioning_path or conditioning_suffix",
+        )
+
+
+def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Return a folder's samples without its conditioning images, and those that lack theirs.
+
+    Raises:
+        SpecError: None of them has one.
+        OSError: A folder cannot be read.
+    """
+    if not dataset.references or dataset.conditioning_column:
+        return paths, []
+    pairs = Pairs(dataset, paths)
+    samples = [path for path in paths if pairs.is_sample(path)]
+    alone = [path for path in samples if None in pairs.existing_paths(path)]
+    if samples and len(alone) == len(samples):
+        raise SpecError(
+            f"none of the {len(samples)} images in {dataset.path} has a conditioning image",
+            f"for {samples[0].name}, it would be {pairs.expected_paths(samples[0])[0]}",
+        )
+    return samples, alone
+
+
+def missing_partners(spec: InputKeys) -> list[str]:
+    """List what lacks a conditioning image in a job's folders, a sentence each."""
+    folders = [
+        dataset
+        for dataset in datasets_of(spec)
+        if dataset.references and not dataset.conditioning_column
+    ]
+    return [
+        line
+        for dataset in folders
+        for line in tell_missing(
+            dataset, *samples_in(spec, dataset, list_files(expand(dataset.path)))
+        )
+    ]
+
+
+def samples_in(spec: DataKeys, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
+    """Return a folder's images without masks and conditioning images, and those lacking theirs."""
+    pictures = files.pictures
+    if spec.masked_loss == "file":
+        masks = expand(dataset.mask_path) if dataset.mask_path else None
+        pictures = without_masks(pictures, masks)
+    try:
+        return split_samples(dataset, pictures)
+    except (SpecError, OSError):  # said elsewhere
+        return pictures, []
+
+
+def tell_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path]) -> list[str]:
+    """Return a sentence on the samples that lack a conditioning image, if any do."""
+    if not alone:
+        return []
+    names = ", ".join(path.name for path in alone[:3]) + (", …" if len(alone) > 3 else "")
+    return [
+        f"{len(alone)} of {len(samples)} images in {dataset.path}: no conditioning image "
+        f"({names}), will be skipped."
+    ]
+
+
+# -- data glance ----------------------------------------------------------------------------
+# A glance at a job's images, as few files and bytes as will do: what of them cannot be used?
+
+
+MOST: Final = 500  # images of a folder that are read, evenly spread
+_WORTH_TELLING: Final = 0.2  # of them; a few odd ones are in every dataset
+_HEAD: Final = 12  # bytes
+# How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000, and JPEG XL
+# twice.
+_BEGINNINGS: Final = (
+    *(b"\x89PNG", b"\xff\xd8", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
+    *(b"RIFF", b"P", b"qoif", b"\0\0\0\x0cjP", b"\xff\x0a", b"\0\0\0\x0cJXL"),
+)
+
+
+def find_unusable(spec: InputKeys) -> list[str]:
+    """List which images would be skipped, a sentence for each reason and folder.
+
+    Raises:
+        OSError: A folder cannot be read.
+    """
+    sentences = []
+    for dataset in datasets_of(spec):
+        root, default = expand(dataset.path), fallback_caption(spec, dataset)
+        if find_layout(root) != "folder":
+            continue
+        files = list_files(root)
+        pictures, alone = samples_in(spec, dataset, files)
+        sentences += tell_missing(dataset, pictures, alone)
+        total = len(pictures)
+        seen = pictures[:: -(-total // MOST) or 1]
+        broken = sum(not _is_image(path) for path in seen)
+        bare = 0
+        if not files.metadata and spec.missing_captions == "skip" and not default:
+            bare = sum(not _has_caption(path) for path in seen)
+        for count, what in ((broken, "not readable"), (bare, "no caption")):
+            if seen and count >= max(1, _WORTH_TELLING * len(seen)):
+                exact = f"{count} of {total} images"
+                share = f"about {count / len(seen):.0%} of {total:,} images"
+                which = exact if len(seen) == total else share
+                sentences.append(f"{which} in {root}: {what}, will be skipped.")
+    return sentences
+
+
+def _is_image(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return False
+    return head.startswith(_BEGINNINGS) or head[4:8] == b"ftyp"
+
+
+def _has_caption(path: Path) -> bool:
+    return any(path.with_suffix(suffix).is_file() for suffix in CAPTION_SUFFIXES)
+
+
+# -- data look ------------------------------------------------------------------------------
+# Read a job's data in an engine process, before anything is queued.
+
+
+@dataclass(frozen=True)
+class DataLook:
+    """What a look at a job's data found.
+
+    Attributes:
+        report: The fields of `engine.data.report.DataReport`, as JSON values.
+        strips: For each bucket of the report a PNG: some of its samples in a row, cut as they are
+            trained on. Empty when they were not asked for.
+    """
+
+    report: dict[str, Any]
+    strips: tuple[bytes, ...] = ()
+
+
+def look_at_data(
+    spec: JobSpec,
+    progress: Progress = lambda done, total: None,
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+    sheet: Path | None = None,
+    strips: bool = False,
+) -> DataLook:
+    """Read every sample of a job. Takes minutes for a large dataset that is not cached.
+
+    Args:
+        spec: The job.
+        progress: Called with the samples read and the total.
+        cancelled: Asked many times a second, in the thread of the caller.
+        sheet: Where to write a contact sheet of all buckets, as PNG.
+        strips: Whether to return some images of each bucket.
+
+    Raises:
+        UserError: There is nothing usable where the job says its data is.
+        ToolError: Looking failed for another reason.
+        Cancelled: `cancelled` said so.
+    """
+    spec, _ = with_folder_repeats(spec)
+    check_dataset(spec)
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
+        job, folder = Path(name, "job.yaml"), Path(name, "strips")
+        job.write_text(dump_spec(settle(spec)), encoding="utf-8")
+        arguments = [str(job)]
+        arguments += ["--sheet", str(sheet)] if sheet else []
+        arguments += ["--strips", str(folder)] if strips else []
+
+        def on_line(line: str) -> None:
+            match line.split():
+                case ["looked", done, total] if done.isdigit() and total.isdigit():
+                    progress(int(done), int(total))
+
+        report = ask("engine.data", arguments, Path(name, "answer"), on_line, cancelled)
+        names = report.pop("strips", [])
+        return DataLook(report, tuple((folder / strip).read_bytes() for strip in names))

@@ -1,1 +1,0 @@
-"""Resuming a checkpoint: which one, with what, and what that changes."""

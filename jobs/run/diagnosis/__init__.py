@@ -1,1 +1,0 @@
-"""Why a run failed or stands still, from what its processes left."""

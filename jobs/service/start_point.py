@@ -1,0 +1,120 @@
+"""Beginning a job from a checkpoint of another: what its words name, and who still needs what."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import yaml
+
+from jobs.errors import NotFoundError, StateError, UserError
+from jobs.paths import exists, expand
+from jobs.queue.states import ACTIVE, State
+from jobs.run.checkpoint_files import find_checkpoint, find_damage, read_checkpoint
+from jobs.run.rundir import MANIFEST, RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from jobs.queue.store import Job, Store
+    from jobs.run.checkpoint_files import Checkpoint
+
+
+KEY: Final = "resume_from_checkpoint"
+
+_OF_JOB: Final = re.compile(r"#?(?P<job>\d+)(?::(?P<step>.*))?")
+_STEP: Final = re.compile(r"(?:(?:step|checkpoint)[-_ ]?)?(\d+)", re.IGNORECASE)
+_OWN: Final = ("latest", "newest", "last", "auto", "true")  # what other trainers take
+
+
+def read_step(text: str) -> int:
+    """Return the step of `20` or `step-20`.
+
+    Raises:
+        UserError: It is neither.
+    """
+    match = _STEP.fullmatch(text.strip().rstrip("/"))
+    if match is None:
+        raise UserError(f'"{text}" is not a step; use a number such as 20 or step-20')
+    return int(match[1])
+
+
+def find_origin(store: Store, text: str) -> Checkpoint:
+    """Find the checkpoint that `resume_from_checkpoint` names; its file sizes are checked.
+
+    Args:
+        store: The jobs.
+        text: `ID`, `ID:STEP`, or the path of a checkpoint or of a run directory.
+
+    Raises:
+        UserError: There is no such checkpoint, or it is damaged.
+    """
+    text = text.strip()
+    try:
+        if match := _OF_JOB.fullmatch(text):
+            step = read_step(match["step"]) if match["step"] else None
+            job = store.get(int(match["job"]))
+            return find_checkpoint(job.run_dir, step, f"job {job.id}")
+        if text.lower() in _OWN:
+            raise NotFoundError(
+                f'"{text}" is not a job',
+                "remove it: a job resumes from its own newest checkpoint",
+            )
+        return _at(expand(text).absolute())
+    except UserError as error:
+        raise UserError(f"{KEY}: {error.message}", error.hint) from None
+
+
+def _at(path: Path) -> Checkpoint:
+    """Find the checkpoint at a path, or the newest one of a run directory."""
+    if exists(path / MANIFEST):
+        damage = find_damage(path, contents=False)
+        checkpoint = read_checkpoint(path)
+        if checkpoint is None or damage is not None:
+            raise NotFoundError(f"the checkpoint {path} is damaged ({damage})")
+        return checkpoint
+    run = path.parent if path.name == "checkpoints" else path
+    if exists(run / "checkpoints"):
+        return find_checkpoint(RunDir(run), None, str(run))
+    if exists(path):
+        raise NotFoundError(f"{path} is neither a complete checkpoint nor a run directory")
+    raise NotFoundError(f"no checkpoint {path}", "use ID, ID:STEP or a path")
+
+
+def origin_of(job: Job) -> Path | None:
+    """Return the checkpoint of another that a job starts from; None when it has started already."""
+    if job.run_dir.latest_checkpoint() is not None:
+        return None
+    try:
+        text = job.run_dir.job_file.read_text(encoding="utf-8")
+        if KEY not in text or f"{KEY}: null" in text:  # reading YAML takes milliseconds
+            return None
+        value = yaml.safe_load(text).get(KEY)
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None
+    return Path(value) if isinstance(value, str) and value else None
+
+
+def check_unneeded(store: Store, paths: Iterable[Path], leaving: Collection[int] = ()) -> None:
+    """Make sure that no waiting or running job is set to start from what goes away.
+
+    Args:
+        store: The jobs.
+        paths: Checkpoints, or directories that hold some.
+        leaving: Jobs that go away with it.
+
+    Raises:
+        StateError: One is.
+    """
+    gone = [path.resolve() for path in paths]
+    for job in store.in_states([State.QUEUED, *ACTIVE]):
+        origin = None if job.id in leaving else origin_of(job)
+        if origin is None:
+            continue
+        for path in gone:
+            if origin.resolve().is_relative_to(path):
+                raise StateError(
+                    f"job {job.id} ({job.state}) is set to start from {origin}",
+                    f"stop job {job.id} first, or wait until it has saved a checkpoint",
+                )

@@ -1,1 +1,0 @@
-"""Commands that reach other machines."""

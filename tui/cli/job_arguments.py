@@ -1,0 +1,156 @@
+"""How the command line reads the words that describe a job."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.shell_completion import CompletionItem
+
+from jobs.errors import UserError
+from jobs.queue.store import Store
+from jobs.spec.file.flags import parse_flags
+from jobs.spec.file.load import load_spec
+from jobs.spec.file.templates import find_template, list_templates
+from jobs.spec.job_spec import JobSpec, field_group, field_words, is_switch, key_facts
+from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.warnings import find_warnings
+from tui.cli.echo import echo
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+FLAGS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
+JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+_MOST_NAMED: Final = 3
+_MOST_DIGITS: Final = 18  # that a database's number has room for
+_SUMMARY: Final = 72  # characters of help beside a completion
+
+
+class JobCommand(click.Command):
+    """A command that takes every key of a job as a flag.
+
+    Its own parser (`jobs.spec.file.flags`) reads them, so that spelling is free. Shells are offered
+    them as options, with the words they may have.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its parameters; while a shell completes, the keys of a job too."""
+        params = super().get_params(ctx)
+        return [*params, *_key_options()] if ctx.resilient_parsing else params
+
+
+def _key_options() -> list[click.Parameter]:
+    options: list[click.Parameter] = []
+    for name, field in JobSpec.model_fields.items():
+        kind: dict[str, Any] = {"type": click.Path()} if key_facts(name).path else {}
+        if words := field_words(name):
+            kind = {"shell_complete": partial(_words, words)}
+        if is_switch(name):  # its value is optional
+            kind |= {"is_flag": False, "flag_value": "true"}
+        text = f"{field_group(name)}: {field.description or ''}"
+        options.append(click.Option([f"--{name}"], help=text[:_SUMMARY], **kind))
+    return options
+
+
+def _words(
+    words: Collection[str], ctx: click.Context, param: click.Parameter, start: str
+) -> list[CompletionItem[str]]:
+    """In any case, as they may be written."""
+    return [CompletionItem(word) for word in words if word.lower().startswith(start.lower())]
+
+
+def _job_files(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    return [CompletionItem(start, type="file")]
+
+
+def _job_ids(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    jobs = [job for job in Store().all() if str(job.id).startswith(start)]
+    return [CompletionItem(str(job.id), help=f"{job.state} {job.name}") for job in jobs]
+
+
+def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the number of a job, `3` or `#3`."""
+    if value is None:
+        return None
+    digits = value.removeprefix("#")
+    if digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS:
+        return int(digits)
+    named = [str(job.id) for job in Store().all() if job.name == value][:_MOST_NAMED]
+    meant = f" (job {' or '.join(named)} has this name)" if named else ""
+    raise click.BadParameter(f'"{value}" is not a job id{meant}; `fsdp-tui list` shows the ids')
+
+
+ID: Final = click.argument("job_id", metavar="ID", callback=_read_id, shell_complete=_job_ids)
+WORDS: Final = click.argument(
+    "words",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    shell_complete=_job_files,
+    metavar="[JOB.yaml] [--key=value …]",
+)
+
+
+def _templates(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    begun = start.lower()
+    return [
+        CompletionItem(template.name, help=template.about[:_SUMMARY])
+        for template in list_templates()[0]
+        if template.name.lower().startswith(begun)
+    ]
+
+
+TEMPLATE: Final = click.option(
+    "--template",
+    metavar="NAME",
+    shell_complete=_templates,
+    help="Start from a template instead of a file; `fsdp-tui templates` lists them.",
+)
+
+
+def read_job(
+    words: tuple[str, ...], *, ignoring: Collection[str] = (), template: str | None = None
+) -> JobSpec:
+    """Return the job of `[JOB.yaml] [--key=value …]`; warnings about it go to standard error.
+
+    Args:
+        words: What stands on the command line.
+        ignoring: Keys whose conflicts do not matter here.
+        template: The name of one to begin from, in place of a file.
+
+    Raises:
+        UserError: It cannot be run as written.
+    """
+    values, others = parse_flags(words)
+    if template is not None:
+        values, others = _from_template(template, values, others)
+    if len(others) > 1:
+        raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
+    if not others and not values:
+        raise UserError("no job given", "pass a JOB.yaml or --key=value flags")
+    spec = load_spec(Path(others[0]) if others else None, values, ignoring=ignoring, on_note=warn)
+    for warning in find_warnings(spec):
+        warn(warning)
+    return settle(spec)
+
+
+def _from_template(
+    name: str, values: dict[str, Any], others: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Replace a template's name by its file or its values; flags win over the values."""
+    if others:
+        raise UserError(
+            f'"{others[0]}" and the template "{name}" cannot be combined', "use one of them"
+        )
+    template = find_template(name)
+    if template.path is not None:
+        return values, [str(template.path)]
+    return {**template.values, **values}, []
+
+
+def warn(text: str) -> None:
+    """Tell what runs, but not as the person may think."""
+    echo(f"fsdp-tui: warning: {text}", err=True)

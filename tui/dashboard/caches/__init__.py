@@ -1,1 +1,0 @@
-"""The caches screen: sizes, and clearing."""

@@ -1,0 +1,436 @@
+"""What stands beside the fields: whether the job fits, and what the form comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Static
+from textual.worker import get_current_worker
+
+from jobs.backends.slurm.commands import cards_of
+from jobs.errors import UserError
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.memory import question
+from jobs.memory.estimate import estimate
+from jobs.memory.fit import Fit, Verdict, candidates, worst
+from jobs.memory.question import Refused
+from jobs.spec.rules.strategy import SHARDING, world_size
+from tui.form import draft
+from tui.text.estimate_text import band, verdict, word
+from tui.text.format import gib, ranges, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from textual.app import ComposeResult
+    from textual.timer import Timer
+
+    from jobs.backends.slurm.commands import Partition
+    from jobs.memory.estimate import Estimate
+    from jobs.memory.ladder import Step
+    from tui.look.snapshot import Snapshot
+
+
+# -- lines ----------------------------------------------------------------------------------
+# Lines of text around the fields.
+
+
+class Links(Static):
+    """Text of which parts can be clicked, in the colours it has."""
+
+    def on_mount(self) -> None:
+        self.auto_links = False
+
+
+def reveal(place: Static, text: str) -> None:
+    """Show a line that takes no room while it says nothing."""
+    show(place, text)
+    place.set_class(bool(text), "-shown")
+
+
+def show(place: Static, text: str) -> None:
+    """Update the text if it changed: Textual repaints at every update."""
+    if place.content != text:
+        place.update(text)
+
+
+# -- fit ------------------------------------------------------------------------------------
+# Whether the job that the form describes fits: a bar for each chosen GPU, in words as well.
+
+
+_SETTLES_IN: Final = 0.3  # seconds without another change after which the server is asked
+_SOON: Final = 0.6  # seconds more after which it says that the answer takes time
+_MEASURING: Final = "memory: measuring the model …"
+_IGNORED: Final = ("dataset",)
+_NAME: Final = 16  # columns, as wide as the labels above it
+_ROOMY: Final = 66  # columns from which on that many are given to names
+_SHORTEST, _LONGEST = 6, 40  # columns of a bar
+_ALIKE: Final = 0.01  # GPUs that differ by less of their memory share a bar
+_COLOURS: Final = {Verdict.FITS: "$success", Verdict.TIGHT: "$warning", Verdict.TOO_LARGE: "$error"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is predicted for the form's values.
+
+    Attributes:
+        values: Which they were.
+        bars: A name and what the job comes to there, for each bar.
+        step: What to change first where it does not fit.
+        strategy: What it runs with, where that is known.
+        faster: Another strategy that would fit as well and is faster, or "".
+        remark: What to say where nothing can be predicted.
+        notes: More about it, for the tooltip.
+    """
+
+    values: Mapping[str, Any]
+    bars: tuple[tuple[str, Fit], ...] = ()
+    step: Step | None = None
+    strategy: str = ""
+    faster: str = ""
+    remark: str = ""
+    notes: str = ""
+
+    @property
+    def worst(self) -> Fit | None:
+        """Where it is tightest."""
+        return worst(fit for _, fit in self.bars) if self.bars else None
+
+
+class FitBars(Static):
+    """Says whether values fit, a moment after they have changed; hidden while it knows nothing."""
+
+    @dataclass
+    class Found(Message):
+        """A thread has predicted."""
+
+        look: Look
+
+    def __init__(self) -> None:
+        super().__init__("", id="fit", markup=False)
+        self.prediction: Look | None = None
+        self._snapshot: Snapshot | None = None
+        self._values: Mapping[str, Any] = {}
+        self._partitions: Sequence[Partition] = ()
+        self._due: Timer | None = None
+
+    def look_at(
+        self, values: Mapping[str, Any], snapshot: Snapshot, partitions: Sequence[Partition] = ()
+    ) -> None:
+        """Predict for these values, unless they are those of the last look.
+
+        Args:
+            values: Of the job, by key.
+            snapshot: The machine as it is.
+            partitions: Of the cluster, as far as Slurm has said.
+        """
+        if (values, partitions) != (self._values, self._partitions):
+            self._values, self._partitions = dict(values), partitions
+            self.look_again(snapshot)
+
+    def look_again(self, snapshot: Snapshot) -> None:
+        """Predict for the same values; others use the GPUs now."""
+        self._snapshot = snapshot
+        if self._due is not None:
+            self._due.stop()
+        self._due = self.set_timer(_SETTLES_IN, self._begin)
+
+    def knows(self, values: Mapping[str, Any]) -> bool:
+        """Whether these values were predicted for, or cannot be."""
+        return self.prediction is not None and self.prediction.values == values
+
+    def strategy_of(self, values: Mapping[str, Any]) -> str:
+        """Return the strategy that was predicted for these values, or ""."""
+        return (
+            self.prediction.strategy if self.prediction is not None and self.knows(values) else ""
+        )
+
+    def doubt(self, values: Mapping[str, Any]) -> str:
+        """Why these values do not fit, and what to change first; "" if they do, for all we know."""
+        prediction, fit = self.prediction, self.prediction.worst if self.prediction else None
+        if prediction is None or fit is None or prediction.values != values:
+            return ""
+        if fit.verdict is not Verdict.TOO_LARGE:
+            return ""
+        detail = f"{fit.room.name}: {band(fit.low, fit.high)} needed, {verdict(fit)}."
+        return f"{detail}\n{_in_words(prediction.step)}" if prediction.step is not None else detail
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        values = self._values
+
+        def late() -> None:
+            if values is self._values and (
+                self.prediction is None or self.prediction.values != values
+            ):
+                self._show(Content.styled(_MEASURING, "$foreground 60%"))
+
+        if values.get("pretrained_model_name_or_path"):
+            self.set_timer(_SOON, late)
+        self.run_worker(self._look, group="fit", exclusive=True, exit_on_error=False, thread=True)
+
+    def _look(self) -> None:
+        """In a thread."""
+        worker, values = get_current_worker(), self._values
+        assert self._snapshot is not None
+        try:
+            prediction = look(values, self._snapshot, lambda: worker.is_cancelled, self._partitions)
+        except Cancelled:
+            return
+        if not worker.is_cancelled:
+            self.post_message(self.Found(prediction))
+
+    def on_fit_bars_found(self, message: Found) -> None:
+        if message.look.values == self._values:
+            self.prediction = message.look
+            self._draw()
+
+    def on_resize(self) -> None:
+        if self.prediction is not None:
+            self._draw()
+
+    # -- showing ---------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        look = self.prediction
+        assert look is not None
+        # Hidden it has no width, and the box around it has.
+        width = (self.parent if isinstance(self.parent, Widget) else self).content_size.width
+        lines = bar_lines(look.bars, width)
+        if look.step is not None:
+            lines.append(Content.styled(f"→ {_in_words(look.step)}", "$foreground"))
+        if look.faster:
+            lines.append(Content.styled(f"→ {look.faster} would fit and is faster", "$foreground"))
+        if look.remark:
+            lines.append(Content.styled(look.remark, "$foreground 60%"))
+        self.tooltip = look.notes or None
+        self._show(Content("\n").join(lines))
+
+    def _show(self, text: Content) -> None:
+        """Update the text if it changed: Textual repaints at every update."""
+        if self.content != text:
+            self.update(text)
+        self.set_class(bool(text.plain), "-shown")
+
+
+def look(
+    values: Mapping[str, Any],
+    snapshot: Snapshot,
+    cancelled: Callable[[], bool] = lambda: False,
+    partitions: Sequence[Partition] = (),
+) -> Look:
+    """Whether the form's values fit on the machine; takes seconds for a model that is new.
+
+    Raises:
+        Cancelled: `cancelled` said so.
+    """
+    if not values.get("pretrained_model_name_or_path"):
+        return Look(values)  # most forms are opened and closed again
+    ours = {rank.pid for view in snapshot.jobs for rank in view.ranks}
+    claims = {
+        uuid: view.job.id
+        for view in snapshot.jobs
+        if view.job.state.active
+        for uuid in view.job.gpus
+    }
+    try:
+        spec = draft.spec_of(values, ignoring=_IGNORED)
+        asked = estimate(
+            spec,
+            question.shared(),
+            present=snapshot.gpus,
+            ours=ours,
+            claims=claims,
+            imagine=False,
+            cards=cards_of(spec, partitions),
+            cancelled=cancelled,
+        )
+        own = asked.own
+        if isinstance(own, Refused):
+            return Look(values, remark=f"memory: {own.error}")
+        bars = _bars(asked, world_size(spec))
+        tightest = worst(fit for _, fit in bars)
+        fits = tightest.verdict is Verdict.FITS
+        step = None if fits else asked.first_step(tightest.room)
+        faster = _faster(asked, own.strategy) if fits else ""
+    except UserError:  # shown beside the fields, or the model is unknown
+        return Look(values)
+    except ToolError as error:
+        return Look(values, remark=f"memory: {error}")
+    strategy = f"{own.strategy} on {own.ranks} rank{'s' if own.ranks > 1 else ''}"
+    about = [f"Predicted for {strategy}; peak in {own.largest.name}.", *own.notes]
+    notes = "\n".join([*about, asked.calibration.in_words()]).strip()
+    return Look(values, bars, step, own.strategy, faster, asked.place.note, notes)
+
+
+def _faster(asked: Estimate, strategy: str) -> str:
+    """Suggest a strategy with less traffic between GPUs, if the job shards but need not."""
+    ranks = world_size(asked.spec)
+    if (
+        strategy not in SHARDING
+        or not asked.place.on_gpus
+        or "ddp" not in candidates(asked.spec, ranks)
+    ):
+        return ""
+    whole = asked.candidate("ddp", ranks).fit
+    return "ddp" if whole is not None and whole.verdict is Verdict.FITS else ""
+
+
+def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:
+    """Return a label and a fit for each GPU; equal GPUs share one."""
+    own, place = asked.own, asked.place
+    assert not isinstance(own, Refused)
+    if not place.on_gpus:
+        return (("host", asked.fit(own)),)
+    if not place.chosen:
+        return ((f"any {ranks} GPUs" if ranks > 1 else "any GPU", asked.fit(own)),)
+    groups: list[tuple[list[int | None], Fit]] = []
+    for room in place.rooms:
+        fit = asked.fit(own, room)
+        same = next((group for group in groups if _alike(group[1], fit)), None)
+        if same is None:
+            groups.append(([room.gpu], fit))
+        else:
+            same[0].append(room.gpu)
+    return tuple((_name(gpus), fit) for gpus, fit in groups)
+
+
+def _alike(fit: Fit, other: Fit) -> bool:
+    near = _ALIKE * fit.room.total
+    return (
+        abs(fit.room.total - other.room.total) <= near
+        and abs(fit.room.held - other.room.held) <= near
+        and abs(fit.room.passing - other.room.passing) <= near
+    )
+
+
+def _name(gpus: list[int | None]) -> str:
+    """`GPU 0-3`."""
+    return f"GPU {ranges(gpu for gpu in gpus if gpu is not None)}"
+
+
+def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:
+    """Return one line for each bar; all bars have the same length."""
+    figures = [_figures(fit) for _, fit in bars]
+    words = [_verdict(fit) for _, fit in bars]
+    beside = max(map(len, figures)) + max(map(len, words)) if bars else 0
+    column = _NAME if width >= _ROOMY else max((len(name) for name, _ in bars), default=0) + 1
+    cells = max(_SHORTEST, min(_LONGEST, width - column - beside))
+    return [
+        Content.styled(f"{name:<{column}}", "$foreground 75%")
+        + _bar(fit, cells)
+        + Content.styled(figure.ljust(max(map(len, figures))), "$foreground 80%")
+        + Content.styled(text, f"b {_COLOURS[fit.verdict]}")
+        for (name, fit), figure, text in zip(bars, figures, words, strict=True)
+    ]
+
+
+def _bar(fit: Fit, cells: int) -> Content:
+    """Draw a bar: memory surely needed, possibly needed, free, and held by others."""
+    colour, total = _COLOURS[fit.verdict], max(1, fit.room.total)
+    held = min(cells - 1, round((fit.room.held + fit.room.passing) / total * cells))
+    low, high = (min(cells - held, round(n / total * cells)) for n in (fit.low, fit.high))
+    low = max(1, low)
+    may = max(0, high - low)
+    parts = [
+        ("━" * low, colour),
+        ("╍" * may, colour),
+        ("┄" * (cells - low - may - held), "$foreground 26%"),
+        ("▒" * held, "$warning"),
+    ]
+    return Content("").join(Content.styled(text, style) for text, style in parts if text)
+
+
+def _figures(fit: Fit) -> str:
+    needed = "-".join(dict.fromkeys(f"{n / 2**30:.0f}" for n in (fit.low, fit.high)))
+    return f" {needed} of {fit.room.total / 2**30:.0f} GiB  "
+
+
+def _verdict(fit: Fit) -> str:
+    """How it fits, in few words."""
+    if fit.verdict is Verdict.TOO_LARGE:
+        return f"does not fit by {size(fit.low - fit.room.free)}"
+    if fit.verdict is Verdict.FITS and fit.spare < fit.room.passing:
+        return f"fits when other processes free {gib(fit.room.passing)} GiB"
+    return verdict(fit)
+
+
+def _in_words(step: Step) -> str:
+    """Return the first thing to change."""
+    changed = ", ".join(f"{key}: {word(value)}" for key, value in step.changes.items())
+    cost = f", {step.cost}" if step.cost else ""
+    return f"{changed}: {gib(step.before.high)} → {gib(step.after.high)} GiB{cost}"
+
+
+# -- preview --------------------------------------------------------------------------------
+# What the form comes to: the job file, or the launch command, beside it.
+
+
+KINDS: Final = ("yaml", "command")
+_TITLES: Final = {"yaml": "job file", "command": "launch command"}
+_NOTHING: Final = {"yaml": "nothing yet", "command": "loading …"}
+
+
+class Preview(VerticalScroll, can_focus=False):
+    """Shows one of two texts.
+
+    Attributes:
+        kind: Which.
+        texts: What would be copied.
+        reading: Whether it was asked for where it has no room beside the fields.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="preview")
+        self.kind = KINDS[0]
+        self.reading = False
+        self.texts = dict.fromkeys(KINDS, "")
+
+    def compose(self) -> ComposeResult:
+        for kind in KINDS:
+            yield Static(_NOTHING[kind], id=kind, markup=False)
+
+    def on_mount(self) -> None:
+        self.turn_to(self.kind)
+
+    def turn(self, kind: str = "") -> None:
+        """Show this text, or the next; after the last, the fields if both have no room."""
+        if kind or not self.display:
+            self.reading = True
+            self.turn_to(kind or KINDS[0])
+        elif self.kind == KINDS[-1]:
+            self.reading = False
+            self.turn_to(KINDS[0])
+        else:
+            self.turn_to(KINDS[-1])
+
+    def turn_to(self, kind: str) -> None:
+        """Show this text."""
+        self.kind = kind
+        for name in KINDS:
+            self.query_one(f"#{name}").display = name == kind
+        titles = []
+        for name in KINDS:
+            style = "b $primary" if name == kind else "$foreground 55%"
+            titles.append(f"[@click=screen.preview('{name}')][{style}]{_TITLES[name]}[/][/]")
+        self.border_title = " │ ".join(titles)
+        self.border_subtitle = "F3 switch · ^y copy"
+
+    def tell(self, kind: str, seen: str, copied: str | None = None) -> None:
+        """Another text.
+
+        Args:
+            kind: Which.
+            seen: What is shown.
+            copied: What is copied, where that is more.
+        """
+        self.texts[kind] = seen if copied is None else copied
+        text = self.query_one(f"#{kind}", Static)
+        if str(text.content) != (seen or _NOTHING[kind]):
+            text.update(seen or _NOTHING[kind])

@@ -1,0 +1,511 @@
+"""What the form holds, without widgets: texts of fields ↔ values of a job, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+from pydantic import ValidationError
+
+from jobs.errors import SpecError, UserError
+from jobs.hub.wanted import find_missing
+from jobs.preflight import check_job
+from jobs.preflight.data import check_dataset, find_unusable
+from jobs.run.rundir import write_atomic
+from jobs.spec.families import FAMILIES
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.file.value_errors import key_of
+from jobs.spec.job_spec import FOLLOWS, JobSpec, field_choices, field_names, key_facts, takes_many
+from jobs.spec.rules.cascade import FOLLOWING
+from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.no_effect import find_inapplicable
+from jobs.spec.rules.strategy import SHARDING, chosen_strategy, depends_on_memory, world_size
+from jobs.spec.rules.warnings import find_warnings
+from jobs.spec.values.datasets import with_folder_repeats
+from jobs.spec.values.hub_names import HubName, is_offline
+from tui.form.pages import BLOCKS, PATHS, SHOWN, label
+from tui.text.block_text import Model
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    from jobs.errors import Problem
+
+
+# -- field texts ----------------------------------------------------------------------------
+# Values of a job as texts that people type, and back; what stands beside them.
+
+
+_SEPARATOR: Final = " | "  # between prompts
+
+
+def help_text(name: str) -> str:
+    """Return the field's own help, with its key as job files spell it."""
+    text = JobSpec.model_fields[name].description or ""
+    if name == "validation_prompts":
+        text += " Separate prompts with |; settings like {prompt: a cat, seed: 3}."
+    if name == BLOCKS:
+        text += " F2 lists them."
+    return f"{name}: {text}"
+
+
+def placeholder(name: str) -> str:
+    """Return the placeholder of an input: the default, or a format to type."""
+    return key_facts(name).blank or as_text(name, JobSpec.model_fields[name].default)
+
+
+def model_hint(family: object, flavour: object) -> str:
+    """Return the placeholder of the model's input: the id under which this one is published."""
+    flavours = FAMILIES[str(family)].flavours if family in FAMILIES else {}
+    shown = flavours.get(str(flavour)) or next(iter(flavours.values()), None)
+    return f"folder, or {shown.hub_id}" if shown is not None else "folder, or hub id"
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """Return the words a field allows; families and flavours included."""
+    if name == "model_family":
+        return tuple(FAMILIES)
+    return field_choices(name)
+
+
+def as_text(name: str, value: Any) -> str:
+    """Return a value as it stands in an input; `from_text` and the job's reader bring it back."""
+    if value is None or value == "" == JobSpec.model_fields[name].default:
+        return ""
+    if name == "validation_prompts" and isinstance(value, list):
+        return _SEPARATOR.join(map(_prompt, value))
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    if isinstance(value, list | dict):
+        nice = _nice(name, value)
+        return nice if _reads_back(name, nice, value) else _json(value)
+    text = str(value)
+    plain = text.isprintable() and from_text(name, text) == value
+    return _json(value) if isinstance(value, str) and not plain else text
+
+
+def _nice(name: str, value: Any) -> str:
+    """Format a list of words as people write it."""
+    if name == "datasets":
+        return ", ".join(map(_dataset, value))
+    if name == "accelerate_extra_args":
+        return shlex.join(value)
+    return ", ".join(map(str, value))
+
+
+def _reads_back(name: str, text: str, value: Any) -> bool:
+    if not text.isprintable() or not text:
+        return False
+    try:
+        return bool(JobSpec.model_validate({name: text}).to_dict()[name] == value)
+    except ValidationError:
+        return False
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)  # an input would drop what is not
+
+
+def _dataset(dataset: Any) -> str:
+    """One of several datasets, as far as a path and repeats say it."""
+    if not isinstance(dataset, dict):
+        return str(dataset)
+    repeats = dataset.get("repeats") or 1
+    return f"{dataset.get('path')} x{repeats}" if repeats != 1 else str(dataset.get("path"))
+
+
+def _prompt(entry: str | Mapping[str, Any]) -> str:
+    """Format a prompt as one line, without the separator.
+
+    With its settings, or if plain text would not be read back the same, it is a mapping.
+    """
+    if isinstance(entry, str):
+        if entry.isprintable() and entry == entry.strip() != "" and "|" not in entry:
+            return entry
+        entry = {"prompt": entry}
+    return _json(entry).replace("|", "\\u007c")
+
+
+def from_text(name: str, text: str) -> Any:
+    """Parse the text of an input; None if it is blank, which means the default."""
+    text = text.strip()
+    if not text:
+        return None
+    if name == "validation_prompts":  # a prompt may hold commas
+        return [part.strip() for part in text.split("|") if part.strip()]
+    if name in PATHS:
+        return os.path.expandvars(text)
+    if text[0] == text[-1] == '"' and len(text) > 1 and not takes_many(name):
+        try:
+            return json.loads(text)  # an empty text, or one with spaces around it
+        except ValueError:
+            return text
+    return text
+
+
+def leaving(queueing: bool) -> str:
+    """Describe what happens to unsaved input if the form is left."""
+    if queueing:
+        return "The job is being queued; leaving does not stop that."
+    return "Your changes will be lost. ^s saves a job file, ^t a template."
+
+
+# -- draft ----------------------------------------------------------------------------------
+
+
+_NOT_OF_TEMPLATES: Final = (
+    "name",
+    "pretrained_model_name_or_path",
+    "dataset",
+    "datasets",
+    "device",
+    "gpus",
+    "num_processes",
+    *FOLLOWING,
+)
+OF_IMAGES: Final = (
+    "missing_captions",
+    "resolution",
+    "max_upscale",
+    "max_aspect_ratio",
+    "masked_loss",
+)
+"""Keys that decide which images are skipped."""
+
+_MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a job, the default of its family and flavour where they say nothing.
+
+    What no job can have is kept as it is, so that the form shows it and what is wrong with it.
+    """
+    try:
+        usual = defaults_of(values.get("model_family", "flux"), values.get("model_flavour"))
+    except ValidationError:  # something else than a text
+        usual = JobSpec().to_dict()
+    try:
+        return usual | {
+            key: value
+            for key, value in JobSpec.model_validate(dict(values)).to_dict().items()
+            if key in values
+        }
+    except ValidationError:
+        return usual | {k: v for k, v in values.items() if k in usual and v is not None}
+
+
+def begin_with(template: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a template with those of the form's values that templates do not set."""
+    kept = {key: values[key] for key in _NOT_OF_TEMPLATES if values.get(key) not in (None, "")}
+    if template.get("datasets"):
+        kept.pop("dataset", None)
+    elif "dataset" in template:
+        kept.pop("datasets", None)
+    if "gpus" in template or "num_processes" in template:
+        ranks = ("gpus", "num_processes", *FOLLOWING)
+        kept = {key: value for key, value in kept.items() if key not in ranks}
+    return complete(kept | dict(template))
+
+
+def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the shown values over the form's other values; blank fields use their default."""
+    values = {key: value for key, value in base.items() if key not in shown} | dict(shown)
+    if base.get("fsdp_enable") is not None and shown.get("strategy") != base.get("strategy"):
+        values.pop("fsdp_enable", None)  # the person just chose the strategy by its name
+    if values.get("gpus"):
+        values.pop("num_processes", None)  # as many as there are gpus
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that apply to the job, and why the others do not.
+
+    A value that does not apply stays in the job while it does no harm, so that a job file comes
+    back as it was; it is dropped where it alone would be refused.
+
+    Returns:
+        The values, and the reason of each key that does not apply.
+    """
+    spec, unreadable = _readable(values)
+    reasons = find_inapplicable(spec)
+    refused = reasons.keys() & {
+        *unreadable,
+        *(conflict.key for conflict in find_conflicts(spec)),
+        *FOLLOWS,  # a default that the form filled in must not be fixed for another number of ranks
+    }
+    return {key: value for key, value in values.items() if key not in refused}, reasons
+
+
+def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
+    """Read the job from the valid values, and return the keys of the invalid ones."""
+    try:
+        return JobSpec.model_validate(dict(values)), set()
+    except ValidationError as error:
+        wrong = {key_of(problem) for problem in error.errors()}
+        kept = {key: value for key, value in values.items() if key not in wrong}
+        try:
+            return JobSpec.model_validate(kept), wrong
+        except ValidationError:
+            return JobSpec(), wrong
+
+
+def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:
+    """Describe what a new number of ranks has changed and the user has not changed since."""
+    words = {True: "on", False: "off", None: "auto"}
+    listed = ", ".join(f"{label(key)} {words.get(value, value)}" for key, value in changes.items())
+    if not listed:
+        return ""
+    many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if restored:
+        return f"{many}, restored: {listed}"
+    shards = changes.get("strategy") in SHARDING
+    return f"{many} turn FSDP on: {listed}" if shards else f"{many}: {listed}"
+
+
+def defaults_of(family: object, flavour: object) -> dict[str, Any]:
+    """Return the defaults of a job of this family and flavour."""
+    return JobSpec(model_family=family, model_flavour=flavour).to_dict()
+
+
+def flavours_of(family: object) -> tuple[str, ...]:
+    """Return the published flavours of a family; empty if it is unknown."""
+    return tuple(FAMILIES[str(family)].flavours) if family in FAMILIES else ()
+
+
+def adopt(
+    values: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values that change with another model.
+
+    Values that were the old model's defaults become the new one's.
+
+    Args:
+        values: By key.
+        before: The defaults so far.
+        after: The defaults of the new model.
+    """
+    return {
+        key: after[key]
+        for key in after
+        if key not in ("model_family", "model_flavour")
+        and after[key] != before[key]
+        and as_text(key, values.get(key)) in ("", as_text(key, before[key]))
+    }
+
+
+def carried(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that differ from the defaults and stand on other pages than the first."""
+    return {key: value for key, value in non_default(values).items() if key not in SHOWN}
+
+
+def carried_line(values: Mapping[str, Any]) -> str:
+    """Summarize the values on other pages than the first, in a line; "" if none is set."""
+    texts = (f"{key}={as_text(key, value)}" for key, value in carried(values).items())
+    listed = ", ".join(texts)
+    return f"also set: {listed}" if listed else ""
+
+
+def problems_beside(problems: Mapping[str, Problem], shown: Collection[str]) -> list[str]:
+    """Problems of fields that are not among those shown, each with its key."""
+    return [
+        str(problem) if problem.named or key in problem.text else f"{key}: {problem.text}"
+        for key, problem in problems.items()
+        if key not in shown
+    ]
+
+
+def non_default(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that differ from the defaults of their family and flavour, read or not."""
+    usual = complete({key: values.get(key) for key in ("model_family", "model_flavour")})
+    usual |= {"model_family": JobSpec.model_fields["model_family"].default, "model_flavour": None}
+    return {
+        key: value
+        for key, value in values.items()
+        if as_text(key, value) != as_text(key, usual.get(key))
+    }
+
+
+def give_back(
+    values: Mapping[str, Any], taken: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Restore the values from before `taken`; what was typed since stays."""
+    back = {key for key in taken if as_text(key, values.get(key)) == as_text(key, taken[key])}
+    kept = {key: value for key, value in values.items() if key not in back}
+    return kept | {key: before[key] for key in back if key in before}
+
+
+def same(values: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two sets of values stand for the same texts in the form."""
+    return all(
+        as_text(key, values.get(key)) == as_text(key, other.get(key)) for key in {*values, *other}
+    )
+
+
+def find_problems(values: Mapping[str, Any]) -> dict[str, Problem]:
+    """Find the problems with the values, by field; the key is empty for those of no field."""
+    try:
+        load_spec(None, values)
+    except SpecError as error:
+        return {
+            problem.key if problem.key in field_names() else "": problem
+            for problem in error.problems
+        }
+    return {}
+
+
+def warnings(values: Mapping[str, Any]) -> list[str]:
+    """Return warnings about the values; none while the values are wrong."""
+    try:
+        return find_warnings(JobSpec.model_validate(dict(values)))
+    except ValidationError:
+        return []
+
+
+def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, str]:
+    """Describe the strategy, as far as it is known before the job starts.
+
+    Args:
+        values: By key.
+        predicted: What `auto` comes to by the predicted memory, if that is known.
+
+    Returns:
+        In a few characters, and as a sentence; both empty where there is nothing to say.
+    """
+    try:
+        spec = JobSpec.model_validate(dict(values))
+    except ValidationError:
+        return "", ""
+    ranks = world_size(spec)
+    if spec.strategy != "auto":
+        # Whether several ranks may run it is shown beside the field.
+        return {
+            "ddp": ("a full copy per rank", f"Each of {ranks} ranks holds the full model."),
+            "fsdp2": (f"1/{ranks} of the model", f"Each rank holds 1/{ranks} of the model."),
+            "hsdp": ("shards, replicated", "Groups of ranks share a copy of the model."),
+        }.get(spec.strategy if ranks > 1 else "", ("", ""))
+    if depends_on_memory(spec):
+        if predicted:
+            return f"→ {predicted}", f"Now {predicted}, by the predicted memory."
+        return "→ what fits", "On GPUs: ddp if the full model fits on each, else fsdp2."
+    strategy, reason = chosen_strategy(spec)
+    return f"→ {strategy}", f"Now {strategy}: {reason}."
+
+
+def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
+    """Look whether the model or the dataset is there; reads the disk.
+
+    Returns:
+        Whether it can be used, and what was found or what is wrong.
+    """
+    text = str(values.get(name) or "")
+    if not text:
+        return True, ""
+    try:
+        spec = _of_path(text, values)
+        if name == "dataset":
+            count = check_dataset(with_folder_repeats(spec)[0])
+            return True, f"{count} image{'s' * (count != 1)}" if count else "a table of images"
+        check_job.check_model(spec)
+        return True, f"a {spec.model_family} model"
+    except UserError as error:
+        if names_hub(name, values) and not is_offline():
+            if name == "dataset":
+                return False, f"no such dataset folder: {text}; if it is on the hub, ^r fetches it"
+            return False, f"{text} is not on this machine; ^r offers to fetch it from the hub"
+        return False, str(error)
+    except ValidationError:  # told as what is wrong with the field
+        return True, ""
+
+
+def names_hub(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether the model or the dataset is on the hub, and not downloaded or only in part."""
+    text = str(values.get(name) or "")
+    try:
+        hub_name = HubName.read("dataset" if name == "dataset" else "model", text)
+        return hub_name is not None and hub_name in find_missing(_of_path(text, values))
+    except (UserError, ValidationError):
+        return False
+
+
+def doubt_of(name: str, values: Mapping[str, Any]) -> str:
+    """Return a question to ask before a job on this path is queued, or ""; reads the disk."""
+    text = str(values.get(name) or "")
+    if name != "dataset" or not text:
+        return ""
+    try:
+        return "\n".join(find_unusable(_of_path(text, values)))
+    except (OSError, ValidationError):
+        return ""
+
+
+def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
+    """Return a job on a model or dataset at this path, for inspecting that path only."""
+    return JobSpec.model_validate(
+        {
+            "pretrained_model_name_or_path": text,
+            "dataset": text,
+            "model_family": values.get("model_family") or "flux",
+            **{key: values[key] for key in OF_IMAGES if values.get(key)},
+        }
+    )
+
+
+def model_of(values: Mapping[str, Any]) -> Model:
+    """Return the model that the values name, there or not."""
+    family, flavour, path = (
+        str(values.get(name) or "").strip() or None
+        for name in ("model_family", "model_flavour", "pretrained_model_name_or_path")
+    )
+    return Model(family, flavour, path)
+
+
+def ranks_of(values: Mapping[str, Any]) -> int:
+    """How many ranks the values ask for; 1 while they do not say it in numbers."""
+    gpus = values.get("gpus")
+    count = len(gpus) if isinstance(gpus, list) else gpus or values.get("num_processes")
+    text = str(count).strip()
+    return max(1, int(text)) if text.isdecimal() and len(text) < _MOST_DIGITS else 1
+
+
+def spec_of(values: Mapping[str, Any], *, ignoring: Collection[str] = ()) -> JobSpec:
+    """Return the job that the values describe.
+
+    Args:
+        values: By key.
+        ignoring: Keys whose conflicts do not matter.
+
+    Raises:
+        SpecError: Something is wrong with them.
+    """
+    return load_spec(None, values, ignoring=ignoring)
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """Return the values as a job file, without what is the default anyway."""
+    try:
+        return dump_spec(load_spec(None, values), only_set=True)
+    except SpecError:
+        kept = non_default(values)
+        return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
+
+
+def save_yaml(values: Mapping[str, Any], path: Path) -> Path:
+    """Write the values as a job file, complete or not, so that nothing typed is lost.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    path = path.expanduser()
+    try:
+        # A full disk must not cost what was there; what a link leads to is written, not the link.
+        write_atomic(path.resolve(), as_yaml(values))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write {path} ({reason})") from error
+    return path

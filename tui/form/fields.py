@@ -1,0 +1,476 @@
+"""The fields of the form: a line for each, choices among words, and the GPUs as buttons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import ascii_lowercase, digits
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from textual import on
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.markup import escape
+from textual.message import Message
+from textual.widgets import Input, Label, Select, Static
+
+from jobs.machine.gpu import foreign_users, hidden_use
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec, is_switch, takes_number
+from tui.form import draft, pages
+from tui.text.format import size
+from tui.widgets.path_input import PathInput, PathSuggester
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from textual.app import ComposeResult
+    from textual.widget import Widget
+
+    from jobs.machine.devices import Gpu
+    from tui.look.snapshot import Snapshot
+
+
+# -- choice ---------------------------------------------------------------------------------
+# Choosing one of some words: in one line, or from a list that drops down.
+
+
+_CHOICE_GAP = "  "
+
+
+class Choice(Static, can_focus=True):
+    """What is chosen is its `value`.
+
+    Args:
+        options: Words, each with the value it stands for.
+        value: What is chosen; the first option if it is not among them.
+    """
+
+    BINDINGS: ClassVar = [
+        Binding("right,space,enter", "go(1)", "next value", show=False, id="choice.next"),
+        Binding("left", "go(-1)", "previous value", show=False, id="choice.previous"),
+        # Letters are no keys of the screen here, as little as in an input.
+        *(Binding(key, f"letter('{key}')", show=False) for key in ascii_lowercase + digits),
+    ]
+
+    @dataclass
+    class Changed(Message):
+        """Another word is chosen."""
+
+    def __init__(self, options: Sequence[tuple[str, Any]], value: Any, *, id: str) -> None:  # noqa: A002
+        super().__init__(id=id, classes="choice")
+        self.auto_links = False
+        self.options = list(options)
+        self._place = self._find(value)
+
+    @property
+    def value(self) -> Any:
+        return self.options[self._place][1]
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._take(self._find(value))
+
+    def on_mount(self) -> None:
+        self._draw()
+
+    def on_focus(self) -> None:
+        self._draw()
+
+    def on_blur(self) -> None:
+        self._draw()
+
+    def action_go(self, by: int) -> None:
+        self._take((self._place + by) % len(self.options))
+
+    def action_pick(self, place: int) -> None:
+        if not self.disabled:
+            self._take(place)
+
+    def action_letter(self, letter: str) -> None:
+        """Go to the next value that begins with a letter."""
+        count = len(self.options)
+        order = ((self._place + step) % count for step in range(1, count + 1))
+        places = (n for n in order if self.options[n][0].lower().startswith(letter))
+        self._take(next(places, self._place))
+
+    def _find(self, value: Any) -> int:
+        places = (n for n, (_, option) in enumerate(self.options) if option == value)
+        return next(places, 0)
+
+    def _take(self, place: int) -> None:
+        if place != self._place:
+            self._place = place
+            self._draw()
+            self.post_message(self.Changed())
+
+    def _draw(self) -> None:
+        parts = []
+        for place, (word, _) in enumerate(self.options):
+            chosen = place == self._place
+            style = ("b reverse" if self.has_focus else "b") if chosen else "$foreground 60%"
+            mark = "●" if chosen else "○"
+            parts.append(f"[@click=pick({place})][{style}]{mark} {word}[/][/]")
+        self.update(Content.from_markup(_CHOICE_GAP.join(parts)))
+
+
+class DropDown(Select[Any]):
+    """A list that enter or space opens; the arrows go to the next field, as everywhere."""
+
+    BINDINGS: ClassVar = [
+        Binding("down", "app.focus_next", "next field", show=False, id="fields.down"),
+        Binding("up", "app.focus_previous", "previous field", show=False, id="fields.up"),
+    ]
+
+
+def width_of(words: Sequence[str]) -> int:
+    """Columns that these take in a line."""
+    return sum(len(word) + 2 for word in words) + len(_CHOICE_GAP) * (len(words) - 1)
+
+
+# -- gpu picker -----------------------------------------------------------------------------
+# GPUs as buttons: a number key or space toggles one, arrows move, `a` all, `f` the free ones.
+
+
+_GAP: Final = "  "
+
+
+class GpuPicker(Static, can_focus=True):
+    """Chosen GPUs by index. None chosen means: auto: any free GPUs, as many as there are ranks.
+
+    Args:
+        gpus: Of this machine.
+        users: UUID → who sits on it.
+        value: As a job has it: indices, UUIDs or beginnings of them, a count, or None.
+    """
+
+    BINDINGS: ClassVar = [
+        Binding("left", "move(-1)", "previous GPU", show=False, id="gpus.left"),
+        Binding("right", "move(1)", "next GPU", show=False, id="gpus.right"),
+        Binding(
+            "space,enter", "turn_here", "select or deselect this GPU", show=False, id="gpus.toggle"
+        ),
+        Binding("a", "all", "all GPUs, or none", show=False, id="gpus.all"),
+        Binding("f", "free", "all idle GPUs", show=False, id="gpus.free"),
+        *(
+            Binding(str(n), f"turn({n})", f"GPU {n}", show=False, id=f"gpus.toggle_{n}")
+            for n in range(10)
+        ),
+    ]
+
+    @dataclass
+    class Changed(Message):
+        """Another set of GPUs is chosen."""
+
+        chosen: tuple[int, ...]
+
+    def __init__(self, gpus: Sequence[Gpu], users: Mapping[str, str], value: Any) -> None:
+        super().__init__(id="field-gpus")
+        self.auto_links = False
+        self.gpus = list(gpus)
+        self.users = dict(users)
+        self.place = 0
+        self.chosen: tuple[int, ...] = ()
+        self._given: Any = None  # what is not these GPUs: a count, or some that are not here
+        self._names: dict[int, int | str] = {}  # how the job calls them
+        self._read(value)
+
+    @property
+    def indices(self) -> list[int]:
+        return [gpu.index for gpu in self.gpus]
+
+    @property
+    def value(self) -> Any:
+        """As a job has it; what was given, while nobody chose others."""
+        if self._given is not None:
+            return self._given
+        return [self._names.get(index, index) for index in self.chosen] or None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if value != self.value:
+            self._read(value)
+            self._draw()
+            self.post_message(self.Changed(self.chosen))
+
+    def _read(self, value: Any) -> None:
+        names = value if isinstance(value, list) else []
+        indices = {name: self._index(name) for name in names}
+        all_present = all(index is not None for index in indices.values())
+        self._names = {index: name for name, index in indices.items() if index is not None}
+        self.chosen = tuple(sorted(self._names)) if all_present else ()
+        self._given = None if all_present and isinstance(value, list | None) else value
+
+    def _index(self, name: int | str) -> int | None:
+        if isinstance(name, int):
+            return name if name in self.indices else None
+        return next((gpu.index for gpu in self.gpus if gpu.uuid.startswith(name)), None)
+
+    def used_by(self, users: Mapping[str, str]) -> None:
+        """Show who sits on the GPUs now, by UUID."""
+        self.users = dict(users)
+        self._draw()
+
+    def on_mount(self) -> None:
+        self._draw()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def on_focus(self) -> None:
+        self._draw()
+
+    def on_blur(self) -> None:
+        self._draw()
+
+    def choose(self, chosen: Sequence[int]) -> None:
+        """Take these, and no others."""
+        self._given = None
+        self.chosen = tuple(sorted(index for index in chosen if index in self.indices))
+        self._draw()
+        self.post_message(self.Changed(self.chosen))
+
+    def action_move(self, by: int) -> None:
+        self.place = (self.place + by) % max(1, len(self.gpus))
+        self._draw()
+
+    def action_turn_here(self) -> None:
+        self.action_turn(self.indices[self.place])
+
+    def action_turn(self, index: int) -> None:
+        if index in self.indices and not self.disabled:
+            self.place = self.indices.index(index)
+            self.choose(sorted(set(self.chosen) ^ {index}))
+
+    def action_all(self) -> None:
+        self.choose([] if len(self.chosen) == len(self.gpus) else self.indices)
+
+    def action_free(self) -> None:
+        self.choose([gpu.index for gpu in self.gpus if gpu.uuid not in self.users])
+
+    def _draw(self) -> None:
+        width = self.size.width
+        lines, used = [""], 0
+        for place, gpu in enumerate(self.gpus):
+            button, columns = self._button(place, gpu)
+            if used and used + len(_GAP) + columns > width:
+                lines, used = [*lines, ""], 0
+            lines[-1] += (_GAP if used else "") + button
+            used += (len(_GAP) if used else 0) + columns
+        tail = self._tail()
+        if used + len(_GAP) + len(tail) > width:
+            lines.append("")
+        lines[-1] += f"{_GAP if lines[-1] else ''}[$foreground 60%]{escape(tail)}[/]"
+        self.update(Content.from_markup("\n".join(lines)))
+
+    def _button(self, place: int, gpu: Gpu) -> tuple[str, int]:
+        """One GPU with who uses it, as markup, and how many columns it takes."""
+        on, user = gpu.index in self.chosen, self.users.get(gpu.uuid, "")
+        text = f"{'■' if on else '□'} {gpu.index}{f' {user}' if user else ''}"
+        style = "b $success" if on and not user else "$warning" if user else "$foreground 80%"
+        if self.has_focus and place == self.place:
+            style += " reverse"
+        return f"[@click=turn({gpu.index})][{style}]{escape(text)}[/][/]", len(text)
+
+    def _tail(self) -> str:
+        """Summarize the choice."""
+        if isinstance(self._given, int):
+            return f"any {self._given} free GPUs"
+        if self._given is not None:
+            return f"{', '.join(map(str, self._given))}: not on this machine"
+        if not self.chosen:
+            return "auto: any free GPUs"
+        busy = [str(g.index) for g in self.gpus if g.index in self.chosen and g.uuid in self.users]
+        return f"waiting for {', '.join(busy)}" if busy else ""
+
+
+def users_of(snapshot: Snapshot) -> dict[str, str]:
+    """GPU → the job of ours that holds it, or a process of others, though it may be hidden."""
+    users = {
+        uuid: f"job {view.job.id}"
+        for view in snapshot.jobs
+        if view.job.state.active
+        for uuid in view.job.gpus
+    }
+    taken = foreign_users(snapshot.gpus, (), users)
+    for gpu in snapshot.gpus:
+        if gpu.uuid in users:
+            continue
+        if gpu.unusable:
+            users[gpu.uuid] = "unusable"
+        elif gpu.uuid in taken:
+            first = max(gpu.processes, key=lambda process: process.memory or 0, default=None)
+            more = f" +{len(gpu.processes) - 1}" if len(gpu.processes) > 1 else ""
+            users[gpu.uuid] = (
+                f"hidden {size(hidden_use(gpu))}"
+                if first is None
+                else f"{first.user or 'pid'} {first.pid}{more}"
+            )
+    return users
+
+
+# -- field row ------------------------------------------------------------------------------
+# One line of the form: label, control, and below it what is wrong with the value.
+
+
+_WIDEST_CHOICE: Final = 24  # columns; longer ones drop down
+_NO_FLAVOUR: Final = "unknown"
+
+
+class FieldRow(Vertical):
+    """Shows one field of the job. `value` is None while it is blank.
+
+    Args:
+        name: The job's key.
+        value: What it holds.
+        snapshot: The machine as it is.
+        off: Why it does not apply, if it does not.
+        detailed: Whether its help, or why it does not apply, stands beside it.
+    """
+
+    @dataclass
+    class Changed(Message):
+        """The person changed the value."""
+
+        name: str
+
+    def __init__(
+        self, name: str, value: Any, snapshot: Snapshot, *, off: str = "", detailed: bool = False
+    ) -> None:
+        super().__init__(id=f"row-{name}", classes="field")
+        self.set_class(detailed, "-detailed")
+        self.set_class(bool(off), "-off")
+        self.field = name
+        self.control = _control(name, value, snapshot)
+        self.control.tooltip = draft.help_text(name)
+        self.control.disabled = bool(off)
+        self._detailed = detailed
+        self._remark, self._off = "", off
+        self._note = Static(self._beside(), classes="note", markup=False)
+        self._error = Static("", classes="error", markup=False)
+
+    def compose(self) -> ComposeResult:
+        with Horizontal(classes="line"):
+            yield Label(pages.label(self.field), classes="label")
+            yield self.control
+            yield self._note
+        yield self._error
+
+    @property
+    def value(self) -> Any:
+        match self.control:
+            case Select() as select:
+                return None if select.is_blank() else select.value
+            case GpuPicker() | Choice() as control:
+                return control.value
+            case Input() as text:
+                return draft.from_text(self.field, text.value)
+        return None
+
+    def put(self, value: Any) -> None:
+        """Show another value."""
+        match self.control:
+            case Select() as select:
+                if takes_number(self.field):
+                    select.set_options(_yes_or_no(value))
+                if value is None:
+                    select.clear()
+                else:
+                    select.value = value
+            case GpuPicker() | Choice() as control:
+                control.value = value
+            case Input() as text:
+                text.value = draft.as_text(self.field, value)
+
+    def offer(self, words: Sequence[str], chosen: str | None) -> None:
+        """Let a choice be one of these, or blank."""
+        if isinstance(self.control, Select):
+            self.control.set_options((word, word) for word in words)
+            if chosen in words:
+                self.control.value = chosen
+
+    def complain(self, problem: str) -> None:
+        """Show what is wrong below the control; nothing when the text is empty."""
+        text = problem and f"! {problem}"
+        if self._error.content != text:
+            self._error.update(text)
+            self.set_class(bool(problem), "-wrong")
+
+    def note(self, text: str) -> None:
+        """Show a remark beside the control."""
+        self._remark = text
+        self._show_beside()
+
+    def turn_off(self, reason: str) -> None:
+        """Say why the field does not apply, and let nobody fill it in; "" if it does."""
+        if reason != self._off:
+            self._off = reason
+            self.control.disabled = bool(reason)
+            self.set_class(bool(reason), "-off")
+            self._show_beside()
+
+    def _beside(self) -> str:
+        usual = JobSpec.model_fields[self.field].description if self._detailed else ""
+        return self._off or self._remark or usual or ""
+
+    def _show_beside(self) -> None:
+        if self._note.content != self._beside():
+            self._note.update(self._beside())
+            self.set_class(bool(self._remark), "-found")
+
+    @on(Input.Changed)
+    @on(Select.Changed)
+    @on(GpuPicker.Changed)
+    @on(Choice.Changed)
+    def _changed(self) -> None:
+        self.post_message(self.Changed(self.field))
+
+
+def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
+    identity = f"field-{name}"
+    usual = JobSpec.model_fields[name].default
+    if name == "gpus":
+        return GpuPicker(snapshot.gpus, users_of(snapshot), value)
+    if name == "model_flavour":
+        # Which there are depends on the family: `offer` says.
+        return DropDown([], prompt=_NO_FLAVOUR, id=identity, compact=True)
+    if words := draft.choices(name):
+        if width_of(words) <= _WIDEST_CHOICE:
+            return Choice([(w, w) for w in words], value if value in words else usual, id=identity)
+        return DropDown(
+            [(word, word) for word in words],
+            value=value if value in words else usual,
+            allow_blank=False,
+            id=identity,
+            compact=True,
+        )
+    if takes_number(name):
+        return DropDown(
+            _yes_or_no(value), value=value, allow_blank=False, id=identity, compact=True
+        )
+    if is_switch(name):
+        options: list[tuple[str, bool | None]] = [("yes", True), ("no", False)]
+        return Choice([*options, ("auto", None)] if usual is None else options, value, id=identity)
+    return _input(name, value, identity)
+
+
+def _input(name: str, value: Any, identity: str) -> Input:
+    text, hint = draft.as_text(name, value), draft.placeholder(name)
+    if name == "slurm_partition":  # the form knows later what to propose
+        return PathInput(text, placeholder=hint, id=identity, compact=True)
+    if name not in (*pages.PATHS, "cache_dir", "logging_dir"):
+        return Input(text, placeholder=hint, id=identity, compact=True)
+    words = _hub_ids if name == "pretrained_model_name_or_path" else tuple
+    suggester = PathSuggester(words=words)
+    return PathInput(text, placeholder=hint, id=identity, compact=True, suggester=suggester)
+
+
+def _hub_ids() -> list[str]:
+    """Where the families' models are published."""
+    return [flavour.hub_id for family in FAMILIES.values() for flavour in family.flavours.values()]
+
+
+def _yes_or_no(value: bool | int) -> list[tuple[str, bool | int]]:
+    """Return a switch's options, and the number that a job file set, if it is one."""
+    numbers = [(str(value), value)] if type(value) is int else []
+    return [("yes", True), ("no", False), *numbers]

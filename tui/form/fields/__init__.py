@@ -1,1 +1,0 @@
-"""The fields of the form."""

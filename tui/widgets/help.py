@@ -1,0 +1,89 @@
+"""The keys of a screen, made from its bindings."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from tui.keys.screen_keys import screen_keys
+
+if TYPE_CHECKING:
+    from textual.app import ComposeResult
+    from textual.events import Resize
+    from textual.screen import Screen
+
+    from tui.keys.screen_keys import ScreenKey
+
+
+_ABOUT = (
+    "Quitting stops no jobs: each has its own supervisor, and a new dashboard shows the same "
+    "jobs. Tab moves between the parts of a screen; the mouse works. To change keys, see "
+    "`fsdp-tui settings`."
+)
+_WIDEST = 16  # columns of keys
+
+
+class Keys(Static):
+    """The list; long lines wrap below their beginning."""
+
+    def __init__(self, keys: list[ScreenKey]) -> None:
+        super().__init__(id="keys")
+        self.keys = keys
+
+    def on_resize(self, event: Resize) -> None:
+        self.update(help_text(self.keys, event.size.width))
+
+
+class HelpScreen(ModalScreen[None]):
+    """Lists what the keys of another screen do."""
+
+    CSS_PATH = "modals.tcss"
+    BINDINGS: ClassVar = [
+        Binding("escape,q,question_mark,f1,enter", "dismiss", "close", id="help.close"),
+        Binding("j,down", "scroll(1)", "scroll down", id="help.down"),
+        Binding("k,up", "scroll(-1)", "scroll up", id="help.up"),
+        Binding("ctrl+d,pagedown,space", "scroll(10)", "ten lines down", id="help.page_down"),
+        Binding("ctrl+u,pageup", "scroll(-10)", "ten lines up", id="help.page_up"),
+        Binding("home,g", "scroll(-1000000)", "first line", id="help.first"),
+        Binding("end,G,shift+g", "scroll(1000000)", "last line", id="help.last"),
+    ]
+
+    def __init__(self, about: Screen[Any]) -> None:
+        super().__init__()
+        self.keys = screen_keys(about)
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialog", id="help", can_focus=False) as dialog:
+            dialog.border_title = "keys"
+            dialog.border_subtitle = "↑ ↓ scroll · esc close"
+            yield Keys(self.keys)
+            yield Static(_ABOUT, id="about", markup=False)
+
+    def action_scroll(self, by: int) -> None:
+        self.query_one("#help").scroll_relative(y=by, animate=False)
+
+
+def help_text(keys: list[ScreenKey], width: int) -> Content:
+    """Every key under the heading of its section, in a number of columns."""
+    widest = min(_WIDEST, max((len(key.shown) for key in keys), default=0))
+    room = max(20, width - widest - 4)
+    lines: list[Content] = []
+    section = ""
+    for key in keys:
+        if key.section != section:
+            section = key.section
+            lines += [Content(""), Content.from_markup("[b $primary]$title[/]", title=section)]
+        wrapped = textwrap.wrap(key.help[:1].upper() + key.help[1:], room)
+        lines.append(
+            Content.from_markup(
+                "  [b $accent]$key[/]  $help", key=key.shown.ljust(widest), help=wrapped[0]
+            )
+        )
+        lines += [Content(" " * (widest + 4) + more) for more in wrapped[1:]]
+    return Content("\n").join(lines[1:])

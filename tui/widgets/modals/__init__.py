@@ -1,1 +1,0 @@
-"""Screens that lie over the dashboard: help, questions."""

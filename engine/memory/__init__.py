@@ -13,28 +13,18 @@ comparison of strategies and ranks, which a person waits for.
 
     estimator.py  traces kept, predictions from them; `python -m engine.memory` serves it
 
+    prediction.py what is answered: `Prediction`, `Phase`, `Parts`; JSON in and out, no torch
+    walk.py       along a trace, with what units of FSDP2 hold, gather and reduce at each mark
+    predict.py    `predict`: a trace, what optimizers keep, and what no model explains
+    phases.py     loading, caching, sampling and saving; host memory and disk
+
 `tracing`: a job's model on fake tensors.
 
-    shape.py      what of a job decides the trace, and nothing else
-    model.py      the job's own model on fake tensors: config, adapters, units, checkpointing
+    model.py      what of a job decides its trace, and the job's own model on fake tensors
     inputs.py     what the family's `predict` is fed
     live.py       counts the bytes of live storages while something runs
-    cuda.py       what GPUs do otherwise than the CPU that fake tensors pretend to be
-    marks.py      where the units of FSDP2 begin and end
-    timeline.py   what happens to memory, between marks
-    assume.py     answers for what fake tensors cannot say
-    record.py     what one block does to memory
-    echo.py       runs a block once, and repeats what it did to memory
+    fakes.py      what fake tensors cannot say: numbers, and what GPUs do otherwise than the CPU
+    timeline.py   what happens to memory between marks, where units begin and end
+    record.py     what one block does to memory, run once and repeated
     trace.py      `Trace`: one forward and one backward
-
-`predicting`: from a trace to bytes per rank.
-
-    prediction.py what is answered: `Prediction`, `Phase`, `Parts`; JSON in and out, no torch
-    overheads.py  what no model explains: named constants, to be calibrated
-    sharding.py   what a unit of FSDP2 takes at each of its marks
-    optimizers.py state and temporary memory of each optimizer
-    walk.py       along a trace, with what units hold, gather and reduce
-    predict.py    `predict`
-    phases.py     loading, caching, sampling and saving
-    host.py       host memory and disk
 """

@@ -19,7 +19,7 @@ import yaml
 
 from jobs.doctor.agreed import END, RESULT
 from jobs.doctor.examine import Finding, fail
-from jobs.launch import build, full_environment
+from jobs.launch import build_launch, full_environment
 from jobs.machine.child import end_child, start_child
 from jobs.machine.processes import RUN_ID_VARIABLE, ProcessId, end, wait_for_by_hand, with_run_id
 from jobs.run.hang import Watch
@@ -293,7 +293,7 @@ def _start(
         mixed_precision="no",
         device=device,
     )
-    launch = build(spec, run_dir, gpus=gpus, run_id=run_id)
+    launch = build_launch(spec, run_dir, gpus=gpus, run_id=run_id)
     assert launch.command[-3:-1] == ["-m", "engine"], launch.command
     command = [
         *launch.command[:-2],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
+import tui.cli.completion  # noqa: F401  registers shell completion
 from jobs.errors import UserError
 from jobs.machine.engine_tools import ToolError
 from jobs.queue.store import Store

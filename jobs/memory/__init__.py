@@ -4,7 +4,7 @@ The engine predicts (`python -m engine.memory`), since that needs torch; nothing
 
     predicted.py    one prediction as it is read here: `Predicted`
     cache.py        predictions kept on disk
-    question.py     `predict`: from the cache, else from `Server`, the one warm process that predicts
+    question.py     `predict`: from the cache, else from one warm process, `Server`
     fit.py          against GPUs: what fits, the fastest strategy that does, and how few would do
     ladder.py       what can be changed when it does not fit, the cheapest change first
     host_memory.py  whether host memory can hold what a job keeps there

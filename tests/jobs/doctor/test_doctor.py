@@ -256,7 +256,7 @@ def test_only_failures_make_the_exit_status_1(
     def play_findings(*_: Any, **__: Any) -> Iterator[Finding]:
         yield from (finding.plain("group") for finding in found)
 
-    monkeypatch.setattr(doctor.ask, "find", play_findings)
+    monkeypatch.setattr(doctor.processes, "find", play_findings)
     code, out, err = run([], monkeypatch, capsys)
     assert (code, err) == (status, "")
     assert "\ngroup\n" in out

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from jobs import launch
+from jobs.doctor import processes
 from jobs.doctor.agreed import RESULT
 from jobs.doctor.checks import gpus as exchange
 from jobs.doctor.checks.gpus import check_all_reduce, judge
@@ -20,6 +20,7 @@ from jobs.doctor.checks.software import TorchFacts
 from jobs.doctor.examine import Finding, Patient, Verdict
 from jobs.doctor.nvml import Nvml
 from jobs.doctor.processes import Outcome, Size, all_reduce, find_silent, run_helper
+from jobs.launch import Launch
 from jobs.machine.devices import Gpu
 from jobs.machine.processes import with_run_id
 from jobs.run.rundir import RankStatus, RunDir
@@ -102,16 +103,16 @@ def test_a_rank_that_stops_answering_is_named_and_all_are_killed() -> None:
 def launch_of(script: str) -> Any:
     """Stands in for `jobs.launch.build_launch`: a launcher that is a line of shell."""
 
-    def build(spec: JobSpec, run_dir: RunDir, **names: Any) -> launch.Launch:
+    def build(spec: JobSpec, run_dir: RunDir, **names: Any) -> Launch:
         environment = {"FSDP_TUI_RUN_ID": names["run_id"]}
         # The last three words are those of a job; two of them are replaced.
-        return launch.Launch(["sh", "-c", script, "sh", "-m", "engine", "RUN"], environment, {})
+        return Launch(["sh", "-c", script, "sh", "-m", "engine", "RUN"], environment, {})
 
     return build
 
 
 def test_ranks_that_never_come_up_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "build_launch", launch_of("exec sleep 600"))
+    monkeypatch.setattr(processes, "build_launch", launch_of("exec sleep 600"))
     outcome = all_reduce([], 3, run_id=run_id("doctor-never"), seconds=1, limit=0.5, still=60)
     assert outcome.silent == (0, 1, 2)
     assert outcome.problem is not None
@@ -123,7 +124,7 @@ def test_a_launcher_that_fails_says_why_and_what_nccl_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = "echo 'host:1:2 [0] NCCL WARN no such device eth7'; echo 'Boom: it broke'; exit 4"
-    monkeypatch.setattr(launch, "build_launch", launch_of(said))
+    monkeypatch.setattr(processes, "build_launch", launch_of(said))
     outcome = all_reduce([], 2, run_id=run_id("doctor-fails"), seconds=1, limit=60, still=60)
     assert outcome.silent == ()
     assert outcome.problem == "the launcher failed: Boom: it broke"

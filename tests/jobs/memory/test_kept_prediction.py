@@ -101,12 +101,12 @@ def test_a_prediction_ends_with_its_supervisor(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from jobs.memory import client, kept_prediction\n"
+        "from jobs.memory import calibration, question\n"
         "from jobs.run.rundir import RunDir\n"
         "from jobs.spec.job_spec import JobSpec\n"
-        f"client.COMMAND = (sys.executable, '-S', '-c', {busy!r})\n"
+        f"question.COMMAND = (sys.executable, '-S', '-c', {busy!r})\n"
         f"spec = JobSpec.model_validate({job().to_dict()!r})\n"
-        f"kept_prediction.keep(RunDir(Path({str(tmp_path)!r})), spec, 'ddp', 2, on_gpus=True)\n"
+        f"calibration.keep(RunDir(Path({str(tmp_path)!r})), spec, 'ddp', 2, on_gpus=True)\n"
         f"while not (Path({str(said)!r}).exists() and Path({str(said)!r}).read_text()):\n"
         "    time.sleep(0.01)\n"
     )

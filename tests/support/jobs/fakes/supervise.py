@@ -1,5 +1,4 @@
 """The real supervisor, with a fake launcher and shorter waits.
-
 Importing what it needs takes far longer than most of the jobs of tests do. So `python supervise.py`
 is a server that has imported it and forks supervisors, for the tests of a process and whatever
 they start.
@@ -241,11 +240,10 @@ def _when_noticed(stock: Any) -> Any:
 
 def disguise() -> None:
     """In this process, jobs get fake launchers, and supervisors wait less."""
-    from jobs import launch
     from jobs.backends.local import dispatch, ranks
     from jobs.supervise import supervisor
 
-    launch.build_launch = build
+    ranks.build_launch = build  # type: ignore[assignment]
     dispatch._start_supervisor = start_supervisor
     dispatch._QUEUE_IS_FREE_WITHIN = 60.0  # type: ignore[misc]  # a busy test may hold it
     settings: Any = supervisor

@@ -22,8 +22,9 @@ from engine.model.adapters import lora, lora_file
 from engine.model.adapters.text_lora import attach
 from engine.model.adapters.training_adapter import add_training_adapter
 from engine.model.base_matmul import settle_matmul
+from engine.model.compiled import compile_blocks
 from engine.model.files import weights
-from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
+from engine.model.kernels import activate_flash3, choose_attention, choose_backends
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
 from engine.parallel.block_swap import swap_blocks
@@ -198,7 +199,7 @@ def build_model(run: RunContext) -> torch.nn.Module:
         narrow_inputs(model, compute_dtype(spec))
     if world.mesh is not None and world.context_size > 1:
         enable_context_parallel(model, world.mesh)
-    compile_blocks(model, spec)
+    compile_blocks(model, spec, telemetry.pass_on)
     units: list[str] = []
     if note := swap_blocks(model, spec, family, world):
         telemetry.say(note)

@@ -9,12 +9,9 @@ import torch
 from diffusers import attention_backend
 from torch.nn.attention import activate_flash_attention_impl
 
-from engine.model.activation_checkpointing import compile_checkpoints
 from jobs.errors import UserError
-from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from jobs.spec.job_spec import RecipeKeys
     from jobs.spec.keys.training import TrainingKeys
 
 # Diffusers' names for torch's own kernels. `auto` leaves the choice to torch.
@@ -101,20 +98,3 @@ def choose_attention(model: Any, spec: TrainingKeys) -> None:
             f"attention_backend: {type(model).__name__} does not support choosing a kernel",
             "set attention_backend: auto",
         )
-
-
-def compile_blocks(model: Any, spec: RecipeKeys) -> None:
-    """Compile each repeated block in place; equal blocks share one compilation.
-
-    Raises:
-        UserError: Diffusers names no repeated blocks for this model.
-    """
-    if not spec.torch_compile:
-        return
-    try:
-        model.compile_repeated_blocks(backend=spec.torch_compile_backend)
-    except ValueError as error:
-        raise UserError(f"torch_compile: {error}", "turn it off") from None
-    if checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "selective":
-        for block in compile_checkpoints(model, spec):
-            block._compiled_call_impl = None  # what is within is compiled now

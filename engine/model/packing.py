@@ -157,21 +157,7 @@ class Packing:
         """
         if not self.scaled:
             return functional.linear(x, self.unpack(packed, scale, codes, x.dtype), bias)
-        rounded, scale_x = round_rows(x.reshape(-1, x.shape[-1]))
-        if scale is None:
-            scale = scale_x.new_ones(len(packed), 1)
-        # Sums in full: fast ones of Hopper keep 14 bits, an error like that of fp8 in long rows.
-        out = functional.scaled_mm(
-            rounded,
-            packed.view(_FP8).t(),
-            scale_x,
-            ScalingType.RowWise,
-            scale.t(),
-            ScalingType.RowWise,
-            bias=bias,
-            output_dtype=x.dtype,
-            use_fast_accum=False,
-        )
+        out = scaled_product(x.reshape(-1, x.shape[-1]), packed, scale, bias)
         return out.view(*x.shape[:-1], len(packed))
 
     def code_table(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -181,6 +167,36 @@ class Packing:
         codes = torch.tensor(NF4_CODES, dtype=torch.float32)
         byte = torch.arange(256)
         return torch.stack([codes[byte >> 4], codes[byte & 15]], dim=1).to(dtype)
+
+
+def scaled_product(
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `x Wᵀ + bias` of fp8 with a scale for each row, `(N, out)` in the precision of `x`.
+
+    Dynamo takes it whole, see `engine.model.compiled`.
+
+    Args:
+        x: `(N, in)`.
+        packed: E4M3 as bytes, `(out, in)`.
+        scale: fp32, `(out, 1)`; None for ones.
+        bias: `(out,)` in the precision of `x`.
+    """
+    rounded, scale_x = round_rows(x)
+    if scale is None:
+        scale = scale_x.new_ones(len(packed), 1)
+    # Sums in full: fast ones of Hopper keep 14 bits, an error like that of fp8 in long rows.
+    return functional.scaled_mm(
+        rounded,
+        packed.view(_FP8).t(),
+        scale_x,
+        ScalingType.RowWise,
+        scale.t(),
+        ScalingType.RowWise,
+        bias=bias,
+        output_dtype=x.dtype,
+        use_fast_accum=False,
+    )
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import socket
@@ -185,6 +186,7 @@ class Progress:
 
 _STATUS_EVERY: Final = 1.0  # seconds
 _GAVE_WAY: Final = 1  # exit status
+_OF_A_RANK: Final = "rank-"  # begins the name of what a rank leaves for rank 0
 # Phases whose peak memory is recorded. The others hold nothing, or contain other phases.
 _MEASURED: Final = ("encode", "latents", "load", "sample", "copy", "save", "export")
 
@@ -210,6 +212,7 @@ class Telemetry:
         self._progressed = time.time()
         self._shared = FENCE_VARIABLE in os.environ  # machines share the run directory
         self._ended = threading.Event()
+        self._passed_on: set[str] = set()
         self._one_at_a_time = threading.Lock()
         # Line-buffered, so that each event is one write and a reader sees whole lines.
         self._events = (
@@ -239,6 +242,22 @@ class Telemetry:
         """Write a line to the log, and emit an event that the dashboard shows."""
         self.say(f"WARNING {text}")
         self.emit(Warned(text))
+
+    def pass_on(self, text: str) -> None:
+        """Warn of what may happen on any rank, once: others leave it for rank 0, which emits it."""
+        self.say(f"WARNING {text}")
+        if self.rank == 0:
+            self._emit_once(text)
+            return
+        name = f"{_OF_A_RANK}{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+        with suppress(OSError):  # as above
+            self.run_dir.tracking.mkdir(mode=0o700, exist_ok=True)
+            write_atomic(self.run_dir.tracker_warning(name), text)
+
+    def _emit_once(self, text: str) -> None:
+        if text not in self._passed_on:
+            self._passed_on.add(text)
+            self.emit(Warned(text))
 
     def moved(self, step: int | None = None) -> None:
         """Record progress: a step, a file, a tensor."""
@@ -330,12 +349,15 @@ class Telemetry:
             os._exit(_GAVE_WAY)
 
     def _pass_on(self) -> None:
-        """Report the trackers' warnings: only rank 0 writes events."""
+        """Report warnings of trackers and of other ranks: only rank 0 writes events."""
         with suppress(OSError, ValueError):
             for path in self.run_dir.tracking.glob("*.warning"):
                 text = path.read_text(encoding="utf-8").strip()
                 path.unlink()
-                self.warn(text)
+                if path.name.startswith(_OF_A_RANK):
+                    self._emit_once(text)
+                else:
+                    self.warn(text)
 
     def _sync(self) -> None:
         """Let other machines see the events: an open file's bytes may stay here for a minute."""

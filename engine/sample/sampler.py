@@ -19,6 +19,7 @@ from engine.data.encode.tensor_cache import nonfinite
 from engine.data.index.captions import prompt_text
 from engine.families.shared.collate import collate
 from engine.model.base_matmul import set_scaled
+from engine.model.compiled import uncompiled
 from engine.model.files import weights
 from engine.model.kernels import choose_attention
 from engine.model.precision import autocast, compute_dtype
@@ -335,7 +336,7 @@ class Sampler:
             expected=own,
             total=planned[numbers[0]] if self.run.world.shards else own,
         )
-        with forwards, autocast(self.run.spec, studio.device):
+        with forwards, autocast(self.run.spec, studio.device), uncompiled(self.run.spec):
             pictures = [self.data.pictures[path] for path in request.conditioning]
             latents = studio.denoise(request, *self._texts(request), pictures)
             forwards.check(studio.pipeline)

@@ -21,6 +21,7 @@ from engine.diffusion.objective import Drawn, Objective, Problem
 from engine.diffusion.random_numbers import keyed_generator
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of, judged
+from engine.model.compiled import uncompiled
 from engine.model.precision import computing
 from engine.parallel.sharding import reshard
 from jobs.spec.keys.prompts import validation_seed_of
@@ -149,7 +150,7 @@ class ValidationLoss:
         ).to(latents.device)
         quantile = quantile_of(batch.level, self.run.spec)
         problem = problem_at(self.objective, latents, noise, quantile)
-        with computing(self.run.spec, self.run.world):
+        with computing(self.run.spec, self.run.world), uncompiled(self.run.spec):
             prediction = self.run.family.predict(
                 model, problem.noisy, problem.level, condition, self.run.spec.train_guidance
             )

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from engine.families.shared.hunyuanvideo15_forward import SeenKeys, attend_to_seen
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters.lora import add_lora, lora_parameters
-from engine.model.kernels import compile_blocks
+from engine.model.compiled import compile_blocks
 from engine.toy.components.weights import one_thread
 from tests.support.engine.families import PROMPT, Case, batch_of, quiet, toys_root
 

@@ -309,4 +309,5 @@ _FIRST: Final = (
     "train.lr_scheduler",
     "gpu_ids",
     "device",
+    "datasets",
 )

@@ -8,6 +8,8 @@ from jobs.errors import UserError
 from jobs.imports.common import launch, models, training_keys
 from jobs.imports.common.draft import as_number, is_off, read
 from jobs.imports.common.import_report import Kind
+from jobs.spec.families.base import FLUX_LINE
+from jobs.spec.values.resolutions import sides_of
 from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
@@ -243,11 +245,11 @@ def accumulation(draft: Draft, key: str, value: Any) -> None:
 
 
 # The shift of its own schedulers, where training has another by default here.
-_SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0, "chroma": 3.2}
-_BY_SIZE: Final = (
-    "there, Chroma's shift follows the size, 3.2 at 512x512 and 25 at 1024x1024; it is 3.2 here "
-    "unless you set flow_shift"
-)
+_SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0, "auraflow": 3.0}
+# Pixels of a token where its line by tokens is another than here: for Chroma and Kontext, it counts
+# single latents; for others, its line goes on where ours ends.
+_TOKENS: Final = {"chroma": 8, "kontext": 8, "flux": 16, "flux2": 16}
+_END: Final = 1024
 _LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
 
 
@@ -261,19 +263,29 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only for flow-matching models")
     elif word in ours:
-        family = models.family_of(draft).name
-        shift = _SHIFTS.get(family) if ours[word] == "uniform_shift" else None
-        draft.values |= {} if shift is None else {"flow_shift": shift}
-        if family == "chroma" and shift is not None:
-            draft.values["timestep_sampling"] = ours[word]
-            draft.unsupported(key, _BY_SIZE)
-        else:
-            draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
+        draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
+        if ours[word] == "uniform_shift":
+            _shift(draft, key)
     elif word == "weighted":
         draft.take(key, "timestep_sampling", "uniform", "with loss_weighting: weighted")
         draft.values["loss_weighting"] = "weighted"
     else:
         draft.unsupported(key, "set timestep_sampling: uniform, logit_normal, shift, or another")
+
+
+def _shift(draft: Draft, key: str) -> None:
+    """Set the shift of its own scheduler, where the family has another here."""
+    family = models.family_of(draft).name
+    kind = "kontext" if draft.values.get("model_flavour") == "kontext" else family
+    sides = sides_of(draft.values.get("resolution") or [512])
+    if shift := _SHIFTS.get(family):
+        draft.values["flow_shift"] = shift
+    elif (token := _TOKENS.get(kind)) and (token == _TOKENS["chroma"] or sides[-1] > _END):
+        shifts = [FLUX_LINE.at((side // token) ** 2, extrapolate=True) for side in sides]
+        draft.values["flow_shift"] = round(shifts[0], 3)
+        if len(shifts) > 1:
+            each = ", ".join(f"{s:.3g} at {side}" for s, side in zip(shifts, sides, strict=True))
+            draft.unsupported(key, f"there, the shift is {each}; it is the first of them here")
 
 
 def rate(draft: Draft, key: str, value: Any) -> None:

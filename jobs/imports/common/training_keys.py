@@ -234,6 +234,14 @@ def snr(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, "snr_gamma", value)
 
 
+def prediction(draft: Draft, key: str, value: Any) -> None:
+    """What the model predicts, which overrides its own file in other tools."""
+    if family_of(draft).objective == "flow":
+        draft.unneeded(key, "only for epsilon and v-prediction models")
+    else:
+        draft.unsupported(key, f"set prediction_type: {value} in the model's scheduler_config.json")
+
+
 def clean_name(text: Any) -> str | None:
     """Turn a text into a valid job name; None if no character is left."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(text).strip()).strip("-._")[:64]

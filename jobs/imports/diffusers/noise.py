@@ -16,7 +16,7 @@ _UNIFORM: Final = ("uniform", "uniform_shift")
 # are not, since the class does not know `flow_shift`.
 _SHIFTS: Final[dict[str, float | str | None]] = {
     "sd3": None,  # the family's is its scheduler's
-    "lumina2": "sampler",
+    "lumina2": 1 / 6,  # its 6, of the share of data that the script calls sigma
     "z_image": "sampler",
     "hidream": 3.0,
 }
@@ -41,7 +41,9 @@ def weighting(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, "timestep_sampling", moved if name in _SHIFTS else plain, how)
         if shift := _SHIFTS.get(name):
             draft.values["flow_shift"] = shift
-        if word in ("sigma_sqrt", "cosmap"):
+        if word == "sigma_sqrt" and name == "lumina2":
+            draft.unsupported(key, "loss_weighting follows the noise, the script's the data")
+        elif word in ("sigma_sqrt", "cosmap"):
             draft.values.setdefault("loss_weighting", word)
     else:
         draft.unsupported(key, "set timestep_sampling and loss_weighting")
@@ -75,5 +77,7 @@ def mean(draft: Draft, key: str, value: Any) -> None:
     number = as_number(value)
     if number is None:
         draft.unreadable(key, "not a number")
+    elif models.family_of(draft).name == "lumina2":
+        draft.take(key, "logit_mean", number, "0 is noise there, and 1 in the script's table")
     else:
         draft.take(key, "logit_mean", -number or 0.0, "sign inverted: 0 is noise there")

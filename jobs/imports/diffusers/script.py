@@ -36,6 +36,7 @@ _FAMILIES: Final = {
     "sd3": "sd3",
     "sdxl": "sdxl",
     "sd_xl": "sdxl",
+    "sd15": "stable_diffusion",
     "sana": "sana",
     "lumina2": "lumina2",
     "hidream": "hidream",
@@ -87,6 +88,23 @@ _FLUX_LAYERS: Final = [
     "ff.net.2",
     *models.CONTEXT_FEED_FORWARD,
 ]
+_QUERIES: Final = ["to_k", "to_q", "to_v"]
+# `target_modules` of the scripts, by their names or families; the others have all of `ATTENTION`.
+_LAYERS: Final = (
+    (re.compile(r"_miniature$"), models.ATTENTION),
+    (re.compile("flux_kontext"), [*_FLUX_LAYERS, "proj_mlp"]),
+    (
+        re.compile("flux2"),  # of single blocks, which have a list of that name elsewhere
+        [*models.ATTENTION, "to_qkv_mlp_proj", r"single_transformer_blocks\.\d+\.attn\.to_out"],
+    ),
+    (re.compile("flux"), _FLUX_LAYERS),
+    (re.compile("sd3"), [f"attn.{name}" for name in models.ATTENTION + models.ADDED_ATTENTION]),
+    (re.compile("hidream"), [*_QUERIES, "to_out"]),
+    (re.compile("sana"), _QUERIES),
+    (re.compile("^train_dreambooth_lora$"), [*models.ATTENTION, "add_k_proj", "add_v_proj"]),
+)
+# Those whose alpha is 4 where it is not set; the others' is the rank.
+_ALPHA: Final = re.compile(r"^train_dreambooth_lora_(flux(?!_miniature)|qwen_image|sana|z_image)")
 
 # What the scripts use for flags that are not set, of those that decide what is trained.
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -198,8 +216,11 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     if family.name == "sd3" or _FEW_TOKENS.search(script):
         defaults["max_sequence_length"] = 77
     if draft.values["model_type"] == "lora":
-        layers = _FLUX_LAYERS if family.name == "flux" else models.ATTENTION
-        defaults["lora_layers"] = ",".join(layers)
+        stem = script.removesuffix(".py")
+        names = (stem, family.name)
+        known = (layers for of, layers in _LAYERS if any(map(of.search, names)))
+        defaults["lora_layers"] = ",".join(next(known, models.ATTENTION))
+        defaults |= {"lora_alpha": 4} if _ALPHA.search(stem) else {}
         defaults |= {"text_encoder_lr": 5e-6} if "dreambooth_lora_sdxl" in script else {}
     else:
         del defaults["rank"]
@@ -211,7 +232,8 @@ def _warn(draft: Draft) -> None:
     rank = draft.number("rank")
     if draft.values["model_type"] == "lora" and rank != 4 and "lora_alpha" not in draft.theirs:
         draft.report.warnings.append(
-            "lora_alpha: not set; newer scripts default to 4, older ones and this job to the rank"
+            "lora_alpha: not set; newer scripts default to 4, older ones to the rank, and this job "
+            f"to {draft.values.get('lora_alpha', 'the rank')}"
         )
 
 
@@ -358,7 +380,7 @@ _RULES: Final[dict[str, Rule]] = {
     "mode_scale": noise.mode_scale,
     "snr_gamma": training_keys.snr,
     "precondition_outputs": noise.preconditioned,
-    "prediction_type": needless("set by the model's scheduler_config.json"),
+    "prediction_type": training_keys.prediction,
     "noise_offset": without(training_keys.NOISE),
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
     "train_text_encoder": training_keys.text_encoders("rank"),

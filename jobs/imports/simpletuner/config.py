@@ -132,7 +132,7 @@ _MODEL: Final[dict[str, Rule]] = {
     "use_dora": rules.unless_lycoris(unless_off("lora_variant", "dora")),
     "controlnet": without("ControlNets are not supported"),
     "control": without("models with control images are not supported"),
-    "prediction_type": needless("set by the model's scheduler_config.json"),
+    "prediction_type": training_keys.prediction,
     "base_model_precision": training_keys.base_precision,
     "quantize_activations": without("only weights are quantized"),
     "mixed_precision": training_keys.precision,

@@ -8,8 +8,9 @@ from jobs.imports.common import models, training_keys
 from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import read_beside
-from jobs.spec.families.base import ShiftLine
+from jobs.spec.families.base import FLUX_LINE, ShiftLine
 from jobs.spec.rules.launch_conflicts import kernel_conflict
+from jobs.spec.values.resolutions import sides_of
 from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ _FLUX_TARGETS: Final[dict[str, list[str] | None]] = {
     "context+ffs": models.ADDED_ATTENTION + models.CONTEXT_FEED_FORWARD,
     "all": models.ATTENTION + models.ADDED_ATTENTION,
     "all+ffs": None,  # as the family's own here
+}
+# Layers of other families, which the tool takes whatever the word.
+_TARGETS: Final[dict[str, list[str]]] = {
+    "flux2": [*(f"attn.{name}" for name in models.ATTENTION), "attn.to_qkv_mlp_proj"],
+    "auraflow": models.ATTENTION + models.ADDED_ATTENTION,
+    "hunyuanvideo15": models.ATTENTION + models.ADDED_ATTENTION,
 }
 
 _KERNELS: Final[training_keys.Words] = {
@@ -146,15 +153,16 @@ def lora_format(draft: Draft, key: str, value: Any) -> None:
 
 
 def target(draft: Draft, key: str, value: Any) -> None:
-    word = str(value).strip().lower()
-    if word not in _FLUX_TARGETS:
+    word, name = str(value).strip().lower(), models.family_of(draft).name
+    if name != "flux":
+        targets = _TARGETS.get(name, models.ATTENTION)
+        draft.take(key, "lora_target_modules", targets, "the layers that it adapts in this family")
+    elif word not in _FLUX_TARGETS:
         draft.unsupported(key, "set lora_target_modules; the family's are used")
     elif (modules := _FLUX_TARGETS[word]) is None:
         draft.unneeded(key, "the family's default also adapts attention and feed-forward layers")
     else:
-        flux = draft.values.get("model_family", "flux") == "flux"
-        targets = modules if flux else models.ATTENTION
-        draft.take(key, "lora_target_modules", targets, "attention layers only, as in SimpleTuner")
+        draft.take(key, "lora_target_modules", modules, "attention layers only, as in SimpleTuner")
 
 
 def steps(draft: Draft, key: str, value: Any) -> None:
@@ -234,20 +242,38 @@ def shift(draft: Draft, key: str, value: Any) -> None:
         draft.values["timestep_sampling"] = "shift"
 
 
+# Families that draw with the same line by tokens here; the lines and sides of latents of others.
+_AS_HERE: Final = ("flux", "lumina2", "z_image")
+_LINES: Final = {"qwen_image": ShiftLine(few=256, low=0.5, many=8192, high=0.9)}
+_CELLS: Final = {"flux2": 16}  # pixels, where it is not 8
+_RESOLUTION: Final = 1024
+_END: Final = 1024  # pixels; the line ends here, and goes on there
+
+
 def auto_shift(draft: Draft, key: str, value: Any) -> None:
-    """Take the shift by resolution, which the family decides here."""
+    """Take the shift by resolution, as the tool counts tokens: of 2x2 latents in all families."""
     if is_off(value):
         draft.unneeded(key, "off is the default")
         return
-    family = models.family_of(draft)
-    line = isinstance(family.trained_shift, ShiftLine) or family.shifts_by_tokens
-    how = "by resolution" if line else "the family's shift, the same at all resolutions"
     if _is_forced(draft):
         draft.unneeded(key, "the flavour sets its own shift")
-    elif draft.on("flow_use_uniform_schedule"):
-        draft.unneeded(key, f"timestep_sampling: uniform_shift; {how}")
+        return
+    even = draft.on("flow_use_uniform_schedule")
+    draft.values["timestep_sampling"] = "uniform_shift" if even else "shift"
+    family = models.family_of(draft)
+    sides = sides_of(draft.values.get("resolution") or _RESOLUTION)
+    if family.name in _AS_HERE and sides[-1] <= _END:
+        draft.record(Kind.TRANSLATED, key, why="by resolution, as here", flow_shift=None)
+    elif family.frame_step:
+        draft.unsupported(key, "set flow_shift; the shift does not follow the frames here")
     else:
-        draft.take(key, "timestep_sampling", "shift", how)
+        token = 2 * _CELLS.get(family.name, 8)
+        line = _LINES.get(family.name, FLUX_LINE)
+        shifts = [round(line.at((side // token) ** 2, extrapolate=True), 3) for side in sides]
+        draft.take(key, "flow_shift", shifts[-1], f"its shift at {sides[-1]} pixels")
+        if len(shifts) > 1:
+            others = ", ".join(f"{s:.3g} at {side}" for s, side in zip(shifts, sides, strict=True))
+            draft.unsupported(key, f"there, the shift is {others}; a job has one")
 
 
 def uniform(draft: Draft, key: str, value: Any) -> None:

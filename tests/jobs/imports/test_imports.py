@@ -357,10 +357,10 @@ def test_defaults_that_are_as_here_are_not_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "flags", "drawn"),
     [
-        ("lumina2", "", ("uniform_shift", "sampler", "none")),
+        ("lumina2", "", ("uniform_shift", 1 / 6, "none")),
         ("z_image", "", ("uniform_shift", "sampler", "none")),
         ("hidream", "", ("uniform_shift", 3.0, "none")),
-        ("lumina2", "--weighting_scheme=logit_normal", ("shift", "sampler", "none")),
+        ("lumina2", "--weighting_scheme=logit_normal", ("shift", 1 / 6, "none")),
         ("qwen_image", "", ("uniform", None, "none")),
         ("sana", "", ("uniform", None, "none")),
         ("sd3", "", ("shift", None, "sigma_squared")),
@@ -390,7 +390,7 @@ def test_a_script_loses_the_shift_of_mode(script: str) -> None:
 
 
 def test_a_shift_of_simpletuner_is_said_as_the_family_has_it(tmp_path: Path) -> None:
-    for family, how in (("flux", "by resolution"), ("hidream", "the same at all resolutions")):
+    for family, how in (("flux", "by resolution"), ("hidream", "at 1024 pixels")):
         keys = {"flow_schedule_auto_shift": 1, "flow_use_uniform_schedule": True}
         imported = simple(tmp_path, model_family=family, **keys)
         assert how in entry(imported, "flow_schedule_auto_shift").why
@@ -402,9 +402,17 @@ def test_simpletuner_draws_evenly_for_sana_where_nothing_is_set(tmp_path: Path) 
     assert "flow_schedule_shift" in {assumed.key for assumed in imported.report.assumed}
 
 
-def test_ai_toolkits_chroma_is_shifted_as_at_the_smallest_size(tmp_path: Path) -> None:
-    spec = process(tmp_path, train__timestep_type="shift", model__arch="chroma").spec
-    assert (spec.timestep_sampling, spec.flow_shift) == ("uniform_shift", 3.2)
+def test_a_shift_by_size_of_ai_toolkit_is_that_of_the_smallest_size(tmp_path: Path) -> None:
+    """It is 3.2 at 512 pixels, and 25 at 1024."""
+    keys = {"train__timestep_type": "shift", "model__arch": "chroma"}
+    for sides, kinds in ([512], {Kind.TRANSLATED}), ([1024, 512], {Kind.TRANSLATED, Lost}):
+        datasets = [{"folder_path": "d", "resolution": sides}]
+        imported = process(tmp_path, datasets=datasets, **keys)
+        assert (imported.spec.timestep_sampling, imported.spec.flow_shift) == (
+            "uniform_shift",
+            3.158,
+        )
+        assert {one.kind for one in entries(imported, "train.timestep_type")} == kinds
 
 
 def test_a_script_whose_noise_levels_count_from_the_other_end() -> None:
@@ -545,7 +553,7 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"flow_schedule_auto_shift": 1}, {"timestep_sampling": "shift", "flow_shift": None}),
     (
         {"flow_schedule_auto_shift": 1, "model_family": "hidream"},
-        {"timestep_sampling": "shift", "flow_shift": None},
+        {"timestep_sampling": "shift", "flow_shift": 3.158},
     ),
     (
         {"flow_schedule_shift": 2, "model_family": "sana"},
@@ -891,8 +899,10 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"train__timestep_type": "sigmoid", "model__arch": "chroma"},
         {"timestep_sampling": "logit_normal", "flow_shift": None},
     ),
-    ({"train__timestep_type": "shift", "model__arch": "chroma"}, Lost),
-    ({"train__timestep_type": "flux_shift", "model__arch": "chroma"}, Lost),
+    (
+        {"train__timestep_type": "flux_shift", "model__arch": "chroma"},
+        {"timestep_sampling": "uniform_shift", "flow_shift": 3.158},
+    ),
     (
         {"train__timestep_type": "shift", "model__arch": "lumina2"},
         {"timestep_sampling": "uniform_shift", "flow_shift": 6.0},

@@ -12,8 +12,17 @@ from jobs.errors import UserError
 from jobs.imports.ai_toolkit import config as ai_toolkit
 from jobs.imports.common.import_report import Kind, Report
 from jobs.imports.common.places import parse
-from jobs.imports.common.whose import AI_TOOLKIT, SIMPLETUNER, hint, tool_of
+from jobs.imports.common.whose import (
+    AI_TOOLKIT,
+    DIFFUSION_PIPE,
+    ONETRAINER,
+    SIMPLETUNER,
+    hint,
+    tool_of,
+)
 from jobs.imports.diffusers import script as diffusers_script
+from jobs.imports.diffusion_pipe import config as diffusion_pipe
+from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.simpletuner import config as simpletuner
 from jobs.models.find_model import find_model
 from jobs.paths import exists, expand
@@ -26,7 +35,7 @@ from jobs.spec.values.hub_names import HubName
 from jobs.spec.values.yaml_lines import dump_mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from jobs.imports.common.draft import Draft
@@ -68,7 +77,7 @@ class Imported:
 
 
 def import_simpletuner(path: Path) -> Imported:
-    """Import a job from SimpleTuner's `config.json`, with the datasets of the file that it names.
+    """Import a job from SimpleTuner's `config.json` or `config.env`, with the datasets it names.
 
     Raises:
         UserError: It cannot be read, or is none.
@@ -85,25 +94,43 @@ def import_ai_toolkit(path: Path) -> Imported:
     return _finish(ai_toolkit.TITLE, path.name, ai_toolkit.read(path))
 
 
+def import_onetrainer(path: Path) -> Imported:
+    """Import a job from OneTrainer's JSON, with the concepts and samples that it names.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    return _finish(onetrainer.TITLE, path.name, onetrainer.read(path))
+
+
+def import_diffusion_pipe(path: Path) -> Imported:
+    """Import a job from diffusion-pipe's TOML, with the dataset file that it names.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    return _finish(diffusion_pipe.TITLE, path.name, diffusion_pipe.read(path))
+
+
 def import_file(path: Path) -> Imported:
     """Return a job of a file of any tool that can be imported, which its keys tell.
 
     Raises:
         UserError: It cannot be read, or is of another tool, or of none.
     """
+    if path.suffix.lower() == simpletuner.ENV:
+        return import_simpletuner(path)
     if path.suffix.lower() not in _CONFIGS:
         return import_script([str(path)])
     otherwise = ".json" if path.suffix.lower() == ".json" else ".yaml"
     tool = tool_of(parse(path, otherwise=otherwise))
-    if tool == SIMPLETUNER:
-        return import_simpletuner(path)
-    if tool == AI_TOOLKIT:
-        return import_ai_toolkit(path)
+    if tool in _READERS:
+        return _READERS[tool](path)
     if tool:
         raise UserError(f"{path} is a configuration of {tool}", hint(tool))
     raise UserError(
         f"{path} has no key by which a tool can be told",
-        "name the tool: `fsdp-tui import simpletuner FILE` or `fsdp-tui import ai-toolkit FILE`",
+        "name the tool, as in `fsdp-tui import simpletuner FILE`; `fsdp-tui import --help` has all",
     )
 
 
@@ -118,6 +145,14 @@ def import_script(words: Sequence[str]) -> Imported:
     """
     source, draft = diffusers_script.read(words)
     return _finish(diffusers_script.TITLE, source, draft)
+
+
+_READERS: Final[dict[str, Callable[[Path], Imported]]] = {
+    SIMPLETUNER: import_simpletuner,
+    AI_TOOLKIT: import_ai_toolkit,
+    ONETRAINER: import_onetrainer,
+    DIFFUSION_PIPE: import_diffusion_pipe,
+}
 
 
 def _finish(tool: str, source: str, draft: Draft) -> Imported:

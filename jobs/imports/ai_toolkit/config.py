@@ -196,7 +196,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     "train.optimizer": training_keys.optimizer,
     "train.optimizer_params.weight_decay": named("weight_decay"),
     "train.optimizer_params.eps": named("adam_epsilon"),
-    "train.optimizer_params.betas": rules.betas,
+    "train.optimizer_params.betas": training_keys.betas,
     "train.lr_scheduler": rules.schedule,
     **all_of(
         "train.lr_scheduler_params.num_warmup_steps train.lr_scheduler_params.warmup_steps",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import UserError
 from jobs.imports.common import launch, models, training_keys
-from jobs.imports.common.draft import as_number, is_off, read
+from jobs.imports.common.draft import as_number, is_off
 from jobs.imports.common.import_report import Kind
-from jobs.spec.families.base import FLUX_LINE
 from jobs.spec.values.resolutions import sides_of
 from jobs.spec.values.spellings import as_bool
 
@@ -246,10 +244,8 @@ def accumulation(draft: Draft, key: str, value: Any) -> None:
 
 # The shift of its own schedulers, where training has another by default here.
 _SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0, "auraflow": 3.0}
-# Pixels of a token where its line by tokens is another than here: for Chroma and Kontext, it counts
-# single latents; for others, its line goes on where ours ends.
+# Pixels of what it counts as tokens, where the shift follows them: single latents of two.
 _TOKENS: Final = {"chroma": 8, "kontext": 8, "flux": 16, "flux2": 16}
-_END: Final = 1024
 _LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
 
 
@@ -263,29 +259,21 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only for flow-matching models")
     elif word in ours:
+        family = models.family_of(draft).name
+        kind = "kontext" if draft.values.get("model_flavour") == "kontext" else family
+        if ours[word] == "uniform_shift" and kind in _TOKENS:
+            draft.values["timestep_sampling"] = ours[word]
+            sides = sides_of(draft.values.get("resolution") or 512)
+            training_keys.take_shift_by_size(draft, key, sides, token=_TOKENS[kind])
+            return
         draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
-        if ours[word] == "uniform_shift":
-            _shift(draft, key)
+        if ours[word] == "uniform_shift" and family in _SHIFTS:
+            draft.values["flow_shift"] = _SHIFTS[family]
     elif word == "weighted":
         draft.take(key, "timestep_sampling", "uniform", "with loss_weighting: weighted")
         draft.values["loss_weighting"] = "weighted"
     else:
         draft.unsupported(key, "set timestep_sampling: uniform, logit_normal, shift, or another")
-
-
-def _shift(draft: Draft, key: str) -> None:
-    """Set the shift of its own scheduler, where the family has another here."""
-    family = models.family_of(draft).name
-    kind = "kontext" if draft.values.get("model_flavour") == "kontext" else family
-    sides = sides_of(draft.values.get("resolution") or [512])
-    if shift := _SHIFTS.get(family):
-        draft.values["flow_shift"] = shift
-    elif (token := _TOKENS.get(kind)) and (token == _TOKENS["chroma"] or sides[-1] > _END):
-        shifts = [FLUX_LINE.at((side // token) ** 2, extrapolate=True) for side in sides]
-        draft.values["flow_shift"] = round(shifts[0], 3)
-        if len(shifts) > 1:
-            each = ", ".join(f"{s:.3g} at {side}" for s, side in zip(shifts, sides, strict=True))
-            draft.unsupported(key, f"there, the shift is {each}; it is the first of them here")
 
 
 def rate(draft: Draft, key: str, value: Any) -> None:
@@ -315,20 +303,6 @@ def warm_up(draft: Draft, key: str, value: Any) -> None:
     draft.take(key, "lr_warmup_steps", value, "steps of warm-up")
     if draft.values.get("lr_scheduler", "constant") == "constant":
         draft.values["lr_scheduler"] = "constant_with_warmup"
-
-
-def betas(draft: Draft, key: str, value: Any) -> None:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        draft.unreadable(key, "not two numbers")
-        return
-    names = ("adam_beta1", "adam_beta2")
-    try:
-        ours = {name: read(name, number) for name, number in zip(names, value, strict=True)}
-    except UserError as error:
-        draft.unreadable(key, str(error))
-    else:
-        draft.values |= ours
-        draft.record(Kind.TRANSLATED, key, **ours)
 
 
 def first_sample(draft: Draft, key: str, value: Any) -> None:

@@ -6,16 +6,25 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from jobs.imports.common.draft import as_number, chosen, is_off, without
+from jobs.errors import UserError
+from jobs.imports.common.draft import as_number, chosen, is_off, read, without
+from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of
 from jobs.imports.common.places import read_beside
+from jobs.spec.families.base import FLUX_LINE
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.lora_conflicts import ONE_RATE
 from jobs.spec.values.spellings import as_bool
 from jobs.spec.values.value_types import LRScheduler
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jobs.imports.common.draft import Draft, Rule
+    from jobs.spec.families.base import ShiftLine
+
+FLUX_TOKEN: Final = 16
+"""Pixels of a side of a token, of most families here."""
 
 LARGEST_RANK: Final = 4096
 """Of `lora_rank`; LyCORIS takes larger ones as a way to say that no matrix is parted."""
@@ -120,16 +129,23 @@ def text_encoders(ranks: str) -> Rule:
     refuse = without(NO_TEXT_ENCODERS)
 
     def rule(draft: Draft, key: str, value: Any) -> None:
-        is_lora = draft.job.get("model_type", "lora") == "lora"
-        plain = draft.job.get("lora_variant", "lora") == "lora" and not draft.on("use_dora")
-        if not (_is_on(value) and is_lora and plain and family_of(draft).text_lora):
+        if _is_on(value):
+            text_encoder_lora(draft, key, next(filter(None, map(draft.number, ranks.split())), 16))
+        else:
             refuse(draft, key, value)
-            return
-        rank = next(filter(None, map(draft.number, ranks.split())), 16)
-        why = "a LoRA on the attention of the text encoders, of the same rank"
-        draft.take(key, "text_encoder_lora_rank", int(rank), why)
 
     return rule
+
+
+def text_encoder_lora(draft: Draft, key: str, rank: float) -> None:
+    """Train a LoRA of a rank on the text encoders, if they and the denoiser can have one."""
+    is_lora = draft.job.get("model_type", "lora") == "lora"
+    plain = draft.job.get("lora_variant", "lora") == "lora" and not draft.on("use_dora")
+    if is_lora and plain and family_of(draft).text_lora:
+        why = "a LoRA on the attention of the text encoders, of the same rank"
+        draft.take(key, "text_encoder_lora_rank", int(rank), why)
+    else:
+        draft.unsupported(key, NO_TEXT_ENCODERS)
 
 
 def text_encoder_rate(switch: str) -> Rule:
@@ -152,6 +168,21 @@ def text_encoder_rate(switch: str) -> Rule:
 
 def _is_on(value: Any) -> bool:
     return not is_off(value) and as_bool(value) is not False
+
+
+def betas(draft: Draft, key: str, value: Any) -> None:
+    """Take the two betas of Adam."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        draft.unreadable(key, "not two numbers")
+        return
+    names = ("adam_beta1", "adam_beta2")
+    try:
+        ours = {name: read(name, number) for name, number in zip(names, value, strict=True)}
+    except UserError as error:
+        draft.unreadable(key, str(error))
+    else:
+        draft.values |= ours
+        draft.record(Kind.TRANSLATED, key, **ours)
 
 
 def base_precision(draft: Draft, key: str, value: Any) -> None:
@@ -240,6 +271,33 @@ def prediction(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "only for epsilon and v-prediction models")
     else:
         draft.unsupported(key, f"set prediction_type: {value} in the model's scheduler_config.json")
+
+
+_AS_THE_LINE: Final = ("flux", "flux2", "lumina2", "z_image")
+_ITS_END: Final = 1024  # pixels
+
+
+def take_shift_by_size(
+    draft: Draft, key: str, sides: Sequence[int], *, token: int = 16, line: ShiftLine = FLUX_LINE
+) -> None:
+    """Take the shift of sigma by the number of tokens, of which other tools' lines have no end.
+
+    Args:
+        draft: The job.
+        key: What asks for it.
+        sides: Resolutions of the job; the shift of the smallest is used.
+        token: Side of what that tool counts as a token, in pixels.
+        line: That tool's.
+    """
+    here = line is FLUX_LINE and family_of(draft).name in _AS_THE_LINE
+    if here and token == FLUX_TOKEN and sides[-1] <= _ITS_END:
+        draft.record(Kind.TRANSLATED, key, why="by resolution, as here", flow_shift=None)
+        return
+    shifts = [round(line.at((side // token) ** 2, extrapolate=True), 3) for side in sides]
+    draft.take(key, "flow_shift", shifts[0], f"its shift at {sides[0]} pixels")
+    if len(shifts) > 1:
+        each = ", ".join(f"{s:.3g} at {side}" for s, side in zip(shifts, sides, strict=True))
+        draft.unsupported(key, f"there, the shift is {each}; a job has one")
 
 
 def clean_name(text: Any) -> str | None:

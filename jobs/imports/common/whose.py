@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
 SIMPLETUNER: Final = "SimpleTuner"
 AI_TOOLKIT: Final = "ai-toolkit"
+ONETRAINER: Final = "OneTrainer"
+DIFFUSION_PIPE: Final = "diffusion-pipe"
+_READ: Final = (SIMPLETUNER, AI_TOOLKIT, ONETRAINER, DIFFUSION_PIPE)
 # In this order: musubi-tuner's files have keys of sd-scripts, too.
 _KEYS: Final = (
     (SIMPLETUNER, {"data_backend_config", "model_family"}),
     ("musubi-tuner", {"dit", "fp8_scaled", "vae_cache_cpu"}),
-    ("OneTrainer", {"training_method", "concept_file_name", "concepts", "base_model_name"}),
-    ("diffusion-pipe", {"micro_batch_size_per_gpu", "pipeline_stages", "video_clip_mode"}),
+    (ONETRAINER, {"training_method", "concept_file_name", "concepts", "base_model_name"}),
+    (DIFFUSION_PIPE, {"micro_batch_size_per_gpu", "pipeline_stages", "video_clip_mode"}),
     (
         "kohya's sd-scripts",
         {
@@ -34,8 +37,8 @@ _KEYS: Final = (
 )
 # Tables of TOML files that hold nothing but other tables.
 _TABLES: Final = (
-    ("diffusion-pipe", {"model", "adapter"}),
-    ("diffusion-pipe", {"ar_buckets", "directory"}),
+    (DIFFUSION_PIPE, {"model", "adapter"}),
+    (DIFFUSION_PIPE, {"directory"}),
     ("kohya's sd-scripts", {"general", "datasets"}),
 )
 
@@ -69,6 +72,6 @@ def refuse_others(values: Any, path: Path, mine: str) -> None:
 
 def hint(tool: str) -> str:
     """Say what can be done with a configuration of a tool."""
-    if tool in (SIMPLETUNER, AI_TOOLKIT):
+    if tool in _READ:
         return "`fsdp-tui import FILE` knows whose it is"
     return "it cannot be imported yet; `fsdp-tui keys` lists what a job can say"

@@ -76,7 +76,12 @@ _FOREIGN: Final = (
     ("SimpleTuner", re.compile("SimpleTuner|simpletuner"), {"data_backend_config"}),
     ("ai-toolkit", re.compile("ai-toolkit|ai_toolkit"), set[str]()),
 )
-_IMPORTED: Final = {"SimpleTuner": "simpletuner", "ai-toolkit": "ai-toolkit"}
+_IMPORTED: Final = {
+    "SimpleTuner": "simpletuner",
+    "ai-toolkit": "ai-toolkit",
+    "OneTrainer": "onetrainer",
+    "diffusion-pipe": "diffusion-pipe",
+}
 # Those that train on pairs as it is done here.
 _PAIRS: Final = re.compile(r"flux_kontext|control_lora_flux|flux2(?:_klein)?_img2img")
 _FLAVOURS: Final = {"flux_kontext": "kontext", "control_lora_flux": "control"}

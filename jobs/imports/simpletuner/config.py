@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
@@ -17,8 +18,9 @@ from jobs.imports.common.draft import (
     unless_off,
     without,
 )
-from jobs.imports.common.places import parse
+from jobs.imports.common.places import parse, read_text
 from jobs.imports.common.whose import refuse_others
+from jobs.imports.diffusers.command_line import split
 from jobs.imports.simpletuner import data as simpletuner_data
 from jobs.imports.simpletuner import optimizer, published, rules
 from jobs.spec.values.spellings import normal_key
@@ -58,6 +60,32 @@ _SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
 }
 # Only DeepSpeed's optimizer is made with these.
 _DEEPSPEED_DEFAULTS: Final[dict[str, Any]] = {"adam_weight_decay": 1e-2}
+ENV: Final = ".env"
+"""What names of its older configurations end in."""
+
+# Their variables, where they are not called as the flags are, and the one with other flags.
+_VARIABLES: Final = {
+    "RESUME_CHECKPOINT": "resume_from_checkpoint",
+    "DATALOADER_CONFIG": "data_backend_config",
+    "TRAINING_SEED": "seed",
+    "ACCELERATE_CONFIG_PATH": "accelerate_config",
+    "USE_XFORMERS": "enable_xformers_memory_efficient_attention",
+    "MINIMUM_RESOLUTION": "minimum_image_size",
+    "PUSH_CHECKPOINTS": "push_checkpoints_to_hub",
+    "MAX_NUM_STEPS": "max_train_steps",
+    "NUM_EPOCHS": "num_train_epochs",
+    "CHECKPOINTING_LIMIT": "checkpoints_total_limit",
+    "HUB_MODEL_NAME": "hub_model_id",
+    "MODEL_NAME": "pretrained_model_name_or_path",
+    "USE_GRADIENT_CHECKPOINTING": "gradient_checkpointing",
+    "LR_SCHEDULE": "lr_scheduler",
+    "TRAINING_NUM_PROCESSES": "num_processes",
+    "TRAINING_NUM_MACHINES": "num_machines",
+    **dict.fromkeys(("TRAINER_DYNAMO_BACKEND", "TRAINING_DYNAMO_BACKEND"), "dynamo_backend"),
+}
+_EXTRA: Final = "TRAINER_EXTRA_ARGS"
+_ASSIGNED: Final = re.compile(r"(?:export\s+)?(?P<name>[A-Z_a-z]\w*)(?P<adds>\+)?=(?P<value>.*)")
+_USED: Final = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _OTHER_NAMES: Final = {"validation_step_interval": "validation_steps"}
 
 
@@ -67,7 +95,7 @@ def read(path: Path) -> Draft:
     Raises:
         UserError: It cannot be read, or is not of this tool.
     """
-    values = parse(path)
+    values = _variables(path) if path.suffix.lower() == ENV else parse(path)
     refuse_others(values, path, TITLE)
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a SimpleTuner config: it has no keys")
@@ -84,6 +112,30 @@ def read(path: Path) -> Draft:
     for name in twice:
         draft.report.warnings.append(f"{name}: set twice in {path.name}; the later one is used")
     return draft
+
+
+def _variables(path: Path) -> dict[str, Any]:
+    """Return the keys of an older `config.env`: a variable in each line, of which one has flags."""
+    found: dict[str, str] = {}
+    for line in read_text(path).splitlines():
+        match = _ASSIGNED.fullmatch(line.strip())
+        if match is None:
+            continue
+        value = match["value"].strip()
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        value = _USED.sub(lambda used: found.get(used[1] or used[2], used[0]), value)
+        name = match["name"]
+        found[name] = f"{found.get(name, '')} {value}".strip() if match["adds"] else value
+    extra = found.pop(_EXTRA, "").split()
+    values: dict[str, Any] = {}
+    for name, text in found.items():
+        key = _VARIABLES.get(name, name.lower())
+        # A switch that is off is left out of the command line.
+        values[key] = None if text.lower() in ("", "false") else text
+    if values.pop("use_bitfit", None) is not None:
+        values["layer_freeze_strategy"] = "bitfit"
+    return values | split(extra, path.absolute().parent).flags
 
 
 def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:

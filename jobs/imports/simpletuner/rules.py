@@ -242,12 +242,7 @@ def shift(draft: Draft, key: str, value: Any) -> None:
         draft.values["timestep_sampling"] = "shift"
 
 
-# Families that draw with the same line by tokens here; the lines and sides of latents of others.
-_AS_HERE: Final = ("flux", "lumina2", "z_image")
 _LINES: Final = {"qwen_image": ShiftLine(few=256, low=0.5, many=8192, high=0.9)}
-_CELLS: Final = {"flux2": 16}  # pixels, where it is not 8
-_RESOLUTION: Final = 1024
-_END: Final = 1024  # pixels; the line ends here, and goes on there
 
 
 def auto_shift(draft: Draft, key: str, value: Any) -> None:
@@ -260,20 +255,13 @@ def auto_shift(draft: Draft, key: str, value: Any) -> None:
         return
     even = draft.on("flow_use_uniform_schedule")
     draft.values["timestep_sampling"] = "uniform_shift" if even else "shift"
-    family = models.family_of(draft)
-    sides = sides_of(draft.values.get("resolution") or _RESOLUTION)
-    if family.name in _AS_HERE and sides[-1] <= _END:
-        draft.record(Kind.TRANSLATED, key, why="by resolution, as here", flow_shift=None)
-    elif family.frame_step:
+    if models.family_of(draft).frame_step:
         draft.unsupported(key, "set flow_shift; the shift does not follow the frames here")
-    else:
-        token = 2 * _CELLS.get(family.name, 8)
-        line = _LINES.get(family.name, FLUX_LINE)
-        shifts = [round(line.at((side // token) ** 2, extrapolate=True), 3) for side in sides]
-        draft.take(key, "flow_shift", shifts[-1], f"its shift at {sides[-1]} pixels")
-        if len(shifts) > 1:
-            others = ", ".join(f"{s:.3g} at {side}" for s, side in zip(shifts, sides, strict=True))
-            draft.unsupported(key, f"there, the shift is {others}; a job has one")
+        return
+    sides, name = sides_of(draft.values.get("resolution") or 1024), models.family_of(draft).name
+    token = 2 * training_keys.FLUX_TOKEN if name == "flux2" else training_keys.FLUX_TOKEN
+    line = _LINES.get(name, FLUX_LINE)
+    training_keys.take_shift_by_size(draft, key, sides, token=token, line=line)
 
 
 def uniform(draft: Draft, key: str, value: Any) -> None:

@@ -73,7 +73,7 @@ def any_file(config: Path, output: Path | None, force: bool, as_json: bool) -> N
 @_FORCE
 @JSON
 def simpletuner(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
-    """Convert a SimpleTuner CONFIG.json and the datasets in its data_backend_config."""
+    """Convert a SimpleTuner CONFIG.json or config.env, and the datasets that it names."""
     from jobs.imports.imported import import_simpletuner  # the tables take some 20 ms
 
     _tell(import_simpletuner(config), output, force, as_json, config)
@@ -89,6 +89,30 @@ def ai_toolkit(config: Path, output: Path | None, force: bool, as_json: bool) ->
     from jobs.imports.imported import import_ai_toolkit  # the tables take some 20 ms
 
     _tell(import_ai_toolkit(config), output, force, as_json, config)
+
+
+@import_job.command()
+@_CONFIG
+@_OUTPUT
+@_FORCE
+@JSON
+def onetrainer(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
+    """Convert a OneTrainer CONFIG.json, and the concepts and samples that it names."""
+    from jobs.imports.imported import import_onetrainer  # the tables take some 20 ms
+
+    _tell(import_onetrainer(config), output, force, as_json, config)
+
+
+@import_job.command(name="diffusion-pipe")
+@_CONFIG
+@_OUTPUT
+@_FORCE
+@JSON
+def diffusion_pipe(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
+    """Convert a diffusion-pipe CONFIG.toml and the dataset file that it names."""
+    from jobs.imports.imported import import_diffusion_pipe  # the tables take some 20 ms
+
+    _tell(import_diffusion_pipe(config), output, force, as_json, config)
 
 
 @import_job.command(name="diffusers-script", context_settings=FLAGS)

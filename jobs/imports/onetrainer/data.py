@@ -1,0 +1,369 @@
+"""OneTrainer's concepts, which are datasets, and its samples."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from jobs.errors import UserError
+from jobs.imports.common import data, models, training_keys
+from jobs.imports.common.draft import (
+    all_of,
+    as_number,
+    flatten,
+    is_off,
+    is_unset,
+    named,
+    needless,
+    unless_off,
+    without,
+)
+from jobs.imports.common.import_report import Kind
+from jobs.imports.common.places import find_beside, read_beside, read_text
+from jobs.spec.keys.prompts import ValidationPrompt
+
+if TYPE_CHECKING:
+    from jobs.imports.common.draft import Draft, Rule
+
+_FPS: Final = 24
+_SETTINGS: Final = {
+    "prompt": "prompt",
+    "negative_prompt": "negative_prompt",
+    "seed": "seed",
+    "diffusion_steps": "steps",
+    "cfg_scale": "guidance",
+}
+SAMPLE_DEFAULTS: Final = {"sample_after": 10, "sample_after_unit": "MINUTE"}
+_AUGMENTATIONS: Final = " ".join(
+    f"image.enable_{how}_{what}"
+    for what in ("rotate", "brightness", "contrast", "saturation", "hue")
+    for how in ("random", "fixed")
+)
+_AS_THEY_ARE: Final = "images and captions are used unchanged"
+
+
+# -- concepts ----------------------------------------------------------------------------------
+
+
+def _concepts(draft: Draft, key: str, value: Any) -> None:
+    """All concepts, each reported under its number."""
+    if not isinstance(value, list):
+        draft.unreadable(key, "not a list of concepts")
+        return
+    _read(draft, key, value)
+
+
+def _concept_file(draft: Draft, key: str, value: Any) -> None:
+    if draft.theirs.get("concepts"):
+        draft.unneeded(key, "concepts are in the configuration")
+        return
+    file = read_beside(draft, key, value, list, "set dataset or datasets")
+    if file is not None:
+        draft.record(Kind.TAKEN, key, why="its concepts follow")
+        _read(draft, file[0].name, file[1])
+
+
+def _read(draft: Draft, place: str, entries: list[Any]) -> None:
+    parts = []
+    for number, entry in enumerate(entries):
+        name = f"{place}[{number}]"
+        if not isinstance(entry, dict):
+            draft.unreadable(name, "not a concept")
+            continue
+        theirs = _migrate({str(k): v for k, v in entry.items()})
+        kind = str(theirs.get("type") or "STANDARD").strip().upper()
+        if "enabled" in theirs and is_off(theirs["enabled"]):
+            draft.unneeded(name, "enabled is off")
+        elif kind == "VALIDATION" and not draft.on("validation"):
+            draft.unneeded(name, "validation is off")
+        elif kind == "VALIDATION":
+            draft.unsupported(name, "validation_fraction holds out a part of the samples")
+        elif kind != "STANDARD":
+            draft.unsupported(name, "set regularization: true to train on its images, too")
+        else:
+            part = data.Part(draft, f"{name}.", flatten(theirs, keep=("concept_stats",)))
+            part.defaults = {
+                "image.enable_crop_jitter": True,
+                "text.prompt_source": "sample",
+                "balancing": 1.0,
+                "include_subdirectories": False,
+            }
+            part.apply(_CONCEPT, _CONCEPT_PREFIXES, ("path",))
+            parts.append(part)
+    data.settle(draft, parts)
+
+
+def _migrate(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a concept with the keys that the newest version has."""
+    if "repeats" in entry and "balancing" not in entry:
+        entry["balancing"] = entry.pop("repeats")
+    if "validation_concept" in entry and "type" not in entry:
+        entry["type"] = "STANDARD" if is_off(entry.pop("validation_concept")) else "VALIDATION"
+    return entry
+
+
+def _repeats(part: Draft, key: str, value: Any) -> None:
+    number = as_number(value)
+    if str(part.get("balancing_strategy") or "REPEATS").strip().upper() != "REPEATS":
+        part.unsupported(key, "a number of samples for each epoch: set repeats or weight")
+    elif number is None or number != int(number) or number < 1:
+        part.unsupported(key, "repeats are whole numbers; set weight in datasets for others")
+    else:
+        part.take(key, "repeats", int(number))
+
+
+def _below(part: Draft, key: str, value: Any) -> None:
+    """Whether folders in it belong to it: always, here."""
+    if not is_off(value):
+        part.unneeded(key, "folders below are always read")
+        return
+    place = find_beside(part.folder, str(part.get("path")))
+    try:
+        inner = place is not None and any(one.is_dir() for one in place.iterdir())
+    except OSError:
+        inner = False
+    if inner:
+        part.unsupported(key, "folders below are read; move them away")
+    else:
+        part.unneeded(key, "there are none, or they cannot be seen")
+
+
+def _source(part: Draft, key: str, value: Any) -> None:
+    """Where captions come from."""
+    word = str(value).strip().lower()
+    if word == "filename":
+        part.unsupported(key, "captions are in .txt files; write the names into them")
+    elif word != "concept":
+        part.values |= {"missing_captions": "empty", "caption_lines": "variants"}
+        part.record(Kind.TRANSLATED, key, why=".txt files; each line is a caption of its own")
+    else:
+        _one_caption(part, key)
+
+
+def _one_caption(part: Draft, key: str) -> None:
+    """One file with captions for all images, of which only a single one is supported."""
+    path = find_beside(part.folder, str(part.get("text.prompt_path") or ""), by_name=True)
+    lines: list[str] = []
+    if path is not None:
+        try:
+            lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+        except UserError:
+            lines = []
+    if len(lines) == 1:
+        data.only_caption(part, key, lines[0])
+    else:
+        why = f"{len(lines)} captions" if path else "a file that is not here"
+        part.unsupported(key, f"{why} for all images; write .txt files beside them")
+
+
+def _crop(part: Draft, key: str, value: Any) -> None:
+    if part.job.get("crop") == "square":
+        part.unneeded(key, "aspect_ratio_bucketing is off")
+    elif is_off(value):
+        part.take(key, "crop", "center", "the middle")
+    else:
+        part.take(key, "crop", "random", "moved at random")
+
+
+def _sides(text: Any) -> list[int] | None:
+    """The resolutions of a text; None for a size that is no square."""
+    words = str(text).strip().lower()
+    if "x" in words and "," not in words:
+        sides = {word.strip() for word in words.split("x")}
+        return [int(side) for side in sides if side.isdigit()] if len(sides) == 1 else None
+    return [int(word) for word in re.split(r"[^0-9]+", words) if word]
+
+
+def _resolution(draft: Draft, key: str, value: Any) -> None:
+    """One resolution, or several, of which an image has a random one in each epoch there."""
+    sides = _sides(value)
+    if sides is None:
+        draft.unsupported(key, "all images of one shape: set resolution, the side of a square")
+    elif not sides:
+        draft.unreadable(key, "not a number, or several with commas")
+    else:
+        several = "each image at each of them; at a random one there"
+        draft.take(key, "resolution", sides, several if len(sides) > 1 else "")
+
+
+def _override(part: Draft, key: str, value: Any) -> None:
+    if part.on("image.enable_resolution_override"):
+        _resolution(part, key, value)
+    else:
+        part.unneeded(key, "enable_resolution_override is off")
+
+
+def _kept(part: Draft, key: str, value: Any) -> None:
+    if part.on("text.enable_tag_shuffling") and not is_off(value):
+        part.take(key, "keep_tags", value)
+    else:
+        part.unneeded(key, "tags are not shuffled, or none is kept")
+
+
+def _delimiter(part: Draft, key: str, value: Any) -> None:
+    if part.on("text.enable_tag_shuffling") and str(value).strip() != ",":
+        part.unsupported(key, "tags are between commas")
+    else:
+        part.unneeded(key, "commas, or tags are not shuffled")
+
+
+_CONCEPT: Final[dict[str, Rule]] = {
+    "path": data.folder,
+    "balancing": _repeats,
+    "include_subdirectories": _below,
+    "loss_weight": named("loss_weight"),
+    "image.enable_crop_jitter": _crop,
+    "image.enable_random_flip": unless_off("random_flip", True),
+    "image.enable_fixed_flip": without(_AS_THEY_ARE),
+    **all_of(_AUGMENTATIONS, without(_AS_THEY_ARE)),
+    **all_of(
+        "image.enable_random_circular_mask_shrink image.enable_random_mask_rotate_crop",
+        without("masks are used unchanged"),
+    ),
+    "image.resolution_override": _override,
+    "text.prompt_source": _source,
+    "text.enable_tag_shuffling": unless_off(
+        "shuffle_captions", True, "in a few orders, each encoded once"
+    ),
+    "text.keep_tags_count": _kept,
+    "text.tag_delimiter": _delimiter,
+    **all_of(
+        "text.tag_dropout_enable text.caps_randomize_enable",
+        without("caption_dropout_probability trains with empty captions"),
+    ),
+    **all_of(
+        "enabled type name seed concept_stats balancing_strategy image_variations text_variations "
+        "image.enable_resolution_override text.prompt_path __version image.__version "
+        "text.__version",
+        needless("part of another key, or only for its own caches"),
+    ),
+}
+_CONCEPT_PREFIXES: Final[dict[str, Rule]] = {
+    "image.random_": needless("only for augmentations, which are not supported"),
+    **all_of("text.tag_dropout text.caps_", needless("only for what is not supported")),
+}
+
+
+def caption_dropout(draft: Draft, key: str, value: Any) -> None:
+    """Take the share of empty captions, which each text encoder draws by itself there."""
+    before = draft.values.get("caption_dropout_probability")
+    number = as_number(value) or 0.0
+    if number == 0 and not before:
+        draft.unneeded(key, "off is the default")
+    elif before is not None and before != number:
+        draft.unsupported(key, "all text encoders get the same captions")
+    else:
+        draft.take(key, "caption_dropout_probability", value)
+
+
+def of_masks(rule: Rule) -> Rule:
+    """Make a rule for a key that has an effect only with masks."""
+
+    def chosen(draft: Draft, key: str, value: Any) -> None:
+        if draft.on("masked_training"):
+            rule(draft, key, value)
+        else:
+            draft.unneeded(key, "masked_training is off")
+
+    return chosen
+
+
+def _square(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.take(key, "crop", "square", "no buckets")
+    else:
+        draft.unneeded(key, training_keys.BUCKETS)
+
+
+def _frames(draft: Draft, key: str, value: Any) -> None:
+    number = as_number(value)
+    if number is None and models.family_of(draft).frame_step:
+        draft.unsupported(key, "all videos have num_frames frames")
+        return
+    data.frames(draft, key, value)
+    if draft.values.get("num_frames"):
+        draft.values["fps"] = _FPS
+
+
+# -- samples -----------------------------------------------------------------------------------
+
+
+def _samples(draft: Draft, key: str, value: Any) -> None:
+    if not isinstance(value, list):
+        draft.unreadable(key, "not a list of samples")
+        return
+    _prompts(draft, key, value, f"{len(value)} samples")
+
+
+def _sample_file(draft: Draft, key: str, value: Any) -> None:
+    if draft.theirs.get("samples"):
+        draft.unneeded(key, "samples are in the configuration")
+        return
+    file = read_beside(draft, key, value, list, "list prompts as validation_prompts")
+    if file is not None:
+        _prompts(draft, key, file[1], f"samples of {file[0].name}")
+
+
+def _prompts(draft: Draft, key: str, entries: list[Any], why: str) -> None:
+    """Samples that are on, each with its settings."""
+    made: list[Any] = []
+    if str(draft.get("sample_after_unit") or "MINUTE").strip().upper() == "NEVER":
+        draft.unneeded(key, "sample_after_unit is NEVER")
+        return
+    for number, entry in enumerate(entries):
+        name = f"{key}[{number}]"
+        if not isinstance(entry, dict):
+            draft.unreadable(name, "not a sample")
+            continue
+        if "enabled" in entry and is_off(entry["enabled"]):
+            continue
+        settings = {
+            ours: entry[theirs]
+            for theirs, ours in _SETTINGS.items()
+            if not is_unset(entry.get(theirs)) and not (theirs == "seed" and _any_seed(entry))
+        }
+        width, height = entry.get("width"), entry.get("height")
+        if width or height:
+            settings["resolution"] = f"{width or height}x{height or width}"
+        if models.family_of(draft).frame_step and (as_number(entry.get("frames")) or 1) > 1:
+            settings["num_frames"] = entry["frames"]
+        if not models.takes_negatives(draft):
+            settings.pop("negative_prompt", None)
+        try:
+            made.append(
+                ValidationPrompt.model_validate({"prompt": ""} | settings).model_dump(mode="json")
+            )
+        except ValidationError as error:
+            draft.unreadable(name, error.errors()[0]["msg"])
+    if made:
+        draft.take(key, "validation_prompts", made, why)
+    else:
+        draft.unneeded(key, "no sample is on")
+
+
+def _any_seed(entry: dict[Any, Any]) -> bool:
+    seed = as_number(entry.get("seed"))
+    return not is_off(entry.get("random_seed")) or seed is None or seed < 0
+
+
+def _masks(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+    else:
+        draft.take(key, "masked_loss", "file", "files that end in -masklabel.png")
+
+
+RULES: Final[dict[str, Rule]] = {
+    "concepts": _concepts,
+    "concept_file_name": _concept_file,
+    "resolution": _resolution,
+    "aspect_ratio_bucketing": _square,
+    "masked_training": _masks,
+    "frames": _frames,
+    "validation": without("set validation_fraction, and validation_steps"),
+    **all_of("validate_after validate_after_unit", needless("only for validation")),
+    "samples": _samples,
+    "sample_definition_file_name": _sample_file,
+}

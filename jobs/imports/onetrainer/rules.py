@@ -1,0 +1,712 @@
+"""What becomes of those of OneTrainer's keys that need more than a word."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.imports.common import launch, models, training_keys
+from jobs.imports.common.draft import (
+    Draft,
+    all_of,
+    as_number,
+    chosen,
+    is_off,
+    is_unset,
+    needless,
+    without,
+)
+from jobs.imports.common.import_report import Kind
+from jobs.spec.families.base import FLUX_LINE, ShiftLine
+from jobs.spec.values.resolutions import sides_of
+
+if TYPE_CHECKING:
+    from jobs.imports.common.draft import Rule
+
+MODELS: Final[dict[str, tuple[str, str | None]]] = {
+    "STABLE_DIFFUSION_15": ("stable_diffusion", None),
+    **dict.fromkeys(
+        ("STABLE_DIFFUSION_20", "STABLE_DIFFUSION_20_BASE", "STABLE_DIFFUSION_21_BASE"),
+        ("stable_diffusion", None),
+    ),
+    "STABLE_DIFFUSION_21": ("stable_diffusion", "2.1"),
+    "STABLE_DIFFUSION_3": ("sd3", "3-medium"),
+    "STABLE_DIFFUSION_35": ("sd3", None),
+    "STABLE_DIFFUSION_XL_10_BASE": ("sdxl", None),
+    "PIXART_SIGMA": ("pixart_sigma", None),
+    "FLUX_DEV_1": ("flux", None),
+    "FLUX_2": ("flux2", None),
+    "SANA": ("sana", None),
+    "HUNYUAN_VIDEO": ("hunyuanvideo", None),
+    "HI_DREAM_FULL": ("hidream", "full"),
+    "CHROMA_1": ("chroma", None),
+    "QWEN": ("qwen_image", "base"),
+    "Z_IMAGE": ("z_image", None),
+}
+UNETS: Final = ("stable_diffusion", "sdxl")
+ENCODERS: Final = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+# How many of them a family has, where it is not one.
+SEVERAL: Final = {"sdxl": 2, "flux": 2, "hunyuanvideo": 2, "sd3": 3, "hidream": 4}
+BUCKETS: Final = {"stable_diffusion": 8, "pixart_sigma": 16, "sana": 32}  # pixels, if not 64
+
+# Its optimizers that are here, by our tables' words; and weight decay and second beta unless set.
+_OPTIMIZERS: Final = {
+    **{name: name for name in ("ADAM", "ADAMW", "LION", "PRODIGY", "ADAFACTOR", "SGD")},
+    **{name: name for name in ("ADAM_8BIT", "ADAMW_8BIT")},
+    "LION_8BIT": "LION8BIT",
+    "SCHEDULE_FREE_ADAMW": "ADAMW_SCHEDULEFREE",
+}
+DECAYS: Final = dict.fromkeys(("ADAMW", "ADAMW_8BIT", "SCHEDULE_FREE_ADAMW"), 1e-2)
+# Details of optimizers that are as here, where they are not off.
+_DETAILS: Final = {
+    "d0": 1e-6,
+    "d_coef": 1.0,
+    "growth_rate": float("inf"),
+    "eps2": 1e-3,
+    "clip_threshold": 1.0,
+    "decay_rate": -0.8,
+    "weight_lr_power": 2.0,
+    "percentile_clipping": 100,
+    "decouple": True,
+}
+HOW: Final = (
+    "foreach capturable differentiable fused fused_back_pass stochastic_rounding min_8bit_size "
+    "quant_block_size block_wise is_paged optim_bits compile log_every use_triton fsdp_in_use "
+    "split_groups split_groups_mean factored factored_fp32 use_stableadamw d_limiter slice_p "
+    "use_schedulefree rms_rescaling weight_decay_by_lr adam_w_mode bias_correction"
+)
+
+SCHEDULES: Final[training_keys.Words] = {
+    "constant": ("constant_with_warmup", ""),
+    "linear": ("linear", ""),
+    "cosine": ("cosine", ""),
+    "cosine_with_hard_restarts": ("cosine_with_restarts", ""),
+}
+_PRECISIONS: Final[training_keys.Words] = {
+    "float_16": ("fp16", ""),
+    "bfloat_16": ("bf16", ""),
+    "float_32": ("no", ""),
+    "tfloat_32": ("no", "with allow_tf32"),
+}
+_BASES: Final = {
+    "FLOAT_8": ("fp8_scaled", ""),
+    "FLOAT_W8A8": ("fp8_scaled", "with base_matmul: scaled"),
+    "INT_8": ("int8", ""),
+    "INT_W8A8": ("int8", "inputs of layers are not rounded"),
+    "NFLOAT_4": ("nf4", ""),
+}
+_WHOLE: Final = ("FLOAT_16", "FLOAT_32", "BFLOAT_16", "TFLOAT_32", "NONE")
+NO_PART: Final = "not a part of this model"
+# Ends of names of linear layers in diffusers' models.
+_LEAVES: Final = (
+    r"to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|to_qkv_mlp_proj|net\.0\.proj|net\.2|proj_mlp|w[123]"
+    r"|linear_in|linear_out|proj_in|proj_out"
+)
+EVERY_LAYER: Final = (
+    "it adapts every layer there; here those of attention and feed-forward, or those that "
+    "lora_target_modules names"
+)
+TIMES: Final = "set checkpointing_steps, which counts steps"
+SAMPLED: Final = "set validation_steps, which counts steps"
+
+
+def model(draft: Draft, key: str, value: Any) -> None:
+    models.set_family(draft, key, *MODELS.get(str(value).strip().upper(), (None, None)))
+
+
+def method(draft: Draft, key: str, value: Any) -> None:
+    draft.take(key, "model_type", draft.values["model_type"], "LORA or FINE_TUNE")
+
+
+# -- parts of the model ------------------------------------------------------------------------
+
+
+def of_denoiser(part: str, rule: Rule) -> Rule:
+    """Make a rule for a part that is the denoiser in some models, and missing in others."""
+
+    def chosen(draft: Draft, key: str, value: Any) -> None:
+        unet = models.family_of(draft).name in UNETS
+        if part == ("unet" if unet else "transformer"):
+            rule(draft, key, value)
+        else:
+            draft.unneeded(key, NO_PART)
+
+    return chosen
+
+
+def denoiser_trains(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unsupported(key, "the denoiser is always trained")
+    else:
+        draft.unneeded(key, "on is the default")
+
+
+def weights(draft: Draft, key: str, value: Any) -> None:
+    """The precision of the denoiser's weights: of the frozen base, for a LoRA."""
+    word = str(value).strip().upper().removesuffix("_COMPRESSED")
+    if word in _WHOLE and (draft.values["model_type"] == "lora" or word.endswith("FLOAT_32")):
+        draft.unneeded(key, "nothing is quantized by default")
+    elif word in _WHOLE:
+        draft.unsupported(key, "weights that are trained stay in fp32")
+    elif (base := _BASES.get(word)) is None or draft.values["model_type"] == "full":
+        draft.unsupported(key, "set base_precision: fp8_scaled, int8 or nf4, of a LoRA")
+    else:
+        draft.take(key, "base_precision", *base)
+        if word == "FLOAT_W8A8":
+            draft.values["base_matmul"] = "scaled"
+
+
+def guidance(draft: Draft, key: str, value: Any) -> None:
+    if models.family_of(draft).guidance_of(draft.values.get("model_flavour")) == "embedded":
+        draft.take(key, "train_guidance", value)
+    else:
+        draft.unneeded(key, "only for guidance-distilled models")
+
+
+def encoder(number: int, rule: Rule) -> Rule:
+    """Make a rule for a text encoder, which not all models have."""
+
+    def chosen(draft: Draft, key: str, value: Any) -> None:
+        if number < SEVERAL.get(models.family_of(draft).name, 1):
+            rule(draft, key, value)
+        else:
+            draft.unneeded(key, NO_PART)
+
+    return chosen
+
+
+def _trained(draft: Draft) -> list[str]:
+    """Return the text encoders that are trained."""
+    count = SEVERAL.get(models.family_of(draft).name, 1)
+    return [name for name in ENCODERS[:count] if draft.on(f"{name}.train")]
+
+
+def encoder_trains(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+    elif len(_trained(draft)) < SEVERAL.get(models.family_of(draft).name, 1):
+        draft.unsupported(key, "text encoders are trained together, or not at all")
+    else:
+        training_keys.text_encoder_lora(draft, key, draft.number("lora_rank") or 16)
+
+
+def included(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unsupported(key, "all text encoders are used")
+    else:
+        draft.unneeded(key, "on is the default")
+
+
+def encoder_rate(draft: Draft, key: str, value: Any) -> None:
+    before = draft.values.get("text_encoder_learning_rate", as_number(value))
+    if draft.values.get("text_encoder_lora_rank") and before != as_number(value):
+        draft.unsupported(key, "all text encoders have the same rate")
+    elif draft.values.get("text_encoder_lora_rank"):
+        draft.take(key, "text_encoder_learning_rate", value)
+    else:
+        draft.unneeded(key, training_keys.NO_TEXT_ENCODERS)
+
+
+def encoder_stops(draft: Draft, key: str, value: Any) -> None:
+    """When a text encoder is no longer trained; after 30 epochs where nothing is set."""
+    name = key.partition(".")[0]
+    number = draft.number(f"{name}.stop_training_after") or 0
+    unit = str(draft.get(f"{name}.stop_training_after_unit") or "EPOCH").upper()
+    epochs = draft.number("epochs") or 0
+    late = unit == "NEVER" or number == 0 or (unit == "EPOCH" and number >= epochs)
+    if late or not draft.values.get("text_encoder_lora_rank"):
+        draft.unneeded(key, "they are not trained, or to the end")
+    else:
+        draft.unsupported(key, "text encoders are trained to the end")
+
+
+def denoiser_stops(draft: Draft, key: str, value: Any) -> None:
+    unit = str(draft.get(f"{key.partition('.')[0]}.stop_training_after_unit") or "NEVER").upper()
+    if unit == "NEVER" or is_off(value):
+        draft.unneeded(key, "it is trained to the end")
+    else:
+        draft.unsupported(key, "the denoiser is trained to the end: set num_train_epochs")
+
+
+def tokens(of: tuple[str, ...]) -> Rule:
+    """Make a rule for a number of tokens, which some families count here."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if models.family_of(draft).name in of:
+            draft.take(key, "max_sequence_length", value)
+        else:
+            draft.unneeded(key, "not used for this model there")
+
+    return rule
+
+
+# -- adapter -----------------------------------------------------------------------------------
+
+
+def lora(rule: Rule) -> Rule:
+    """Make a rule for a key of the adapter."""
+
+    def chosen(draft: Draft, key: str, value: Any) -> None:
+        if draft.values["model_type"] == "lora":
+            rule(draft, key, value)
+        else:
+            draft.unneeded(key, "only for training_method: LORA")
+
+    return chosen
+
+
+def peft(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().upper()
+    if word == "LORA":
+        draft.unneeded(key, "a peft LoRA is the default")
+    elif word == "LOKR":
+        draft.take(key, "lora_variant", "lokr")
+    else:
+        draft.unsupported(key, f"{word} is not supported; the job trains a peft LoRA instead")
+
+
+def lokr(ours: str) -> Rule:
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if draft.values.get("lora_variant") == "lokr":
+            draft.take(key, ours, value)
+        else:
+            draft.unneeded(key, "only for LoKr")
+
+    return lora(rule)
+
+
+def rank(draft: Draft, key: str, value: Any) -> None:
+    if draft.values.get("lora_variant") == "lokr":
+        draft.unneeded(key, "lokr_dim is used")
+    else:
+        draft.take(key, "lora_rank", value)
+
+
+def dora(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+    elif draft.on("lora_decompose_output_axis"):
+        draft.take(key, "lora_variant", "dora")
+    else:
+        draft.take(key, "lora_variant", "dora", "with lengths of rows; there, of columns")
+
+
+def layers(draft: Draft, key: str, value: Any) -> None:
+    """Layers whose names contain one of some words, or fit one of some expressions."""
+    words = [word.strip() for word in str(value).split(",") if word.strip()]
+    patterns = words if draft.on("layer_filter_regex") else [f".*{re.escape(w)}" for w in words]
+    if not words or any("{" in word or word == "transformer_block" for word in words):
+        draft.unsupported(key, EVERY_LAYER)
+        return
+    both = "|".join(p if p.startswith(("^", ".*")) else f".*{p}" for p in patterns)
+    draft.take(
+        key,
+        "lora_target_modules",
+        [rf"(?=(?:{both})).*\.(?:{_LEAVES})"],
+        "layers of attention and feed-forward whose names fit",
+    )
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+def optimizer(draft: Draft, key: str, value: Any) -> None:
+    training_keys.optimizer(draft, key, _OPTIMIZERS.get(str(value).strip().upper(), value))
+
+
+def detail(draft: Draft, key: str, value: Any) -> None:
+    """A setting of an optimizer that is not here: no loss where it is as here, or off."""
+    name = key.rpartition(".")[2]
+    usual = _DETAILS.get(name)
+    prodigy = str(draft.get("optimizer.optimizer")).upper() == "PRODIGY"
+    if str(draft.get("optimizer.optimizer")).upper() not in _OPTIMIZERS:
+        draft.unneeded(key, "of an optimizer that is not supported")
+    elif prodigy and name in ("use_bias_correction", "safeguard_warmup") and is_off(value):
+        draft.unsupported(key, "prodigy has bias correction and safeguard_warmup on")
+    elif prodigy and name in ("use_bias_correction", "safeguard_warmup"):
+        draft.unneeded(key, "always on")
+    elif is_off(value) or value == usual or str(value) == str(usual):
+        draft.unneeded(key, "as here")
+    else:
+        draft.unsupported(key, "optimizers have only betas, eps and weight decay here")
+
+
+def rate(draft: Draft, key: str, value: Any) -> None:
+    """Take the denoiser's rate; that of the configuration is text encoders', too."""
+    part = "unet" if models.family_of(draft).name in UNETS else "transformer"
+    if key == "learning_rate" and not is_unset(draft.theirs.get(f"{part}.learning_rate")):
+        own = any(not is_unset(draft.theirs.get(f"{name}.learning_rate")) for name in ENCODERS)
+        if draft.values.get("text_encoder_lora_rank") and not own:
+            draft.take(key, "text_encoder_learning_rate", value)
+        else:
+            draft.unneeded(key, f"{part}.learning_rate is used")
+        return
+    number, word = as_number(value), str(draft.get("learning_rate_scaler") or "NONE").upper()
+    factor = 1.0
+    if word.endswith(("BATCH", "BOTH")):
+        factor *= draft.number("batch_size") or 1
+    if word.endswith(("ACCUMULATION", "BOTH")):
+        factor *= draft.number("gradient_accumulation_steps") or 1
+    if number is None or factor <= 0 or factor == 1:
+        draft.take(key, "learning_rate", value)
+    else:
+        why = f"times the square root of {factor:g}, as learning_rate_scaler does"
+        draft.take(key, "learning_rate", number * factor**0.5, why)
+    if word.startswith("GLOBAL"):
+        draft.unsupported(key, "multiply it by the square root of the number of GPUs, too")
+
+
+def warm_up(draft: Draft, key: str, value: Any) -> None:
+    number = as_number(value)
+    steps = draft.number("gradient_accumulation_steps") or 1
+    if number is None or number <= 0:
+        draft.take(key, "lr_warmup_steps", 0)
+    elif number <= 1:
+        draft.unsupported(key, "a part of all steps: set lr_warmup_steps, which counts steps")
+    else:
+        why = "optimizer steps" if steps > 1 else ""
+        draft.take(key, "lr_warmup_steps", int(number / steps), why)
+
+
+def least(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value) or str(draft.get("learning_rate_scheduler")).upper() == "CONSTANT":
+        draft.unneeded(key, "schedules end at 0")
+    else:
+        draft.unsupported(key, "schedules end at 0")
+
+
+def cycles(draft: Draft, key: str, value: Any) -> None:
+    if draft.values.get("lr_scheduler") == "cosine_with_restarts":
+        draft.take(key, "lr_num_cycles", value)
+    else:
+        draft.unneeded(key, "only for schedules with restarts")
+
+
+def precision(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    chosen("mixed_precision", _PRECISIONS, "bf16 is used; others: fp16, no")(draft, key, value)
+    if word == "tfloat_32":
+        draft.values["allow_tf32"] = True
+
+
+def epochs(draft: Draft, key: str, value: Any) -> None:
+    """Take the epochs; in one, an image is trained at one of several resolutions there."""
+    number, sides = as_number(value), draft.values.get("resolution")
+    if number is not None and isinstance(sides, list):
+        why = f"divided by {len(sides)}: an epoch is at each resolution here"
+        draft.take(key, "num_train_epochs", number / len(sides), why)
+    else:
+        draft.take(key, "num_train_epochs", value)
+    draft.values["max_train_steps"] = None
+
+
+def clip(draft: Draft, key: str, value: Any) -> None:
+    draft.take(key, "max_grad_norm", 0 if is_off(value) else value)
+
+
+def ema(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().upper()
+    if word == "OFF":
+        draft.unneeded(key, "off is the default")
+    else:
+        draft.take(key, "use_ema", True, f"on the {word}")
+        draft.values["ema_device"] = "cpu" if word == "CPU" else "accelerator"
+
+
+def of_ema(rule: Rule) -> Rule:
+    def chosen(draft: Draft, key: str, value: Any) -> None:
+        if draft.values.get("use_ema"):
+            rule(draft, key, value)
+        else:
+            draft.unneeded(key, "ema is off")
+
+    return chosen
+
+
+def every(unit: str, ours: str, why: str) -> Rule:
+    """Make a rule for a number of steps, or of something else that another key names."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        word = str(draft.get(unit) or "").strip().upper()
+        if word == "STEP":
+            draft.take(key, ours, value)
+        elif word == "NEVER":
+            draft.take(key, ours, 0, "never")
+        else:
+            draft.unsupported(key, why)
+
+    return rule
+
+
+def destination(draft: Draft, key: str, value: Any) -> None:
+    training_keys.job_name(draft, key, str(value).removesuffix(".safetensors"))
+
+
+def saves(draft: Draft, key: str, value: Any) -> None:
+    unit = str(draft.get("save_every_unit") or "NEVER").strip().upper()
+    if unit == "NEVER" or is_off(value):
+        draft.unneeded(key, "off is the default")
+    else:
+        draft.unsupported(key, "exports are made at the end; `fsdp-tui export` makes more of them")
+
+
+def kept(draft: Draft, key: str, value: Any) -> None:
+    if draft.on("rolling_backup"):
+        draft.take(key, "checkpoints_total_limit", value)
+    else:
+        draft.unneeded(key, "rolling_backup is off")
+
+
+def devices(draft: Draft, key: str, value: Any) -> None:
+    if not draft.on("multi_gpu"):
+        draft.unneeded(key, "multi_gpu is off")
+    elif is_unset(value):
+        draft.unneeded(key, "gpus: N uses any N free GPUs")
+    else:
+        launch.gpus(draft, key, value)
+
+
+def several_gpus(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+    elif is_unset(draft.theirs.get("device_indexes")):
+        draft.unsupported(key, "set gpus to the number of GPUs")
+    else:
+        draft.record(Kind.TRANSLATED, key, why="device_indexes says which")
+
+
+_DTYPES: Final = {"FLOAT_32": "fp32", "FLOAT_16": "fp16", "BFLOAT_16": "bf16"}
+
+
+def dtype(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().upper()
+    if word in _DTYPES:
+        draft.take(key, "export_dtype", _DTYPES[word])
+    else:
+        draft.unsupported(key, "exports may be fp32, bf16 or fp16")
+
+
+def scaled(draft: Draft, key: str, value: Any) -> None:
+    if str(value).strip().upper() == "NONE":
+        draft.unneeded(key, "off is the default")
+    else:
+        draft.unsupported(key, "the loss is the mean over all samples of a step")
+
+
+# -- noise and loss ----------------------------------------------------------------------------
+
+# Models whose shift may follow the resolution; the others ignore it.
+_LINES: Final = {
+    **dict.fromkeys(("flux", "flux2", "z_image"), FLUX_LINE),
+    "qwen_image": ShiftLine(few=256, low=0.5, many=8192, high=0.9),
+}
+
+
+def _moves(draft: Draft) -> bool:
+    """Whether sigma is shifted."""
+    dynamic = draft.on("dynamic_timestep_shifting") and models.family_of(draft).name in _LINES
+    return dynamic or (draft.number("timestep_shift") or 1) != 1
+
+
+def distribution(draft: Draft, key: str, value: Any) -> None:
+    """How sigma is drawn."""
+    word = str(value).strip().upper()
+    if models.family_of(draft).objective != "flow":
+        if word == "UNIFORM":
+            draft.unneeded(key, "timesteps are drawn evenly")
+        else:
+            draft.unsupported(key, "timesteps of such models are drawn evenly")
+    elif word in ("UNIFORM", "LOGIT_NORMAL"):
+        plain, moved = (
+            ("uniform", "uniform_shift") if word == "UNIFORM" else ("logit_normal", "shift")
+        )
+        draft.take(key, "timestep_sampling", moved if _moves(draft) else plain)
+        if word == "LOGIT_NORMAL":
+            weight = draft.number("noising_weight") or 0
+            draft.values |= {} if weight <= -1 else {"logit_std": 1 + weight}
+            draft.values["logit_mean"] = draft.number("noising_bias") or 0.0
+    elif word == "HEAVY_TAIL" and not _moves(draft):
+        draft.take(key, "timestep_sampling", "mode")
+        draft.values["mode_scale"] = draft.number("noising_weight") or 0.0
+    else:
+        draft.unsupported(key, "set timestep_sampling: uniform, logit_normal, shift, or another")
+
+
+def shift(draft: Draft, key: str, value: Any) -> None:
+    """The shift of sigma; one by resolution is used instead, in models that have one."""
+    dynamic = draft.on("dynamic_timestep_shifting") and models.family_of(draft).name in _LINES
+    if models.family_of(draft).objective != "flow" or as_number(value) == 1 or dynamic:
+        draft.unneeded(key, "no shift, or one by resolution")
+    else:
+        draft.take(key, "flow_shift", value)
+
+
+def dynamic_shift(draft: Draft, key: str, value: Any) -> None:
+    name = models.family_of(draft).name
+    if is_off(value) or name not in _LINES:
+        draft.unneeded(key, "off, or ignored for this model there")
+        return
+    training_keys.take_shift_by_size(
+        draft, key, sides_of(draft.values.get("resolution") or 512), line=_LINES[name]
+    )
+
+
+def strength(ours: str, end: float) -> Rule:
+    """Make a rule for an end of what is drawn, into which the whole distribution is squeezed."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        even = str(draft.get("timestep_distribution")).upper() == "UNIFORM" and not _moves(draft)
+        if as_number(value) == end:
+            draft.unneeded(key, "all noise levels are trained")
+        elif even and models.family_of(draft).objective == "flow":
+            draft.take(key, ours, value)
+        else:
+            draft.unsupported(key, f"{ours} cuts off what is drawn, and does not squeeze it")
+
+    return rule
+
+
+_SQUARE: Final = "use loss_type: mse, huber or smooth_l1"
+_LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
+
+
+def loss(draft: Draft, key: str, value: Any) -> None:
+    """The strengths of losses, of which one may be other than 0."""
+    names = ("mse", "mae", "log_cosh", "huber")
+    strengths = {
+        name: draft.number(f"{name}_strength") if f"{name}_strength" in draft.theirs else None
+        for name in names
+    }
+    strengths["mse"] = 1.0 if strengths["mse"] is None else strengths["mse"]
+    used = {name: one for name, one in strengths.items() if one}
+    word = key.partition("_strength")[0]
+    if word not in used:
+        draft.unneeded(key, "off")
+    elif len(used) > 1 or used[word] != 1 or word == "log_cosh":
+        draft.unsupported(key, f"one loss, of strength 1: {_SQUARE}")
+    elif word == "mse":
+        draft.take(key, "loss_type", "mse")
+    elif word == "mae":
+        draft.take(key, "loss_type", "smooth_l1", "the nearest, twice as large")
+        draft.values |= {"huber_c": _LEAST_C, "huber_schedule": "constant"}
+    else:
+        draft.take(key, "loss_type", "huber", "the nearest, twice as large")
+        draft.values["huber_schedule"] = "constant"
+        draft.values["huber_c"] = draft.number("huber_delta") or 1.0
+
+
+def weight(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().upper()
+    if word == "CONSTANT":
+        draft.unneeded(key, "all noise levels weigh the same")
+    elif word == "MIN_SNR_GAMMA" and models.family_of(draft).objective != "flow":
+        draft.take(key, "snr_gamma", draft.number("loss_weight_strength") or 5.0)
+    else:
+        draft.unsupported(key, "set snr_gamma, or loss_weighting")
+
+
+def epsilon(draft: Draft, key: str, value: Any) -> None:
+    """Take epsilon; Adafactor has its own."""
+    if str(draft.get("optimizer.optimizer")).upper() in ("ADAFACTOR", "LION", "LION_8BIT", "SGD"):
+        draft.unneeded(key, "not used by this optimizer here")
+    else:
+        draft.take(key, "adam_epsilon", value)
+
+
+NOISE: Final[dict[str, Rule]] = {
+    "timestep_distribution": distribution,
+    "timestep_shift": shift,
+    "dynamic_timestep_shifting": dynamic_shift,
+    "min_noising_strength": strength("sigma_min", 0),
+    "max_noising_strength": strength("sigma_max", 1),
+    **all_of("mse_strength mae_strength log_cosh_strength huber_strength", loss),
+    **all_of(
+        "huber_delta vb_loss_strength noising_weight noising_bias loss_weight_strength "
+        "generalized_offset_noise",
+        needless("part of another key"),
+    ),
+    "loss_weight_fn": weight,
+    **all_of(
+        "offset_noise_weight perturbation_noise_weight",
+        without(training_keys.NOISE),
+    ),
+    "rescale_noise_scheduler_to_zero_terminal_snr": without(
+        "change the model's scheduler_config.json"
+    ),
+    "force_v_prediction": without("set prediction_type in the model's scheduler_config.json"),
+    "force_epsilon_prediction": without("set prediction_type in the model's scheduler_config.json"),
+}
+
+
+# -- older files -------------------------------------------------------------------------------
+
+_OLDER: Final = {
+    "save_after": "save_every",
+    "save_after_unit": "save_every_unit",
+    "lora_layers": "layer_filter",
+    "lora_layer_preset": "layer_filter_preset",
+    "lora_layers_regex": "layer_filter_regex",
+    "enable_async_offloading": "async_offloading",
+}
+_OLDER_PART: Final = re.compile(
+    r"(?:(?P<train>train)_)?(?P<part>unet|prior|text_encoder(?:_2)?|vae)"
+    r"(?:_(?P<name>learning_rate|weight_dtype|model_name|epochs))?"
+)
+_DENOISERS: Final = ("unet", "prior", "transformer")
+
+
+def migrate(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the keys that the newest version has, as the tool migrates it."""
+    new: dict[str, Any] = {}
+    for key, value in values.items():
+        match = _OLDER_PART.fullmatch(key)
+        if key == "optimizer" and not isinstance(value, dict):
+            _put(new, "optimizer", "optimizer", value)
+        elif key.startswith("optimizer_") and key != "optimizer_defaults":
+            _put(new, "optimizer", key.removeprefix("optimizer_"), value)
+        elif match and not isinstance(value, dict) and (match["train"] or match["name"]):
+            if match["name"] == "epochs":
+                _put(new, match["part"], "stop_training_after", value)
+                _put(new, match["part"], "stop_training_after_unit", "EPOCH")
+            else:
+                _put(new, match["part"], match["name"] or "train", value)
+        elif isinstance(value, dict) and isinstance(new.get(_OLDER.get(key, key)), dict):
+            new[_OLDER.get(key, key)] |= value
+        else:
+            new[_OLDER.get(key, key)] = dict(value) if isinstance(value, dict) else value
+    _migrate_noise(new, values)
+    if isinstance(new.get("prior"), dict) and "transformer" not in new:
+        new["transformer"] = new.pop("prior")
+    checkpointing = new.pop("gradient_checkpointing", None)
+    if checkpointing is not None:
+        on = str(checkpointing).upper() not in ("OFF", "FALSE")
+        for part in _DENOISERS:
+            if part in new or part == "transformer":
+                _put(new, part, "gradient_checkpointing", on)
+    offloaded = str(checkpointing).upper() == "CPU_OFFLOADED"
+    for old, name in (
+        ("layer_offload_fraction", "offload_fraction"),
+        ("enable_activation_offloading", "activation_offloading"),
+    ):
+        if (value := new.pop(old, None)) is not None and offloaded:
+            for part in [part for part in _DENOISERS if part in new]:
+                _put(new, part, name, value)
+    for part in [part for part in (*_DENOISERS, "text_encoder", "text_encoder_2") if part in new]:
+        if isinstance(new[part], dict) and new[part].get("weight_dtype") == "NONE":
+            new[part]["weight_dtype"] = values.get("weight_dtype", "FLOAT_32")
+    return new
+
+
+def _migrate_noise(new: dict[str, Any], values: dict[str, Any]) -> None:
+    if (gamma := new.pop("min_snr_gamma", None)) and "loss_weight_fn" not in new:
+        new |= {"loss_weight_fn": "MIN_SNR_GAMMA", "loss_weight_strength": gamma}
+    if "timestep_distribution" not in values and as_number(values.get("noising_weight")):
+        new["timestep_distribution"] = "SIGMOID"
+
+
+def _put(values: dict[str, Any], part: str, key: str, value: Any) -> None:
+    inner = values.setdefault(part, {})
+    if isinstance(inner, dict):
+        inner[key] = value
+    else:  # a file that says both
+        values[part] = {key: value}

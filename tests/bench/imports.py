@@ -1,9 +1,9 @@
 """`python tests/bench/imports.py TOOL CHECKOUT [PATH …]`: imports against the tool's own values.
 
-TOOL is ai-toolkit, simpletuner or diffusers-script, CHECKOUT its source: all configurations in it
-are read, and those among PATHs (files or folders). What a configuration leaves out is looked up in
-that source, so that a new version of the tool shows what has changed. Each key that decides what is
-trained is then one of:
+TOOL is ai-toolkit, simpletuner, diffusers-script, onetrainer or diffusion-pipe, CHECKOUT the tool's
+source: all configurations in it are read, and those among PATHs (files or folders). What a
+configuration leaves out is looked up in that source, so that a new version of the tool shows what
+has changed. Each key that decides what is trained is then one of:
 
     same     the job has the tool's value
     said     it has another one, and the report of the import names the key
@@ -30,7 +30,13 @@ from jobs.errors import UserError  # noqa: E402
 from jobs.imports.common.import_report import Kind  # noqa: E402
 from jobs.spec.values.datasets import datasets_of  # noqa: E402
 from jobs.spec.values.resolutions import all_resolutions  # noqa: E402
-from tests.bench.import_sources import ai_toolkit, scripts, simpletuner  # noqa: E402
+from tests.bench.import_sources import (  # noqa: E402
+    ai_toolkit,
+    diffusion_pipe,
+    onetrainer,
+    scripts,
+    simpletuner,
+)
 
 if TYPE_CHECKING:
     from jobs.imports.imported import Imported
@@ -59,7 +65,7 @@ _NOT_TRAINED: Final = (
 _OTHER_TRAININGS: Final = {
     "script": "another training script",
     "model_family": "another model family",
-    "model.arch": "another model family",
+    **dict.fromkeys(("model.arch", "model_type", "model.type"), "another model family"),
     "type": "another kind of training",
 }
 
@@ -249,6 +255,8 @@ _TOOLS: Final[dict[str, Any]] = {
     "ai-toolkit": ai_toolkit.read_all,
     "simpletuner": simpletuner.read_all,
     "diffusers-script": scripts.read_all,
+    "onetrainer": onetrainer.read_all,
+    "diffusion-pipe": diffusion_pipe.read_all,
 }
 
 if __name__ == "__main__":

@@ -153,6 +153,8 @@ def _defaults(draft: Draft) -> dict[str, Any]:
             "optimizer.eps": epsilon,
             "optimizer.weight_decay": decay,
         }
+    if kind == "automagic":
+        defaults["optimizer.lr"] = 1e-6
     if kind == "prodigy":
         defaults |= {"optimizer.bias_correction": False}
     if draft.theirs.get("model.type") == "sdxl":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jobs.imports.common.draft import Draft, Rule
 
 _INSTEAD: Final = "set dataset or datasets"
-_DEFAULTS: Final = {"enable_ar_bucket": False, "skip_empty_caption": True, "num_repeats": 1}
+_DEFAULTS: Final = {"enable_ar_bucket": False, "skip_empty_caption": True}
 
 
 def read_file(draft: Draft, key: str, value: Any) -> None:

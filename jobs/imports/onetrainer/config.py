@@ -51,6 +51,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "backup_after_unit": "MINUTE",
     "unmasked_weight": 0.1,
     "concept_file_name": "training_concepts/concepts.json",
+    "output_model_destination": "models/model.safetensors",
+    "tensorboard": True,
 }
 _LORA_DEFAULTS: Final[dict[str, Any]] = {"lora_rank": 16, "lora_alpha": 1.0}
 
@@ -95,7 +97,7 @@ def _defaults(draft: Draft, family: str) -> dict[str, Any]:
         f"{part}.weight_dtype": "FLOAT_32",
         f"{part}.gradient_checkpointing": True,
         **{f"{name}.train": True for name in rules.ENCODERS[: rules.SEVERAL.get(family, 1)]},
-        **(data.SAMPLE_DEFAULTS if draft.theirs.get("samples") else {}),
+        **(data.SAMPLE_DEFAULTS if data.has_samples(draft) else {}),
     }
     if draft.values["model_type"] == "lora":
         defaults |= _LORA_DEFAULTS
@@ -210,7 +212,7 @@ _RULES: Final[dict[str, Rule]] = {
     "backup_after": rules.every("backup_after_unit", "checkpointing_steps", rules.TIMES),
     "rolling_backup_count": rules.kept,
     "save_every": rules.saves,
-    "sample_after": rules.every("sample_after_unit", "validation_steps", rules.SAMPLED),
+    "sample_after": rules.sampled,
     "sample_skip_first": without("samples are made at every multiple of validation_steps"),
     "non_ema_sampling": needless("samples use the average where there is one"),
     "cloud.enabled": without("jobs run on this machine or on Slurm"),

@@ -87,7 +87,6 @@ def _read(draft: Draft, place: str, entries: list[Any]) -> None:
             part.defaults = {
                 "image.enable_crop_jitter": True,
                 "text.prompt_source": "sample",
-                "balancing": 1.0,
                 "include_subdirectories": False,
             }
             part.apply(_CONCEPT, _CONCEPT_PREFIXES, ("path",))
@@ -341,6 +340,13 @@ def _prompts(draft: Draft, key: str, entries: list[Any], why: str) -> None:
         draft.take(key, "validation_prompts", made, why)
     else:
         draft.unneeded(key, "no sample is on")
+
+
+def has_samples(draft: Draft) -> bool:
+    """Whether there are samples, or a file that may have some."""
+    file = draft.theirs.get("sample_definition_file_name")
+    place = find_beside(draft.folder, str(file), by_name=True) if file else None
+    return bool(draft.theirs.get("samples")) or place is not None
 
 
 def _any_seed(entry: dict[Any, Any]) -> bool:

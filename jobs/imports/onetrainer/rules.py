@@ -17,6 +17,7 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.import_report import Kind
+from jobs.imports.onetrainer import data
 from jobs.spec.families.base import FLUX_LINE, ShiftLine
 from jobs.spec.values.resolutions import sides_of
 
@@ -436,6 +437,13 @@ def every(unit: str, ours: str, why: str) -> Rule:
             draft.unsupported(key, why)
 
     return rule
+
+
+def sampled(draft: Draft, key: str, value: Any) -> None:
+    if data.has_samples(draft):
+        every("sample_after_unit", "validation_steps", SAMPLED)(draft, key, value)
+    else:
+        draft.unneeded(key, "there are no samples")
 
 
 def destination(draft: Draft, key: str, value: Any) -> None:

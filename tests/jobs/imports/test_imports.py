@@ -21,7 +21,9 @@ from jobs.imports.diffusers.command_line import read_command
 from jobs.imports.imported import (
     Imported,
     import_ai_toolkit,
+    import_diffusion_pipe,
     import_file,
+    import_onetrainer,
     import_script,
     import_simpletuner,
 )
@@ -1750,18 +1752,27 @@ FOREIGN: Final = {
         ("a.toml", '[model]\ntype = "flux"\n[adapter]\nrank = 32\n'),
     ],
 }
+READERS: Final[dict[str, Callable[[Path], Imported]]] = {
+    "SimpleTuner": import_simpletuner,
+    "ai-toolkit": import_ai_toolkit,
+    "OneTrainer": import_onetrainer,
+    "diffusion-pipe": import_diffusion_pipe,
+}
 CELLS: Final = [(tool, name, text) for tool, files in FOREIGN.items() for name, text in files]
 
 
 @pytest.mark.parametrize(("tool", "name", "text"), CELLS)
-@pytest.mark.parametrize("read", [import_file, import_simpletuner, import_ai_toolkit])
+@pytest.mark.parametrize("mine", READERS)
 def test_a_configuration_of_another_tool_is_refused_by_its_name(
-    read: Any, tool: str, name: str, text: str, tmp_path: Path
+    mine: str, tool: str, name: str, text: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
     path.write_text(text)
+    if mine == tool:
+        assert READERS[mine](path).tool == import_file(path).tool == tool
+        return
     with pytest.raises(UserError, match=f"is a configuration of {tool}"):
-        read(path)
+        READERS[mine](path)
 
 
 def test_a_file_tells_whose_it_is() -> None:

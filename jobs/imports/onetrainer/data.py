@@ -91,6 +91,10 @@ def _read(draft: Draft, place: str, entries: list[Any]) -> None:
             }
             part.apply(_CONCEPT, _CONCEPT_PREFIXES, ("path",))
             parts.append(part)
+    if any("resolution" in part.values for part in parts):
+        usual = draft.values.get("resolution") or _sides(draft.get("resolution"))
+        for part in parts if usual else []:
+            part.values.setdefault("resolution", usual)
     data.settle(draft, parts)
 
 
@@ -178,7 +182,9 @@ def _sides(text: Any) -> list[int] | None:
 def _resolution(draft: Draft, key: str, value: Any) -> None:
     """One resolution, or several, of which an image has a random one in each epoch there."""
     sides = _sides(value)
-    if sides is None:
+    if "resolution" in draft.values:
+        draft.unneeded(key, "concepts have their own")
+    elif sides is None:
         draft.unsupported(key, "all images of one shape: set resolution, the side of a square")
     elif not sides:
         draft.unreadable(key, "not a number, or several with commas")

@@ -80,7 +80,11 @@ def read(path: Path) -> Draft:
     draft.apply(_RULES, _PREFIXES, _FIRST)
     if method == "LORA" and is_unset(theirs.get("layer_filter")):
         draft.unsupported("layer_filter", rules.EVERY_LAYER)
-    step = rules.BUCKETS.get(models.family_of(draft).name, 64)
+    family = models.family_of(draft).name
+    if tokens := rules.TOKENS.get(family):
+        draft.values["max_sequence_length"] = tokens
+        draft.assume("text_encoder", "as many tokens", max_sequence_length=tokens)
+    step = rules.BUCKETS.get(family, 64)
     buckets = {"max_bucket_aspect_ratio": 4, "max_aspect_ratio": 0, "bucket_step": step}
     draft.values |= buckets
     draft.assume("buckets", "as it makes them", **buckets)
@@ -105,6 +109,8 @@ def _defaults(draft: Draft, family: str) -> dict[str, Any]:
             defaults |= {"optimizer.use_bias_correction": False}
     if family == "flux":
         defaults["text_encoder_2_sequence_length"] = 77
+    if draft.on("masked_training"):
+        defaults["normalize_masked_area_loss"] = False
     if family == "hunyuanvideo":
         defaults["frames"] = "25"
     return defaults
@@ -202,7 +208,7 @@ _RULES: Final[dict[str, Rule]] = {
     # -- data
     **data.RULES,
     "unmasked_weight": data.of_masks(same),
-    "normalize_masked_area_loss": data.of_masks(without(training_keys.NO_METHOD)),
+    "normalize_masked_area_loss": data.of_masks(data.normalized),
     "masked_prior_preservation_weight": data.of_masks(without(training_keys.NO_METHOD)),
     # -- devices and output
     "multi_gpu": rules.several_gpus,

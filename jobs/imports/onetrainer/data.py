@@ -275,6 +275,13 @@ def of_masks(rule: Rule) -> Rule:
     return chosen
 
 
+def normalized(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unsupported(key, "the loss is the mean over what a mask shows")
+    else:
+        draft.unneeded(key, "always on")
+
+
 def _square(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
         draft.take(key, "crop", "square", "no buckets")

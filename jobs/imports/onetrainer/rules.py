@@ -48,6 +48,7 @@ UNETS: Final = ("stable_diffusion", "sdxl")
 ENCODERS: Final = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 # How many of them a family has, where it is not one.
 SEVERAL: Final = {"sdxl": 2, "flux": 2, "hunyuanvideo": 2, "sd3": 3, "hidream": 4}
+TOKENS: Final = {"sd3": 77, "hunyuanvideo": 77, "pixart_sigma": 120}  # of all text encoders
 BUCKETS: Final = {"stable_diffusion": 8, "pixart_sigma": 16, "sana": 32}  # pixels, if not 64
 
 # Its optimizers that are here, by our tables' words; and weight decay and second beta unless set.
@@ -97,6 +98,7 @@ _BASES: Final = {
     "NFLOAT_4": ("nf4", ""),
 }
 _WHOLE: Final = ("FLOAT_16", "FLOAT_32", "BFLOAT_16", "TFLOAT_32", "NONE")
+_HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"
 NO_PART: Final = "not a part of this model"
 # Ends of names of linear layers in diffusers' models.
 _LEAVES: Final = (
@@ -299,11 +301,13 @@ def layers(draft: Draft, key: str, value: Any) -> None:
     if not words or any("{" in word or word == "transformer_block" for word in words):
         draft.unsupported(key, EVERY_LAYER)
         return
+    more = _HIDREAM if models.family_of(draft).name == "hidream" else ""
+    leaves = _LEAVES + more
     both = "|".join(p if p.startswith(("^", ".*")) else f".*{p}" for p in patterns)
     draft.take(
         key,
         "lora_target_modules",
-        [rf"(?=(?:{both})).*\.(?:{_LEAVES})"],
+        [rf"(?=(?:{both})).*\.(?:{leaves})"],
         "layers of attention and feed-forward whose names fit",
     )
 

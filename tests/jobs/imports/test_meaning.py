@@ -21,7 +21,13 @@ from engine import families
 from engine.diffusion.objective import build_objective
 from engine.model.adapters.lora import add_lora
 from engine.toy import write_toy
-from jobs.imports.imported import import_ai_toolkit, import_script, import_simpletuner
+from jobs.imports.imported import (
+    import_ai_toolkit,
+    import_diffusion_pipe,
+    import_onetrainer,
+    import_script,
+    import_simpletuner,
+)
 from jobs.spec.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -153,6 +159,75 @@ def ai_toolkit(folder: Path, arch: str, kind: str, side: int) -> Imported:
     path = folder / "config.yaml"
     path.write_text(json.dumps({"job": "extension", "config": {"name": "a", "process": [process]}}))
     return import_ai_toolkit(path)
+
+
+# Of Nerogar/OneTrainer's modules/modelSetup: layers whose names contain one of these words; and of its
+# presets for Z-Image, an expression.
+FILTERS: Final = [
+    ("FLUX_DEV_1", "flux", "attn,ff.net,proj_mlp"),
+    ("FLUX_DEV_1", "flux", "attn"),
+    ("CHROMA_1", "chroma", "attn,ff.net,proj_mlp"),
+    ("QWEN", "qwen_image", "attn,img_mlp,txt_mlp"),
+    ("HI_DREAM_FULL", "hidream", "attn1,ff_i"),
+    ("PIXART_SIGMA", "pixart_sigma", "attn1,attn2,ff.net"),
+    ("STABLE_DIFFUSION_35", "sd3", "attn"),
+    ("SANA", "sana", "attn1,attn2"),
+    ("STABLE_DIFFUSION_XL_10_BASE", "sdxl", "attentions"),
+    ("STABLE_DIFFUSION_15", "stable_diffusion", "attn"),
+    ("Z_IMAGE", "z_image", "^(?=.*attention)(?!.*refiner).*,^(?=.*feed_forward)(?!.*refiner).*"),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "words"), FILTERS)
+def test_a_layer_filter_of_onetrainer_chooses_the_layers_that_it_chooses_there(
+    model: str, name: str, words: str, toys: Toys, tmp_path: Path
+) -> None:
+    keys = {"layer_filter": words, "layer_filter_regex": words.startswith("^")}
+    spec = onetrainer(tmp_path, model, **keys).spec
+    parts = words.split(",")
+    theirs = {
+        module
+        for module, layer in toys.denoiser(name).named_modules()
+        if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))
+        and any(re.search(w, module) if words.startswith("^") else w in module for w in parts)
+    }
+    mine = toys.denoiser(name)
+    add_lora(mine, spec, "none")
+    assert adapted(mine) == theirs != set()
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3", "qwen_image", "auraflow"])
+def test_diffusion_pipe_adapts_all_linear_layers_of_the_blocks(
+    family: str, toys: Toys, tmp_path: Path
+) -> None:
+    """As get_target_modules of its models/base.py does, by the names of the blocks' classes."""
+    model, blocks = toys.denoiser(family), FAMILIES[family].blocks
+    theirs = {
+        f"{place}.{inner}"
+        for place, block in model.named_modules()
+        if type(block).__name__ in blocks
+        for inner, layer in block.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    }
+    add_lora(model, diffusion_pipe(tmp_path, family).spec, "none")
+    assert adapted(model) == theirs != set()
+
+
+def onetrainer(folder: Path, model: str, **keys: Any) -> Imported:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"training_method": "LORA", "model_type": model, **keys}))
+    return import_onetrainer(path)
+
+
+def diffusion_pipe(folder: Path, family: str, **model: Any) -> Imported:
+    path, side = folder / "config.toml", model.pop("side", 1024)
+    (folder / "d.toml").write_text(f"resolutions = [{side}]\n[[directory]]\npath = 'd'\n")
+    lines = [f"{key} = {json.dumps(value)}" for key, value in model.items()]
+    path.write_text(
+        "\n".join(["dataset = 'd.toml'", "[model]", f"type = '{family}'", *lines])
+        + "\n[adapter]\ntype = 'lora'\nrank = 2\n"
+    )
+    return import_diffusion_pipe(path)
 
 
 # -- noise levels ----------------------------------------------------------------------------
@@ -297,6 +372,66 @@ def test_simpletuner_draws_as_it_does_there(
 ) -> None:
     spec = simpletuner(tmp_path, **{"model_family": family, "resolution": 1024} | keys).spec
     check_draws(toys, spec, keys.get("resolution", 1024), draw())
+
+
+# Nerogar/OneTrainer, modules/modelSetup/mixin/ModelSetupNoiseMixin.py, and calculate_timestep_shift
+# of its models: tokens are 2x2 latents of 8 pixels.
+ONETRAINER: Final[list[tuple[str, dict[str, Any], Callable[[], Any]]]] = [
+    ("FLUX_DEV_1", {}, even),
+    ("CHROMA_1", {"dynamic_timestep_shifting": True}, even),
+    ("FLUX_DEV_1", {"timestep_shift": 3}, lambda: shifted(3, even())),
+    ("SANA", {"timestep_distribution": "LOGIT_NORMAL"}, logistic),
+    (
+        "Z_IMAGE",
+        {"timestep_distribution": "LOGIT_NORMAL", "noising_bias": 0.7},
+        lambda: logistic(0.7),
+    ),
+    (
+        "FLUX_2",
+        {"timestep_distribution": "LOGIT_NORMAL", "dynamic_timestep_shifting": True},
+        lambda: shifted(line(64 * 64), logistic()),
+    ),
+    (
+        "QWEN",
+        {"dynamic_timestep_shifting": True},
+        lambda: shifted(line(64 * 64, many=8192, high=0.9), even()),
+    ),
+    (
+        "STABLE_DIFFUSION_35",
+        {"timestep_distribution": "HEAVY_TAIL", "noising_weight": 1.0},
+        lambda: (lambda u: 1 - u - (np.cos(np.pi / 2 * u) ** 2 - 1 + u))(even()),
+    ),
+    ("HI_DREAM_FULL", {"min_noising_strength": 0.2}, lambda: 0.2 + 0.8 * even()),
+]
+
+
+@pytest.mark.parametrize(("model", "keys", "draw"), ONETRAINER)
+def test_onetrainer_draws_as_it_does_there(
+    model: str, keys: dict[str, Any], draw: Callable[[], Any], toys: Toys, tmp_path: Path
+) -> None:
+    spec = onetrainer(tmp_path, model, resolution="1024", **keys).spec
+    check_draws(toys, spec, 1024, draw())
+
+
+# tdrussell/diffusion-pipe, prepare_inputs of its models.
+PIPE: Final[list[tuple[str, dict[str, Any], Callable[[], Any]]]] = [
+    ("flux", {}, logistic),
+    ("sd3", {"timestep_sample_method": "uniform"}, even),
+    ("flux2", {"shift": 3}, lambda: shifted(3, logistic())),
+    ("flux", {"flux_shift": True, "side": 512}, lambda: shifted(line(32 * 32), logistic())),
+    ("flux", {"flux_shift": True, "side": 1536}, lambda: shifted(line(96 * 96), logistic())),
+    ("chroma", {"flux_shift": True}, lambda: shifted(line(64 * 64), logistic())),
+    ("lumina_2", {"lumina_shift": True}, lambda: shifted(line(64 * 64), logistic())),
+    ("hidream", {"sigmoid_scale": 2.0}, lambda: 1 / (1 + np.exp(-2 * RANDOM.normal(0, 1, DRAWS)))),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "draw"), PIPE)
+def test_diffusion_pipe_draws_as_it_does_there(
+    family: str, keys: dict[str, Any], draw: Callable[[], Any], toys: Toys, tmp_path: Path
+) -> None:
+    spec = diffusion_pipe(tmp_path, family, **keys).spec
+    check_draws(toys, spec, keys.get("side", 1024), draw())
 
 
 def test_a_prediction_that_overrides_the_models_file_is_said() -> None:

@@ -9,7 +9,16 @@ from jobs.errors import UserError
 from jobs.imports.ai_toolkit import data as ai_toolkit_data
 from jobs.imports.ai_toolkit import rules
 from jobs.imports.common import hub, launch, models, trackers, training_keys
-from jobs.imports.common.draft import Draft, all_of, flatten, named, needless, same, without
+from jobs.imports.common.draft import (
+    Draft,
+    all_of,
+    flatten,
+    named,
+    needless,
+    only_on,
+    same,
+    without,
+)
 from jobs.imports.common.places import parse
 from jobs.imports.common.whose import refuse_others
 
@@ -170,7 +179,7 @@ _MODEL: Final[dict[str, Rule]] = {
         needless("mixed_precision sets the precision; large models are sharded"),
     ),
     "network.type": rules.network,
-    **all_of("network.linear network.rank", rules.rank),
+    **all_of("network.linear network.rank", training_keys.lora_rank),
     **all_of("network.linear_alpha network.alpha", named("lora_alpha")),
     "network.dropout": named("lora_dropout"),
     **all_of(
@@ -181,8 +190,8 @@ _MODEL: Final[dict[str, Rule]] = {
         "network.network_kwargs.only_if_contains network.network_kwargs.ignore_if_contains",
         without("set lora_target_modules: suffixes of module names of the diffusers model"),
     ),
-    "network.lokr_full_rank": rules.of_lokr("lokr_full_matrix"),
-    "network.lokr_factor": rules.of_lokr("lokr_factor"),
+    "network.lokr_full_rank": training_keys.of_lokr("lokr_full_matrix"),
+    "network.lokr_factor": training_keys.of_lokr("lokr_factor"),
     "network.transformer_only": needless("only the denoiser is trained"),
     "network.split_multistage_loras": needless("a job trains one expert"),
     "network.pretrained_lora_path": named("init_lora"),
@@ -208,7 +217,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     "train.dtype": training_keys.precision,
     **all_of("train.gradient_checkpointing train.max_grad_norm", same),
-    "train.train_unet": rules.denoiser,
+    "train.train_unet": only_on("only the denoiser is trained"),
     "train.train_text_encoder": training_keys.text_encoders("network.linear network.rank"),
     "train.text_encoder_lr": training_keys.text_encoder_rate("train.train_text_encoder"),
     "train.ema_config": needless("off"),
@@ -310,4 +319,6 @@ _FIRST: Final = (
     "gpu_ids",
     "device",
     "datasets",
+    "network.type",
+    "network.lokr_full_rank",
 )

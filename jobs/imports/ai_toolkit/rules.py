@@ -11,7 +11,7 @@ from jobs.spec.values.resolutions import sides_of
 from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
-    from jobs.imports.common.draft import Draft, Rule
+    from jobs.imports.common.draft import Draft
 
 _TRAINERS: Final = ("sd_trainer", "ui_trainer", "diffusion_trainer")
 
@@ -171,31 +171,6 @@ def network(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, f"{word} is not supported; the job trains a peft LoRA instead")
 
 
-def rank(draft: Draft, key: str, value: Any) -> None:
-    if _is_lokr(draft) and draft.on("network.lokr_full_rank"):
-        draft.unneeded(key, "no effect with lokr_full_rank")
-    elif _is_lokr(draft) and (draft.number(key) or 0) > training_keys.LARGEST_RANK:
-        draft.take(key, "lokr_full_matrix", True, "a rank that parts no matrix")
-    else:
-        draft.take(key, "lora_rank", value, "the equivalent key")
-
-
-def of_lokr(ours: str) -> Rule:
-    """Make a rule for a key that only LoKr has."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if _is_lokr(draft):
-            draft.take(key, ours, value, "the equivalent key")
-        else:
-            draft.unneeded(key, "only for LoKr")
-
-    return rule
-
-
-def _is_lokr(draft: Draft) -> bool:
-    return str(draft.get("network.type")).strip().lower() == "lokr"
-
-
 # -- training --------------------------------------------------------------------------------
 
 
@@ -310,13 +285,6 @@ def first_sample(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "train.disable_sampling is on")
     else:
         draft.take(key, "validation_on_startup", as_bool(value) is not True, "the opposite switch")
-
-
-def denoiser(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.unsupported(key, "only the denoiser is trained")
-    else:
-        draft.unneeded(key, "on is the default")
 
 
 def loss(draft: Draft, key: str, value: Any) -> None:

@@ -253,16 +253,46 @@ def chosen(ours: str, words: Mapping[str, tuple[Any, str]], otherwise: str) -> R
     return rule
 
 
-def unless_off(ours: str, value: Any, why: str = "the equivalent value") -> Rule:
-    """Make a rule for a switch that stands for a value of one of our keys."""
+def unless_off(ours: str, value: Any = None, why: str = "the equivalent value") -> Rule:
+    """Make a rule for a switch that stands for a value of one of our keys; or a number, if None."""
 
     def rule(draft: Draft, key: str, theirs: Any) -> None:
         if is_off(theirs):
             draft.unneeded(key, "off is the default")
         else:
-            draft.take(key, ours, value, why)
+            draft.take(key, ours, theirs if value is None else value, why)
 
     return rule
+
+
+def only_on(why: str) -> Rule:
+    """Make a rule for a switch that is always on here."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if is_off(value):
+            draft.unsupported(key, why)
+        else:
+            draft.unneeded(key, "on is the default")
+
+    return rule
+
+
+def when(holds: Callable[[Draft], Any], rule: Rule, why: str) -> Rule:
+    """Apply a rule to a key that has an effect only where a condition holds.
+
+    Args:
+        holds: The condition.
+        rule: What becomes of the key then.
+        why: Why the key is not needed otherwise.
+    """
+
+    def chosen(draft: Draft, key: str, value: Any) -> None:
+        if holds(draft):
+            rule(draft, key, value)
+        else:
+            draft.unneeded(key, why)
+
+    return chosen
 
 
 def all_of(keys: str, rule: Rule) -> dict[str, Rule]:

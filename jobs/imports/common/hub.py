@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports.common.draft import is_off, named
+from jobs.imports.common.draft import is_off, named, when
 from jobs.paths import exists, expand
 from jobs.spec.values.hub_names import HubName
 
@@ -24,15 +24,7 @@ def push(draft: Draft, key: str, value: Any) -> None:
 
 def of_push(ours: str) -> Rule:
     """Make a rule for a key that has an effect only if something is pushed."""
-    take = named(ours)
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if draft.values.get("push_to_hub"):
-            take(draft, key, value)
-        else:
-            draft.unneeded(key, "nothing is pushed")
-
-    return rule
+    return when(lambda draft: draft.values.get("push_to_hub"), named(ours), "nothing is pushed")
 
 
 def revision(draft: Draft, key: str, value: Any) -> None:

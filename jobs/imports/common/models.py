@@ -25,6 +25,12 @@ ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
 ADDED_ATTENTION: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 CONTEXT_FEED_FORWARD: Final = ["ff_context.net.0.proj", "ff_context.net.2"]
 
+LINEAR: Final = (
+    r"to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|to_qkv_mlp_proj|net\.0\.proj|net\.2|w[123]"
+    r"|linear(?:_in|_out|_[12])?|proj_in|proj_out|proj_mlp|out_projection|(?:img|txt)_mod\.1"
+)
+"""Ends of names of linear layers in blocks of diffusers' models, as an expression."""
+
 # Other repositories with the same weights, or ones made from them that are called alike.
 _COPIES: Final = {
     "ai-toolkit/wan2.2-t2v-a14b-diffusers-bf16": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from jobs.imports.common.draft import is_off, named, needless
+from jobs.imports.common.draft import is_off, named, needless, when
 from jobs.imports.common.training_keys import OWN_DIRECTORIES
 from jobs.spec.keys.tracking import Tracker, read_trackers
 
@@ -41,15 +41,7 @@ def of_trackers(ours: str) -> Rule:
 
     It must run after the rule of the key that names the tracker.
     """
-    take = named(ours)
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if draft.values.get("report_to"):
-            take(draft, key, value)
-        else:
-            draft.unneeded(key, _OFF)
-
-    return rule
+    return when(lambda draft: draft.values.get("report_to"), named(ours), _OFF)
 
 
 def logging_dir(draft: Draft, key: str, value: Any) -> None:

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from jobs.errors import UserError
-from jobs.imports.common.draft import as_number, chosen, is_off, read, without
+from jobs.imports.common.draft import as_number, chosen, is_off, named, read, when, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of
 from jobs.imports.common.places import read_beside
@@ -224,7 +224,11 @@ def warm_up(draft: Draft, key: str, value: Any) -> None:
 def curves(prefix: str = "") -> dict[str, Rule]:
     """Details of schedules, each of which matters with one of them."""
     return {
-        f"{prefix}{key}": _curve(of, key)
+        f"{prefix}{key}": when(
+            lambda draft, of=of: str(draft.get("lr_scheduler")).strip().lower() == of,  # type: ignore[misc]
+            named(key),
+            f"only for the schedule {of}",
+        )
         for key, of in (
             ("lr_num_cycles", "cosine_with_restarts"),
             ("lr_power", "polynomial"),
@@ -233,14 +237,32 @@ def curves(prefix: str = "") -> dict[str, Rule]:
     }
 
 
-def _curve(of: str, ours: str) -> Rule:
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if str(draft.get("lr_scheduler")).strip().lower() == of:
-            draft.take(key, ours, value)
-        else:
-            draft.unneeded(key, f"only for the schedule {of}")
+def _takes_guidance(draft: Draft) -> bool:
+    return family_of(draft).guidance_of(draft.job.get("model_flavour")) == "embedded"
 
-    return rule
+
+guidance: Final = when(
+    _takes_guidance, named("train_guidance"), "only for guidance-distilled models"
+)
+
+
+def is_lokr(draft: Draft) -> bool:
+    """Whether the adapter is a LoKr."""
+    return draft.values.get("lora_variant") == "lokr"
+
+
+def of_lokr(ours: str) -> Rule:
+    """Make a rule for a key that only LoKr has."""
+    return when(is_lokr, named(ours, "the equivalent key"), "only for LoKr")
+
+
+def lora_rank(draft: Draft, key: str, value: Any) -> None:
+    """Take the rank; of LoKr, one that is too large for its matrices parts none of them."""
+    number = as_number(value) or 0
+    if is_lokr(draft) and (number > LARGEST_RANK or draft.values.get("lokr_full_matrix")):
+        draft.take(key, "lokr_full_matrix", True, "a rank that parts no matrix")
+    else:
+        draft.take(key, "lora_rank", value, "the equivalent key")
 
 
 def rate(draft: Draft, key: str, value: Any, *, scaled: bool = False, root: bool = False) -> None:

@@ -281,13 +281,6 @@ def _layers(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "only for a LoRA")
 
 
-def _guidance(draft: Draft, key: str, value: Any) -> None:
-    if models.family_of(draft).guidance == "embedded":
-        draft.take(key, "train_guidance", value, "the model's guidance input")
-    else:
-        draft.unneeded(key, "only for guidance-distilled models")
-
-
 def _prompt(draft: Draft, key: str, value: Any) -> None:
     texts = value if isinstance(value, list) else [value]
     before = [plain(prompt) for prompt in draft.values.get("validation_prompts", [])]
@@ -379,7 +372,7 @@ _RULES: Final[dict[str, Rule]] = {
     "lr_warmup_steps": training_keys.warm_up,
     **training_keys.curves(),
     "mixed_precision": training_keys.precision,
-    "guidance_scale": _guidance,
+    "guidance_scale": training_keys.guidance,
     "weighting_scheme": noise.weighting,
     "logit_mean": noise.mean,
     "mode_scale": noise.mode_scale,

@@ -12,12 +12,14 @@ from jobs.imports.common.draft import (
     Draft,
     all_of,
     as_number,
+    chosen,
     flatten,
     is_off,
     is_unset,
     named,
     needless,
     same,
+    unless_off,
     without,
 )
 from jobs.imports.common.places import parse
@@ -78,10 +80,7 @@ _FLAVOURS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 # All linear layers of the blocks, which get an adapter, in families whose layers have the same
 # names there.
 _SAME_NAMES: Final = ("flux", "sd3", "qwen_image", "auraflow")
-_LAYERS: Final = (
-    r"\w*transformer_blocks\.\d+\..*(?:to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|net\.0\.proj|net\.2"
-    r"|linear|linear_[12]|out_projection|proj_mlp|proj_out|(?:img|txt)_mod\.1)"
-)
+_LAYERS: Final = rf"\w*transformer_blocks\.\d+\..*(?:{models.LINEAR})"
 _EVERY_LAYER: Final = (
     "all linear layers of the blocks get an adapter there, and are named and cut otherwise; here "
     "those of attention and feed-forward"
@@ -112,8 +111,8 @@ _WORDS: Final = {
     "offload": "adamw",
 }
 _DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_EXPORTS: Final[training_keys.Words] = {name: (ours, "") for name, ours in _DTYPES.items()}
 _FLOAT8: Final = re.compile(r"float8(_e4m3fn)?$")
-_LARGEST: Final = training_keys.LARGEST_RANK
 _SAVES: Final = "set checkpointing_steps, which counts steps; a checkpoint has an export, too"
 _ONLY_STEPS: Final = "checkpoints are made every checkpointing_steps"
 
@@ -240,20 +239,6 @@ def _adapter(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, _EVERY_LAYER)
 
 
-def _rank(draft: Draft, key: str, value: Any) -> None:
-    if draft.values.get("lora_variant") == "lokr" and (as_number(value) or 0) > _LARGEST:
-        draft.take(key, "lokr_full_matrix", True, "a rank that parts no matrix")
-    else:
-        draft.take(key, "lora_rank", value)
-
-
-def _guidance(draft: Draft, key: str, value: Any) -> None:
-    if models.family_of(draft).guidance_of(draft.values.get("model_flavour")) == "embedded":
-        draft.take(key, "train_guidance", value)
-    else:
-        draft.unneeded(key, "only for guidance-distilled models")
-
-
 def _encoder_rate(draft: Draft, key: str, value: Any) -> None:
     """The rates of SDXL's text encoders, which are always trained there."""
     if models.family_of(draft).name != "sdxl":
@@ -292,13 +277,6 @@ def _timesteps(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, "timestep_sampling", "uniform_shift" if _moves(draft) else "uniform")
     else:
         draft.unsupported(key, "set timestep_sampling: uniform, logit_normal, shift, or another")
-
-
-def _shift(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.unneeded(key, "off is the default")
-    else:
-        draft.take(key, "flow_shift", value)
 
 
 def _by_size(draft: Draft, key: str, value: Any) -> None:
@@ -362,13 +340,6 @@ def _schedule(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "not supported; the rate stays constant. Others: linear, cosine")
 
 
-def _warm_up(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.unneeded(key, "off is the default")
-    else:
-        draft.take(key, "lr_warmup_steps", value)
-
-
 def _epochs(draft: Draft, key: str, value: Any) -> None:
     if is_unset(draft.theirs.get("max_steps")):
         draft.take(key, "num_train_epochs", value)
@@ -422,13 +393,6 @@ def _checkpointing(draft: Draft, key: str, value: Any) -> None:
     draft.take(key, "gradient_checkpointing", True if unsloth else value, why)
 
 
-def _save_dtype(draft: Draft, key: str, value: Any) -> None:
-    if str(value) in _DTYPES:
-        draft.take(key, "export_dtype", _DTYPES[str(value)])
-    else:
-        draft.unsupported(key, "exports may be fp32, bf16 or fp16")
-
-
 def _stages(draft: Draft, key: str, value: Any) -> None:
     number = as_number(value)
     if number is None or number <= 1:
@@ -455,10 +419,10 @@ _RULES: Final[dict[str, Rule]] = {
     "model.dtype": _precision,
     **all_of("model.transformer_dtype model.diffusion_model_dtype", _base),
     "model.merge_adapters": _adapters,
-    "model.guidance": _guidance,
+    "model.guidance": training_keys.guidance,
     "model.timestep_sample_method": _timesteps,
     "model.sigmoid_scale": named("logit_std"),
-    "model.shift": _shift,
+    "model.shift": unless_off("flow_shift"),
     **all_of("model.flux_shift model.lumina_shift", _by_size),
     "model.min_t": _end("sigma_min", 0),
     "model.max_t": _end("sigma_max", 1),
@@ -473,11 +437,11 @@ _RULES: Final[dict[str, Rule]] = {
     **all_of("model.text_encoder_1_lr model.text_encoder_2_lr", _encoder_rate),
     # -- adapter
     "adapter.type": _adapter,
-    "adapter.rank": _rank,
+    "adapter.rank": training_keys.lora_rank,
     "adapter.alpha": without("it refuses this key, since alpha is the rank"),
     "adapter.dropout": named("lora_dropout"),
     "adapter.rank_dropout": without("only lora_dropout"),
-    "adapter.decompose_factor": named("lokr_factor"),
+    "adapter.decompose_factor": training_keys.of_lokr("lokr_factor"),
     "adapter.init_from_existing": named("init_lora"),
     "adapter.fuse_adapters": without("fuse it into the model (`fuse_lora`, `save_pretrained`)"),
     "adapter.exclude_modules": without("set lora_exclude_modules, by names of diffusers' layers"),
@@ -490,7 +454,7 @@ _RULES: Final[dict[str, Rule]] = {
     "epochs": _epochs,
     "max_steps": named("max_train_steps"),
     "lr_scheduler": _schedule,
-    "warmup_steps": _warm_up,
+    "warmup_steps": unless_off("lr_warmup_steps"),
     "force_constant_lr": _constant_rate,
     "optimizer.type": _optimizer,
     "optimizer.lr": _rate,
@@ -511,7 +475,7 @@ _RULES: Final[dict[str, Rule]] = {
     "eval_datasets": without("validation_fraction holds out a part of the samples"),
     # -- output
     "output_dir": training_keys.job_name,
-    "save_dtype": _save_dtype,
+    "save_dtype": chosen("export_dtype", _EXPORTS, "exports may be fp32, bf16 or fp16"),
     "save_every_n_steps": named("checkpointing_steps"),
     **all_of("save_every_n_epochs save_every_n_examples", _later),
     **all_of("checkpoint_every_n_epochs checkpoint_every_n_minutes", needless(_ONLY_STEPS)),

@@ -14,6 +14,7 @@ from jobs.imports.common.draft import (
     is_unset,
     named,
     needless,
+    only_on,
     same,
     unless_off,
     without,
@@ -120,10 +121,10 @@ def _parts() -> dict[str, Rule]:
     table: dict[str, Rule] = {}
     for part in ("unet", "transformer"):
         of = {
-            "train": rules.denoiser_trains,
+            "train": only_on("the denoiser is always trained"),
             "learning_rate": rules.rate,
             "weight_dtype": rules.weights,
-            "guidance_scale": rules.guidance,
+            "guidance_scale": training_keys.guidance,
             "gradient_checkpointing": same,
             "model_name": without(training_keys.ONE_DIRECTORY),
             "stop_training_after": rules.denoiser_stops,
@@ -140,7 +141,7 @@ def _parts() -> dict[str, Rule]:
             "stop_training_after": rules.encoder_stops,
             "stop_training_after_unit": rules.encoder_stops,
             "dropout_probability": data.caption_dropout,
-            "include": rules.included,
+            "include": only_on("all text encoders are used"),
             "model_name": without(training_keys.ONE_DIRECTORY),
         }
         table |= {f"{name}.{key}": rules.encoder(number, rule) for key, rule in of.items()}
@@ -155,8 +156,8 @@ _RULES: Final[dict[str, Rule]] = {
     "base_model_name": models.set_model,
     **_parts(),
     "vae.model_name": without(training_keys.ONE_DIRECTORY),
-    "text_encoder_sequence_length": rules.tokens(("flux2",)),
-    "text_encoder_2_sequence_length": rules.tokens(("flux",)),
+    "text_encoder_sequence_length": rules.tokens("flux2"),
+    "text_encoder_2_sequence_length": rules.tokens("flux"),
     "quantization.svd_dtype": without("weights are quantized without corrections"),
     "quantization.layer_filter": without("all linear layers of the blocks are quantized", "layers"),
     # -- adapter
@@ -167,9 +168,9 @@ _RULES: Final[dict[str, Rule]] = {
     "lora_model_name": rules.lora(named("init_lora")),
     "lora_decompose": rules.lora(rules.dora),
     "layer_filter": rules.lora(rules.layers),
-    "lokr_dim": rules.lokr("lora_rank"),
-    "lokr_decompose_factor": rules.lokr("lokr_factor"),
-    "lokr_full_matrix": rules.lokr("lokr_full_matrix"),
+    "lokr_dim": rules.lora(training_keys.of_lokr("lora_rank")),
+    "lokr_decompose_factor": rules.lora(training_keys.of_lokr("lokr_factor")),
+    "lokr_full_matrix": rules.lora(training_keys.of_lokr("lokr_full_matrix")),
     **all_of(
         "lokr_decompose_both lokr_weight_decompose",
         rules.lora(without("only the second matrix of LoKr is parted")),
@@ -208,7 +209,9 @@ _RULES: Final[dict[str, Rule]] = {
     # -- data
     **data.RULES,
     "unmasked_weight": data.of_masks(same),
-    "normalize_masked_area_loss": data.of_masks(data.normalized),
+    "normalize_masked_area_loss": data.of_masks(
+        only_on("the loss is the mean over what a mask shows")
+    ),
     "masked_prior_preservation_weight": data.of_masks(without(training_keys.NO_METHOD)),
     # -- devices and output
     "multi_gpu": rules.several_gpus,

@@ -18,6 +18,7 @@ from jobs.imports.common.draft import (
     named,
     needless,
     unless_off,
+    when,
     without,
 )
 from jobs.imports.common.import_report import Kind
@@ -193,11 +194,11 @@ def _resolution(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, "resolution", sides, several if len(sides) > 1 else "")
 
 
-def _override(part: Draft, key: str, value: Any) -> None:
-    if part.on("image.enable_resolution_override"):
-        _resolution(part, key, value)
-    else:
-        part.unneeded(key, "enable_resolution_override is off")
+_override: Final = when(
+    lambda part: part.on("image.enable_resolution_override"),
+    _resolution,
+    "enable_resolution_override is off",
+)
 
 
 def _kept(part: Draft, key: str, value: Any) -> None:
@@ -265,21 +266,7 @@ def caption_dropout(draft: Draft, key: str, value: Any) -> None:
 
 def of_masks(rule: Rule) -> Rule:
     """Make a rule for a key that has an effect only with masks."""
-
-    def chosen(draft: Draft, key: str, value: Any) -> None:
-        if draft.on("masked_training"):
-            rule(draft, key, value)
-        else:
-            draft.unneeded(key, "masked_training is off")
-
-    return chosen
-
-
-def normalized(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.unsupported(key, "the loss is the mean over what a mask shows")
-    else:
-        draft.unneeded(key, "always on")
+    return when(lambda draft: draft.on("masked_training"), rule, "masked_training is off")
 
 
 def _square(draft: Draft, key: str, value: Any) -> None:
@@ -367,19 +354,12 @@ def _any_seed(entry: dict[Any, Any]) -> bool:
     return not is_off(entry.get("random_seed")) or seed is None or seed < 0
 
 
-def _masks(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.unneeded(key, "off is the default")
-    else:
-        draft.take(key, "masked_loss", "file", "files that end in -masklabel.png")
-
-
 RULES: Final[dict[str, Rule]] = {
     "concepts": _concepts,
     "concept_file_name": _concept_file,
     "resolution": _resolution,
     "aspect_ratio_bucketing": _square,
-    "masked_training": _masks,
+    "masked_training": unless_off("masked_loss", "file", "files that end in -masklabel.png"),
     "frames": _frames,
     "validation": without("set validation_fraction, and validation_steps"),
     **all_of("validate_after validate_after_unit", needless("only for validation")),

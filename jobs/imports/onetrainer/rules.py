@@ -13,7 +13,9 @@ from jobs.imports.common.draft import (
     chosen,
     is_off,
     is_unset,
+    named,
     needless,
+    when,
     without,
 )
 from jobs.imports.common.import_report import Kind
@@ -100,11 +102,8 @@ _BASES: Final = {
 _WHOLE: Final = ("FLOAT_16", "FLOAT_32", "BFLOAT_16", "TFLOAT_32", "NONE")
 _HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"
 NO_PART: Final = "not a part of this model"
-# Ends of names of linear layers in diffusers' models.
-_LEAVES: Final = (
-    r"to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|to_qkv_mlp_proj|net\.0\.proj|net\.2|proj_mlp|w[123]"
-    r"|linear_in|linear_out|proj_in|proj_out"
-)
+# Of HiDream, whose outputs are plain layers.
+_HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"
 EVERY_LAYER: Final = (
     "it adapts every layer there; here those of attention and feed-forward, or those that "
     "lora_target_modules names"
@@ -126,22 +125,12 @@ def method(draft: Draft, key: str, value: Any) -> None:
 
 def of_denoiser(part: str, rule: Rule) -> Rule:
     """Make a rule for a part that is the denoiser in some models, and missing in others."""
-
-    def chosen(draft: Draft, key: str, value: Any) -> None:
-        unet = models.family_of(draft).name in UNETS
-        if part == ("unet" if unet else "transformer"):
-            rule(draft, key, value)
-        else:
-            draft.unneeded(key, NO_PART)
-
-    return chosen
+    return when(lambda draft: part == denoiser(draft), rule, NO_PART)
 
 
-def denoiser_trains(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.unsupported(key, "the denoiser is always trained")
-    else:
-        draft.unneeded(key, "on is the default")
+def denoiser(draft: Draft) -> str:
+    """What it calls the denoiser."""
+    return "unet" if models.family_of(draft).name in UNETS else "transformer"
 
 
 def weights(draft: Draft, key: str, value: Any) -> None:
@@ -159,55 +148,34 @@ def weights(draft: Draft, key: str, value: Any) -> None:
             draft.values["base_matmul"] = "scaled"
 
 
-def guidance(draft: Draft, key: str, value: Any) -> None:
-    if models.family_of(draft).guidance_of(draft.values.get("model_flavour")) == "embedded":
-        draft.take(key, "train_guidance", value)
-    else:
-        draft.unneeded(key, "only for guidance-distilled models")
+def encoders(draft: Draft) -> int:
+    """Return how many text encoders the model has."""
+    return SEVERAL.get(models.family_of(draft).name, 1)
 
 
 def encoder(number: int, rule: Rule) -> Rule:
     """Make a rule for a text encoder, which not all models have."""
-
-    def chosen(draft: Draft, key: str, value: Any) -> None:
-        if number < SEVERAL.get(models.family_of(draft).name, 1):
-            rule(draft, key, value)
-        else:
-            draft.unneeded(key, NO_PART)
-
-    return chosen
-
-
-def _trained(draft: Draft) -> list[str]:
-    """Return the text encoders that are trained."""
-    count = SEVERAL.get(models.family_of(draft).name, 1)
-    return [name for name in ENCODERS[:count] if draft.on(f"{name}.train")]
+    return when(lambda draft: number < encoders(draft), rule, NO_PART)
 
 
 def encoder_trains(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
         draft.unneeded(key, "off is the default")
-    elif len(_trained(draft)) < SEVERAL.get(models.family_of(draft).name, 1):
+    elif not all(draft.on(f"{name}.train") for name in ENCODERS[: encoders(draft)]):
         draft.unsupported(key, "text encoders are trained together, or not at all")
     else:
         training_keys.text_encoder_lora(draft, key, draft.number("lora_rank") or 16)
 
 
-def included(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.unsupported(key, "all text encoders are used")
-    else:
-        draft.unneeded(key, "on is the default")
-
-
 def encoder_rate(draft: Draft, key: str, value: Any) -> None:
+    """Take the rate of the text encoders, which have one together."""
     before = draft.values.get("text_encoder_learning_rate", as_number(value))
-    if draft.values.get("text_encoder_lora_rank") and before != as_number(value):
-        draft.unsupported(key, "all text encoders have the same rate")
-    elif draft.values.get("text_encoder_lora_rank"):
-        draft.take(key, "text_encoder_learning_rate", value)
-    else:
+    if not draft.values.get("text_encoder_lora_rank"):
         draft.unneeded(key, training_keys.NO_TEXT_ENCODERS)
+    elif before != as_number(value):
+        draft.unsupported(key, "all text encoders have the same rate")
+    else:
+        draft.take(key, "text_encoder_learning_rate", value)
 
 
 def encoder_stops(draft: Draft, key: str, value: Any) -> None:
@@ -231,16 +199,13 @@ def denoiser_stops(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "the denoiser is trained to the end: set num_train_epochs")
 
 
-def tokens(of: tuple[str, ...]) -> Rule:
-    """Make a rule for a number of tokens, which some families count here."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if models.family_of(draft).name in of:
-            draft.take(key, "max_sequence_length", value)
-        else:
-            draft.unneeded(key, "not used for this model there")
-
-    return rule
+def tokens(family: str) -> Rule:
+    """Make a rule for a number of tokens, which only one family is given there."""
+    return when(
+        lambda draft: models.family_of(draft).name == family,
+        named("max_sequence_length"),
+        "not used for this model there",
+    )
 
 
 # -- adapter -----------------------------------------------------------------------------------
@@ -248,14 +213,9 @@ def tokens(of: tuple[str, ...]) -> Rule:
 
 def lora(rule: Rule) -> Rule:
     """Make a rule for a key of the adapter."""
-
-    def chosen(draft: Draft, key: str, value: Any) -> None:
-        if draft.values["model_type"] == "lora":
-            rule(draft, key, value)
-        else:
-            draft.unneeded(key, "only for training_method: LORA")
-
-    return chosen
+    return when(
+        lambda draft: draft.values["model_type"] == "lora", rule, "only for training_method: LORA"
+    )
 
 
 def peft(draft: Draft, key: str, value: Any) -> None:
@@ -268,21 +228,9 @@ def peft(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, f"{word} is not supported; the job trains a peft LoRA instead")
 
 
-def lokr(ours: str) -> Rule:
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if draft.values.get("lora_variant") == "lokr":
-            draft.take(key, ours, value)
-        else:
-            draft.unneeded(key, "only for LoKr")
-
-    return lora(rule)
-
-
-def rank(draft: Draft, key: str, value: Any) -> None:
-    if draft.values.get("lora_variant") == "lokr":
-        draft.unneeded(key, "lokr_dim is used")
-    else:
-        draft.take(key, "lora_rank", value)
+rank: Final = when(
+    lambda draft: not training_keys.is_lokr(draft), training_keys.lora_rank, "lokr_dim is used"
+)
 
 
 def dora(draft: Draft, key: str, value: Any) -> None:
@@ -298,17 +246,17 @@ def layers(draft: Draft, key: str, value: Any) -> None:
     """Layers whose names contain one of some words, or fit one of some expressions."""
     words = [word.strip() for word in str(value).split(",") if word.strip()]
     patterns = words if draft.on("layer_filter_regex") else [f".*{re.escape(w)}" for w in words]
-    if not words or any("{" in word or word == "transformer_block" for word in words):
+    if not words or any("{" in word for word in words):
         draft.unsupported(key, EVERY_LAYER)
         return
     more = _HIDREAM if models.family_of(draft).name == "hidream" else ""
-    leaves = _LEAVES + more
+    leaves = models.LINEAR + more
     both = "|".join(p if p.startswith(("^", ".*")) else f".*{p}" for p in patterns)
     draft.take(
         key,
         "lora_target_modules",
         [rf"(?=(?:{both})).*\.(?:{leaves})"],
-        "layers of attention and feed-forward whose names fit",
+        "linear layers whose names fit",
     )
 
 
@@ -338,7 +286,7 @@ def detail(draft: Draft, key: str, value: Any) -> None:
 
 def rate(draft: Draft, key: str, value: Any) -> None:
     """Take the denoiser's rate; that of the configuration is text encoders', too."""
-    part = "unet" if models.family_of(draft).name in UNETS else "transformer"
+    part = denoiser(draft)
     if key == "learning_rate" and not is_unset(draft.theirs.get(f"{part}.learning_rate")):
         own = any(not is_unset(draft.theirs.get(f"{name}.learning_rate")) for name in ENCODERS)
         if draft.values.get("text_encoder_lora_rank") and not own:
@@ -380,11 +328,11 @@ def least(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "schedules end at 0")
 
 
-def cycles(draft: Draft, key: str, value: Any) -> None:
-    if draft.values.get("lr_scheduler") == "cosine_with_restarts":
-        draft.take(key, "lr_num_cycles", value)
-    else:
-        draft.unneeded(key, "only for schedules with restarts")
+cycles: Final = when(
+    lambda draft: draft.values.get("lr_scheduler") == "cosine_with_restarts",
+    named("lr_num_cycles"),
+    "only for schedules with restarts",
+)
 
 
 def precision(draft: Draft, key: str, value: Any) -> None:
@@ -406,6 +354,7 @@ def epochs(draft: Draft, key: str, value: Any) -> None:
 
 
 def clip(draft: Draft, key: str, value: Any) -> None:
+    """Take the largest norm of gradients; 0 and null are none."""
     draft.take(key, "max_grad_norm", 0 if is_off(value) else value)
 
 
@@ -419,13 +368,8 @@ def ema(draft: Draft, key: str, value: Any) -> None:
 
 
 def of_ema(rule: Rule) -> Rule:
-    def chosen(draft: Draft, key: str, value: Any) -> None:
-        if draft.values.get("use_ema"):
-            rule(draft, key, value)
-        else:
-            draft.unneeded(key, "ema is off")
-
-    return chosen
+    """Make a rule for a key of the average."""
+    return when(lambda draft: draft.values.get("use_ema"), rule, "ema is off")
 
 
 def every(unit: str, ours: str, why: str) -> Rule:
@@ -462,11 +406,11 @@ def saves(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "exports are made at the end; `fsdp-tui export` makes more of them")
 
 
-def kept(draft: Draft, key: str, value: Any) -> None:
-    if draft.on("rolling_backup"):
-        draft.take(key, "checkpoints_total_limit", value)
-    else:
-        draft.unneeded(key, "rolling_backup is off")
+kept: Final = when(
+    lambda draft: draft.on("rolling_backup"),
+    named("checkpoints_total_limit"),
+    "rolling_backup is off",
+)
 
 
 def devices(draft: Draft, key: str, value: Any) -> None:
@@ -617,12 +561,14 @@ def weight(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "set snr_gamma, or loss_weighting")
 
 
-def epsilon(draft: Draft, key: str, value: Any) -> None:
-    """Take epsilon; Adafactor has its own."""
-    if str(draft.get("optimizer.optimizer")).upper() in ("ADAFACTOR", "LION", "LION_8BIT", "SGD"):
-        draft.unneeded(key, "not used by this optimizer here")
-    else:
-        draft.take(key, "adam_epsilon", value)
+epsilon: Final = when(
+    lambda draft: (
+        str(draft.get("optimizer.optimizer")).upper()
+        not in ("ADAFACTOR", "LION", "LION_8BIT", "SGD")
+    ),
+    named("adam_epsilon"),
+    "not used by this optimizer here",
+)
 
 
 NOISE: Final[dict[str, Rule]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.imports.common import models, training_keys
-from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, without
+from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, when, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import read_beside
 from jobs.spec.families.base import FLUX_LINE, ShiftLine
@@ -72,14 +72,11 @@ def lora_type(draft: Draft, key: str, value: Any) -> None:
 
 def unless_lycoris(rule: Rule) -> Rule:
     """Make a rule for a key that the tool ignores if LyCORIS has its own file."""
-
-    def chosen(draft: Draft, key: str, value: Any) -> None:
-        if _is_lycoris(draft) and draft.get("lycoris_config"):
-            draft.unneeded(key, "lycoris_config is used")
-        else:
-            rule(draft, key, value)
-
-    return chosen
+    return when(
+        lambda draft: not (_is_lycoris(draft) and draft.get("lycoris_config")),
+        rule,
+        "lycoris_config is used",
+    )
 
 
 def _is_lycoris(draft: Draft) -> bool:
@@ -111,32 +108,12 @@ def _algo(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, f"{word} is not supported; the job trains a peft LoRA instead")
 
 
-def _dim(draft: Draft, key: str, value: Any) -> None:
-    large = (draft.number(key) or 0) > training_keys.LARGEST_RANK
-    if draft.values.get("lora_variant") == "lokr" and (large or draft.on("full_matrix")):
-        draft.take(key, "lokr_full_matrix", True, "a rank that parts no matrix")
-    else:
-        draft.take(key, "lora_rank", value, "the equivalent key")
-
-
-def _of_lokr(ours: str) -> Rule:
-    """Make a rule for a key that only LoKr has."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if draft.values.get("lora_variant") == "lokr":
-            draft.take(key, ours, value, "the equivalent key")
-        else:
-            draft.unneeded(key, "only for LoKr")
-
-    return rule
-
-
 _LYCORIS: Final[dict[str, Rule]] = {
     "algo": _algo,
-    "linear_dim": _dim,
+    "linear_dim": training_keys.lora_rank,
     "linear_alpha": named("lora_alpha"),
-    "factor": _of_lokr("lokr_factor"),
-    "full_matrix": _of_lokr("lokr_full_matrix"),
+    "factor": training_keys.of_lokr("lokr_factor"),
+    "full_matrix": training_keys.of_lokr("lokr_full_matrix"),
     "multiplier": without("the adapter is trained at full strength", "1"),
     "decompose_both": without("only the second matrix is parted"),
     "use_scalar": without("the adapter has no strength of its own"),
@@ -209,14 +186,9 @@ def _is_forced(draft: Draft) -> bool:
 
 def unless_sana(rule: Rule) -> Rule:
     """Make a rule for a key of sigma sampling, which the tool ignores for Sana."""
-
-    def chosen(draft: Draft, key: str, value: Any) -> None:
-        if models.family_of(draft).name == "sana":
-            draft.unneeded(key, "ignored for Sana there")
-        else:
-            rule(draft, key, value)
-
-    return chosen
+    return when(
+        lambda draft: models.family_of(draft).name != "sana", rule, "ignored for Sana there"
+    )
 
 
 def shift(draft: Draft, key: str, value: Any) -> None:

@@ -161,11 +161,14 @@ def ai_toolkit(folder: Path, arch: str, kind: str, side: int) -> Imported:
     return import_ai_toolkit(path)
 
 
-# Of Nerogar/OneTrainer's modules/modelSetup: layers whose names contain one of these words; and of its
+# Of Nerogar/OneTrainer's modules/modelSetup: layers with one of these words in their names; and of its
 # presets for Z-Image, an expression.
 FILTERS: Final = [
     ("FLUX_DEV_1", "flux", "attn,ff.net,proj_mlp"),
     ("FLUX_DEV_1", "flux", "attn"),
+    ("FLUX_DEV_1", "flux", "transformer_block"),
+    ("QWEN", "qwen_image", "transformer_block"),
+    ("STABLE_DIFFUSION_35", "sd3", "transformer_block"),
     ("CHROMA_1", "chroma", "attn,ff.net,proj_mlp"),
     ("QWEN", "qwen_image", "attn,img_mlp,txt_mlp"),
     ("HI_DREAM_FULL", "hidream", "attn1,ff_i"),

@@ -235,7 +235,7 @@ ONETRAINER: Final[Cells] = [
     ({"peft_type": "LOKR", "lokr_dim": 4}, {"lora_variant": "lokr", "lora_rank": 4}),
     ({"peft_type": "LOHA"}, Lost),
     ({"lora_decompose": True}, {"lora_variant": "dora"}),
-    ({"layer_filter": "transformer_block"}, Lost),
+    ({"layer_filter": "a{2}", "layer_filter_regex": True}, Lost),
     ({"lora_model_name": "a.safetensors"}, {"init_lora": "a.safetensors"}),
     ({"optimizer__optimizer": "ADAMW_8BIT"}, {"optimizer": "adamw_8bit", "weight_decay": 0.01}),
     ({"optimizer__optimizer": "ADAM"}, {"optimizer": "adamw", "weight_decay": 0.0}),

@@ -20,7 +20,6 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.import_report import Kind
-from jobs.imports.common.places import find_beside
 from jobs.spec.keys.prompts import ValidationPrompt
 from jobs.spec.values.dataset_files import CAPTION_SUFFIXES
 from jobs.spec.values.datasets import TRIGGER
@@ -137,13 +136,6 @@ def _kept(part: Draft, key: str, value: Any) -> None:
         part.unneeded(key, "shuffle_tokens is off, or nothing is kept")
 
 
-def _masks(part: Draft, key: str, value: Any) -> None:
-    """Take a folder of masks named like their images."""
-    place = find_beside(part.folder, str(value))
-    if part.take(key, "mask_path", str(place) if place else str(value)):
-        part.values["masked_loss"] = "file"
-
-
 def _outside(part: Draft, key: str, value: Any) -> None:
     if part.get("mask_path") or part.on("alpha_mask"):
         part.take(key, "unmasked_weight", value)
@@ -183,7 +175,7 @@ _DATASET: Final[dict[str, Rule]] = {
     "token_dropout_rate": without("caption_dropout_probability trains with empty captions"),
     "loss_multiplier": named("loss_weight"),
     "network_weight": without("the LoRA is trained at full strength", "1"),
-    "mask_path": _masks,
+    "mask_path": data.masks,
     "alpha_mask": unless_off("masked_loss", "alpha"),
     "mask_min_value": _outside,
     "scale": without("images are resized to fill their bucket", "1"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.imports.common.draft import Draft, as_number, in_words, is_off, read
+from jobs.imports.common.draft import Draft, as_number, in_words, is_off, read, when, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of, references_of
 from jobs.imports.common.places import find_beside
@@ -17,6 +17,8 @@ from jobs.spec.values.resolutions import read_resolutions, sides_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from jobs.imports.common.draft import Rule
 
 _LARGEST: Final = ("num_frames", "max_upscale", "caption_dropout_probability")
 _ONLY_CAPTION: Final = (
@@ -115,6 +117,31 @@ def frames(draft: Draft, key: str, value: Any) -> None:
         fits = frames_of(int(number), family.name)
         why = "" if fits == number else f"{family.title} takes {family.frame_step}n + 1"
         draft.take(key, "num_frames", fits, why)
+
+
+def masks(part: Draft, key: str, value: Any) -> None:
+    """Take a folder of masks named like their images."""
+    place = find_beside(part.folder, str(value))
+    if part.take(key, "mask_path", str(place) if place else str(value)):
+        part.values["masked_loss"] = "file"
+
+
+def whole_repeats(part: Draft, key: str, value: Any) -> None:
+    """Take a number of repeats, which may be a part of one in other tools."""
+    number = as_number(value)
+    if number is None or number != int(number) or number < 1:
+        part.unsupported(key, "repeats are whole numbers; set weight in datasets for others")
+    else:
+        part.take(key, "repeats", int(number))
+
+
+def delimiter(*switches: str) -> Rule:
+    """Make a rule for what is between tags, which matters where one of the switches shuffles."""
+    return when(
+        lambda part: any(map(part.on, switches)),
+        without("tags are between commas", ",", "', '"),
+        "tags are not shuffled",
+    )
 
 
 def settle(draft: Draft, parts: Sequence[Part]) -> None:

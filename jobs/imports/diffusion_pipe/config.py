@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +19,7 @@ from jobs.imports.common.draft import (
     needless,
     same,
     unless_off,
+    when,
     without,
 )
 from jobs.imports.common.places import parse
@@ -185,13 +185,6 @@ def _directory(draft: Draft, key: str, value: Any) -> None:
     models.set_model(draft, key, value)
     if flavour is not None:
         draft.values["model_flavour"] = flavour
-
-
-def _original(draft: Draft, key: str, value: Any) -> None:
-    """A directory in a layout of the model's authors."""
-    draft.unsupported(
-        key, "set pretrained_model_name_or_path to a model in the layout of diffusers"
-    )
 
 
 def _precision(draft: Draft, key: str, value: Any) -> None:
@@ -393,25 +386,13 @@ def _checkpointing(draft: Draft, key: str, value: Any) -> None:
     draft.take(key, "gradient_checkpointing", True if unsloth else value, why)
 
 
-def _stages(draft: Draft, key: str, value: Any) -> None:
-    number = as_number(value)
-    if number is None or number <= 1:
-        draft.unneeded(key, "one is the default")
-    else:
-        draft.unsupported(key, f"shard instead: gpus: {math.ceil(number)}, strategy: fsdp2")
-
-
-def _later(draft: Draft, key: str, value: Any) -> None:
-    if is_unset(draft.theirs.get("save_every_n_steps")):
-        draft.unsupported(key, _SAVES)
-    else:
-        draft.unneeded(key, "save_every_n_steps is used")
-
-
 _RULES: Final[dict[str, Rule]] = {
     "model.type": _family,
     "model.diffusers_path": _directory,
-    **all_of("model.ckpt_path model.checkpoint_path model.single_file_path", _original),
+    **all_of(
+        "model.ckpt_path model.checkpoint_path model.single_file_path",
+        without("set pretrained_model_name_or_path to a model in the layout of diffusers"),
+    ),
     **all_of(
         "model.transformer_path model.diffusion_model",
         without("the model is one directory in the layout of diffusers; save it as one"),
@@ -468,7 +449,7 @@ _RULES: Final[dict[str, Rule]] = {
     "activation_checkpointing": _checkpointing,
     "blocks_to_swap": named("swap_blocks"),
     "compile": named("torch_compile"),
-    "pipeline_stages": _stages,
+    "pipeline_stages": without("shard instead: gpus: N, strategy: fsdp2", "1"),
     # -- data
     "dataset": data.read_file,
     "video_clip_mode": data.clips,
@@ -477,7 +458,14 @@ _RULES: Final[dict[str, Rule]] = {
     "output_dir": training_keys.job_name,
     "save_dtype": chosen("export_dtype", _EXPORTS, "exports may be fp32, bf16 or fp16"),
     "save_every_n_steps": named("checkpointing_steps"),
-    **all_of("save_every_n_epochs save_every_n_examples", _later),
+    **all_of(
+        "save_every_n_epochs save_every_n_examples",
+        when(
+            lambda draft: is_unset(draft.theirs.get("save_every_n_steps")),
+            without(_SAVES),
+            "save_every_n_steps is used",
+        ),
+    ),
     **all_of("checkpoint_every_n_epochs checkpoint_every_n_minutes", needless(_ONLY_STEPS)),
     "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS),
     "monitoring.enable_wandb": trackers.wandb,

@@ -16,7 +16,7 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.import_report import Kind
-from jobs.imports.common.places import find_beside, read_beside
+from jobs.imports.common.places import read_beside
 
 if TYPE_CHECKING:
     from jobs.imports.common.draft import Draft, Rule
@@ -95,20 +95,6 @@ def _frames(part: Draft, key: str, value: Any) -> None:
         part.unsupported(key, f"all videos have {counts[-1]} frames; shorter ones are left out")
 
 
-def _repeats(part: Draft, key: str, value: Any) -> None:
-    number = as_number(value)
-    if number is None or number < 1 or number != int(number):
-        part.unsupported(key, "repeats are whole numbers; set weight in datasets for others")
-    else:
-        part.take(key, "repeats", int(number))
-
-
-def _masks(part: Draft, key: str, value: Any) -> None:
-    place = find_beside(part.folder, str(value))
-    if part.take(key, "mask_path", str(place) if place else str(value)):
-        part.values["masked_loss"] = "file"
-
-
 def _prefix(part: Draft, key: str, value: Any) -> None:
     """A beginning of all captions; a comma after a trigger word is put there here."""
     word = str(value).strip()
@@ -125,37 +111,25 @@ def _empty(part: Draft, key: str, value: Any) -> None:
         part.unneeded(key, "images without captions are skipped")
 
 
-def _shuffled(part: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        part.unneeded(key, "off is the default")
-    else:
-        part.take(key, "shuffle_captions", True, "in a few orders, each encoded once")
-
-
-def _delimiter(part: Draft, key: str, value: Any) -> None:
-    shuffles = part.on("shuffle_tags") or part.on("cache_shuffle_num")
-    if shuffles and str(value).strip() != ",":
-        part.unsupported(key, "tags are between commas")
-    else:
-        part.unneeded(key, "commas, or tags are not shuffled")
-
-
 _DIRECTORY: Final[dict[str, Rule]] = {
     "path": data.folder,
     "resolutions": _resolutions,
-    "num_repeats": _repeats,
+    "num_repeats": data.whole_repeats,
     "enable_ar_bucket": _buckets,
     **all_of("min_ar max_ar", _ratio),
     "num_ar_buckets": needless("buckets are automatic; how many, bucket_step decides"),
     "ar_buckets": without("buckets are automatic"),
     "size_buckets": without("set resolution: the side of a square of the same area"),
     "frame_buckets": _frames,
-    "mask_path": _masks,
+    "mask_path": data.masks,
     "default_mask_file": without("images without a mask are trained whole"),
     "control_path": data.conditioning_folder,
     "caption_prefix": _prefix,
-    **all_of("shuffle_tags cache_shuffle_num", _shuffled),
-    "cache_shuffle_delimiter": _delimiter,
+    **all_of(
+        "shuffle_tags cache_shuffle_num",
+        unless_off("shuffle_captions", True, "in a few orders, each encoded once"),
+    ),
+    "cache_shuffle_delimiter": data.delimiter("shuffle_tags", "cache_shuffle_num"),
     "skip_empty_caption": _empty,
     "online_captions": without("captions are in .txt files, or in metadata.jsonl"),
     "subsample_ratio": without("put the samples into a separate folder"),

@@ -17,6 +17,7 @@ from jobs.imports.common.draft import (
     only_on,
     same,
     unless_off,
+    when,
     without,
 )
 from jobs.imports.common.places import parse
@@ -56,6 +57,24 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "tensorboard": True,
 }
 _LORA_DEFAULTS: Final[dict[str, Any]] = {"lora_rank": 16, "lora_alpha": 1.0}
+
+
+_PEFTS: Final[training_keys.Words] = {"lora": ("lora", ""), "lokr": ("lokr", "")}
+_DTYPES: Final[training_keys.Words] = {
+    "float_32": ("fp32", ""),
+    "float_16": ("fp16", ""),
+    "bfloat_16": ("bf16", ""),
+}
+_LENGTHS: Final = "with lengths of rows; there, of columns unless lora_decompose_output_axis is on"
+_SAMPLING: Final = rules.every("sample_after_unit", "validation_steps", rules.SAMPLED)
+
+
+def _changes(draft: Draft) -> bool:
+    return str(draft.get("learning_rate_scheduler")).strip().upper() != "CONSTANT"
+
+
+def _saves(draft: Draft) -> bool:
+    return str(draft.get("save_every_unit") or "NEVER").strip().upper() != "NEVER"
 
 
 def read(path: Path) -> Draft:
@@ -161,12 +180,12 @@ _RULES: Final[dict[str, Rule]] = {
     "quantization.svd_dtype": without("weights are quantized without corrections"),
     "quantization.layer_filter": without("all linear layers of the blocks are quantized", "layers"),
     # -- adapter
-    "peft_type": rules.lora(rules.peft),
+    "peft_type": rules.lora(chosen("lora_variant", _PEFTS, "the job trains a peft LoRA instead")),
     "lora_rank": rules.lora(rules.rank),
     "lora_alpha": rules.lora(same),
     "dropout_probability": rules.lora(named("lora_dropout")),
     "lora_model_name": rules.lora(named("init_lora")),
-    "lora_decompose": rules.lora(rules.dora),
+    "lora_decompose": rules.lora(unless_off("lora_variant", "dora", _LENGTHS)),
     "layer_filter": rules.lora(rules.layers),
     "lokr_dim": rules.lora(training_keys.of_lokr("lora_rank")),
     "lokr_decompose_factor": rules.lora(training_keys.of_lokr("lokr_factor")),
@@ -186,7 +205,9 @@ _RULES: Final[dict[str, Rule]] = {
     ),
     "learning_rate_warmup_steps": rules.warm_up,
     "learning_rate_cycles": rules.cycles,
-    "learning_rate_min_factor": rules.least,
+    "learning_rate_min_factor": when(
+        _changes, without("schedules end at 0"), "the rate is constant"
+    ),
     "custom_learning_rate_scheduler": needless("only for the schedule CUSTOM"),
     "scheduler_params": needless("only for the schedule CUSTOM"),
     "optimizer.optimizer": rules.optimizer,
@@ -204,7 +225,7 @@ _RULES: Final[dict[str, Rule]] = {
     "ema": rules.ema,
     "ema_decay": rules.of_ema(same),
     "ema_update_step_interval": rules.of_ema(without("the average is updated every step", "1")),
-    "loss_scaler": rules.scaled,
+    "loss_scaler": without("the loss is the mean over all samples of a step"),
     **rules.NOISE,
     # -- data
     **data.RULES,
@@ -216,12 +237,14 @@ _RULES: Final[dict[str, Rule]] = {
     # -- devices and output
     "multi_gpu": rules.several_gpus,
     "device_indexes": rules.devices,
-    "output_dtype": rules.dtype,
+    "output_dtype": chosen("export_dtype", _DTYPES, "exports may be fp32, bf16 or fp16"),
     "output_model_destination": rules.destination,
     "backup_after": rules.every("backup_after_unit", "checkpointing_steps", rules.TIMES),
     "rolling_backup_count": rules.kept,
-    "save_every": rules.saves,
-    "sample_after": rules.sampled,
+    "save_every": when(
+        _saves, without("exports are made at the end; `fsdp-tui export` makes more"), "off"
+    ),
+    "sample_after": when(data.has_samples, _SAMPLING, "there are no samples"),
     "sample_skip_first": without("samples are made at every multiple of validation_steps"),
     "non_ema_sampling": needless("samples use the average where there is one"),
     "cloud.enabled": without("jobs run on this machine or on Slurm"),

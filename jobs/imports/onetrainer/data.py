@@ -109,13 +109,10 @@ def _migrate(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _repeats(part: Draft, key: str, value: Any) -> None:
-    number = as_number(value)
     if str(part.get("balancing_strategy") or "REPEATS").strip().upper() != "REPEATS":
         part.unsupported(key, "a number of samples for each epoch: set repeats or weight")
-    elif number is None or number != int(number) or number < 1:
-        part.unsupported(key, "repeats are whole numbers; set weight in datasets for others")
     else:
-        part.take(key, "repeats", int(number))
+        data.whole_repeats(part, key, value)
 
 
 def _below(part: Draft, key: str, value: Any) -> None:
@@ -201,18 +198,8 @@ _override: Final = when(
 )
 
 
-def _kept(part: Draft, key: str, value: Any) -> None:
-    if part.on("text.enable_tag_shuffling") and not is_off(value):
-        part.take(key, "keep_tags", value)
-    else:
-        part.unneeded(key, "tags are not shuffled, or none is kept")
-
-
-def _delimiter(part: Draft, key: str, value: Any) -> None:
-    if part.on("text.enable_tag_shuffling") and str(value).strip() != ",":
-        part.unsupported(key, "tags are between commas")
-    else:
-        part.unneeded(key, "commas, or tags are not shuffled")
+def _shuffles(part: Draft) -> bool:
+    return part.on("text.enable_tag_shuffling")
 
 
 _CONCEPT: Final[dict[str, Rule]] = {
@@ -233,8 +220,8 @@ _CONCEPT: Final[dict[str, Rule]] = {
     "text.enable_tag_shuffling": unless_off(
         "shuffle_captions", True, "in a few orders, each encoded once"
     ),
-    "text.keep_tags_count": _kept,
-    "text.tag_delimiter": _delimiter,
+    "text.keep_tags_count": when(_shuffles, unless_off("keep_tags"), "tags are not shuffled"),
+    "text.tag_delimiter": data.delimiter("text.enable_tag_shuffling"),
     **all_of(
         "text.tag_dropout_enable text.caps_randomize_enable",
         without("caption_dropout_probability trains with empty captions"),

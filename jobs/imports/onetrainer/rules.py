@@ -19,7 +19,6 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.import_report import Kind
-from jobs.imports.onetrainer import data
 from jobs.spec.families.base import FLUX_LINE, ShiftLine
 from jobs.spec.values.resolutions import sides_of
 
@@ -100,10 +99,8 @@ _BASES: Final = {
     "NFLOAT_4": ("nf4", ""),
 }
 _WHOLE: Final = ("FLOAT_16", "FLOAT_32", "BFLOAT_16", "TFLOAT_32", "NONE")
-_HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"
+_HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"  # whose outputs are no lists
 NO_PART: Final = "not a part of this model"
-# Of HiDream, whose outputs are plain layers.
-_HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"
 EVERY_LAYER: Final = (
     "it adapts every layer there; here those of attention and feed-forward, or those that "
     "lora_target_modules names"
@@ -218,28 +215,9 @@ def lora(rule: Rule) -> Rule:
     )
 
 
-def peft(draft: Draft, key: str, value: Any) -> None:
-    word = str(value).strip().upper()
-    if word == "LORA":
-        draft.unneeded(key, "a peft LoRA is the default")
-    elif word == "LOKR":
-        draft.take(key, "lora_variant", "lokr")
-    else:
-        draft.unsupported(key, f"{word} is not supported; the job trains a peft LoRA instead")
-
-
 rank: Final = when(
     lambda draft: not training_keys.is_lokr(draft), training_keys.lora_rank, "lokr_dim is used"
 )
-
-
-def dora(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.unneeded(key, "off is the default")
-    elif draft.on("lora_decompose_output_axis"):
-        draft.take(key, "lora_variant", "dora")
-    else:
-        draft.take(key, "lora_variant", "dora", "with lengths of rows; there, of columns")
 
 
 def layers(draft: Draft, key: str, value: Any) -> None:
@@ -321,13 +299,6 @@ def warm_up(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, "lr_warmup_steps", int(number / steps), why)
 
 
-def least(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value) or str(draft.get("learning_rate_scheduler")).upper() == "CONSTANT":
-        draft.unneeded(key, "schedules end at 0")
-    else:
-        draft.unsupported(key, "schedules end at 0")
-
-
 cycles: Final = when(
     lambda draft: draft.values.get("lr_scheduler") == "cosine_with_restarts",
     named("lr_num_cycles"),
@@ -387,23 +358,8 @@ def every(unit: str, ours: str, why: str) -> Rule:
     return rule
 
 
-def sampled(draft: Draft, key: str, value: Any) -> None:
-    if data.has_samples(draft):
-        every("sample_after_unit", "validation_steps", SAMPLED)(draft, key, value)
-    else:
-        draft.unneeded(key, "there are no samples")
-
-
 def destination(draft: Draft, key: str, value: Any) -> None:
     training_keys.job_name(draft, key, str(value).removesuffix(".safetensors"))
-
-
-def saves(draft: Draft, key: str, value: Any) -> None:
-    unit = str(draft.get("save_every_unit") or "NEVER").strip().upper()
-    if unit == "NEVER" or is_off(value):
-        draft.unneeded(key, "off is the default")
-    else:
-        draft.unsupported(key, "exports are made at the end; `fsdp-tui export` makes more of them")
 
 
 kept: Final = when(
@@ -429,24 +385,6 @@ def several_gpus(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "set gpus to the number of GPUs")
     else:
         draft.record(Kind.TRANSLATED, key, why="device_indexes says which")
-
-
-_DTYPES: Final = {"FLOAT_32": "fp32", "FLOAT_16": "fp16", "BFLOAT_16": "bf16"}
-
-
-def dtype(draft: Draft, key: str, value: Any) -> None:
-    word = str(value).strip().upper()
-    if word in _DTYPES:
-        draft.take(key, "export_dtype", _DTYPES[word])
-    else:
-        draft.unsupported(key, "exports may be fp32, bf16 or fp16")
-
-
-def scaled(draft: Draft, key: str, value: Any) -> None:
-    if str(value).strip().upper() == "NONE":
-        draft.unneeded(key, "off is the default")
-    else:
-        draft.unsupported(key, "the loss is the mean over all samples of a step")
 
 
 # -- noise and loss ----------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def snr(draft: Draft, key: str, value: Any) -> None:
 
 
 def prediction(draft: Draft, key: str, value: Any) -> None:
-    """What the model predicts, which overrides its own file in other tools."""
+    """Say what the model predicts, which overrides its own file in other tools."""
     if family_of(draft).objective == "flow":
         draft.unneeded(key, "only for epsilon and v-prediction models")
     else:

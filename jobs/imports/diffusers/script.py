@@ -223,8 +223,8 @@ def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
     if draft.values["model_type"] == "lora":
         stem = script.removesuffix(".py")
         names = (stem, family.name)
-        known = (layers for of, layers in _LAYERS if any(map(of.search, names)))
-        defaults["lora_layers"] = ",".join(next(known, models.ATTENTION))
+        targets = (layers for of, layers in _LAYERS if any(map(of.search, names)))
+        defaults["lora_layers"] = ",".join(next(targets, models.ATTENTION))
         defaults |= {"lora_alpha": 4} if _ALPHA.search(stem) else {}
         defaults |= {"text_encoder_lr": 5e-6} if "dreambooth_lora_sdxl" in script else {}
     else:

@@ -168,19 +168,19 @@ def _defaults(draft: Draft) -> dict[str, Any]:
 
 
 def _family(draft: Draft, key: str, value: Any) -> None:
-    """The family, and the flavour that names of files tell."""
+    """Set the family, and the flavour that names of files tell."""
     name = _FAMILIES.get(str(value).strip().lower())
     paths = [str(v) for k, v in draft.theirs.items() if k.startswith("model.") and k != key]
     text = " ".join(paths).lower()
-    found = (f for word, f in _FLAVOURS.get(name or "", ()) if re.search(word, text))
-    models.set_family(draft, key, name, next(found, None))
+    flavours = (f for word, f in _FLAVOURS.get(name or "", ()) if re.search(word, text))
+    models.set_family(draft, key, name, next(flavours, None))
     if name and "model_flavour" in draft.values:
         flavour = draft.values["model_flavour"]
         draft.assume("model", "from the names of its files", model_flavour=flavour)
 
 
 def _directory(draft: Draft, key: str, value: Any) -> None:
-    """A directory in the layout of diffusers."""
+    """Take a directory in the layout of diffusers."""
     flavour = draft.values.get("model_flavour")
     models.set_model(draft, key, value)
     if flavour is not None:
@@ -194,7 +194,7 @@ def _precision(draft: Draft, key: str, value: Any) -> None:
 
 
 def _base(draft: Draft, key: str, value: Any) -> None:
-    """The precision of the base; that of training where it says no other."""
+    """Take the precision of the base; that of training where it says no other."""
     word = str(value).strip().lower()
     if word in _DTYPES:
         draft.unneeded(key, "nothing is quantized by default")
@@ -233,7 +233,7 @@ def _adapter(draft: Draft, key: str, value: Any) -> None:
 
 
 def _encoder_rate(draft: Draft, key: str, value: Any) -> None:
-    """The rates of SDXL's text encoders, which are always trained there."""
+    """Take the rates of SDXL's text encoders, which are always trained there."""
     if models.family_of(draft).name != "sdxl":
         draft.unneeded(key, "only for SDXL")
         return
@@ -273,7 +273,7 @@ def _timesteps(draft: Draft, key: str, value: Any) -> None:
 
 
 def _by_size(draft: Draft, key: str, value: Any) -> None:
-    """A shift by the tokens of an image, or of a frame of a video."""
+    """Take a shift by the tokens of an image, or of a frame of a video."""
     lumina = models.family_of(draft).name == "lumina2"
     if is_off(value) or lumina != key.endswith("lumina_shift"):
         draft.unneeded(key, "off is the default, or not used for this model")

@@ -55,14 +55,16 @@ def _resolutions(part: Draft, key: str, value: Any) -> None:
     """Sides of squares, or sizes of which only the area counts; every image is trained at each."""
     given = value if isinstance(value, list) else [value]
     sides: list[int] = []
-    for one in given:
-        size = [as_number(side) for side in one] if isinstance(one, list) else [as_number(one)]
-        known = [side for side in size if side is not None and side > 0]
-        if len(known) != len(size) or len(known) not in (1, 2):
+    for size in given:
+        numbers = (
+            [as_number(side) for side in size] if isinstance(size, list) else [as_number(size)]
+        )
+        pixels = [number for number in numbers if number is not None and number > 0]
+        if len(pixels) != len(numbers) or len(pixels) not in (1, 2):
             part.unreadable(key, "not sides of squares, or widths and heights")
             return
-        sides.append(round(math.sqrt(known[0] * known[-1])))
-    areas = any(isinstance(one, list) for one in given)
+        sides.append(round(math.sqrt(pixels[0] * pixels[-1])))
+    areas = any(isinstance(size, list) for size in given)
     part.take(key, "resolution", sides, "of the same area" if areas else "the equivalent key")
 
 
@@ -74,7 +76,7 @@ def _buckets(part: Draft, key: str, value: Any) -> None:
 
 
 def _ratio(part: Draft, key: str, value: Any) -> None:
-    """The widest or tallest bucket."""
+    """Take the ratio of the widest or tallest bucket."""
     low, high = (part.number("min_ar") or 0.5, part.number("max_ar") or 2.0)
     if is_off(part.get("enable_ar_bucket")) or low <= 0:
         part.unneeded(key, "there are no buckets")
@@ -92,11 +94,11 @@ def _frames(part: Draft, key: str, value: Any) -> None:
         return
     data.frames(part, key, counts[-1])
     if len(counts) > 1:
-        part.unsupported(key, f"all videos have {counts[-1]} frames; shorter ones are left out")
+        part.unsupported(key, f"all videos have {counts[-1]} frames; shorter ones are skipped")
 
 
 def _prefix(part: Draft, key: str, value: Any) -> None:
-    """A beginning of all captions; a comma after a trigger word is put there here."""
+    """Take a beginning of all captions; a comma after a trigger word is put there here."""
     word = str(value).strip()
     if word.endswith(",") and "," not in word[:-1]:
         part.take(key, "trigger_word", word[:-1].strip(), "in front of captions without it")

@@ -122,7 +122,7 @@ def _below(part: Draft, key: str, value: Any) -> None:
         return
     place = find_beside(part.folder, str(part.get("path")))
     try:
-        inner = place is not None and any(one.is_dir() for one in place.iterdir())
+        inner = place is not None and any(child.is_dir() for child in place.iterdir())
     except OSError:
         inner = False
     if inner:
@@ -138,7 +138,7 @@ def _source(part: Draft, key: str, value: Any) -> None:
         part.unsupported(key, "captions are in .txt files; write the names into them")
     elif word != "concept":
         part.values |= {"missing_captions": "empty", "caption_lines": "variants"}
-        part.record(Kind.TRANSLATED, key, why=".txt files; each line is a caption of its own")
+        part.record(Kind.TRANSLATED, key, why=".txt files; each line is a separate caption")
     else:
         _one_caption(part, key)
 
@@ -155,7 +155,7 @@ def _one_caption(part: Draft, key: str) -> None:
     if len(lines) == 1:
         data.only_caption(part, key, lines[0])
     else:
-        why = f"{len(lines)} captions" if path else "a file that is not here"
+        why = f"{len(lines)} captions" if path else "a missing file"
         part.unsupported(key, f"{why} for all images; write .txt files beside them")
 
 
@@ -169,7 +169,7 @@ def _crop(part: Draft, key: str, value: Any) -> None:
 
 
 def _sides(text: Any) -> list[int] | None:
-    """The resolutions of a text; None for a size that is no square."""
+    """Return the resolutions of a text; None for a size that is no square."""
     words = str(text).strip().lower()
     if "x" in words and "," not in words:
         sides = {word.strip() for word in words.split("x")}
@@ -293,7 +293,7 @@ def _sample_file(draft: Draft, key: str, value: Any) -> None:
 
 
 def _prompts(draft: Draft, key: str, entries: list[Any], why: str) -> None:
-    """Samples that are on, each with its settings."""
+    """Take samples that are on, each with its settings."""
     made: list[Any] = []
     if str(draft.get("sample_after_unit") or "MINUTE").strip().upper() == "NEVER":
         draft.unneeded(key, "sample_after_unit is NEVER")

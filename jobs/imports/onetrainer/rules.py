@@ -126,12 +126,12 @@ def of_denoiser(part: str, rule: Rule) -> Rule:
 
 
 def denoiser(draft: Draft) -> str:
-    """What it calls the denoiser."""
+    """Return what it calls the denoiser."""
     return "unet" if models.family_of(draft).name in UNETS else "transformer"
 
 
 def weights(draft: Draft, key: str, value: Any) -> None:
-    """The precision of the denoiser's weights: of the frozen base, for a LoRA."""
+    """Take the precision of the denoiser's weights: of the frozen base, for a LoRA."""
     word = str(value).strip().upper().removesuffix("_COMPRESSED")
     if word in _WHOLE and (draft.values["model_type"] == "lora" or word.endswith("FLOAT_32")):
         draft.unneeded(key, "nothing is quantized by default")
@@ -246,7 +246,7 @@ def optimizer(draft: Draft, key: str, value: Any) -> None:
 
 
 def detail(draft: Draft, key: str, value: Any) -> None:
-    """A setting of an optimizer that is not here: no loss where it is as here, or off."""
+    """Report a setting of an optimizer that is not here: no loss where it is as here, or off."""
     name = key.rpartition(".")[2]
     usual = _DETAILS.get(name)
     prodigy = str(draft.get("optimizer.optimizer")).upper() == "PRODIGY"
@@ -427,7 +427,7 @@ def distribution(draft: Draft, key: str, value: Any) -> None:
 
 
 def shift(draft: Draft, key: str, value: Any) -> None:
-    """The shift of sigma; one by resolution is used instead, in models that have one."""
+    """Take the shift of sigma; one by resolution is used instead, in models that have one."""
     dynamic = draft.on("dynamic_timestep_shifting") and models.family_of(draft).name in _LINES
     if models.family_of(draft).objective != "flow" or as_number(value) == 1 or dynamic:
         draft.unneeded(key, "no shift, or one by resolution")
@@ -465,14 +465,14 @@ _LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
 
 
 def loss(draft: Draft, key: str, value: Any) -> None:
-    """The strengths of losses, of which one may be other than 0."""
+    """Take the strengths of losses, of which one may be other than 0."""
     names = ("mse", "mae", "log_cosh", "huber")
     strengths = {
         name: draft.number(f"{name}_strength") if f"{name}_strength" in draft.theirs else None
         for name in names
     }
     strengths["mse"] = 1.0 if strengths["mse"] is None else strengths["mse"]
-    used = {name: one for name, one in strengths.items() if one}
+    used = {name: number for name, number in strengths.items() if number}
     word = key.partition("_strength")[0]
     if word not in used:
         draft.unneeded(key, "off")

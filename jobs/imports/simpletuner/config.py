@@ -116,7 +116,7 @@ def read(path: Path) -> Draft:
 
 def _variables(path: Path) -> dict[str, Any]:
     """Return the keys of an older `config.env`: a variable in each line, of which one has flags."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for line in read_text(path).splitlines():
         match = _ASSIGNED.fullmatch(line.strip())
         if match is None:
@@ -124,14 +124,14 @@ def _variables(path: Path) -> dict[str, Any]:
         value = match["value"].strip()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
-        value = _USED.sub(lambda used: found.get(used[1] or used[2], used[0]), value)
+        value = _USED.sub(lambda used: variables.get(used[1] or used[2], used[0]), value)
         name = match["name"]
-        found[name] = f"{found.get(name, '')} {value}".strip() if match["adds"] else value
-    extra = found.pop(_EXTRA, "").split()
+        variables[name] = f"{variables.get(name, '')} {value}".strip() if match["adds"] else value
+    extra = variables.pop(_EXTRA, "").split()
     values: dict[str, Any] = {}
-    for name, text in found.items():
+    for name, text in variables.items():
         key = _VARIABLES.get(name, name.lower())
-        # A switch that is off is left out of the command line.
+        # A switch that is off is not on the command line.
         values[key] = None if text.lower() in ("", "false") else text
     if values.pop("use_bitfit", None) is not None:
         values["layer_freeze_strategy"] = "bitfit"

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jobs.imports.imported import import_ai_toolkit, import_script, import_simpletuner
+from jobs.imports.imported import (
+    import_ai_toolkit,
+    import_diffusion_pipe,
+    import_onetrainer,
+    import_script,
+    import_simpletuner,
+)
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
@@ -29,8 +35,11 @@ def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) 
     for tool, imported in {
         "simpletuner": import_simpletuner(EXAMPLES / "simpletuner" / "flux-lora" / "config.json"),
         "ai-toolkit": import_ai_toolkit(EXAMPLES / "ai-toolkit" / "flux-lora.yaml"),
+        "onetrainer": import_onetrainer(EXAMPLES / "onetrainer" / "flux-lora.json"),
+        "diffusion-pipe": import_diffusion_pipe(EXAMPLES / "diffusion-pipe" / "flux-lora.toml"),
         "diffusers": import_script([str(EXAMPLES / "diffusers-script" / "flux-lora.sh")]),
     }.items():
+        prompts = [prompt.prompt for prompt in imported.spec.validation_prompts]
         path = tmp_path / f"{tool}.yaml"
         path.write_text(imported.to_yaml())
         spec = load_spec(
@@ -49,7 +58,7 @@ def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) 
                 "train_batch_size": 1,
                 "validation_resolution": 64,
                 "validation_num_inference_steps": 1,
-                "validation_prompts": [imported.spec.validation_prompts[0]],
+                "validation_prompts": [next(iter(prompts), "a potter")],
                 "validation_on_startup": False,
             },
         )

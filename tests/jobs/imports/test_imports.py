@@ -1779,6 +1779,8 @@ def test_a_file_tells_whose_it_is() -> None:
     files = {
         "simpletuner/flux-lora/config.json": "SimpleTuner",
         "ai-toolkit/flux-lora.yaml": "ai-toolkit",
+        "onetrainer/flux-lora.json": "OneTrainer",
+        "diffusion-pipe/flux-lora.toml": "diffusion-pipe",
         "diffusers-script/flux-lora.sh": "a diffusers script",
     }
     for name, tool in files.items():

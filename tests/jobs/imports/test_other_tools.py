@@ -17,6 +17,7 @@ from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.onetrainer import data as onetrainer_data
 from jobs.spec.file.load import load_spec
 from tests.jobs.imports.test_imports import ODD, check, entries, entry
+from tests.support.paths import IMPORT_EXAMPLES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -592,6 +593,25 @@ export SOMETHING_ELSE=1
     assert entry(imported, "use_ema").kind is Needless
     assert imported.spec.validation_resolution == "1024x512"
     assert entry(imported, "something_else").kind is Kind.UNKNOWN
+
+
+# -- the examples ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["onetrainer/flux-lora.json", "diffusion-pipe/flux-lora.toml"])
+def test_an_example_is_told_whole_and_its_job_can_be_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    imported = import_file(IMPORT_EXAMPLES / name)
+    assert not imported.report.of(Kind.UNKNOWN)
+    assert not imported.report.of(Kind.UNREADABLE)
+    assert "hf_AbCdEf" not in imported.to_yaml() + json.dumps(imported.report.to_dict())
+    path = tmp_path / "job.yaml"
+    path.write_text(imported.to_yaml())
+    assert load_spec(path, ignoring=("pretrained_model_name_or_path", "dataset")) == imported.spec
+    job = imported.to_dict()
+    assert (job["lora_rank"], job["train_batch_size"]) == (32, 2)
 
 
 # -- all keys ----------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 EXAMPLES = IMPORT_EXAMPLES
 CONFIG = EXAMPLES / "simpletuner" / "flux-lora" / "config.json"
 TRAINING = EXAMPLES / "ai-toolkit" / "flux-lora.yaml"
+ONETRAINER = EXAMPLES / "onetrainer" / "flux-lora.json"
+PIPE = EXAMPLES / "diffusion-pipe" / "flux-lora.toml"
 SCRIPT = EXAMPLES / "diffusers-script" / "flux-lora.sh"
 COMMAND = "accelerate launch --num_processes=2 train_dreambooth_lora_flux.py --rank=8 --seed 3"
 
@@ -42,7 +44,14 @@ def refused(
 
 
 @pytest.mark.parametrize(
-    "words", [("simpletuner", CONFIG), ("ai-toolkit", TRAINING), ("diffusers-script", SCRIPT)]
+    "words",
+    [
+        ("simpletuner", CONFIG),
+        ("ai-toolkit", TRAINING),
+        ("onetrainer", ONETRAINER),
+        ("diffusion-pipe", PIPE),
+        ("diffusers-script", SCRIPT),
+    ],
 )
 def test_the_job_is_printed_and_the_report_stands_beside_it(words: tuple[object, ...]) -> None:
     done = run(*words)

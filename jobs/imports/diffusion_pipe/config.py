@@ -96,6 +96,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "activation_checkpointing": False,
     "model.timestep_sample_method": "logit_normal",
     "model.guidance": 1.0,
+    "model.min_t": 0.0,
+    "model.max_t": 1.0,
 }
 # Betas, epsilon and weight decay of optimizers where none are set.
 _OPTIMIZERS: Final[dict[str, tuple[float, float, float, float]]] = {
@@ -110,6 +112,13 @@ _WORDS: Final = {
     "adamw8bitkahan": "adamw8bit",
     "offload": "adamw",
 }
+# Shifts that are ignored for models; those whose tokens have 32 pixels, where others have 16.
+_WITHOUT: Final = {
+    "shift": ("ltxvideo", "sdxl"),
+    "flux_shift": ("ltxvideo", "sdxl", "hunyuanvideo", "lumina2"),
+    "lumina_shift": tuple(name for name in _FAMILIES.values() if name != "lumina2"),
+}
+_LARGE_TOKENS: Final = ("flux2", "hunyuanvideo15", "2.2-ti2v-5b")
 _DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _EXPORTS: Final[training_keys.Words] = {name: (ours, "") for name, ours in _DTYPES.items()}
 _FLOAT8: Final = re.compile(r"float8(_e4m3fn)?$")
@@ -256,8 +265,14 @@ def _encoder_rate(draft: Draft, key: str, value: Any) -> None:
 # -- noise -------------------------------------------------------------------------------------
 
 
+def _has(draft: Draft, key: str) -> bool:
+    """Whether a shift is asked for, and used for the model."""
+    name = models.family_of(draft).name
+    return draft.on(f"model.{key}") and name not in _WITHOUT.get(key, ())
+
+
 def _moves(draft: Draft) -> bool:
-    return draft.on("model.shift") or draft.on("model.flux_shift") or draft.on("model.lumina_shift")
+    return any(_has(draft, key) for key in ("shift", "flux_shift", "lumina_shift"))
 
 
 def _timesteps(draft: Draft, key: str, value: Any) -> None:
@@ -274,25 +289,26 @@ def _timesteps(draft: Draft, key: str, value: Any) -> None:
 
 def _by_size(draft: Draft, key: str, value: Any) -> None:
     """Take a shift by the tokens of an image, or of a frame of a video."""
-    lumina = models.family_of(draft).name == "lumina2"
-    if is_off(value) or lumina != key.endswith("lumina_shift"):
+    if not _has(draft, key.rpartition(".")[2]):
         draft.unneeded(key, "off is the default, or not used for this model")
     elif draft.on("model.shift"):
         draft.unneeded(key, "model.shift is used")
     else:
         sides = sides_of(draft.values.get("resolution") or 1024)
-        training_keys.take_shift_by_size(draft, key, sides)
+        kind = draft.values.get("model_flavour"), models.family_of(draft).name
+        token = 32 if any(name in _LARGE_TOKENS for name in kind) else training_keys.FLUX_TOKEN
+        training_keys.take_shift_by_size(draft, key, sides, token=token)
 
 
 def _end(ours: str, usual: float) -> Rule:
     def rule(draft: Draft, key: str, value: Any) -> None:
-        expert = str(draft.values.get("model_flavour")).endswith(("-high", "-low"))
-        if as_number(value) == usual:
-            draft.unneeded(key, "all noise levels of the model are trained")
-        elif expert:
-            draft.take(key, ours, value, "within the range of the expert")
+        flavour = str(draft.values.get("model_flavour"))
+        if as_number(value) != usual:
+            draft.take(key, ours, value, "within the range of the model")
+        elif flavour.endswith("-low" if usual else "-high"):
+            draft.unsupported(key, "an expert is trained on its own noise levels only")
         else:
-            draft.take(key, ours, value)
+            draft.unneeded(key, "all noise levels of the model are trained")
 
     return rule
 
@@ -403,7 +419,9 @@ _RULES: Final[dict[str, Rule]] = {
     "model.guidance": training_keys.guidance,
     "model.timestep_sample_method": _timesteps,
     "model.sigmoid_scale": named("logit_std"),
-    "model.shift": unless_off("flow_shift"),
+    "model.shift": when(
+        lambda draft: _has(draft, "shift"), named("flow_shift"), "off, or not used for this model"
+    ),
     **all_of("model.flux_shift model.lumina_shift", _by_size),
     "model.min_t": _end("sigma_min", 0),
     "model.max_t": _end("sigma_max", 1),

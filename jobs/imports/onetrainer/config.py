@@ -115,12 +115,14 @@ def _defaults(draft: Draft, family: str) -> dict[str, Any]:
     """Return the tool's values of keys that are not set, as far as the model has such parts."""
     optimizer = str(draft.theirs.get("optimizer.optimizer") or "ADAMW").upper()
     part = "unet" if family in rules.UNETS else "transformer"
+    parts = rules.ENCODERS[: rules.SEVERAL.get(family, 1)]
     defaults = _DEFAULTS | {
         "optimizer.weight_decay": rules.DECAYS.get(optimizer, 0.0),
         "optimizer.beta2": 0.99 if optimizer == "LION" else 0.999,
         f"{part}.weight_dtype": "FLOAT_32",
         f"{part}.gradient_checkpointing": True,
-        **{f"{name}.train": True for name in rules.ENCODERS[: rules.SEVERAL.get(family, 1)]},
+        **{f"{name}.train": True for name in parts},
+        **{f"{name}.stop_training_after": 30 for name in parts},
         **(data.SAMPLE_DEFAULTS if data.has_samples(draft) else {}),
     }
     if draft.values["model_type"] == "lora":

@@ -161,8 +161,8 @@ def ai_toolkit(folder: Path, arch: str, kind: str, side: int) -> Imported:
     return import_ai_toolkit(path)
 
 
-# Of Nerogar/OneTrainer's modules/modelSetup: layers with one of these words in their names; and of its
-# presets for Z-Image, an expression.
+# Of Nerogar/OneTrainer's modules/modelSetup: layers with one of these words in their names; and an
+# expression of its presets for Z-Image.
 FILTERS: Final = [
     ("FLUX_DEV_1", "flux", "attn,ff.net,proj_mlp"),
     ("FLUX_DEV_1", "flux", "attn"),
@@ -424,6 +424,8 @@ PIPE: Final[list[tuple[str, dict[str, Any], Callable[[], Any]]]] = [
     ("flux", {"flux_shift": True, "side": 512}, lambda: shifted(line(32 * 32), logistic())),
     ("flux", {"flux_shift": True, "side": 1536}, lambda: shifted(line(96 * 96), logistic())),
     ("chroma", {"flux_shift": True}, lambda: shifted(line(64 * 64), logistic())),
+    ("flux2", {"flux_shift": True}, lambda: shifted(line(32 * 32), logistic())),
+    ("lumina_2", {"flux_shift": True}, logistic),
     ("lumina_2", {"lumina_shift": True}, lambda: shifted(line(64 * 64), logistic())),
     ("hidream", {"sigmoid_scale": 2.0}, lambda: 1 / (1 + np.exp(-2 * RANDOM.normal(0, 1, DRAWS)))),
 ]

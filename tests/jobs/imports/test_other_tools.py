@@ -489,6 +489,8 @@ PIPE: Final[Cells] = [
     ({"model__flux_shift": True}, {"timestep_sampling": "shift", "flow_shift": None}),
     ({"model__flux_shift": True, "model__type": "sd3"}, {"flow_shift": 3.158}),
     ({"model__max_t": 0.875, "model__type": "wan"}, {"sigma_max": 0.875}),
+    ({"model__max_t": 1, "model__type": "wan", "model__ckpt_path": "Wan2.2/low"}, Lost),
+    ({"model__shift": 3, "model__type": "ltx-video"}, Needless),
     ({"model__min_snr_gamma": 5, "model__type": "sdxl"}, {"snr_gamma": 5.0}),
     ({"model__text_encoder_1_lr": 2e-5, "model__text_encoder_2_lr": 2e-5}, Needless),
     (

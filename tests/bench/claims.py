@@ -55,7 +55,11 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="run all of what is sampled")
     parser.add_argument("--list", action="store_true", help="name the commands, and run none")
     parser.add_argument("--page", action="store_true", help="write the page again, and run none")
-    parser.add_argument("--checkouts", type=Path, help="holds ai-toolkit, SimpleTuner, diffusers")
+    parser.add_argument(
+        "--checkouts",
+        type=Path,
+        help="holds ai-toolkit, SimpleTuner, diffusers, OneTrainer, diffusion-pipe",
+    )
     asked = parser.parse_args()
     if asked.list:
         for name, bench in BENCHES.items():

@@ -62,6 +62,8 @@ BENCHES: Final = {
     "ai-toolkit": Bench(f"{IMPORTS} ai-toolkit CHECKOUTS/ai-toolkit"),
     "simpletuner": Bench(f"{IMPORTS} simpletuner CHECKOUTS/SimpleTuner"),
     "diffusers": Bench(f"{IMPORTS} diffusers-script CHECKOUTS/diffusers"),
+    "onetrainer": Bench(f"{IMPORTS} onetrainer CHECKOUTS/OneTrainer"),
+    "diffusion-pipe": Bench(f"{IMPORTS} diffusion-pipe CHECKOUTS/diffusion-pipe"),
 }
 
 GIB: Final = 2**30 / 1e9  # GB
@@ -475,8 +477,22 @@ CLAIMS: Final = (
     Claim(
         "diffusers",
         "imports from diffusers' scripts",
-        "82 of 205 compared; 0 silent",
-        {OTHERS: "| diffusers' scripts, 23 August 2026 | 205 | 82 | 0 |"},
-        says("82 of 205 compared; 0 silent"),
+        "81 of 205 compared; 0 silent",
+        {OTHERS: "| diffusers' scripts, 23 August 2026 | 205 | 81 | 0 |"},
+        says("81 of 205 compared; 0 silent"),
+    ),
+    Claim(
+        "onetrainer",
+        "imports from OneTrainer",
+        "35 of 60 compared; 0 silent",
+        {OTHERS: "| OneTrainer, 19 August 2026 | 60 | 35 | 0 |"},
+        says("35 of 60 compared; 0 silent"),
+    ),
+    Claim(
+        "diffusion-pipe",
+        "imports from diffusion-pipe",
+        "25 of 36 compared; 0 silent",
+        {OTHERS: "| diffusion-pipe, 20 August 2026 | 36 | 25 | 0 |"},
+        says("25 of 36 compared; 0 silent"),
     ),
 )

@@ -33,13 +33,13 @@ from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.steps import total_steps
 from jobs.untrusted.files import LARGEST_TEXT
+from tests.support.jobs.imported import ODD, check, entries, entry
 from tests.support.paths import IMPORT_EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from jobs.imports.common.import_report import Entry
 
 EXAMPLES: Final = IMPORT_EXAMPLES
 SECRETS: Final = (
@@ -70,15 +70,6 @@ ALL: Final = [
     *(("ai-toolkit", name) for name in AI_TOOLKIT),
     *(("diffusers-script", name) for name in SCRIPTS),
 ]
-
-
-def entries(imported: Imported, key: str) -> list[Entry]:
-    return [entry for entry in imported.report.entries if entry.key == key]
-
-
-def entry(imported: Imported, key: str) -> Entry:
-    (found,) = entries(imported, key)
-    return found
 
 
 # -- the examples ----------------------------------------------------------------------------
@@ -796,20 +787,6 @@ def test_what_lycoris_trains_for_simpletuner(
         assert entry(imported, "lycoris_config.algo").kind is Lost
 
 
-def check(imported: Imported, key: str, expected: dict[str, Any] | Kind) -> None:
-    found = entry(imported, key)
-    assert found.why or found.kind in (Kind.TAKEN, Kind.TRANSLATED)
-    if isinstance(expected, Kind):
-        assert found.kind is expected, found
-        return
-    values = imported.spec.model_dump(mode="json")
-    prompts = [{"prompt": one} for one in values["validation_prompts"] if isinstance(one, str)]
-    values["validation_prompts"] = prompts or values["validation_prompts"]
-    for name, value in expected.items():
-        wanted = pytest.approx(value) if isinstance(value, float) else value
-        assert values[name] == wanted, found
-
-
 DATASETS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"repeats": 0}, {"dataset": "d"}),
     ({"repeats": "9"}, {"datasets": [{"path": "d", "repeats": 10}]}),
@@ -1260,30 +1237,6 @@ def test_a_script_that_does_something_else_is_not_taken_for_this(script: str) ->
 
 
 # -- odd input -------------------------------------------------------------------------------
-
-ODD: Final[list[Any]] = [
-    "",
-    "None",
-    [],
-    {},
-    [None],
-    [{}],
-    {"a": {"b": 1}},
-    "maybe",
-    -1,
-    0,
-    1e400,
-    float("nan"),
-    True,
-    "1e-4",
-    "ü 😀\u2028",
-    10**400,
-    "x" * 300,
-    "$HOME `ls`",
-    ["a", 1],
-    "a/b\\c",
-    "~nobody-here/x",
-]
 
 
 @pytest.mark.parametrize("value", ODD, ids=range(len(ODD)))

@@ -16,7 +16,7 @@ from jobs.imports.imported import import_diffusion_pipe, import_file, import_one
 from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.onetrainer import data as onetrainer_data
 from jobs.spec.file.load import load_spec
-from tests.jobs.imports.test_imports import ODD, check, entries, entry
+from tests.support.jobs.imported import ODD, check, entries, entry
 from tests.support.paths import IMPORT_EXAMPLES
 
 if TYPE_CHECKING:

@@ -145,6 +145,8 @@ def read(path: Path) -> Draft:
     draft.values["model_type"] = "lora" if is_lora else "full"
     draft.defaults = _defaults(draft)
     draft.apply(_RULES, _PREFIXES, _FIRST)
+    draft.values["max_aspect_ratio"] = 0.0
+    draft.assume("buckets", "images of any shape are cropped to one", max_aspect_ratio=0.0)
     if not is_lora:
         draft.assume("adapter", "without one, the full model is trained", model_type="full")
     return draft

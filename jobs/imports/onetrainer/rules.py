@@ -155,10 +155,21 @@ def encoder(number: int, rule: Rule) -> Rule:
     return when(lambda draft: number < encoders(draft), rule, NO_PART)
 
 
+def trains_all(draft: Draft) -> bool:
+    """Whether all text encoders are trained; they are, where nothing is set."""
+    return all(draft.on(f"{name}.train") for name in ENCODERS[: encoders(draft)])
+
+
+def trains_text(draft: Draft) -> bool:
+    """Whether the job trains LoRAs on the text encoders."""
+    is_lora = draft.values["model_type"] == "lora"
+    return is_lora and bool(models.family_of(draft).text_lora) and trains_all(draft)
+
+
 def encoder_trains(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
         draft.unneeded(key, "off is the default")
-    elif not all(draft.on(f"{name}.train") for name in ENCODERS[: encoders(draft)]):
+    elif not trains_all(draft):
         draft.unsupported(key, "text encoders are trained together, or not at all")
     else:
         training_keys.text_encoder_lora(draft, key, draft.number("lora_rank") or 16)
@@ -167,7 +178,7 @@ def encoder_trains(draft: Draft, key: str, value: Any) -> None:
 def encoder_rate(draft: Draft, key: str, value: Any) -> None:
     """Take the rate of the text encoders, which have one together."""
     before = draft.values.get("text_encoder_learning_rate", as_number(value))
-    if not draft.values.get("text_encoder_lora_rank"):
+    if not trains_text(draft):
         draft.unneeded(key, training_keys.NO_TEXT_ENCODERS)
     elif before != as_number(value):
         draft.unsupported(key, "all text encoders have the same rate")
@@ -182,7 +193,7 @@ def encoder_stops(draft: Draft, key: str, value: Any) -> None:
     unit = str(draft.get(f"{name}.stop_training_after_unit") or "EPOCH").upper()
     epochs = draft.number("epochs") or 0
     late = unit == "NEVER" or number == 0 or (unit == "EPOCH" and number >= epochs)
-    if late or not draft.values.get("text_encoder_lora_rank"):
+    if late or not trains_text(draft):
         draft.unneeded(key, "they are not trained, or to the end")
     else:
         draft.unsupported(key, "text encoders are trained to the end")
@@ -267,7 +278,7 @@ def rate(draft: Draft, key: str, value: Any) -> None:
     part = denoiser(draft)
     if key == "learning_rate" and not is_unset(draft.theirs.get(f"{part}.learning_rate")):
         own = any(not is_unset(draft.theirs.get(f"{name}.learning_rate")) for name in ENCODERS)
-        if draft.values.get("text_encoder_lora_rank") and not own:
+        if trains_text(draft) and not own:
             draft.take(key, "text_encoder_learning_rate", value)
         else:
             draft.unneeded(key, f"{part}.learning_rate is used")

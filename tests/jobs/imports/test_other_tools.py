@@ -227,6 +227,14 @@ ONETRAINER: Final[Cells] = [
         Lost,
     ),
     ({"text_encoder_3__train": True}, Needless),
+    (
+        {
+            "text_encoder__stop_training_after": 5,
+            "text_encoder": {"stop_training_after_unit": "EPOCH"},
+            "model_type": "STABLE_DIFFUSION_15",
+        },
+        Lost,
+    ),
     ({"text_encoder__dropout_probability": 0.1}, {"caption_dropout_probability": 0.1}),
     ({"text_encoder_2_sequence_length": 256}, {"max_sequence_length": 256}),
     ({"text_encoder_sequence_length": 256}, Needless),
@@ -549,6 +557,12 @@ def test_a_directory_of_diffusion_pipe(
         return
     values = imported.spec.model_dump(mode="json") | imported.to_dict()
     assert {key: values.get(key) for key in expected} == expected
+
+
+def test_no_image_is_skipped_for_its_shape(tmp_path: Path) -> None:
+    for imported in (one(tmp_path), pipe(tmp_path)):
+        assert imported.spec.max_aspect_ratio == 0
+        assert "max_aspect_ratio" in imported.report.assumed[-1].ours
 
 
 def test_videos_of_diffusion_pipe_have_one_length(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Progress goes to standard error as `looked DONE TOTAL` lines.
 
     Returns:
-        0, or 2 for bad input.
+        The exit status: 0, or 2 for bad input.
     """
     parser = OneLineParser(prog="python -m engine.data", description=__doc__)
     parser.add_argument("job", type=Path, metavar="JOB.yaml")
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strips", type=Path, help="folder for one PNG per bucket")
     options = parser.parse_args(arguments)
     try:
-        # Data can be checked before there is a model; only its tokens are not counted then.
+        # Data can be checked before a model is chosen; without one, tokens are not counted.
         spec = load_spec(options.job, ignoring=NOT_NEEDED)
         model = spec.pretrained_model_name_or_path
         root = find_model(model) if model else None
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Progress:
-    """Print the progress of the index, a few times a second."""
+    """Print the progress of the index a few times a second."""
 
     def __init__(self) -> None:
         self._last_print = 0.0

@@ -1,4 +1,4 @@
-"""Contact sheets: some samples of each bucket, cut as they are trained on."""
+"""Contact sheets: some samples of each bucket, cropped the way training crops them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _INK: Final = (225, 225, 225)
 
 
 def strips(index: DataIndex, spec: InputKeys) -> dict[tuple[int, ...], Image.Image]:
-    """Bucket → a row of some of its samples, the fullest bucket first."""
+    """Return a row of sample thumbnails per bucket, keyed by bucket, the fullest bucket first."""
     return {bucket: _strip(_spread(own), spec) for bucket, own in index.by_bucket().items()}
 
 
 def sheet(index: DataIndex, spec: InputKeys) -> Image.Image:
-    """All strips below each other, each with its bucket's size and number of samples."""
+    """Stack the strips of all buckets, each under its bucket's size and number of samples."""
     rows = strips(index, spec)
     members = index.by_bucket()
     width = max(strip.width for strip in rows.values())
@@ -51,7 +51,7 @@ def sheet(index: DataIndex, spec: InputKeys) -> Image.Image:
 
 
 def save_strips(index: DataIndex, spec: InputKeys, directory: Path) -> list[str]:
-    """Write a PNG for each bucket; their names, the fullest bucket's first."""
+    """Write one PNG per bucket and return the file names, the fullest bucket first."""
     directory.mkdir(parents=True, exist_ok=True)
     names = []
     for bucket, strip in strips(index, spec).items():
@@ -82,7 +82,7 @@ def _strip(samples: Sequence[Sample], spec: InputKeys) -> Image.Image:
 
 
 def _thumbnail(sample: Sample, number: int, spec: InputKeys) -> Image.Image:
-    """Draw a thumbnail of a sample as it is trained on."""
+    """Draw a thumbnail of a sample, cropped the way training crops it."""
     view = view_of(sample, number % count_views(spec), spec)
     factor = _SIDE / max(view.size)
     small = (max(1, round(view.size[0] * factor)), max(1, round(view.size[1] * factor)))
@@ -97,6 +97,6 @@ def _thumbnail(sample: Sample, number: int, spec: InputKeys) -> Image.Image:
             picture = Image.fromarray(frames[0])
         else:
             picture = decode(read_content(sample, spec))
-    except (OSError, PictureError):  # it changed after it was indexed
+    except (OSError, PictureError):  # the file changed after it was indexed
         return Image.new("RGB", small, (90, 30, 30))
     return fit(picture, view).resize(small, Image.Resampling.LANCZOS)

@@ -1,4 +1,4 @@
-"""Read a step's tensors from the caches, some steps ahead of the training."""
+"""Read each step's tensors from the caches, a few steps ahead of training."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class MicroBatch:
     """The input of one rank's forward, on its device.
 
     Attributes:
-        positions: Places of its samples in the global batch; draws are keyed by them.
+        positions: Positions of its samples in the global batch, which key the random draws.
         latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalized, fp32.
-        drawn: Levels and noise.
-        condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them; and latents of
+        drawn: Noise levels and noise.
+        condition: Encoded captions, each `(B, …)`, in the layout of `Family.arrange`; and latents
+            of
             conditioning images (`engine.families.shared.references`).
-        weight: Of the errors, `(B,)`, or `(B, 1, h, w)` in a job with masks; None where all
-            count alike.
+        weight: Error weights, `(B,)`, or `(B, 1, h, w)` in a job with masks; None if all are equal.
     """
 
     positions: range
@@ -55,11 +55,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The origin of a micro-batch, for error messages.
+    """Contents of a micro-batch, for error messages.
 
     Attributes:
-        names: Of its samples.
-        nonfinite: Which of its inputs have values that are not finite.
+        names: Names of its samples.
+        nonfinite: Names of its input tensors that have non-finite values.
     """
 
     names: list[str]
@@ -68,7 +68,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class _Read:
-    """A micro-batch in host memory; `condition` is None while its texts are still to be encoded."""
+    """A micro-batch in host memory; `condition` is None until its texts are encoded."""
 
     draws: list[Draw]
     positions: range
@@ -82,13 +82,14 @@ class _Read:
 
 
 class Loader:
-    """This rank's micro-batches, step by step.
+    """Yields this rank's micro-batches, step by step.
 
-    Whole steps are read ahead into ordinary memory, and what is random about them drawn there;
-    only the next micro-batch is in pinned memory, and only the one that is asked for on the device.
+    Entire steps are read ahead into pageable memory, together with their random draws. Only the
+    next
+    micro-batch is in pinned memory, and only the requested one is on the device.
 
     Attributes:
-        forwards: Micro-batches of each step.
+        forwards: Micro-batches per step.
     """
 
     def __init__(
@@ -102,15 +103,15 @@ class Loader:
         self._objective = objective
         self._pins = world.device.type == "cuda"  # copies from pinned memory do not block
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="loader")
-        # A separate pool: queued after the reading of later steps, pinning would come too late.
+        # Use a separate pool: queued behind the reads of later steps, pinning would come too late.
         self._pinning = ThreadPoolExecutor(1, thread_name_prefix="pinning")
         self._ahead: dict[int, Future[list[_Read]]] = {}
         self._pinned: dict[tuple[int, int], Future[_Read]] = {}
 
     def step(self, step: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a step, counted from 0; the next steps are read meanwhile.
+        """Yield the micro-batches of a step, counted from 0, while later steps are read ahead.
 
-        Each is moved to the device when it is asked for.
+        Each micro-batch is moved to the device when it is requested.
         """
         self._read_ahead(step)
         own = [(step, micro) for micro in range(self.forwards)]
@@ -122,11 +123,11 @@ class Loader:
 
     @torch.no_grad()
     def inputs(self, step: int, micros: Sequence[int]) -> list[Inputs]:
-        """Read micro-batches of a step, counted from 0, once more, and inspect their contents.
+        """Read micro-batches of a step again and list their samples and non-finite inputs.
 
         Args:
-            step: Any that was trained.
-            micros: Which of its micro-batches.
+            step: A step that was trained, counted from 0.
+            micros: Indices of the micro-batches within the step.
         """
         read = self._read(step) if micros else []
         inputs = []
@@ -154,7 +155,7 @@ class Loader:
                 self._ahead[number] = self._threads.submit(self._read, number)
 
     def _pin_ahead(self, step: int, micro: int) -> None:
-        """Start to copy a micro-batch to pinned memory."""
+        """Start copying a micro-batch to pinned memory."""
         if (step, micro) not in self._pinned and step in self._ahead:
             read = self._ahead[step]
             self._pinned[step, micro] = self._pinning.submit(self._pin, read, micro)
@@ -193,7 +194,7 @@ class Loader:
         texts = [self._text(step, position, draws[position]) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
         references = collate([self._data.references_of(draws[place]) for place in positions])
-        if self._data.is_from_first(draws[positions[0]]):  # then all of the batch are
+        if self._data.is_from_first(draws[positions[0]]):  # then the entire batch is
             references |= first_frame_of(latents)
         condition = None
         if self._data.texts.ahead:
@@ -203,7 +204,7 @@ class Loader:
         return _Read(own, positions, latents, drawn, texts, pictures, references, condition, weight)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
-        """Return the sample's caption, or the empty one when this draw drops it."""
+        """Return the sample's caption, or the empty one if this draw drops it."""
         probability = self._spec.caption_dropout_probability
         dropped = drops_caption(self._spec.seed, step, position, probability)
         return self._data.dropped_of(draw) if dropped else self._data.caption_of(draw)
@@ -220,7 +221,7 @@ class Loader:
     def _to_device(self, batch: _Read) -> MicroBatch:
         device = self._world.device
         condition = batch.condition
-        if condition is None:  # by encoders that share the device with the training
+        if condition is None:  # the encoders share the device with training
             condition = self._encoded(batch.texts, batch.pictures) | batch.references
         return MicroBatch(
             batch.positions,

@@ -1,4 +1,4 @@
-"""Everything that happens to the data before training: look, report, encode, cache."""
+"""Prepare the data for training: index, report, encode, cache."""
 
 from __future__ import annotations
 
@@ -52,19 +52,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything training reads.
+    """Everything that training reads.
 
     Attributes:
         spec: The job.
-        index: The samples that it trains on.
-        plan: Which of them each step trains on.
-        captions: Per sample, the texts that take turns.
-        latents: Their cache.
-        latent_keys: Sample and view → key in it; what is held out is numbered after the others.
+        index: The samples to train on.
+        plan: Assigns samples to steps.
+        captions: Per sample, the texts that it cycles through.
+        latents: The cache of latents.
+        latent_keys: Maps a sample and a view to a key in `latents`; held-out samples are numbered
+            after the others.
         texts: Encoded captions and prompts.
-        held: The samples that are held out (`engine.data.index.data_index`).
-        weights: Of the samples' losses; None where all count alike, everywhere.
-        pictures: The conditioning images of prompts, by their paths, as pipelines take them.
+        held: The held-out samples (`engine.data.index.data_index`).
+        weights: Loss weights of the samples; None if all are equal everywhere.
+        pictures: Conditioning images of prompts by path, as pipelines take them.
     """
 
     spec: JobSpec
@@ -79,24 +80,25 @@ class Prepared:
     pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
-        """`(C, h, w)`, for videos `(C, f, h, w)`; normalized, fp32."""
+        """Return the latents of a draw: `(C, h, w)`, for videos `(C, f, h, w)`; normalized,
+        fp32."""
         view = view_number(draw, self.spec)
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
 
     def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
-        """Return the conditioning images of a draw, under the names that `Family.predict` takes."""
+        """Return the conditioning images of a draw, by the names that `Family.predict` takes."""
         return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
 
     def holds_first(self, sample: Sample) -> bool:
-        """Whether the model is given the first frame of a sample in its place."""
+        """Return whether the model gets a sample's first frame at its own place in the latents."""
         return sample.from_first and not needs_first_frame(self.spec)
 
     def is_from_first(self, draw: Draw) -> bool:
-        """Whether the model is given the first frame of a draw in its place."""
+        """Return whether the model gets a draw's first frame at its own place in the latents."""
         return self.holds_first(self.index.samples[draw.sample])
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
-        """Return the factor for the errors of a draw; see `LossWeights.of`."""
+        """Return the weight of a draw's errors; see `LossWeights.of`."""
         if self.weights is None:
             return None
         return self.weights.of(draw.sample, view_number(draw, self.spec), latents)
@@ -107,7 +109,7 @@ class Prepared:
         return shown(sample, view_of(sample, view_number(draw, self.spec), self.spec))
 
     def name_of(self, draw: Draw) -> str:
-        """Return the name of a draw's sample for users: mostly its file."""
+        """Return the name of a draw's sample in messages, usually its file."""
         return self.index.samples[draw.sample].name
 
     def caption_of(self, draw: Draw) -> Text:
@@ -121,24 +123,25 @@ class Prepared:
     def prompt(
         self, text: str, *, negative: bool = False, images: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Return a validation prompt or negative prompt, encoded."""
+        """Return an encoded validation prompt or negative prompt."""
         looks = looks_of_prompt(images, self.pictures, self.spec)
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative, looks))
 
     def held_latents(self, number: int) -> torch.Tensor:
-        """Return a held-out sample's first view: `(C, h, w)`, for videos `(C, f, h, w)`."""
+        """Return the latents of a held-out sample's first view: `(C, h, w)`, or `(C, f, h, w)`."""
         key = self.latent_keys(len(self.index.samples) + number, 0)
         return self.latents.read(key)["latents"]
 
     def held_references(self, number: int) -> dict[str, torch.Tensor]:
-        """Return a held-out sample's conditioning images."""
+        """Return the latents of a held-out sample's conditioning images."""
         offset = len(self.index.samples)
         return self._references(number, 0, self.held, offset)
 
     def _references(
         self, number: int, view: int, samples: Sequence[Sample], offset: int = 0
     ) -> dict[str, torch.Tensor]:
-        """`reference_0` and so on, each `(C, h, w)`; or `beginning` `(C, f, h, w)`. Fp32."""
+        """Return `reference_0` and so on, each `(C, h, w)`, or `beginning`, `(C, f, h, w)`;
+        fp32."""
         keys, sample = self.latent_keys, samples[number]
         if sample.from_first and not self.holds_first(sample):
             key = keys.beginning(offset + number, view)
@@ -151,7 +154,7 @@ class Prepared:
         }
 
     def held_shown(self, number: int) -> Shown:
-        """Return the crop of a held-out image that its first view shows."""
+        """Return the part of a held-out image that its first view shows."""
         return shown(self.held[number], view_of(self.held[number], 0, self.spec))
 
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
@@ -160,13 +163,14 @@ class Prepared:
 
 
 def prepare(run: RunContext) -> Prepared:
-    """Index the data and encode the captions and images that no cache has yet.
+    """Index the data, and encode the captions and images that are not cached yet.
 
-    When this returns, on every rank, all files exist that the job's steps will draw, and neither
-    VAE nor (unless the job keeps them) text encoders are left in memory.
+    When this returns, on every rank, all files exist that the job's steps will read. The VAE is no
+    longer in memory, and neither are text encoders unless the job keeps them.
 
     Raises:
-        StoppedError: A rank wants to stop. All ranks leave at the same place; cached files stay.
+        StoppedError: A stop was requested on any rank. All ranks leave at the same point; cached
+            files are kept.
     """
     spec = settle(run.spec)
     run = replace(run, spec=spec)
@@ -193,7 +197,7 @@ def prepare(run: RunContext) -> Prepared:
 
 
 def view_number(draw: Draw, spec: DataPlanKeys) -> int:
-    """Return which view of its sample a draw uses."""
+    """Return the number of the view that a draw uses."""
     return nth_variant(count_views(spec), draw.turn, spec.seed, "view", draw.sample)
 
 
@@ -223,9 +227,9 @@ def _drawn(
     captions: Sequence[tuple[str, ...]],
     samples: Sequence[Sample],
 ) -> tuple[list[tuple[int, int]], list[Text]]:
-    """Return the draws of the job's steps: samples with views, and texts.
+    """Return the views and texts that the job's steps draw.
 
-    A job that ends before it has seen everything prepares only what it sees.
+    A job that ends before its first full pass over the data prepares only what it uses.
     """
     drops, views = spec.caption_dropout_probability > 0, count_views(spec)
     everything = len(captions) * max(views, *(len(own) for own in captions))
@@ -253,9 +257,9 @@ def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
 
 
 def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
-    """Return the conditioning images of prompts by their paths, at the size that the model wants.
+    """Return the conditioning images of prompts by path, at the size that the model expects.
 
-    Read once at the start, so that sampling never fails because a file has gone since.
+    They are read once at the start, so that sampling cannot fail because a file was deleted since.
 
     Raises:
         UserError: An image cannot be used.
@@ -278,7 +282,7 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
 
 
 def _index(run: RunContext) -> DataIndex:
-    """Build the index on rank 0, and read it on all ranks."""
+    """Build the index on rank 0 and load it on all ranks."""
     path = run.run_dir.root / "data.json"
     if run.world.main:
         before = _index_of_last_attempt(path)
@@ -292,7 +296,7 @@ def _index(run: RunContext) -> DataIndex:
 
 
 def _look(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | None:
-    """Index the data and write the index and the report; None if the job is to stop first."""
+    """Index the data, and write the index and the report; None if a stop was requested."""
     with run.telemetry.phase("index") as progress:
 
         def looked(done: int, total: int) -> None:
@@ -304,7 +308,7 @@ def _look(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | None:
         try:
             index = build_index(run.spec, looked)
         except StoppedError:
-            return None  # the other ranks learn it where they meet, and all leave there
+            return None  # the other ranks see the request at the barrier, and all leave there
         index.save(path)
         report = make_report(run.spec, index, run.model_root)
         write_atomic(run.run_dir.data_report, json.dumps(report.to_dict()) + "\n")
@@ -314,7 +318,7 @@ def _look(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | None:
 def _tell(
     index: DataIndex, report: DataReport, before: DataIndex | None, telemetry: Telemetry
 ) -> None:
-    """Log a summary of the data, and what has changed since the last attempt."""
+    """Log a summary of the data, and what changed since the last attempt."""
     for line in summary(report):
         telemetry.say(line)
     for skip in index.skipped:
@@ -344,5 +348,5 @@ def _tell(
 def _index_of_last_attempt(path: Path) -> DataIndex | None:
     try:
         return DataIndex.load(path) if path.exists() else None
-    except (RuntimeError, LookupError, TypeError):  # cut off, or of another version
+    except (RuntimeError, LookupError, TypeError):  # truncated, or written by another version
         return None

@@ -1,4 +1,4 @@
-"""What a person should know of the data before it is trained on."""
+"""Report on a job's data before it is trained on."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 # -- caption lengths ------------------------------------------------------------------------
-# How long captions are in tokens, without loading any model.
+# Count the tokens of captions without loading a model.
 
 
 def count_tokens(texts: Sequence[str], spec: JobKeys, model_root: Path) -> list[int] | None:
-    """Count each text's tokens, special ones included, as the family's main text encoder gets them.
+    """Count each text's tokens, including special ones, as the main text encoder gets them.
 
     Returns:
-        None when the model brings no tokenizer that can be read.
+        The counts, or None if the model has no readable tokenizer.
     """
     directory = model_root / get_family(spec.model_family).tokenizer
     tokenizer = _fast(directory) or _slow(directory)
@@ -50,7 +50,7 @@ def count_tokens(texts: Sequence[str], spec: JobKeys, model_root: Path) -> list[
 
 
 def _fast(directory: Path) -> Any:
-    """From `tokenizer.json`, which takes milliseconds where transformers takes seconds."""
+    """Load `tokenizer.json`, which takes milliseconds; transformers takes seconds."""
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
@@ -58,7 +58,7 @@ def _fast(directory: Path) -> Any:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception:  # the library raises plain ones for whatever it cannot read
+    except Exception:  # the library raises plain Exceptions
         return None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -66,34 +66,34 @@ def _fast(directory: Path) -> Any:
 
 
 def _slow(directory: Path) -> Any:
-    """From the vocabulary files of older models."""
+    """Load the tokenizer of an older model from its vocabulary files."""
     if not directory.is_dir():
         return None
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception:  # whatever its many readers raise: tokens are then not counted
+    except Exception:  # its readers raise many types; tokens are then not counted
         return None
     return lambda text: len(tokenizer(text, truncation=False).input_ids)
 
 
 # -- data report ----------------------------------------------------------------------------
-# What a person should know of the data before it is trained on.
+# Summarize an index and its batch plan, with warnings about likely mistakes.
 
 
 _EXAMPLES: Final = 8
-_OFTEN: Final = 1.5  # times as often as the average sample: worth a warning
+_OFTEN: Final = 1.5  # draws relative to the average sample that deserve a warning
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that concerns some of the samples.
+    """A remark that applies to some of the samples.
 
     Attributes:
-        count: How many.
-        text: What it is, in words.
-        examples: Names of some.
+        count: Number of samples.
+        text: The remark.
+        examples: Names of some of them.
     """
 
     count: int
@@ -103,10 +103,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reason(Finding):
-    """Why some are skipped.
+    """The reason why some samples are skipped.
 
     Attributes:
-        files: `[dataset, name, detail]` each; the detail is "" where there is none.
+        files: `[dataset, name, detail]` each; the detail may be "".
     """
 
     files: list[list[Any]] = field(default_factory=list)
@@ -118,10 +118,10 @@ class BucketReport:
 
     Attributes:
         size: `[width, height]`, for videos `[width, height, frames]`.
-        samples: How many belong to it.
-        draws: Samples of an epoch that are of it, in the mean of many epochs.
-        cut_mean: Mean share of a sample's area that is cut off.
-        cut_most: The largest.
+        samples: Number of samples in it.
+        draws: Mean number of draws per epoch from it.
+        cut_mean: Mean fraction of a sample's area that is cropped away.
+        cut_most: The largest such fraction.
     """
 
     size: list[int]
@@ -133,8 +133,8 @@ class BucketReport:
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """A dataset: where it is, how many samples it has and how often they are drawn in an epoch;
-    whether it is regularization.
+    """A dataset: its location, its number of samples, their draws per epoch, and whether it is
+    regularization.
     """
 
     path: str
@@ -151,28 +151,28 @@ class DataReport:
     """The report; every field is a JSON value.
 
     Attributes:
-        samples: What is trained on; an image counts at each of its resolutions.
-        images: The images (or videos) that they show.
-        held_out: How many more there are, to measure the loss on.
-        skipped: What is not trained on: `[dataset, name, why]` each.
-        reasons: The reasons, the most frequent first.
-        handled: What was done to read images.
-        cautions: What is trained on, but perhaps not as intended.
-        datasets: Each of them.
-        buckets: Each of them, the fullest first.
-        bucket_steps: How many pixels their sides lie apart, at each resolution.
-        texts: Different texts to encode, prompts not counted.
-        masked: Images that are trained with a mask.
-        weights: The smallest and the largest weight of a sample's loss; none if all are 1.
-        class_images: How many are still to be made, and are not counted here.
-        views: Different views of each image (crops, flips).
-        longest: The most tokens of a caption; None when they were not counted.
+        samples: Number of samples to train on; an image counts once per resolution.
+        images: Number of images (or videos) that they show.
+        held_out: Number of samples held out for the validation loss.
+        skipped: Files that are not trained on: `[dataset, name, why]` each.
+        reasons: Why files are skipped, the most frequent reason first.
+        handled: Conversions made while reading images.
+        cautions: Samples that are trained on, but perhaps not as intended.
+        datasets: One report per dataset.
+        buckets: One report per bucket, the fullest first.
+        bucket_steps: Step between bucket sides in pixels, per resolution.
+        texts: Number of distinct texts to encode, not counting prompts.
+        masked: Number of images that are trained with a mask.
+        weights: The smallest and largest loss weight of a sample; empty if all are 1.
+        class_images: Number of class images still to be generated, which are not counted here.
+        views: Number of views of each image (crops, flips).
+        longest: Tokens of the longest caption; None if they were not counted.
         global_batch: Samples per optimizer step.
-        steps_per_epoch: Optimizer steps of an epoch; rarely a whole number.
-        draws_per_epoch: Samples of an epoch.
-        most_drawn: How often the most drawn sample comes while the average one comes once.
-        epochs: How many the job trains.
-        total_steps: How many optimizer steps it trains.
+        steps_per_epoch: Optimizer steps per epoch; rarely a whole number.
+        draws_per_epoch: Samples drawn per epoch.
+        most_drawn: Draws of the most drawn sample, relative to the average sample.
+        epochs: Number of epochs that the job trains.
+        total_steps: Number of optimizer steps that the job trains.
     """
 
     samples: int
@@ -203,7 +203,7 @@ class DataReport:
 
 
 def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
-    """Plan the batches of the job, the same on every rank."""
+    """Plan the batches of the job; the result is the same on every rank."""
     datasets = datasets_of(spec)
     members = Counter(sample.dataset for sample in index.samples)
     shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
@@ -219,15 +219,15 @@ def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
 
 
 def _pixels(group: Any) -> int:
-    """Return how many pixels a sample of a group has, with its conditioning images."""
+    """Return the number of pixels of a group's sample, including its conditioning images."""
     bucket, references = (group, ()) if isinstance(group[0], int) else group[:2]
     return math.prod(bucket) + sum(math.prod(size) for size in references)
 
 
 def sample_texts(sample: Sample, spec: InputKeys) -> tuple[str, ...]:
-    """Return the texts that a sample is trained with; they take turns."""
+    """Return the texts of a sample, which training cycles through."""
     dataset = datasets_of(spec)[sample.dataset]
-    # The trigger word is for the learned subject, not for regularization samples.
+    # The trigger word names the learned subject, which regularization samples do not show.
     trigger = None if dataset.regularization else spec.trigger_word
     return texts_of(sample.captions, spec, dataset.trigger_word or trigger)
 
@@ -237,11 +237,11 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
 
     Args:
         spec: The job.
-        index: Its data, with what is held out.
-        model_root: Where tokenizers are; None leaves tokens uncounted.
+        index: Its data, including the samples to be held out.
+        model_root: Model directory with the tokenizers; None skips counting tokens.
 
     Raises:
-        UserError: Samples are to be held out, and none can be spared.
+        UserError: `validation_fraction` is set, but no sample can be spared.
     """
     index, held = hold_out(index, spec)
     plan = make_plan(spec, index)
@@ -278,7 +278,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
 
 
 def summary(report: DataReport) -> list[str]:
-    """Return the report in a few lines, for a log."""
+    """Return the report as a few log lines."""
     held = f" and {report.held_out} held out" if report.held_out else ""
     shown = f" of {_plural(report.images, 'image')}" if report.images != report.samples else ""
     lines = [
@@ -321,7 +321,7 @@ def _in_words(finding: Finding) -> str:
 
 
 def reasons_of(index: DataIndex) -> list[Reason]:
-    """Why samples are skipped, the most frequent reason first."""
+    """Return why samples are skipped, the most frequent reason first."""
     files: dict[str, list[list[Any]]] = {}
     for skip in index.skipped:
         reason = skip.why.partition(":")[0].partition(" (")[0]
@@ -377,13 +377,13 @@ def _cautions(
 
 
 def _relative_draws(plan: BatchPlan) -> list[float]:
-    """Return how often a sample of each dataset comes while the average one comes once."""
+    """Return how often a sample of each dataset is drawn, relative to the average sample."""
     mean = plan.draws_per_epoch / len(plan.buckets)
     return [share.draws / max(share.samples, 1) / mean for share in plan.shares]
 
 
 def _drawn_often(spec: InputKeys, plan: BatchPlan) -> list[Finding]:
-    """Report datasets drawn far more often than others, and not because of `repeats`."""
+    """Report datasets that are drawn far more often than others, unless `repeats` causes that."""
     findings = []
     for dataset, share, often in zip(
         datasets_of(spec), plan.shares, _relative_draws(plan), strict=True
@@ -415,7 +415,7 @@ def _crowded(spec: TrainingKeys, index: DataIndex) -> list[tuple[list[Sample], s
 
 
 def _images(samples: Iterable[Sample]) -> list[Sample]:
-    """One sample of each image, in order."""
+    """Return one sample of each image, in order."""
     return list({(sample.dataset, sample.name): sample for sample in samples}.values())
 
 
@@ -436,10 +436,7 @@ def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], 
 
 
 def _mask_cautions(spec: InputKeys, images: list[Sample]) -> list[tuple[list[Sample], str]]:
-    """Return the images that lack a mask.
-
-    In a job without masks, return those that seem to be masks.
-    """
+    """Return the images without a mask or, if the job uses no masks, those that look like masks."""
     datasets = datasets_of(spec)
     if spec.masked_loss == "none":
         stems = {os.path.splitext(image.name)[0] for image in images}
@@ -487,7 +484,7 @@ def _size(sample: Sample) -> tuple[int, int]:
 
 
 def _contents(sample: Sample) -> list[str]:
-    """Of its conditioning images."""
+    """Return the digests of a sample's conditioning images."""
     return [reference.digest for reference in sample.references]
 
 

@@ -1,1 +1,1 @@
-"""From pixels and captions to cached tensors."""
+"""Encode pixels and captions into cached tensors."""

@@ -1,4 +1,4 @@
-"""Encode the views of images that the job draws into latents, once, shared by the ranks."""
+"""Encode the image views that the job draws into latents, once, with the work split over ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _READERS: Final = 2  # threads
 
 
 class LatentKeys:
-    """Sample and view → key in the cache."""
+    """Map a sample and a view to its key in the latent cache."""
 
     def __init__(self, spec: JobSpec, cache: TensorCache, root: Path, index: DataIndex) -> None:
         self._spec = spec
@@ -87,11 +87,11 @@ class LatentKeys:
 def prepare_latents(
     run: RunContext, cache: TensorCache, index: DataIndex, views: Iterable[tuple[int, int]]
 ) -> LatentKeys:
-    """Fill the cache with latents of these samples and views.
+    """Fill the cache with the latents of these samples and views.
 
     Raises:
         UserError: An image changed after it was indexed.
-        NotFiniteError: The VAE gives values that are not finite. Nothing of that image is cached.
+        NotFiniteError: The VAE returned non-finite values. Nothing of that image is cached.
     """
     spec, family = run.spec, run.family
     keys = LatentKeys(spec, cache, run.model_root, index)
@@ -109,7 +109,7 @@ def prepare_latents(
     missing = find_missing(cache, list(drawn), run)
 
     def load(key: str) -> torch.Tensor | None:
-        if cache.check(key) == "sound":  # another job was faster
+        if cache.check(key) == "sound":  # another job wrote it first
             return None
         return drawn[key][1]()
 
@@ -134,7 +134,7 @@ def prepare_latents(
 
 
 def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
-    """Return a view of a sample, in [-1, 1]: `(1, 3, H, W)`, for videos `(1, 3, F, H, W)`.
+    """Return a view of a sample in [-1, 1]: `(1, 3, H, W)`, or `(1, 3, F, H, W)` for videos.
 
     Raises:
         UserError: The file changed after it was indexed.
@@ -165,7 +165,7 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
 
 
 def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Image:
-    """Return a conditioning image as it is.
+    """Return a conditioning image, decoded but not resized.
 
     Raises:
         UserError: The file changed after it was indexed.
@@ -195,7 +195,7 @@ def beginning_pixels(sample: Sample, view: View, spec: DataKeys) -> torch.Tensor
 
 
 def _scaled(frames: Sequence[Image.Image]) -> torch.Tensor:
-    """`(1, 3, F, H, W)` in [-1, 1]."""
+    """Stack frames into a tensor of shape `(1, 3, F, H, W)` in [-1, 1]."""
     pixels = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.float32) for frame in frames]))
     return pixels.permute(3, 0, 1, 2).unsqueeze(0) / 127.5 - 1.0
 
@@ -216,7 +216,7 @@ def _frames(sample: Sample, spec: DataKeys, count: int) -> Any:
 
 @contextmanager
 def _readable(name: str) -> Iterator[None]:
-    """Put into words that a file is gone."""
+    """Turn an `OSError` into a `UserError` that says the file is no longer readable."""
     try:
         yield
     except OSError as error:
@@ -227,7 +227,7 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _check(name: str, digest: str, seen: str) -> None:
-    # Otherwise latents of one content would be stored under another's name.
+    # Without this check, the latents of the new content would be cached under the old digest.
     if digest != seen:
         raise UserError(f"{name} changed while the job was preparing its data", "resume the job")
 
@@ -248,7 +248,7 @@ def _encode(family: Family, vae: Any, pixels: torch.Tensor, name: str) -> torch.
 
 
 def _read_ahead(keys: Iterator[str], load: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Load in threads, a few items ahead of the consumer."""
+    """Load items in threads, a few ahead of the consumer."""
     waiting: list[tuple[str, Future[torch.Tensor | None]]] = []
     with ThreadPoolExecutor(_READERS) as pool:
         try:
@@ -264,24 +264,24 @@ def _read_ahead(keys: Iterator[str], load: Any) -> Iterator[tuple[str, torch.Ten
 
 
 # -- masks ----------------------------------------------------------------------------------
-# Masks on the grid of the latents, and the weights of losses that training reads.
+# Masks on the latent grid, and the loss weights that training reads.
 #
-# A mask is fitted as its image is (the same crop and flip), averaged over the pixels of each
-# cell of the latents, and cached. Where it is black the weight is `unmasked_weight`. A
-# sample's weights are divided by their mean, so that its loss is the mean over what its mask
-# shows: an image with a small mask counts as much as any other, whoever else is in the batch.
+# A mask gets the same crop and flip as its image, is averaged over the pixels of each latent
+# cell, and is cached. Black areas weigh `unmasked_weight`. Each sample's weights are divided by
+# their mean, so its loss is a mean over the unmasked area: an image with a small mask counts as
+# much as any other, independent of the rest of the batch.
 
 
 _CELLS: Final = 1
-"""Goes into cache keys: raise it when `cells_of` comes to other numbers."""
+"""Part of the cache keys: raise it when the result of `cells_of` changes."""
 
 
 class LossWeights:
-    """The weights of the losses of a job's samples.
+    """The loss weights of a job's samples.
 
     Args:
         spec: The job.
-        samples: Those that it trains on.
+        samples: The samples that the job trains on.
         masks: The cache of their masks.
     """
 
@@ -294,15 +294,15 @@ class LossWeights:
         self.active = self.masked or any(weight != 1 for weight in self._weights)
 
     def of(self, number: int, view: int, latents: torch.Tensor) -> torch.Tensor:
-        """Return the factor for the errors of a sample, fp32, on the CPU.
+        """Return the factor for a sample's per-element errors, fp32, on the CPU.
 
         Args:
-            number: Of the sample.
-            view: Which of its views.
-            latents: `(C, h, w)` or `(C, f, h, w)`; their shape counts.
+            number: Index of the sample.
+            view: Index of the view.
+            latents: `(C, h, w)` or `(C, f, h, w)`; only the shape is used.
 
         Returns:
-            A scalar in a job without masks; else `(1, h, w)` or `(1, 1, h, w)`.
+            A scalar if the job has no masks, else `(1, h, w)` or `(1, 1, h, w)`.
         """
         weight = torch.tensor(self._weights[number])
         if not self.masked:
@@ -316,11 +316,11 @@ class LossWeights:
 
 
 def normalised(mask: torch.Tensor, unmasked: float) -> torch.Tensor:
-    """Weights `(h, w)` with a mean of 1; zeros for a mask that is black, with nothing outside.
+    """Return weights `(h, w)` with mean 1, or zeros if all weights are zero.
 
     Args:
         mask: `(h, w)`, from 0 to 1.
-        unmasked: The weight where it is 0.
+        unmasked: The weight where the mask is 0.
     """
     weights = unmasked + (1 - unmasked) * mask
     mean = weights.mean()
@@ -330,7 +330,7 @@ def normalised(mask: torch.Tensor, unmasked: float) -> torch.Tensor:
 def mask_key(
     cache: TensorCache, sample: Sample, view: int, cells: tuple[int, int], spec: DataKeys
 ) -> str:
-    """Return the name of a mask in the cache."""
+    """Return the cache key of a mask."""
     return cache.key(
         mask=sample.mask,
         alpha=not sample.mask_path,
@@ -350,15 +350,15 @@ def prepare_masks(
     samples: Sequence[Sample],
     views: Iterable[tuple[int, int]],
 ) -> None:
-    """Fill the cache with the masks of these samples and views, the ranks together.
+    """Fill the cache with the masks of these samples and views, split over the ranks.
 
     Args:
         run: The job and its ranks.
-        cache: Of masks.
-        latents: Of latents, where all of theirs are.
-        latent_keys: Sample and view → key in it.
-        samples: The job's.
-        views: Samples and views.
+        cache: The cache of masks.
+        latents: The cache of latents, complete for these views.
+        latent_keys: Maps a sample and a view to its key in `latents`.
+        samples: The samples of the job.
+        views: Pairs of a sample's index and a view.
 
     Raises:
         UserError: A mask changed after it was indexed.
@@ -425,7 +425,7 @@ def _changed(sample: Sample) -> UserError:
 
 
 def _grid(path: Path) -> tuple[int, int]:
-    """Height and width of cached latents; reads the header alone."""
+    """Return the height and width of cached latents, reading only the file's header."""
     with safe_open(path, framework="pt") as file:
         *_, height, width = file.get_slice("latents").get_shape()
     return int(height), int(width)

@@ -1,4 +1,4 @@
-"""Content-addressed files of tensors, shared by jobs and ranks, and the work of filling them."""
+"""Content-addressed tensor files, shared by jobs and ranks, and the split of work to fill them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 
 # -- tensor cache ---------------------------------------------------------------------------
-# Content-addressed files of tensors: written atomically, verified, shared by jobs and ranks.
+# Content-addressed tensor files: written atomically, checksummed, shared by jobs and ranks.
 #
-# The name of a file is a hash of everything that decides its content, so two jobs that need
-# the same latents find each other's, a killed run leaves only complete files, and a changed
-# image or caption simply has another name. A checksum in the header shows whether the content
-# is what was written.
+# A file's name is a hash of every input that determines its content. Two jobs that need the same
+# latents therefore share a file, a killed run leaves only complete files, and a changed image or
+# caption maps to a new name. A checksum in the header detects corruption.
 
 
 State = Literal["sound", "missing", "damaged"]
@@ -40,17 +39,17 @@ _SCHEMA: Final = 2
 _SAMPLED_BLOCKS: Final = 64
 _BLOCK: Final = 64 << 10
 _CHECKSUM: Final = "crc32"
-_SEEN_WITHIN: Final = 90.0  # seconds; NFS may serve a cached answer for up to 60
+_SEEN_WITHIN: Final = 90.0  # seconds; NFS may cache a failed lookup for up to 60
 _LOOK_EVERY: Final = 0.5  # seconds
 _ABANDONED: Final = 3600.0  # seconds after which an unfinished file counts as abandoned
 
 
 class CacheError(RuntimeError):
-    """A cached file went bad while the job ran. Starting again heals it, so `max_restarts` may."""
+    """A cached file became unreadable or corrupt during the job. Retrying recomputes it."""
 
 
 class TensorCache:
-    """One kind of cached tensors (`latents` or `text`) below the cache directory."""
+    """One kind of cached tensors (`latents` or `text`) in a subdirectory of the cache."""
 
     def __init__(self, root: Path, kind: str) -> None:
         self.kind = kind
@@ -58,7 +57,7 @@ class TensorCache:
         self.root.mkdir(parents=True, exist_ok=True)
 
     def key(self, **facts: Any) -> str:
-        """Return the name for content that these facts decide; they must be JSON values."""
+        """Return the file name for content determined by these facts, which must be JSON values."""
         text = json.dumps({"schema": _SCHEMA, **facts}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:40]
 
@@ -66,9 +65,9 @@ class TensorCache:
         return self.root / key[:2] / f"{key}.safetensors"
 
     def check(self, key: str) -> State:
-        """Read the entire file and compare its checksum; remove a file that is wrong.
+        """Read the entire file and verify its checksum; remove the file if it is invalid.
 
-        A file with non-finite values is removed too; earlier versions may have written it.
+        Files with non-finite values are removed too, since earlier versions could write them.
         """
         from safetensors.torch import load
 
@@ -79,18 +78,19 @@ class TensorCache:
                 return "sound"
         except FileNotFoundError:
             return "missing"
-        except OSError:  # may be a matter of the moment: it stays, and is written over
+        except OSError:  # may be transient: keep the file, which will be overwritten
             return "damaged"
         with suppress(OSError):
             path.unlink()
         return "damaged"
 
     def write(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Write aside, then rename; whoever else writes the same key writes the same content.
+        """Write to a temporary file, then rename. Concurrent writers of a key write the same
+        content.
 
         Raises:
-            UserError: The disk is full, or may not be written.
-            NotFiniteError: A tensor has values that are not finite; no file is written.
+            UserError: The disk is full or not writable.
+            NotFiniteError: A tensor has non-finite values; no file is written.
         """
         from safetensors.torch import save
 
@@ -118,11 +118,11 @@ class TensorCache:
                 aside.unlink(missing_ok=True)
 
     def read(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a file that was there when the job began.
+        """Return the tensors of a file that existed when the job checked the cache.
 
         Raises:
-            CacheError: It has gone or is damaged; a damaged one is removed, so that the next
-                attempt computes it again.
+            CacheError: The file is missing or damaged. A damaged file is removed so that the next
+                attempt recomputes it.
         """
         from safetensors.torch import load
 
@@ -143,7 +143,7 @@ class TensorCache:
         return load(content)
 
     def sweep(self) -> None:
-        """Remove unfinished files of killed writers."""
+        """Remove temporary files of killed writers."""
         for path in self.root.glob("*/.*.tmp"):
             try:
                 if time.time() - path.stat().st_mtime > _ABANDONED:
@@ -153,13 +153,13 @@ class TensorCache:
 
 
 def _read_again(path: Path) -> bytes:
-    """Read a file that exists, though another machine may have written it just now.
+    """Read a file that another machine may have written a moment ago.
 
-    A network file system may remember for a minute that there was none. Listing the directory asks
-    the server; a file that is listed is waited for.
+    A network file system may cache a failed lookup for a minute. Listing the directory forces a
+    request to the server; if the file is listed, wait until it can be opened.
 
     Raises:
-        OSError: It is not there, or cannot be read.
+        OSError: The file does not exist or cannot be read.
     """
     until = time.monotonic() + _SEEN_WITHIN
     while True:
@@ -172,9 +172,9 @@ def _read_again(path: Path) -> bytes:
 
 
 def nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of tensors that hold a NaN or an infinity; waits for their device.
+    """Return the names of tensors that hold a NaN or an infinity. Synchronizes with their device.
 
-    By their extremes, which either of them reaches: `isfinite` takes 50 times as long on a CPU.
+    Compare minimum and maximum, which propagate both: `isfinite` takes 50 times as long on a CPU.
     """
     return [
         name
@@ -186,9 +186,10 @@ def nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def fingerprint(directory: Path) -> str:
-    """Identify a model component: all of its JSON files, its weights by size and samples.
+    """Hash a model component: the full content of small files, size and samples of large ones.
 
-    Reading 64 blocks of a 9 GB encoder takes milliseconds; reading all of it, seconds per rank.
+    Reading 64 blocks of a 9 GB encoder takes milliseconds; reading all of it takes seconds per
+    rank.
     """
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*")):
@@ -207,7 +208,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def _checksum(content: bytes) -> str:
-    """Of a safetensors file's tensors: names, types, shapes and bytes; not of its metadata."""
+    """Return the CRC32 of a safetensors file's tensors: names, dtypes, shapes and bytes."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     header.pop("__metadata__", None)
@@ -216,7 +217,7 @@ def _checksum(content: bytes) -> str:
 
 
 def _sound(content: bytes) -> bool:
-    """Whether a file's checksum is that of its tensors."""
+    """Return whether a file's stored checksum matches its tensors."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > len(content) - 8:
         return False
@@ -228,22 +229,22 @@ def _sound(content: bytes) -> bool:
 
 
 # -- shared work ----------------------------------------------------------------------------
-# Work that ranks share: find what no cache has, do it together, meet. No collective is open.
+# Ranks find the missing cache entries, split the work, and wait for each other at file barriers.
+# No collective is open meanwhile, so a slow rank cannot cause an NCCL timeout.
 
 
-_CHECKED_TOGETHER: Final = 64  # files that a rank takes at once to check
+_CHECKED_TOGETHER: Final = 64  # files that a rank claims at a time to check
 _READERS: Final = 4  # threads
-_LARGEST_PIECE: Final = 16  # files that a rank takes at once to make
+_LARGEST_PIECE: Final = 16  # files that a rank claims at a time to compute
 
 
 def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[str]:
-    """Return the keys that have no sound file, in their order, the same list on every rank.
+    """Return the keys without a valid file, in order, the same list on every rank.
 
-    Each file is read by one of the ranks and its checksum compared; damaged ones are removed and
-    named in a warning.
+    Each file is read and verified by one rank. Damaged files are removed and reported in a warning.
 
     Raises:
-        StoppedError: A rank wants to stop; raised on all of them.
+        StoppedError: A stop was requested on any rank; raised on all of them.
     """
     keys = list(dict.fromkeys(keys))
     telemetry, place = team.telemetry, f"check-{cache.kind}"
@@ -274,10 +275,10 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
 
 
 def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[Iterator[str]]:
-    """Yield this rank's pieces of the work; the next free rank takes the next piece.
+    """Yield the pieces of work that this rank claims; the next free rank claims the next piece.
 
-    After the rank sees a stop request, it starts no other piece and no other item of this one.
-    All ranks leave at the next barrier.
+    Once the rank sees a stop request, it starts no further piece or item. All ranks leave at the
+    next barrier.
     """
     for number, start in enumerate(range(0, len(items), size)):
         if team.wants_stop():
@@ -294,16 +295,17 @@ def _until_stop(items: Sequence[str], team: Team) -> Iterator[str]:
 
 
 def piece_size(count: int, ranks: int) -> int:
-    """How many a rank takes at once: small enough that all are done at about the same time."""
+    """Return how many items a rank claims at a time: few enough that ranks finish together."""
     return max(1, min(_LARGEST_PIECE, count // (ranks * 8)))
 
 
 @contextmanager
 def together(phase: str, total: int, team: Team) -> Iterator[Shared]:
-    """Run a phase whose work the ranks share; at its end, all of the work is done.
+    """Run a phase whose work the ranks share. All of the work is done when it exits.
 
     Raises:
-        StoppedError: A rank wants to stop, so that it is not; raised at the end, on all ranks.
+        StoppedError: A stop was requested before the work was done; raised at the end, on all
+            ranks.
     """
     with team.telemetry.phase(phase, total, shared=True) as progress:
         shared = Shared(progress)
@@ -312,20 +314,20 @@ def together(phase: str, total: int, team: Team) -> Iterator[Shared]:
 
 
 class Shared:
-    """Counts what this rank does."""
+    """Counts the items that this rank has finished and reports progress."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self.done = 0
 
     def add(self, count: int = 1) -> None:
-        """Count more that are done."""
+        """Add to the number of finished items."""
         self.done += count
         self._progress(self.done)
 
 
 def _meet(place: str, word: dict[str, Any], team: Team, progress: Progress) -> list[dict[str, Any]]:
-    """Wait for all ranks and return their words."""
+    """Publish this rank's result, wait for all ranks, and return the results in rank order."""
     mine: int = word["done"]
     team.arrive(place, word)
     team.barrier.wait(place, waiting=lambda: progress.say(mine))

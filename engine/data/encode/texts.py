@@ -1,4 +1,4 @@
-"""Where encoded texts come from: the cache, or encoders that stay."""
+"""Provide encoded texts, from the cache or from text encoders that stay in memory."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ if TYPE_CHECKING:
     from jobs.spec.keys.job import JobKeys
 
 
-_REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
+_REMEMBERED: Final = 256  # encoded texts kept in memory when there is no cache on disk
 _QUOTED: Final = 60  # characters of a text
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """An image that is encoded with a text.
+    """An image that is encoded together with a text.
 
     Attributes:
-        key: What decides its pixels, for keys of caches.
-        read: Reads it, as the pipeline shows it to its encoder.
-        name: What a person calls it.
+        key: Everything that determines its pixels, as part of a cache key.
+        read: Returns the image as the pipeline passes it to its encoder.
+        name: The image's name in messages.
     """
 
     key: str
@@ -84,8 +84,8 @@ class Text(NamedTuple):
 
     Attributes:
         words: The text.
-        negative: Whether it says what not to show; some pipelines encode such texts differently.
-        looks: The images that are encoded with it, by models that do that.
+        negative: Whether it is a negative prompt; some pipelines encode those differently.
+        looks: The images that are encoded with it, for models that support this.
     """
 
     words: str
@@ -94,29 +94,29 @@ class Text(NamedTuple):
 
 
 NO_TEXT: Final = Text("", negative=True)
-"""What a sample is trained with when its caption is dropped: what guidance leads away from."""
+"""Used when a sample's caption is dropped: the unconditional input of guidance."""
 
 
 class Texts(Protocol):
     """Encoded texts.
 
     Attributes:
-        ahead: Whether they may be asked for in a thread while the model trains.
+        ahead: Whether a background thread may request texts while the model trains.
     """
 
     ahead: bool
 
     def encoded(self, text: Text) -> dict[str, torch.Tensor]:
-        """Return a text as the family's `encode` encodes it, without a batch dimension."""
+        """Return a text as encoded by the family's `encode`, without a batch dimension."""
         ...
 
     def close(self) -> None:
-        """Stop: nothing more will be requested."""
+        """Release resources; no text is requested after this."""
         ...
 
 
 class CachedTexts:
-    """Texts that were all encoded before training; no encoder is left in memory."""
+    """Texts that were all encoded before training. No encoder stays in memory."""
 
     ahead = True
 
@@ -132,12 +132,12 @@ class CachedTexts:
 
 
 class ResidentTexts:
-    """Texts that are encoded when they are first needed, by encoders that stay in memory.
+    """Texts that are encoded on first use, by encoders that stay in memory.
 
     Args:
         run: The job, on a single rank.
-        cache: Where to keep what was encoded; None keeps the latest in memory.
-        keys: The cache's.
+        cache: Where to store encoded texts; None keeps only the most recent in memory.
+        keys: Maps a text to its key in `cache`.
     """
 
     ahead = False  # encoders and training share the device
@@ -169,13 +169,13 @@ class ResidentTexts:
 
 
 class TrainedTexts:
-    """Texts that are encoded each time, as the adapters of the text encoders are then.
+    """Texts that are encoded on every use, since the encoders' adapters are being trained.
 
     Args:
-        run: The job, on any number of ranks; each has all of the encoders.
+        run: The job, on any number of ranks; each rank holds all of the encoders.
 
     Attributes:
-        encoders: Name in the pipeline → encoder with its adapter, for the denoiser
+        encoders: Encoders with adapters by their name in the pipeline, to attach to the denoiser
             (`engine.model.adapters.text_lora.attach`).
     """
 
@@ -199,16 +199,17 @@ class TrainedTexts:
         run.telemetry.say("the text encoders stay in memory: LoRAs are trained on them")
 
     def together(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
-        """Return texts as the family's `encode` encodes them, each `(B, …)`, on the device.
+        """Return texts as encoded by the family's `encode`, each `(B, …)`, on the device.
 
-        With gradients, unless they are off.
+        The results carry gradients unless gradients are disabled.
         """
-        # Sampling asks for prompts within autocast, which would make other tensors than training.
+        # Sampling requests prompts within autocast, which would encode them differently from
+        # training.
         with torch.autocast(self._device.type, enabled=False):
             encoded = self._family.encode_together(
                 self._pipeline, [text.words for text in texts], [text.negative for text in texts]
             )
-        # It warns about each text that is too long, which would be in every step.
+        # The pipeline warns about every overlong text, which would repeat in each step.
         logging.getLogger(type(self._pipeline).__module__).setLevel(logging.ERROR)
         return encoded
 
@@ -220,7 +221,7 @@ class TrainedTexts:
 
 
 class TextKeys:
-    """Text → key in the cache."""
+    """Map a text to its key in the text cache."""
 
     def __init__(self, spec: JobSpec, family: Family, cache: TensorCache, root: Path) -> None:
         parts = sorted(
@@ -234,7 +235,7 @@ class TextKeys:
         self._facts: dict[str, Any] = {
             "encoders": [fingerprint(part) for part in parts],
             "family": spec.model_family,
-            # Models of a family share encoders, and pipelines may call them in different ways.
+            # Models of a family share encoders, but their pipelines may call them differently.
             "pipeline": family.pipeline_class().__name__,
             "settings": family.settings(),
             "length": spec.max_sequence_length,
@@ -259,16 +260,16 @@ class TextKeys:
 
 
 def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Texts:
-    """Make the texts available as the job wants.
+    """Encode the texts, or set up their encoders, as the job requests.
 
     Args:
-        run: The job, settled (`jobs.spec.rules.cascade`), and its ranks.
-        directory: Of all caches.
-        texts: Everything that may be asked for.
+        run: The job with its defaults resolved (`jobs.spec.rules.cascade`), and its ranks.
+        directory: The root of all caches.
+        texts: Every text that may be requested.
 
     Raises:
-        StoppedError: A rank wants to stop; raised on all of them.
-        NotFiniteError: An encoder gives values that are not finite. Nothing of that text is cached.
+        StoppedError: A stop was requested on any rank; raised on all of them.
+        NotFiniteError: An encoder returned non-finite values. Nothing of that text is cached.
     """
     cache = TensorCache(directory, "text")
     spec, family = run.spec, run.family
@@ -333,10 +334,10 @@ def _agree(run: RunContext) -> bool:
 
 
 def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
-    """Yield this rank's keys, and whether they are its own.
+    """Yield one key per round for this rank, and whether the rank should store the result.
 
-    A rank with fewer keys repeats one and discards the result, since all ranks must run the same
-    number of forwards.
+    All ranks must run the same number of forwards, so a rank that runs out of keys encodes the last
+    one again and discards the result.
     """
     for first in range(0, len(missing), world.size):
         number = first + world.rank
@@ -347,7 +348,8 @@ def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
 def _encode(
     family: Family, pipeline: Any, text: Text, spec: DataPlanKeys
 ) -> dict[str, torch.Tensor]:
-    # One at a time: in a batch, rounding would depend on the neighbours, and so on the ranks.
+    # Encode one text at a time: in a batch, rounding would depend on the other texts and therefore
+    # on the number of ranks.
     with watched(pipeline) as broken:
         if text.looks:
             encoded = family.encode_with_images(
@@ -369,7 +371,7 @@ def _encode(
 
 
 def _named(text: Text) -> str:
-    """Return a text's name for users: its beginning, and the images encoded with it."""
+    """Return a text's name in messages: its first words, and the images encoded with it."""
     name, words = "the empty caption", one_line(text.words)
     if words:
         words = words if len(words) <= _QUOTED else f"{words[:_QUOTED].rstrip()} …"
@@ -389,8 +391,8 @@ def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
     telemetry.emit(Freed("text encoders", **facts))
 
 
-# -- looks ----------------------------------------------------------------------------------
-# The images that some models encode with a text: of a sample's captions, and of prompts.
+# -- images encoded with texts --------------------------------------------------------------
+# Some models encode images together with a text: those of a sample, or those of a prompt.
 
 
 def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]:
@@ -398,7 +400,7 @@ def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]
 
     Args:
         sample: The sample.
-        view: Which of its views.
+        view: Index of the view.
         spec: The job.
     """
     if not sees_images(spec):
@@ -416,11 +418,11 @@ def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]
 def looks_of_prompt(
     paths: Sequence[str], pictures: Mapping[str, Image], spec: JobKeys
 ) -> tuple[ImageInput, ...]:
-    """Return the images that are encoded with a prompt.
+    """Return the images that are encoded with a prompt; () for most models.
 
     Args:
-        paths: Its conditioning images.
-        pictures: From their paths (`engine.data.prepare.read_pictures`).
+        paths: The prompt's conditioning images.
+        pictures: The loaded images by path (`engine.data.prepare.read_pictures`).
         spec: The job.
     """
     return tuple(_of_prompt(path, pictures[path], spec) for path in paths if sees_images(spec))

@@ -1,1 +1,1 @@
-"""Which samples there are, and which of them each step trains on."""
+"""Decide which samples exist, and which of them each step trains on."""

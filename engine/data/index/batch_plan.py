@@ -1,8 +1,8 @@
-"""The global batch plan: which samples every optimizer step trains on. Pure and seeded.
+"""Plan the global batches: which samples every optimizer step trains on. Pure and seeded.
 
-It depends on the data, the seed, the global batch size and the size of a micro-batch only, so that
-any number of ranks trains on the same samples in the same order, and a resumed run continues where
-it stopped.
+The plan depends only on the data, the seed, the global batch size and the micro-batch size. Any
+number of ranks therefore trains on the same samples in the same order, and a resumed run continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     IntArray = NDArray[np.int64]
 
 _LONGEST_EPOCH: Final = 20_000_000  # draws
-_LONGEST_ROUND: Final = 200_000  # draws that are planned together where epochs are short
-_WINDOW: Final = 64  # steps among which micro-batches of similar cost are brought together
-_KEPT: Final = 3  # rounds and windows: the one that ends, the one that begins, one to spare
+_LONGEST_ROUND: Final = 200_000  # draws that are planned together when epochs are short
+_WINDOW: Final = 64  # steps over which micro-batches are grouped by cost
+_KEPT: Final = 3  # cached rounds and windows: the ending one, the next one, and a spare
 
 
 class Draw(NamedTuple):
     """One use of a sample.
 
     Attributes:
-        sample: Its number in the index.
-        turn: Which of its captions and cuts it uses; one more each time it comes.
+        sample: Index of the sample.
+        turn: How often the sample was drawn before; selects its caption and view.
     """
 
     sample: int
@@ -53,9 +53,9 @@ class Share:
     """A dataset's share of an epoch.
 
     Attributes:
-        samples: How many it has; the datasets' samples are numbered one after the other.
-        draws: How often one of them is drawn, at least once each; with a fraction, some epochs
-            draw once more than others.
+        samples: Number of samples; the samples of all datasets are numbered consecutively.
+        draws: Draws per epoch, at least one per sample. With a fraction, some epochs have one draw
+            more than others.
     """
 
     samples: int
@@ -66,23 +66,24 @@ class Share:
             raise ValueError(f"{self.draws} draws do not show {self.samples} samples")
 
     def drawn_before(self, epoch: int) -> int:
-        """How often one of them is drawn before an epoch."""
+        """Return the number of draws from this dataset before an epoch."""
         return math.floor(epoch * self.draws + 1e-6)
 
 
 def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share]:
-    """How often each dataset is drawn from in an epoch.
+    """Return each dataset's share of an epoch.
 
-    With `repeats`, each of its samples that many times, and regularization samples as often as all
-    others together: the fewer of the two are drawn again. With `weight`, in proportion to it. The
-    epoch is then as long as it takes until every dataset has been seen whole.
+    With `repeats`, every sample is drawn that many times, and regularization samples are drawn as
+    often
+    as all others together: the smaller of the two groups is repeated. With `weight`, draws are
+    proportional to the weight, and an epoch is long enough to draw every sample of every dataset.
 
     Args:
-        datasets: In the order of their samples; all with a weight, or none.
-        samples: How many each has. One without any is drawn from not at all.
+        datasets: In the order of their samples; either all have a weight, or none has.
+        samples: Number of samples per dataset. A dataset without samples is never drawn from.
 
     Raises:
-        UserError: An epoch would be too long to be planned.
+        UserError: An epoch would be too long to plan.
     """
     weights = [d.weight if n else 0.0 for d, n in zip(datasets, samples, strict=True)]
     if any(weight is None for weight in weights):
@@ -94,7 +95,7 @@ def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
 
 
 def _balanced(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share]:
-    """Shares by `repeats`, with as many draws of regularization samples as of others."""
+    """Return shares by `repeats`, balancing regularization samples with all others."""
     draws = [n * d.repeats for d, n in zip(datasets, samples, strict=True)]
     for role in (False, True):
         own = [number for number, dataset in enumerate(datasets) if dataset.regularization is role]
@@ -108,7 +109,7 @@ def _balanced(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
 
 
 def _in_proportion(counts: Sequence[int], total: int) -> list[int]:
-    """Scale counts up to a total; the largest remainders get the leftover units."""
+    """Scale counts to sum to a total; the largest remainders get the leftover units."""
     exact = [total * count / sum(counts) for count in counts]
     rounded = [int(part) for part in exact]
     by_remainder = sorted(range(len(rounded)), key=lambda number: rounded[number] - exact[number])
@@ -131,31 +132,38 @@ def _checked(shares: list[Share], key: str) -> list[Share]:
 class BatchPlan:
     """The plan.
 
-    What must share a shape is a micro-batch: the samples that one rank computes in one forward
-    (with context parallelism, one group of ranks). Ranks and accumulation steps may compute
-    different shapes, since gradients meet parameter by parameter. So draws arrive in a shuffled
-    stream, each bucket collects them, and a bucket that has enough for a micro-batch emits it.
-    What does not fill one waits for the bucket's next draws, in the next epoch if need be: nothing
-    is ever padded or copied, and samples are drawn in the proportions of the shares, whatever the
-    global batch is.
+    Samples that one rank computes in one forward (with context parallelism, one group of ranks)
+    form a
+    micro-batch and must share a shape. Ranks and accumulation steps may compute different shapes,
+    since
+    gradients are reduced per parameter. Draws arrive in a shuffled stream, each bucket collects
+    them,
+    and a bucket emits a micro-batch as soon as it has enough. Leftover draws wait for the bucket's
+    next
+    draws, in the next epoch if necessary. Nothing is ever padded or duplicated, and samples are
+    drawn
+    in proportion to the shares for any global batch size.
 
-    Micro-batches become steps in windows of about `_WINDOW` steps. Within a window those of similar
-    cost share a step, so that no rank waits long for another, and an image comes twice in a step
-    only if it has to. Where an epoch is shorter than two steps, the window is as many epochs as
-    take whole steps.
+    Micro-batches become steps in windows of about `_WINDOW` steps. Within a window, micro-batches
+    of
+    similar cost share a step, so that ranks do not wait long for each other, and an image appears
+    twice
+    in a step only if that is unavoidable. If an epoch has fewer than two steps, the window spans as
+    many epochs as make a whole number of steps.
 
-    Any step is found from its number: the micro-batches that earlier epochs emitted can be counted
-    without making them.
+    Any step can be computed from its number alone: the micro-batches emitted by earlier epochs can
+    be
+    counted without building them.
 
     Args:
-        buckets: Per sample, what the samples of a micro-batch must have in common.
+        buckets: Per sample, the properties that samples of a micro-batch must share.
         global_batch: Samples per optimizer step.
-        seed: Of the order.
-        shares: Of the datasets; without them, every sample comes once an epoch.
+        seed: Seed of the order.
+        shares: Shares of the datasets; by default, every sample is drawn once per epoch.
         micro_batch: Samples per rank and forward; divides `global_batch`.
-        images: Per sample, what it shows; samples of several resolutions may show the same.
-            Without it, each shows something else.
-        cost: A bucket's cost, in anything proportional to time, such as tokens.
+        images: Per sample, the identity of its image; samples of several resolutions may share one.
+            By default, all samples are different images.
+        cost: Returns a bucket's cost in any unit proportional to time, such as tokens.
     """
 
     def __init__(
@@ -196,31 +204,32 @@ class BatchPlan:
         self._round_epochs = self._epochs_of_a_round()
         self._rounds: dict[int, IntArray] = {}
         self._windows: dict[int, tuple[int, list[tuple[Draw, ...]]]] = {}
-        self._lock = Lock()  # threads read ahead, at the turn of a window in two of them
+        self._lock = Lock()  # reader threads may request two windows at a time
 
     @property
     def draws_per_epoch(self) -> float:
-        """Samples of an epoch."""
+        """Return the samples drawn per epoch."""
         return math.fsum(share.draws for share in self.shares)
 
     @property
     def steps_per_epoch(self) -> float:
-        """Return the optimizer steps of an epoch; rarely a whole number."""
+        """Return the optimizer steps per epoch; rarely a whole number."""
         return self.draws_per_epoch / self.global_batch
 
     @cached_property
     def bucket_draws(self) -> dict[Hashable, float]:
-        """Bucket → how many draws of an epoch are from it, in the mean of many epochs."""
+        """Return the mean number of draws per epoch from each bucket."""
         rates = np.array([share.draws / max(share.samples, 1) for share in self.shares])
         names = dict.fromkeys(self.buckets)
         return dict(zip(names, (rates @ self._members).tolist(), strict=True))
 
     def epoch(self, step: int) -> float:
-        """Return how many epochs are complete when `step` begins, with the fraction."""
+        """Return the number of epochs completed before `step`, including the fraction."""
         return step * self.global_batch / self.draws_per_epoch
 
     def draws(self, step: int) -> tuple[Draw, ...]:
-        """Return the samples of a step, counted from 0; each micro-batch is a run of them."""
+        """Return the samples of a step, counted from 0; micro-batches are consecutive runs of
+        them."""
         with self._lock:
             for first, steps in self._windows.values():
                 if first <= step < first + len(steps):
@@ -232,10 +241,10 @@ class BatchPlan:
             return steps[step - first]
 
     def _epochs_of_a_round(self) -> int:
-        """How many epochs are planned together: enough of them to emit two steps.
+        """Return how many epochs to plan together: enough to emit two steps.
 
-        If a single one has not even two, they end where a step ends: then the draws
-        of each image can be spread evenly over the steps.
+        If an epoch has fewer than two steps, round up so that the epochs end where a step ends; the
+        draws of each image can then be spread evenly over the steps.
         """
         least = 2 * self._per_step + (self.micro_batch > 1) * len(self._cost)
         enough = math.ceil(least * self.micro_batch / self.draws_per_epoch)
@@ -247,20 +256,21 @@ class BatchPlan:
         return max(enough if whole > affordable else whole * math.ceil(enough / whole), 1)
 
     def _rng(self, *key: object) -> np.random.RandomState:
-        """Return a separate generator for each key; numpy keeps this kind's stream stable."""
+        """Return a separate generator for each key. NumPy guarantees a stable stream of this
+        kind."""
         words = hashlib.sha256(":".join(map(str, (self.seed, *key))).encode()).digest()
         return np.random.RandomState(np.frombuffer(words, "<u4"))
 
     def _order(self, dataset: int, turn: int) -> IntArray:
-        """Return a dataset's samples, in the order in which they come for the `turn`-th time."""
+        """Return a dataset's samples in the shuffled order of its `turn`-th pass."""
         order = self._rng("order", dataset, turn).permutation(self.shares[dataset].samples)
         return order + self._first[dataset]
 
     def _fresh(self, epoch: int) -> IntArray:
-        """Return an epoch's draws in the order of the stream, `(n, 2)`: sample and turn.
+        """Return an epoch's draws in stream order, `(n, 2)`: sample and turn.
 
-        Each dataset comes in one shuffled pass after the other, in as many equal stretches of the
-        epoch as it has draws, so that datasets mix evenly.
+        Each dataset contributes one shuffled pass after the other. Its draws are spread over equal
+        intervals of the epoch, so that datasets mix evenly.
         """
         draws, times = [], []
         for dataset, share in enumerate(self.shares):
@@ -276,7 +286,7 @@ class BatchPlan:
         return np.concatenate(draws)[np.argsort(np.concatenate(times), kind="stable")]
 
     def _drawn_before(self, epoch: int) -> IntArray:
-        """How many draws each bucket has had before an epoch."""
+        """Return the number of draws from each bucket before an epoch."""
         counts = np.zeros(len(self._cost), np.int64)
         for dataset, share in enumerate(self.shares):
             if not share.draws:
@@ -289,7 +299,7 @@ class BatchPlan:
         return counts
 
     def _waiting(self, epoch: int) -> IntArray:
-        """Return the draws that wait for others of their bucket when an epoch begins, `(n, 2)`."""
+        """Return the draws left over in their buckets at the start of an epoch, `(n, 2)`."""
         missing = self._drawn_before(epoch) % self.micro_batch
         parts: list[IntArray] = []
         while missing.any():
@@ -302,12 +312,12 @@ class BatchPlan:
         return np.concatenate([np.empty((0, 2), np.int64), *parts])
 
     def _emitted_before(self, number: int) -> int:
-        """How many micro-batches are emitted before a round."""
+        """Return the number of micro-batches emitted before a round."""
         drawn = self._drawn_before(number * self._round_epochs)
         return int((drawn // self.micro_batch).sum())
 
     def _emitted(self, number: int) -> IntArray:
-        """Return a round's micro-batches, in the order that they fill: `(n, micro_batch, 2)`."""
+        """Return a round's micro-batches in the order in which they fill: `(n, micro_batch, 2)`."""
         if number not in self._rounds:
             first = number * self._round_epochs
             epochs = range(first, first + self._round_epochs)
@@ -323,9 +333,10 @@ class BatchPlan:
         return self._rounds[number]
 
     def _kept_back(self, number: int) -> tuple[IntArray, IntArray]:
-        """Split a round's micro-batches: those kept for the next round's first step, others.
+        """Split a round's micro-batches into those deferred to the next round's first step, and the
+        rest.
 
-        They are too few for a step. All have about the same cost.
+        The deferred ones are too few for a step. They have similar costs.
         """
         emitted = self._emitted(number)
         count = self._emitted_before(number + 1) % self._per_step
@@ -337,11 +348,11 @@ class BatchPlan:
         return emitted[kept], emitted[others]
 
     def _alike(self, number: int, emitted: IntArray, count: int) -> IntArray:
-        """Choose late micro-batches of about the same cost, and of other images if possible."""
+        """Choose late micro-batches of similar cost, with different images if possible."""
         first = len(emitted) - max(len(emitted) // self._round_epochs, min(2 * count, len(emitted)))
         costs = self._cost[self._bucket[emitted[first:, 0, 0]]]
         by_cost = first + np.argsort(costs, kind="stable")
-        start = len(by_cost) - count  # the last ones, where all cost the same
+        start = len(by_cost) - count  # take the last ones if all cost the same
         if costs.min() < costs.max():
             start = self._rng("kept back", number).randint(len(by_cost))
         images: set[int] = set()
@@ -356,7 +367,7 @@ class BatchPlan:
         return np.sort(np.array((chosen + doubles)[:count]))
 
     def _window(self, step: int) -> tuple[int, list[tuple[Draw, ...]]]:
-        """Return the window of a step: its first step, and what its steps train on."""
+        """Return the first step of the window that contains a step, and the draws of its steps."""
         number = int(self.epoch(step) / self._round_epochs)
         while (begin := self._emitted_before(number) // self._per_step) > step:
             number -= 1
@@ -374,11 +385,11 @@ class BatchPlan:
         )
 
     def _steps(self, late: IntArray, units: IntArray) -> list[tuple[Draw, ...]]:
-        """Share micro-batches out to steps.
+        """Distribute micro-batches over steps.
 
         Args:
-            late: Those that must be in the first step, `(n, micro_batch, 2)`.
-            units: The others, likewise.
+            late: Micro-batches that must be in the first step, `(n, micro_batch, 2)`.
+            units: All other micro-batches, in the same layout.
         """
         every = np.concatenate([late, units])
         costs = self._cost[self._bucket[every[:, 0, 0]]].tolist()
@@ -395,8 +406,9 @@ class BatchPlan:
                 placed = {number for number in nearest if sharing.try_put(number, 0)}
                 numbers = [number for number in numbers if number not in placed]
         sharing.fill(numbers)
-        # Steps in the order in which their micro-batches filled. In a step, those of similar cost
-        # are neighbors, which ranks compute at the same time.
+        # Order steps by when their micro-batches filled. Within a step, put micro-batches of
+        # similar
+        # cost next to each other, since ranks compute those at the same time.
         begin = bool(len(late))
         steps = sharing.steps[:begin] + sorted(sharing.steps[begin:], key=sum)
         steps = [sorted(step, key=costs.__getitem__) for step in steps]
@@ -405,7 +417,7 @@ class BatchPlan:
 
 
 def _place_in_group(groups: IntArray) -> IntArray:
-    """Return which of its group's elements each is, counted from 0."""
+    """Return each element's position among the elements of its group, counted from 0."""
     order = np.argsort(groups, kind="stable")
     counts = np.bincount(groups)
     starts = np.cumsum(counts) - counts
@@ -415,11 +427,11 @@ def _place_in_group(groups: IntArray) -> IntArray:
 
 
 class _Sharing:
-    """Micro-batches shared out to steps, so that each image's are in as many steps as possible.
+    """Distributes micro-batches over steps, spreading each image over as many steps as possible.
 
     Args:
-        steps: How many there are.
-        size: Micro-batches of a step.
+        steps: Number of steps.
+        size: Micro-batches per step.
         shown: Per micro-batch, the images of its samples.
     """
 
@@ -435,19 +447,21 @@ class _Sharing:
                 self._most[image] = max(self._most[image], count)
 
     def put(self, number: int, step: int) -> None:
-        """Put a micro-batch into a step, whatever is there."""
+        """Put a micro-batch into a step unconditionally."""
         self.steps[step].append(number)
         self._there[step].update(self._shown[number])
 
     def try_put(self, number: int, step: int) -> bool:
-        """Put it there if there is room and no image comes too often; return whether it was."""
+        """Put it there if there is room and no image repeats too often; return whether it was
+        put."""
         if len(self.steps[step]) == self._size or not self._fits(number, step):
             return False
         self.put(number, step)
         return True
 
     def fill(self, numbers: Iterable[int]) -> None:
-        """Put each where it fits first."""
+        """Put each micro-batch into the first step that accepts it, swapping with others if
+        needed."""
         first, stuck = 0, []
         for number in numbers:
             while first < len(self.steps) and len(self.steps[first]) == self._size:
@@ -466,7 +480,7 @@ class _Sharing:
         )
 
     def _exchanged(self, number: int, step: int) -> int:
-        """Put one in place of another that fits into `step`; return that one, or itself."""
+        """Swap a micro-batch with one that fits into `step`; return the one to put there."""
         near = sorted(range(len(self.steps)), key=lambda other: abs(other - step))
         for other in near[1:]:
             own = self.steps[other]
@@ -480,12 +494,12 @@ class _Sharing:
 
 
 def positions_of_rank(rank: int, ranks: int, micro_batch: int, micro_batch_size: int) -> range:
-    """Which positions of the global batch a rank computes in one forward.
+    """Return the positions of the global batch that a rank computes in one forward.
 
     Args:
         rank: The rank.
         ranks: World size.
-        micro_batch: Which forward of the step, counted from 0.
+        micro_batch: Index of the forward within the step.
         micro_batch_size: Samples per rank and forward.
     """
     start = (micro_batch * ranks + rank) * micro_batch_size
@@ -493,14 +507,15 @@ def positions_of_rank(rank: int, ranks: int, micro_batch: int, micro_batch_size:
 
 
 def nth_variant(count: int, turn: int, *key: object) -> int:
-    """Which of several variants of a sample a turn uses.
+    """Return which of a sample's variants a turn uses.
 
-    Each comes once before any comes again, in a new random order for every round, so that
-    variants of two kinds (a caption and a crop) meet in all combinations.
+    Every variant is used once before any repeats, in a new random order each round, so that
+    variants
+    of two kinds (a caption and a crop) occur in all combinations.
 
     Args:
-        count: How many there are.
-        turn: Of the draw.
+        count: Number of variants.
+        turn: Turn of the draw.
         key: What the order depends on: the seed, the kind, the sample.
     """
     if count == 1:

@@ -1,7 +1,7 @@
-"""What a caption file says → the texts that are encoded. Pure.
+"""Turn the content of caption files into the texts that are encoded. Pure.
 
-Every text that training may use is known before training starts, so that each is encoded only
-once: lines are separate captions, and orders of tags are drawn here, not in each step.
+All texts that training may use are known before training starts, so that each is encoded only
+once: lines are separate captions, and tag orders are drawn here rather than in each step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SEPARATOR: Final = ","
 
 
 def texts_of(written: Sequence[str], spec: DataKeys, trigger: str | None) -> tuple[str, ...]:
-    """All texts of a sample, each once; they take turns.
+    """Return all texts of a sample without duplicates; training cycles through them.
 
     Args:
-        written: Its captions as they are written, possibly of several lines; none is an empty one.
+        written: The captions as written, possibly of several lines; no caption means an empty one.
         spec: The job.
         trigger: The trigger word of its dataset.
     """
@@ -35,7 +35,7 @@ def texts_of(written: Sequence[str], spec: DataKeys, trigger: str | None) -> tup
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:
-    """Return the caption with the trigger word in its place, or in front where it has none."""
+    """Return the caption with `[trigger]` replaced, or with the trigger word in front."""
     if not trigger:
         return caption
     caption = caption.replace(TRIGGER, trigger)
@@ -45,7 +45,7 @@ def with_trigger(caption: str, trigger: str | None) -> str:
 
 
 def prompt_text(prompt: str, spec: DataKeys) -> str:
-    """Return a prompt to sample, with only `[trigger]` replaced: the user wrote the rest."""
+    """Return a sampling prompt with only `[trigger]` replaced, since the user wrote the rest."""
     return prompt.replace(TRIGGER, spec.trigger_word) if spec.trigger_word else prompt
 
 
@@ -59,7 +59,7 @@ def _captions(written: Sequence[str], spec: DataKeys) -> list[str]:
 
 
 def _orders(caption: str, spec: DataKeys, has_trigger: bool) -> list[str]:
-    """Return the caption as written, and with its parts in other orders if the job wants that."""
+    """Return the caption as written, plus shuffled tag orders if the job shuffles captions."""
     if not spec.shuffle_captions:
         return [caption]
     parts = [part.strip() for part in caption.split(_SEPARATOR) if part.strip()]
@@ -67,7 +67,7 @@ def _orders(caption: str, spec: DataKeys, has_trigger: bool) -> list[str]:
     rest = parts[len(kept) :]
     orders = [caption]
     for number in range(1, spec.caption_shuffles):
-        # Keyed only by the caption, so that jobs share encoded texts.
+        # Key the order by the caption alone, so that jobs share encoded texts.
         shuffled = rest.copy()
         random.Random(f"{number}:{caption}").shuffle(shuffled)
         orders.append(f"{_SEPARATOR} ".join([*kept, *shuffled]))

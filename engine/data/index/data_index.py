@@ -1,4 +1,4 @@
-"""What the datasets hold: every usable sample with its captions, size, bucket and content hash."""
+"""Index the datasets: every usable sample with its captions, size, bucket and content hash."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ if TYPE_CHECKING:
     from jobs.spec.values.datasets import Dataset
 
 
-# -- held out -------------------------------------------------------------------------------
-# Which samples are held out of the training, to measure the loss on. Pure.
+# -- validation samples ---------------------------------------------------------------------
+# Choose the samples that are held out of training to measure the validation loss. Pure.
 #
-# The choice depends on the seed and on what the samples show, not on their names, their order
-# or the number of ranks. Copies of an image are held out together: the loss on an image that
-# was trained on says nothing.
+# The choice depends on the seed and on the content of the samples, not on their names, their
+# order or the number of ranks. Copies of an image are held out together, since the loss on an
+# image that was trained on would be meaningless.
 
 
 def hold_out(index: DataIndex, spec: DataPlanKeys) -> tuple[DataIndex, list[Sample]]:
     """Split the data into training and held-out samples.
 
-    Both are in the order of the index. At least one sample is held out, and of each dataset at
-    least one is trained on. Regularization samples are not what the model should learn: none of
-    them is held out, but for copies of others that are.
+    Both keep the order of the index. At least one sample is held out, and at least one of each
+    dataset
+    is trained on. Regularization samples are never chosen, since the model should not learn them;
+    copies of held-out samples among them are not trained on either.
 
     Raises:
-        UserError: `validation_fraction` asks for some, and none can be spared.
+        UserError: `validation_fraction` is set, but no sample can be spared.
     """
     if not spec.validation_fraction:
         return index, []
@@ -89,17 +90,17 @@ def _draw(seed: int, digest: str) -> bytes:
 
 
 # -- loss weights ---------------------------------------------------------------------------
-# How much each sample's loss counts. Pure.
+# The weight of each sample's loss. Pure.
 #
-# A weight depends on the sample alone, and the loss of a step is the mean of the weighted
-# losses over the global batch. So the result is the same for any number of ranks and of
-# micro-batches.
+# A weight depends only on its sample, and the loss of a step is the mean of the weighted losses
+# over the global batch. The result is therefore the same for any number of ranks and any
+# micro-batch size.
 
 
 def weight_of(sample: Sample, dataset: Dataset, spec: DataKeys) -> float:
     """Return the weight of a sample's loss.
 
-    It is the product of the sample's own weight, its dataset's and its role's.
+    It is the product of the weights of the sample, its dataset, and its role.
     """
     prior = spec.prior_loss_weight if dataset.regularization else 1.0
     return sample.loss_weight * dataset.loss_weight * prior
@@ -114,35 +115,35 @@ def weights_of(samples: Sequence[Sample], spec: InputKeys) -> list[float]:
 # -- data index -----------------------------------------------------------------------------
 
 
-Progress = Callable[[int, int], None]  # done, of all
+Progress = Callable[[int, int], None]  # arguments: done, total
 
-# Threads: reading, hashing and decoding release the GIL. An image may take 0.7 GB for a moment.
+# Reading, hashing and decoding release the GIL. Decoding an image may briefly take 0.7 GB.
 _READERS: Final = min(8, os.cpu_count() or 1)
-_MEMO: Final = DECODER  # raise, with a factor, when `_Facts` changes its meaning
-_LONGEST_VIDEO: Final = 81  # frames, where the job does not say
+_MEMO: Final = DECODER  # multiply by a new factor when the meaning of `_Facts` changes
+_LONGEST_VIDEO: Final = 81  # frames, if the job sets no number
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Something to train on.
+    """An image or video to train on.
 
     Attributes:
-        name: What people know it by.
+        name: The sample's name in messages.
         path: Its file, or the directory of its table.
         row: Its row in the table.
-        is_video: Whether its file is a video; in its bucket it may have a single frame.
-        loss_weight: Its own, from a column; see `engine.data.index.data_index`.
-        mask: sha256 of the file with its mask; "" where it has none.
-        mask_path: The mask's file; "" where that is the image's transparency.
-        dataset: Number of its dataset.
+        is_video: Whether its file is a video, which may still be reduced to a single frame.
+        loss_weight: Its weight from a column of the dataset; see `weight_of`.
+        mask: SHA-256 of the file that holds its mask; "" without a mask.
+        mask_path: The mask's file; "" if the mask is the image's alpha channel.
+        dataset: Index of its dataset.
         captions: As written, possibly of several lines each; empty when it has none.
         width: Pixels, as displayed.
         height: Pixels, as displayed.
-        digest: sha256 of the file.
+        digest: SHA-256 of the file.
         bucket: `(width, height)` it is fitted to; for videos `(width, height, frames)`.
-        notes: What was done to read it; keys of `engine.data.read.images.NOTES`.
+        notes: Conversions made while reading; keys of `engine.data.read.images.NOTES`.
         references: Its conditioning images.
-        from_first: Whether the model is given its first frame.
+        from_first: Whether the model is conditioned on its first frame.
     """
 
     name: str
@@ -164,14 +165,14 @@ class Sample:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What the samples of a batch share: the bucket, and their conditioning."""
+        """Return what the samples of a batch must share: bucket and conditioning shapes."""
         sizes = tuple(reference.size for reference in self.references)
         return (self.bucket, sizes, self.from_first) if sizes or self.from_first else self.bucket
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Something that is not trained on, and why."""
+    """A file that is not trained on, and why."""
 
     dataset: int
     name: str
@@ -180,12 +181,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class DataIndex:
-    """All samples, dataset by dataset, each in a fixed order; and what was skipped.
+    """All samples in a fixed order, dataset by dataset, and the skipped files.
 
     Attributes:
-        samples: What is trained on.
-        skipped: What is not.
-        others: Per dataset, kind → count of files that are no samples.
+        samples: The samples to train on.
+        skipped: The files that cannot be used.
+        others: Per dataset, the number of files of each kind that are not samples.
     """
 
     samples: list[Sample]
@@ -193,7 +194,8 @@ class DataIndex:
     others: list[dict[str, int]] = field(default_factory=list)
 
     def by_bucket(self) -> dict[tuple[int, ...], list[Sample]]:
-        """Bucket → its samples, the fullest bucket first; the order of reports and of strips."""
+        """Return the samples by bucket, the fullest bucket first, as reports and strips show
+        them."""
         members: dict[tuple[int, ...], list[Sample]] = {}
         for sample in self.samples:
             members.setdefault(sample.bucket, []).append(sample)
@@ -215,7 +217,7 @@ class DataIndex:
 
 
 def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) -> DataIndex:
-    """Read every file of every dataset once; files indexed before are looked up.
+    """Read every file of every dataset once; use cached facts for files indexed before.
 
     Raises:
         UserError: A dataset has nothing usable, or cannot be read.
@@ -226,7 +228,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
     others: list[dict[str, int]] = []
     for number, dataset in enumerate(datasets_of(spec)):
         fit = Fitting(spec, family, dataset)
-        if not Path(dataset.path).is_dir():  # gone since the job was queued
+        if not Path(dataset.path).is_dir():  # deleted since the job was queued
             raise UserError(f"no such dataset folder: {dataset.path}")
         layout = find_layout(Path(dataset.path))
         if layout == "folder":
@@ -246,7 +248,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             source, masks = separate_masks(source, dataset)
         if spec.num_class_images:
             source = only_of_job(source, dataset, spec)
-        # The values that determine which image a name refers to.
+        # These values determine which image an entry's name refers to.
         place = f"{dataset.path}:{dataset.split}:{dataset.image_column}"
         memo = Memo(cache_root(spec) / "index", place, _MEMO)
         before, total = len(samples) + len(skipped), len(source.entries)
@@ -303,10 +305,10 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
 
 
 def read_reference(reference: Reference, sample: Sample, spec: InputKeys) -> bytes:
-    """Return the file of a sample's conditioning image.
+    """Return the content of a sample's conditioning image.
 
     Raises:
-        OSError: It is gone or cannot be read.
+        OSError: The file is missing or cannot be read.
     """
     return read_content(replace(sample, path=reference.path), spec, reference.column)
 
@@ -315,12 +317,12 @@ def read_content(sample: Sample, spec: InputKeys, column: str | None = None) -> 
     """Read the sample's file, or another column of its row.
 
     Raises:
-        OSError: It is gone or cannot be read.
+        OSError: The file is missing or cannot be read.
     """
     if sample.row is not None:
         try:
             return table_of(datasets_of(spec)[sample.dataset], column).content(sample.row)
-        except RowError as error:  # it had an image when it was indexed
+        except RowError as error:  # the row had an image when it was indexed
             raise FileNotFoundError(str(error)) from None
     return read_regular(Path(sample.path), LARGEST_PICTURE)
 
@@ -335,11 +337,11 @@ class _Facts:
     notes: tuple[str, ...] = ()
     frames: int = 0
     fps: float = 0.0
-    beside: tuple[_Facts, ...] = ()  # of its conditioning images
+    beside: tuple[_Facts, ...] = ()  # facts of its conditioning images
 
 
 class Fitting:
-    """Find the buckets of a dataset's entries, or why one fits none."""
+    """Assigns a dataset's entries to buckets, or says why an entry fits none."""
 
     def __init__(self, spec: JobSpec, family: Family, dataset: Dataset) -> None:
         self._spec = spec
@@ -350,7 +352,7 @@ class Fitting:
         self._first_frame = dataset.first_frame or self._only_first
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
-        """Return a sample for each resolution that it is trained at, or why it is skipped."""
+        """Return one sample per training resolution, or the reason why the entry is skipped."""
         if isinstance(facts, str):
             return facts
         if why := self._buckets.why_unfit(facts.width, facts.height):
@@ -421,7 +423,7 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
         facts = memo.get(entry.name, stamp) if stamp else None
         if facts is None:
             facts = _inspect(entry, dataset)
-            if not isinstance(facts, str):  # a refusal may be of the moment, or of a library
+            if not isinstance(facts, str):  # do not cache failures, which may be transient
                 memo.put(entry.name, stamp, facts)
     except FileNotFoundError:
         return "a broken link" if entry.path.is_symlink() else "it is gone"
@@ -446,7 +448,7 @@ def _look_beside(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _
 
 
 def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
-    """As JSON values, to be kept in the memo."""
+    """Return the facts about a file as JSON values for the memo, or why it cannot be used."""
     try:
         if entry.is_video:
             video = look_at_video(entry.path)

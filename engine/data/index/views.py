@@ -1,4 +1,4 @@
-"""Which part of an image is trained on: the size it is fitted to, its crop and its flip."""
+"""Compute the part of an image that is trained on: its size, crop and flip."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 FITTING: Final = 1
-"""Goes into cache keys: raise it when `fit` makes other pixels."""
+"""Part of the cache keys: raise it when `fit` or `fit_reference` produces other pixels."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class View:
     """One crop of a sample, mirrored or not.
 
     Attributes:
-        size: `(width, height)` it is fitted to.
-        centre: Where it is cut, along the side that is too long: 0 keeps its beginning, 1 its end.
-        flip: Whether it is mirrored.
+        size: `(width, height)` to fit the image to.
+        centre: Position of the crop along the excess side, from 0 (start) to 1 (end).
+        flip: Whether to mirror horizontally.
     """
 
     size: tuple[int, int]
@@ -44,15 +44,16 @@ class View:
 
 
 def count_views(spec: DataKeys) -> int:
-    """How many views of every sample there are."""
+    """Return the number of views of every sample."""
     return _count_cuts(spec) * (2 if spec.random_flip else 1)
 
 
 def view_of(sample: Sample, number: int, spec: DataKeys) -> View:
-    """Return the view with this number, one of `count_views`.
+    """Return a view of a sample by its number, below `count_views`.
 
-    Crops are spread evenly over the image, shifted by a random offset from its content, so that
-    they are the same in every job.
+    Crops are spread evenly over the image, with an offset derived from its content hash, so that
+    they
+    are the same in every job.
     """
     width, height = sample.bucket[:2]
     cuts = _count_cuts(spec)
@@ -70,10 +71,10 @@ class Shown(NamedTuple):
 
     Attributes:
         original: `(width, height)` of the image, as displayed.
-        left: Pixels that are cut off there, of the image scaled to cover the view and mirrored
-            as it is.
-        top: Pixels that are cut off there.
-        size: `(width, height)` it is fitted to.
+        left: Pixels cropped from the left, in the image scaled to cover the view and mirrored like
+            it.
+        top: Pixels cropped from the top, likewise.
+        size: `(width, height)` to which the image is fitted.
     """
 
     original: tuple[int, int]
@@ -96,14 +97,14 @@ def shown(sample: Sample, view: View) -> Shown:
 
 
 def fit(picture: Image.Image, view: View) -> Image.Image:
-    """Scale to cover the size, cut, mirror."""
+    """Scale an image to cover the view's size, crop, and mirror if the view is flipped."""
     centring = (view.centre, view.centre)
     fitted = ImageOps.fit(picture, view.size, Image.Resampling.LANCZOS, centering=centring)
     return ImageOps.mirror(fitted) if view.flip else fitted
 
 
 def cut_share(width: int, height: int, size: tuple[int, int]) -> float:
-    """Return the share of an image's area that is cut off."""
+    """Return the fraction of an image's area that is cropped away."""
     factor = enlargement(width, height, size)
     return 1 - size[0] * size[1] / (width * height * factor * factor)
 
@@ -113,27 +114,25 @@ def _count_cuts(spec: DataKeys) -> int:
 
 
 def _excess(sample: Sample, width: int, height: int) -> bool:
-    """Whether at least a pixel is cut off."""
+    """Return whether at least one pixel is cropped away."""
     factor = enlargement(sample.width, sample.height, (width, height))
     return sample.width * factor >= width + 1 or sample.height * factor >= height + 1
 
 
 # -- references -----------------------------------------------------------------------------
-# The conditioning images of a sample: what of each is shown, and at what size. Pure.
+# Crop and size of a sample's conditioning images. Pure.
 #
-# A conditioning image of its sample's shape belongs to it pixel by pixel: it is cut and
-# mirrored as the sample is. Any other is shown whole. Then it gets the size that the model's
-# pipeline would give it.
+# A conditioning image with the aspect ratio of its sample is aligned to it pixel by pixel, so it
+# gets the same crop and flip. Any other is shown uncropped. Either is then resized the way the
+# model's pipeline would resize it.
 
 
-"""Goes into cache keys: raise it when `fit_reference` makes other pixels."""
-
-_SAME_SHAPE: Final = 0.02  # difference of the logarithms of two aspect ratios
-_ANY_SCALE: Final = 4096  # pixels, beyond every rule's usual size
+_SAME_SHAPE: Final = 0.02  # tolerated difference between the logarithms of two aspect ratios
+_ANY_SCALE: Final = 4096  # pixels, larger than any rule's usual size
 
 
 class Place(NamedTuple):
-    """Where a conditioning image is: a file, or the directory and the column of a table."""
+    """Location of a conditioning image: a file, or a table's directory and column."""
 
     path: str
     column: str | None = None
@@ -148,11 +147,11 @@ class Reference:
         column: Its column, in the sample's row.
         width: Pixels, as displayed.
         height: Pixels, as displayed.
-        digest: sha256 of the file.
-        aligned: Whether it has the shape of its sample.
-        scaled: `(width, height)` that what is shown of it is resized to.
-        size: `(width, height)` that is cut out of the middle of that.
-        seen: `(width, height)` at which the text encoder sees it; (0, 0) where it does not.
+        digest: SHA-256 of the file.
+        aligned: Whether it has the aspect ratio of its sample.
+        scaled: `(width, height)` to which the shown part is resized.
+        size: `(width, height)` of the center crop taken after resizing.
+        seen: `(width, height)` at which the text encoder sees it; (0, 0) if it does not.
     """
 
     path: str
@@ -171,10 +170,10 @@ class ReferenceView:
     """The part of a conditioning image that matches a view of its sample.
 
     Attributes:
-        box: Left, top, right, bottom; pixels of the image, before it is mirrored.
-        scaled: As of `Reference`.
-        size: As of `Reference`.
-        flip: Whether it is mirrored.
+        box: Left, top, right, bottom in pixels of the image, before mirroring.
+        scaled: See `Reference`.
+        size: See `Reference`.
+        flip: Whether to mirror horizontally.
     """
 
     box: tuple[int, int, int, int]
@@ -201,14 +200,14 @@ def placed(
     takes: References,
     side: int | None,
 ) -> Reference:
-    """Return a conditioning image with its size.
+    """Return a conditioning image with its target sizes.
 
     Args:
-        place: Where it is.
+        place: Its location.
         facts: Its width, height and digest.
         sample: Width and height of its sample.
-        bucket: Of its sample; its size decides that of an aligned image.
-        takes: The model's rule.
+        bucket: Its sample's bucket, whose shape an aligned image gets.
+        takes: The model's rule for conditioning images.
         side: `conditioning_resolution`.
     """
     width, height, digest = facts
@@ -219,8 +218,9 @@ def placed(
         return Reference(place.path, place.column, width, height, digest, aligned, size, size)
     shape = (width, height)
     if aligned:
-        # Of the bucket's shape, as large as it is here, but for what is made smaller anyway: so
-        # that the images of a bucket are of one size.
+        # Use the bucket's shape at this image's scale, or at any larger scale if the rule would
+        # shrink
+        # both to the same size. That way, all conditioning images of a bucket have one size.
         factor = 1 / enlargement(width, height, (bucket[0], bucket[1]))
         shape = (round(bucket[0] * factor), round(bucket[1] * factor))
         large = (bucket[0] * _ANY_SCALE, bucket[1] * _ANY_SCALE)
@@ -251,7 +251,7 @@ def reference_view(reference: Reference, sample: Sample, view: View) -> Referenc
 
 
 def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
-    """Crop, mirror and resize as the pipelines do, and cut to whole tokens."""
+    """Crop, mirror and resize as the pipelines do, then center-crop to whole tokens."""
     fitted = picture.crop(view.box)
     if view.flip:
         fitted = ImageOps.mirror(fitted)
@@ -262,7 +262,7 @@ def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
 
 
 def as_seen(picture: Image.Image, view: ReferenceView, size: tuple[int, int]) -> Image.Image:
-    """Resize the same part of a conditioning image for a text encoder."""
+    """Return the same part of a conditioning image, resized for a text encoder."""
     return fit_reference(picture, replace(view, scaled=size, size=size))
 
 

@@ -1,1 +1,1 @@
-"""From files to pixels: folders, tables, images, videos."""
+"""Read pixels and captions from folders, tables, images and videos."""

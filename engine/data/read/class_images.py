@@ -1,7 +1,8 @@
-"""Where the class images of a job are: made once from its base model, kept in the cache.
+"""Find a job's class images, which are generated once from its base model and cached.
 
-Their folder is named by all that decides them but their number: jobs that want more of the same
-make only the others. Each is `NN.png` with its prompt in `NN.json`, which is its caption.
+The folder's name is a hash of every setting that affects the images except their number, so a job
+that needs more of the same images generates only the rest. Each is `NN.png`, with its prompt in
+`NN.json` as its caption.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from jobs.spec.keys.data import DataKeys
 
 _FOLDER: Final = "class_images"
-_MADE: Final = 1  # raise it when the same settings come to other images
+_MADE: Final = 1  # raise it when the same settings give different images
 
 
 def cache_root(spec: DataKeys) -> Path:
@@ -55,31 +56,31 @@ def folder_of(spec: JobSpec, model_root: Path) -> Path:
 
 
 def _modulation(spec: JobSpec) -> list[str]:
-    """How modulation is packed; nothing where it is not, as in folders of earlier versions."""
+    """Return how modulation is packed, or [] if it is not, as in folders of earlier versions."""
     own = modulation_of(spec)
     return [own] if own != "none" and counts("modulation_precision", spec) else []
 
 
 def numbers_in(folder: Path) -> set[int]:
-    """Return the numbers of the images that are complete."""
+    """Return the numbers of the complete images in a folder."""
     paths = (path for path in folder.glob("[0-9]*.png") if path.with_suffix(".json").is_file())
     return {int(path.stem) for path in paths if path.stem.isdecimal()}
 
 
 def with_class_images(spec: JobSpec, folder: Path) -> JobSpec:
-    """Add a job's class images as one more dataset."""
+    """Add a job's class images as another dataset."""
     sides = list(all_resolutions(spec))
     made = Dataset(path=str(folder), regularization=True, resolution=sides)
     return spec.model_copy(update={"dataset": "", "datasets": [*datasets_of(spec), made]})
 
 
 def has_class_images(spec: InputKeys) -> bool:
-    """Whether class images are among the job's datasets."""
+    """Return whether class images are among the job's datasets."""
     return any(_holds(dataset, spec) for dataset in datasets_of(spec))
 
 
 def only_of_job(source: Source, dataset: Dataset, spec: DataKeys) -> Source:
-    """Keep only the class images that the job requests; any other source is unchanged."""
+    """Keep only the class images that the job requests; return any other source unchanged."""
     if not _holds(dataset, spec):
         return source
     kept = [

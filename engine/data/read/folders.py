@@ -1,9 +1,9 @@
-"""What a folder offers: its images and videos, each with its captions or what is wrong with it.
+"""List a folder's images and videos, each with its captions or the problem with it.
 
-Captions stand in a `.txt`, `.caption` or `.json` of the same name; in the `metadata.jsonl`,
+Captions come from a `.txt`, `.caption` or `.json` file of the same name; from the `metadata.jsonl`,
 `metadata.csv` or `metadata.parquet` of the Hugging Face imagefolder layout, whose rows name files
-relative to where they stand; or in the `meta_cap.json` of kohya's scripts, which names files with
-or without a suffix.
+relative to the metadata file; or from the `meta_cap.json` of kohya's scripts, which names files
+with or without a suffix.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 
 # -- sample weights -------------------------------------------------------------------------
-# The loss weight of a sample, from a column of a metadata file or a table. Pure.
+# Read a sample's loss weight from a column of a metadata file or a table. Pure.
 
 
-_MOST: Final = 1000.0  # as the `loss_weight` of a dataset
+_MOST: Final = 1000.0  # same limit as the `loss_weight` of a dataset
 
 
 def weight_in(record: Mapping[str, Any], dataset: Dataset, *, where: str) -> tuple[float, str]:
     """Return a row's weight, and the problem with it, if any.
 
-    The weight is 1 where the cell is empty.
+    An empty cell means a weight of 1.
 
     Raises:
-        UserError: The column that the dataset names is not there.
+        UserError: The column that the dataset names does not exist.
     """
     column = dataset.loss_weight_column
     if column is None:
@@ -79,21 +79,21 @@ _T = TypeVar("_T")
 
 CAPTION_COLUMNS: Final = ("text", "caption", "captions", "prompt")
 FILE_COLUMN: Final = "file_name"
-_ANY: Final = Dataset(path=".")  # of no caption_column
+_ANY: Final = Dataset(path=".")  # a dataset without a caption_column
 _LONGEST_FIELD: Final = 10_000_000  # characters of a CSV field; the module's limit is 131,072
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that a dataset offers to train on.
+    """A candidate sample of a dataset.
 
     Attributes:
-        name: What people know it by: the path below the dataset's folder, or a row's number.
-        path: The file; of a row, the directory of its table.
+        name: Its name in messages: the path below the dataset's folder, or a row's number.
+        path: The file, or the directory of the table for rows.
         captions: As written; None when there are none.
-        problem: Why it cannot be used, "" if nothing is known against it yet.
+        problem: Why it cannot be used; "" if no problem is known yet.
         row: Its row, for tables.
-        weight: Of its loss, where a column has one.
+        weight: Its loss weight, if a column has one.
         references: Its conditioning images.
     """
 
@@ -107,7 +107,7 @@ class Entry:
 
     @property
     def is_video(self) -> bool:
-        """Whether it is a video file, by its name."""
+        """Return whether it is a video file, judging by its name."""
         return self.row is None and self.path.suffix.lower() in VIDEO_SUFFIXES
 
 
@@ -116,8 +116,8 @@ class Source:
     """The contents of a dataset.
 
     Attributes:
-        entries: In a fixed order.
-        others: What kind of file → how many are neither samples nor their captions.
+        entries: Candidate samples in a fixed order.
+        others: Number of files of each kind that are neither samples nor their captions.
     """
 
     entries: list[Entry]
@@ -125,14 +125,14 @@ class Source:
 
 
 def read_folder(dataset: Dataset, *, videos: bool) -> Source:
-    """Look for samples in a folder; opens caption files, but no images.
+    """List the candidate samples of a folder. Opens caption files, but no images.
 
     Args:
         dataset: Its `path` is the folder.
         videos: Whether the model trains on videos.
 
     Raises:
-        UserError: A metadata file cannot be read, or lacks a column it needs.
+        UserError: A metadata file cannot be read, or lacks a required column.
     """
     root = Path(dataset.path)
     files = list_files(root)
@@ -148,7 +148,7 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
             if isinstance(record, str):
                 lost.append(Entry(name, table, problem=record))
                 continue
-            # Not resolved: two links to one file may have different captions.
+            # Do not resolve links: two links to one file may have different captions.
             file = same_name(os.path.normpath(table.parent / str(record.get(FILE_COLUMN) or "?")))
             places.setdefault(file, name)
             weights.setdefault(file, weight_in(record, dataset, where=str(table)))
@@ -170,7 +170,7 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
         for p, why in files.unreadable
     ]
     named = {same_name(os.path.normpath(entry.path)) for entry in entries}
-    named |= {os.path.splitext(name)[0] for name in named}  # as kohya's scripts name them
+    named |= {os.path.splitext(name)[0] for name in named}  # kohya's scripts omit the suffix
     for file, name in places.items():
         if file not in named:
             what = os.path.relpath(file, root)
@@ -182,7 +182,7 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
 
 
 def _shown(path: Path, root: Path) -> str:
-    """Return the path below a folder, printable: file names need not be UTF-8."""
+    """Return the path relative to a folder, printable even if the file name is not UTF-8."""
     name = os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
@@ -193,7 +193,7 @@ def captions_in(
     """Return the captions of a row: a text, or a list of texts.
 
     Raises:
-        UserError: The column that the dataset names is not there.
+        UserError: The column that the dataset names does not exist.
     """
     if dataset.caption_column and dataset.caption_column not in record:
         raise UserError(
@@ -204,7 +204,7 @@ def captions_in(
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)):
         return None
-    # JSON may hold halves of surrogate pairs, which no tokenizer takes.
+    # JSON may contain lone surrogates, which tokenizers reject.
     sound = [str(text).encode(errors="replace").decode() for text in texts if text]
     return tuple(text for text in sound if text.strip()) or None
 
@@ -212,7 +212,8 @@ def captions_in(
 def _captions_of(
     path: Path, rows: Mapping[str, tuple[str, ...]], renamed: Mapping[str, Path]
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Return a file's captions, and the problem with them; a row of a metadata file comes first."""
+    """Return a file's captions and the problem with them. A row of a metadata file takes
+    priority."""
     if captions := _of_file(rows, path, ()):
         return captions, ""
     for suffix in CAPTION_SUFFIXES:
@@ -236,7 +237,7 @@ def _captions_of(
 
 
 def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
-    """Return a file's entry in metadata files, by its name with or without a suffix."""
+    """Look up a file in the rows of metadata files, by its name with or without a suffix."""
     if not rows:
         return otherwise
     name = same_name(os.path.normpath(path))
@@ -244,7 +245,8 @@ def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
 
 
 def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:
-    """Read the caption from the `.json` beside an image, as other trainers and taggers write it."""
+    """Read a caption from the `.json` file next to an image, as other trainers and taggers write
+    it."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -255,7 +257,7 @@ def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:
 
 
 def _record_captions(record: dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the captions of an object, or else its tags."""
+    """Return the captions of a JSON object, or else its tags joined by commas."""
     if captions := captions_in(record, _ANY, where=""):
         return captions
     tags = record.get("tags")
@@ -264,12 +266,12 @@ def _record_captions(record: dict[str, Any]) -> tuple[str, ...] | None:
 
 
 def _encoding(content: bytes) -> str:
-    """UTF-8 unless a byte-order mark says otherwise, as Windows editors write them."""
+    """Return UTF-8 unless a byte-order mark says UTF-16, which some Windows editors write."""
     return "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
 
 
 def records_of(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Return each row with its place, or the problem with it."""
+    """Yield each row with its location, or with the problem found there."""
     if table.suffix == ".parquet":
         yield from _parquet_records(table)
         return
@@ -283,7 +285,7 @@ def records_of(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
     if table.suffix == ".json":
         yield from _kohya_records(table, text)
         return
-    # Not `splitlines`, which also splits at separators that JSON and captions may hold.
+    # Do not use `splitlines`, which also splits at separators that JSON and captions may contain.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -319,7 +321,7 @@ def _parquet_records(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _kohya_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Each entry, named by its file's path; by its name alone where the data has moved."""
+    """Yield entries by file path, or by bare file name if the data has moved since."""
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError):
@@ -353,29 +355,29 @@ def _csv_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 # -- archives -------------------------------------------------------------------------------
-# WebDataset archives: tar files of images and captions with equal names, unpacked once.
+# WebDataset archives: tar files with images and captions of equal names, unpacked once.
 #
-# Each archive is read from front to back into a folder of the cache, which is complete or
-# absent; from then on it is read like any other folder.
+# Each archive is unpacked sequentially into a cache folder that is either complete or absent, and
+# is then read like any other folder.
 
 
-# Of an archive's own size, what its files may take: images do not shrink, and text does by ten.
+# Limit on the unpacked size relative to the archive: images do not compress, text about tenfold.
 _LARGEST_RATIO: Final = 100
-_ANYWAY: Final = 1 << 30  # bytes that any archive may have
+_ANYWAY: Final = 1 << 30  # bytes that any archive may unpack to
 _WANTED: Final = PICTURE_SUFFIXES | VIDEO_SUFFIXES | {name.lower() for name in CAPTION_SUFFIXES}
 
 
 def read_archives(dataset: Dataset, cache: Path, *, videos: bool) -> Source:
-    """Read the archives of a dataset; unpack those that are new.
+    """List the contents of a dataset's archives, unpacking new ones first.
 
     Args:
         dataset: Its `path` is a folder of tar files.
-        cache: Where to unpack them.
+        cache: The directory to unpack them in.
         videos: Whether the model trains on videos.
 
     Raises:
-        DiskFullError: The cache has no room for them.
-        UserError: A metadata file in one cannot be read.
+        DiskFullError: The cache directory has no space left.
+        UserError: A metadata file in an archive cannot be read.
     """
     root = Path(dataset.path)
     entries: list[Entry] = []
@@ -413,10 +415,10 @@ def _unpacked(archive: Path, cache: Path) -> Path:
     try:
         aside.mkdir(parents=True)
         left = _ANYWAY + _LARGEST_RATIO * status.st_size
-        with tarfile.open(archive, "r|*") as stream:  # never goes back, as slow disks like it
+        with tarfile.open(archive, "r|*") as stream:  # sequential, which slow disks handle best
             for member in stream:
                 left -= member.size
-                if left < 0:  # compressed so highly that reading or skipping it takes hours
+                if left < 0:  # such a compression ratio would take hours to read or skip
                     ratio = f"{_LARGEST_RATIO} times its own size"
                     raise tarfile.ReadError(f"its files take more than {ratio}")
                 place = _place(member)
@@ -427,7 +429,7 @@ def _unpacked(archive: Path, cache: Path) -> Path:
                         shutil.copyfileobj(content, file)
         try:
             os.rename(aside, folder)
-        except OSError:  # another job was quicker
+        except OSError:  # another job unpacked it first
             if not folder.is_dir():
                 raise
         return folder
@@ -436,7 +438,7 @@ def _unpacked(archive: Path, cache: Path) -> Path:
 
 
 def _place(member: tarfile.TarInfo) -> PurePosixPath | None:
-    """Return a member's path below the folder; None if it is not a sample, or would be outside."""
+    """Return a member's path below the folder, or None if it is no sample or would be outside."""
     path = PurePosixPath(member.name)
     parts = [part for part in path.parts if part != "."]
     if not member.isfile() or member.size > LARGEST_PICTURE or path.is_absolute():
@@ -447,7 +449,7 @@ def _place(member: tarfile.TarInfo) -> PurePosixPath | None:
 
 
 # -- pairs ----------------------------------------------------------------------------------
-# Find the conditioning images of a dataset's entries, or report that one is missing.
+# Find the conditioning images of a dataset's entries, or report a missing one.
 
 
 _MISSING = "no conditioning image"
@@ -456,14 +458,14 @@ _MISSING = "no conditioning image"
 def pair(source: Source, dataset: Dataset) -> Source:
     """Add each entry's conditioning images to a source.
 
-    An entry without one gets a problem.
+    An entry without one is marked with a problem.
 
     Args:
-        source: What the dataset offers; in a folder, its conditioning images too.
-        dataset: Where they are.
+        source: The dataset's contents; for folders, this includes the conditioning images.
+        dataset: Names the location of the conditioning images.
 
     Raises:
-        UserError: A column that the dataset names is not there.
+        UserError: A column that the dataset names does not exist.
     """
     if not dataset.references:
         return source
@@ -514,7 +516,7 @@ def _of_columns(entry: Entry, dataset: Dataset, files: dict[str, list[Path | Non
 
 
 def _named_files(dataset: Dataset) -> dict[str, list[Path | None]]:
-    """Sample → its conditioning images, as a folder's metadata files name them."""
+    """Map each sample to the conditioning images named by a folder's metadata files."""
     named: dict[str, list[Path | None]] = {}
     columns = dataset.conditioning_column or []
     for table in list_files(Path(dataset.path)).metadata:

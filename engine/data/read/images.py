@@ -1,12 +1,11 @@
-"""Images of any common format, decoded to what a screen would show.
+"""Decode images of any common format to what a screen would show.
 
 An image comes as bytes: the content of a file, or a cell of a table. However it is stored, the
-result is 8-bit RGB, upright, in sRGB, on white where it was transparent. What cannot be decoded
+result is 8-bit RGB, upright, in sRGB, with transparency on white. An image that cannot be decoded
 completely raises `PictureError`; nothing else is raised, and nothing is printed.
 
-Only formats that say in their first bytes what they are, and that a library decodes, are read.
-Pillow would also guess (TGA) and start a program (EPS), which a folder of downloads does not
-deserve.
+Only formats that identify themselves by their first bytes and that a library decodes are read.
+Pillow would also guess (TGA) and start a program (EPS), which is unsafe for a folder of downloads.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ if TYPE_CHECKING:
 
 
 # -- unreadable -----------------------------------------------------------------------------
-# Why bytes are not an image that can be used, in words for the user who has the file.
+# Explain to the user why bytes are not a usable image.
 
 
-MOST_PIXELS: Final = 178_956_970  # where Pillow stops too: 512 MiB as RGB
-LARGE_PIXELS: Final = 4_000_000  # up to here a wrong size does no harm
-PIXELS_PER_BYTE: Final = 10_000  # deflate packs at most 8,256 pixels of one bit into a byte
+MOST_PIXELS: Final = 178_956_970  # Pillow's own limit: 512 MiB as RGB
+LARGE_PIXELS: Final = 4_000_000  # up to here, a wrong size in the header is harmless
+PIXELS_PER_BYTE: Final = 10_000  # deflate packs at most 8,256 one-bit pixels into a byte
 TOO_MANY_PIXELS: Final = f"more than {MOST_PIXELS // 1_000_000} megapixels; downscale it"
 
-_READ: Final = (  # how the formats begin that are read
+_READ: Final = (  # first bytes of the supported formats
     (re.compile(rb"\x89PNG"), "PNG"),
     (re.compile(rb"\xff\xd8"), "JPEG"),
     (re.compile(rb"GIF8"), "GIF"),
@@ -71,7 +70,7 @@ _FOREIGN: Final = (  # other contents of files named like images
 
 
 def why_unreadable(error: Exception, content: bytes) -> str:
-    """In few words, why Pillow gave up on the content with this error."""
+    """Return, in a few words, why Pillow failed to read the content with this error."""
     if isinstance(error, Image.DecompressionBombError):
         return TOO_MANY_PIXELS
     if isinstance(error, MemoryError):
@@ -81,7 +80,7 @@ def why_unreadable(error: Exception, content: bytes) -> str:
         foreign = (what for begins, what in _FOREIGN if begins.match(content))
         return next(foreign, "not an image")
     says = str(error).lower()
-    if "decompressed data too large" in says:  # Pillow's guard against bombs in metadata
+    if "decompressed data too large" in says:  # Pillow's guard against decompression bombs in metadata
         return "its text or profile is too large"
     if "truncated" in says or _breaks_off(content, kind):
         return "truncated"
@@ -91,7 +90,7 @@ def why_unreadable(error: Exception, content: bytes) -> str:
 
 
 def _breaks_off(content: bytes, kind: str) -> bool:
-    """Whether the end is missing, as far as the format shows without decoding."""
+    """Return whether the end is missing, if the format shows that without decoding."""
     size = len(content)
     match kind:
         case "PNG":
@@ -106,7 +105,7 @@ def _breaks_off(content: bytes, kind: str) -> bool:
             order: Literal["little", "big"] = "little" if content[:1] == b"I" else "big"
             at = int.from_bytes(content[4:8], order)  # the directory: a count, entries, a link
             return at + 6 + 12 * int.from_bytes(content[at : at + 2], order) > size
-        case "AVIF" | "JPEG 2000":  # a chain of boxes, each beginning with its length
+        case "AVIF" | "JPEG 2000":  # a chain of boxes, each starting with its length
             at = 0
             while at + 8 <= size and (length := int.from_bytes(content[at : at + 4], "big")) >= 8:
                 at += length
@@ -119,11 +118,11 @@ def _breaks_off(content: bytes, kind: str) -> bool:
 
 
 _PROFILE_SPACES: Final = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}
-_SAME_COLOUR: Final = 2  # of 255: a profile that moves no color further than this is sRGB
+_SAME_COLOUR: Final = 2  # of 255: a profile that moves no color by more than this counts as sRGB
 
 
 class RangeError(ValueError):
-    """Numbers that do not say which of them are black and white."""
+    """Pixel values whose range of black to white is unknown."""
 
 
 def to_rgb(
@@ -133,12 +132,12 @@ def to_rgb(
 
     Args:
         picture: Its `info` may hold a profile and a transparent color.
-        bits: Bits per channel as stored; Pillow's mode does not always tell.
-        white_is_zero: The numbers count from white. Pillow turns that round for 8 bits and
-            fewer, so it is heeded only for more.
+        bits: Bits per channel as stored, which Pillow's mode does not always show.
+        white_is_zero: Whether 0 means white. Pillow already inverts images of up to 8 bits, so this
+            only applies to more.
 
     Raises:
-        RangeError: Gray values beyond the range that their type is read with.
+        RangeError: Gray values exceed the range of their type.
     """
     notes = {"16-bit"} if bits > 8 and picture.mode != "F" else set()
     profile = picture.info.get("icc_profile")
@@ -171,15 +170,15 @@ def to_rgb(
 
 
 def opacity_of(picture: Image.Image) -> Image.Image | None:
-    """Return the alpha channel of a loaded image; None where it is opaque all over."""
+    """Return the alpha channel of a loaded image; None if it is fully opaque."""
     return _split_opacity(picture)[1]
 
 
 def _split_opacity(picture: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """Return the image without its alpha channel, and that channel unless it is opaque all over."""
+    """Return the image without its alpha channel, and that channel unless it is fully opaque."""
     if picture.mode in ("P", "PA"):
         picture = picture.convert("RGBA")
-    elif picture.mode in ("La", "RGBa"):  # colors are stored multiplied by their opacity
+    elif picture.mode in ("La", "RGBa"):  # colors are premultiplied by their alpha
         picture = picture.convert(picture.mode.upper())
     elif picture.mode == "L" and "transparency" in picture.info:
         picture = picture.convert("LA")
@@ -193,7 +192,7 @@ def _split_opacity(picture: Image.Image) -> tuple[Image.Image, Image.Image | Non
 
 
 def _from_integers(picture: Image.Image, bits: int, white_is_zero: bool) -> Image.Image:
-    """Gray of more than 8 bits in 8; Pillow's own conversion turns all but the darkest white."""
+    """Convert gray of more than 8 bits to 8; Pillow's own conversion clips most values to white."""
     import numpy as np  # 80 ms, and few images need it
 
     top = 4095 if bits == 12 else 65535
@@ -217,7 +216,7 @@ def _from_floats(picture: Image.Image, white_is_zero: bool) -> Image.Image:
     import numpy as np
 
     values = np.asarray(picture)
-    if not (values.min() >= 0.0 and values.max() <= 1.0):  # so phrased, it catches NaN
+    if not (values.min() >= 0.0 and values.max() <= 1.0):  # this form also catches NaN
         raise RangeError("float values outside 0..1")
     if white_is_zero:
         values = 1.0 - values
@@ -226,11 +225,12 @@ def _from_floats(picture: Image.Image, white_is_zero: bool) -> Image.Image:
 
 @lru_cache(maxsize=32)
 def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
-    """Return the transform to sRGB of images of a mode with this profile.
+    """Return the transform to sRGB for images of a mode with this profile.
 
     Returns:
-        None where there is nothing to do: the profile is broken, belongs to images of another mode,
-        or is sRGB, as most are under one name or another.
+        None if no conversion is needed or possible: the profile is broken, belongs to images of
+        another
+        mode, or is equivalent to sRGB, as most are.
     """
     from PIL import ImageCms
 
@@ -247,7 +247,7 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
             flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
         return None if mode in ("L", "RGB") and _changes_nothing(transform, mode) else transform
-    except Exception:  # lcms and Pillow have a dozen ways to say that a profile is broken
+    except Exception:  # lcms and Pillow raise many types for a broken profile
         return None
 
 
@@ -267,7 +267,8 @@ def _srgb() -> ImageCmsProfile:
 
 @cache
 def _ramp() -> Image.Image:
-    """Return colors all over the cube, and grays: enough to see whether a profile has an effect."""
+    """Return colors across the RGB cube, and grays: enough to see whether a profile has an
+    effect."""
     steps = range(0, 256, 51)
     cube = [bytes((r, g, b)) for r in steps for g in steps for b in steps]
     greys = [bytes((v, v, v)) for v in range(256)]
@@ -305,7 +306,7 @@ _FORMATS: Final = (
     "TIFF",
     "WEBP",
 )
-_ORIENTATION: Final = 0x0112  # this and the next two are tags of Exif and TIFF
+_ORIENTATION: Final = 0x0112  # this and the next two are Exif and TIFF tags
 _BITS_PER_SAMPLE: Final = 0x0102
 _PHOTOMETRIC: Final = 0x0106
 _UPRIGHT: Final = {
@@ -320,7 +321,7 @@ _UPRIGHT: Final = {
 
 
 class PictureError(Exception):
-    """Why an image cannot be used, in a few words."""
+    """The reason why an image cannot be used, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ class Look:
         width: In pixels, as displayed.
         height: In pixels, as displayed.
         digest: SHA-256 of the content, in hexadecimal.
-        notes: Keys of `NOTES`, sorted: what was done to read it that users may want to know.
+        notes: Sorted keys of `NOTES`: conversions that users may want to know about.
     """
 
     width: int
@@ -341,10 +342,10 @@ class Look:
 
 
 def look(content: bytes) -> Look:
-    """Decode an image once, completely, as `decode` does, and report its facts.
+    """Decode an image completely, as `decode` does, and report its facts.
 
     Raises:
-        PictureError: It cannot be used; `decode` would raise the same.
+        PictureError: The image cannot be used; `decode` would raise the same.
     """
     picture, notes = _displayed(content)
     digest = hashlib.sha256(content).hexdigest()
@@ -352,27 +353,27 @@ def look(content: bytes) -> Look:
 
 
 def decode(content: bytes) -> Image.Image:
-    """Return the image in 8-bit RGB, as displayed; of several frames, the first.
+    """Return the image in 8-bit RGB, as displayed; for several frames, the first.
 
-    It no longer has a profile or an orientation, so that a saved copy looks the same.
+    The result has no profile and no orientation tag, so that a saved copy looks the same.
 
     Raises:
-        PictureError: It cannot be used. Damage after the first frame does no harm.
+        PictureError: The image cannot be used. Damage after the first frame is ignored.
     """
     picture, _ = _displayed(content)
-    if isinstance(picture, ImageFile.ImageFile):  # was RGB as stored: leave its file behind
+    if isinstance(picture, ImageFile.ImageFile):  # was RGB as stored: detach it from its file
         picture = picture.copy()
     picture.info = {}
     return picture
 
 
 def decode_opacity(content: bytes) -> Image.Image | None:
-    """Return the alpha channel, as displayed, 8-bit; None where all is opaque.
+    """Return the alpha channel, as displayed, 8-bit; None if the image is fully opaque.
 
     Raises:
         PictureError: The image cannot be used; `decode` would raise the same.
     """
-    _displayed(content)  # refuses
+    _displayed(content)  # raises if the image is unusable
     with Image.open(io.BytesIO(content), formats=_formats()) as file:
         tags: Mapping[int, object] = getattr(file, "tag_v2", {})
         bits = _bits(file, tags, content)
@@ -386,7 +387,7 @@ def decode_opacity(content: bytes) -> Image.Image | None:
 
 
 def _displayed(content: bytes) -> tuple[Image.Image, set[str]]:
-    """Read an image as displayed, with its notes; raise one kind of error for all of Pillow's."""
+    """Read an image as displayed, with its notes, turning all of Pillow's errors into one type."""
     if not content:
         raise PictureError("empty file")
     _silence_pillow()
@@ -395,26 +396,26 @@ def _displayed(content: bytes) -> tuple[Image.Image, set[str]]:
             return _read(file, content)
     except (PictureError, RangeError) as error:
         raise PictureError(str(error)) from None
-    except Exception as error:  # readers raise nearly anything when the bytes are damaged
+    except Exception as error:  # readers raise almost anything on damaged bytes
         raise PictureError(why_unreadable(error, content)) from error
 
 
 def _read(file: ImageFile.ImageFile, content: bytes) -> tuple[Image.Image, set[str]]:
     if file.width < 1 or file.height < 1:
         raise PictureError("no pixels")
-    if file.width * file.height > MOST_PIXELS:  # Pillow's own limit can be switched off
+    if file.width * file.height > MOST_PIXELS:  # Pillow's own limit can be disabled
         raise PictureError(TOO_MANY_PIXELS)
     if file.width * file.height > max(LARGE_PIXELS, PIXELS_PER_BYTE * len(content)):
         size = f"{file.width} × {file.height} pixels in {len(content)} bytes"
-        raise PictureError(f"damaged ({size})")  # before memory for all of them is taken
+        raise PictureError(f"damaged ({size})")  # raise before allocating memory for all pixels
     notes = {"animated"} if _has_more_frames(file) else set()
-    tags: Mapping[int, object] = getattr(file, "tag_v2", {})  # of a TIFF
+    tags: Mapping[int, object] = getattr(file, "tag_v2", {})  # for TIFF
     bits = _bits(file, tags, content)
     orientation = tags.get(_ORIENTATION)
     file.load()
     _correct_transparent_colour(file, bits)
     picture, done = to_rgb(file, bits, white_is_zero=tags.get(_PHOTOMETRIC) == 0)
-    if file.format != "TIFF":  # which Pillow turns upright when it loads it
+    if file.format != "TIFF":  # Pillow rotates TIFF files itself on loading
         orientation = _orientation(file)
         if orientation in _UPRIGHT:
             picture = picture.transpose(_UPRIGHT[orientation])
@@ -428,12 +429,12 @@ def _has_more_frames(file: ImageFile.ImageFile) -> bool:
         return False
     try:
         return bool(getattr(file, "is_animated", False))
-    except Exception:  # damage behind the first frame
+    except Exception:  # damage after the first frame
         return False
 
 
 def _bits(file: ImageFile.ImageFile, tags: Mapping[int, object], content: bytes) -> int:
-    """Bits per channel as stored, where the format keeps them in sight."""
+    """Return the bits per channel as stored, or 8 if the format does not expose them."""
     if file.format == "PNG":
         return content[24]  # in the header, which comes first in every PNG
     bits = tags.get(_BITS_PER_SAMPLE)
@@ -463,7 +464,7 @@ def _orientation(file: ImageFile.ImageFile) -> int | None:
 @cache
 def _formats() -> tuple[str, ...]:
     Image.init()  # 65 ms, once
-    # Separate packages, each of which adds a format.
+    # Optional packages, each of which registers a format.
     with contextlib.suppress(ImportError):
         import pillow_heif
 
@@ -478,10 +479,10 @@ _PILLOW: Final = re.compile(r"PIL\.")
 
 
 def _silence_pillow() -> None:
-    """Keep Pillow's complaints about odd files off the screen: errors and notes say it better.
+    """Suppress Pillow's warnings about unusual files; our errors and notes are clearer.
 
-    `warnings.catch_warnings` would be tidier, but it is not safe in threads; so the filter stays.
-    It is checked for each image because others (a test runner) restore their own filters.
+    `warnings.catch_warnings` would be cleaner, but it is not thread-safe, so the filter is global.
+    It is checked for every image because other code (a test runner) may restore its own filters.
     """
     _silence_libtiff()
     with _QUIET:
@@ -492,7 +493,7 @@ def _silence_pillow() -> None:
 
 @cache
 def _silence_libtiff() -> None:
-    """libtiff writes to standard error by itself, and Pillow (13) has no switch for that."""
-    imaging = ctypes.CDLL(_imaging.__file__)  # also finds the symbols of linked libraries
+    """Suppress libtiff's own output to standard error, which Pillow (13) cannot disable."""
+    imaging = ctypes.CDLL(_imaging.__file__)  # also finds symbols of linked libraries
     with contextlib.suppress(AttributeError):  # a Pillow without libtiff
         imaging.TIFFSetErrorHandler(None)

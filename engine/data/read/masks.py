@@ -1,7 +1,7 @@
-"""Masks of images: which file is whose, and what is in it.
+"""Find and read the masks of images.
 
-White is trained, black is not. A mask is a separate file, with the image's name and `-mask` or
-`_mask` behind it or in a folder of masks, or it is the image's transparency.
+White areas are trained, black areas are not. A mask is a separate file with the image's name plus
+`-mask` or `_mask`, or in a folder of masks, or it is the image's alpha channel.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from jobs.spec.values.datasets import Dataset
 
 ALPHA: Final = "alpha"
-"""What stands in place of the name of a mask that is a part of its image."""
+"""Used in place of a mask's file name if the mask is the image's alpha channel."""
 
-_ALIKE: Final = 0.02  # relative difference of aspect ratios that rounding may make
+_ALIKE: Final = 0.02  # relative difference of aspect ratios that rounding may cause
 
 
 def separate_masks(source: Source, dataset: Dataset) -> tuple[Source, dict[Path, Path]]:
     """Separate the masks in a folder from its images.
 
     Returns:
-        The source without them, and image → mask.
+        The source without masks, and the mask of each image by the image's path.
 
     Raises:
-        UserError: The folder of masks is not there.
+        UserError: The folder of masks does not exist.
     """
     entries = source.entries
     stems = {_stem(entry.path) for entry in entries}
@@ -81,7 +81,7 @@ def _stem(path: Path, stem: str = "") -> str:
 
 
 def names_mask(name: str, stems: Collection[str]) -> bool:
-    """Whether a name is that of a mask of another file.
+    """Return whether a name is that of another file's mask.
 
     Args:
         name: A path.
@@ -92,12 +92,12 @@ def names_mask(name: str, stems: Collection[str]) -> bool:
 
 
 def read_mask(content: bytes, *, alpha: bool) -> Image.Image | None:
-    """Return a mask in 8-bit gray, as displayed; None where an image has no transparency.
+    """Return a mask in 8-bit gray, as displayed; None if `alpha` and the image is opaque.
 
-    Where the mask's own file is transparent, the mask is black.
+    Transparent areas of a mask file count as black.
 
     Raises:
-        PictureError: It cannot be read.
+        PictureError: The file cannot be read.
     """
     opacity = decode_opacity(content)
     if alpha:
@@ -109,7 +109,7 @@ def read_mask(content: bytes, *, alpha: bool) -> Image.Image | None:
 
 
 def look_at_mask(content: bytes, digest: str, *, alpha: bool) -> dict[str, Any] | str:
-    """Size, identity and whether it is all black, as JSON values; or what is wrong with it."""
+    """Return a mask's size, digest and whether it is all black, as JSON values; or the problem."""
     try:
         mask = read_mask(content, alpha=alpha)
     except PictureError as error:
@@ -125,13 +125,13 @@ def look_at_mask(content: bytes, digest: str, *, alpha: bool) -> dict[str, Any] 
 
 
 def why_mask_unfit(facts: dict[str, Any], width: int, height: int, *, empty_counts: bool) -> str:
-    """Why an image cannot be trained with its mask; "" if it can.
+    """Return why an image cannot be trained with its mask; "" if it can.
 
     Args:
         facts: From `look_at_mask`.
-        width: Of the image, as displayed.
-        height: Likewise.
-        empty_counts: Whether something is trained where the mask is black.
+        width: Width of the image, as displayed.
+        height: Height of the image, as displayed.
+        empty_counts: Whether black areas have a weight, so that an all-black mask is usable.
     """
     if not facts["digest"]:
         return ""
@@ -159,10 +159,10 @@ def mask_of(
     Args:
         entry: An image.
         size: Its width and height.
-        dataset: The dataset that has it.
-        memo: What was seen before.
+        dataset: The dataset that contains it.
+        memo: Facts cached by earlier runs.
         spec: The job.
-        file: Its mask's file, if it has one.
+        file: The mask's file, if it has one.
     """
     alpha = spec.masked_loss == "alpha"
     if not alpha and file is None:

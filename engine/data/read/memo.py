@@ -1,8 +1,8 @@
-"""Facts about files, kept from one run to the next.
+"""Cache facts about files between runs.
 
-Decoding and hashing a dataset takes minutes where asking for sizes and times takes a second. As
-`git` does with its index, what was seen of a file that changed only just now is not kept: a second
-change within the clock's resolution would go unseen.
+Decoding and hashing a dataset takes minutes, while reading sizes and times takes a second. Like the
+index of `git`, the memo does not keep facts about a file that changed a moment ago, since a second
+change within the clock's resolution would go unnoticed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SAVE_EVERY: Final = 30.0  # seconds
-_SETTLED: Final = 2.0  # seconds; a file that changed less than this ago may change again unseen
+_SETTLED: Final = 2.0  # seconds; a file that changed more recently may change again unnoticed
 
 
 class Memo:
     """Facts about the files of a folder.
 
     Args:
-        directory: Where memos are kept.
-        root: The folder, of which there is one memo.
-        version: Of the facts' meaning; facts of another version are forgotten.
+        directory: Where memos are stored.
+        root: The folder; each folder has its own memo.
+        version: Version of the facts' meaning; facts of another version are discarded.
     """
 
     def __init__(self, directory: Path, root: str, version: int) -> None:
@@ -43,7 +43,7 @@ class Memo:
         self._saved = time.monotonic()
 
     def get(self, name: str, stamp: str) -> Any:
-        """Return the facts about a file, or None when it is new or has changed."""
+        """Return the facts about a file, or None if it is new or has changed."""
         entry = self._kept.get(name)
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
             return None
@@ -51,33 +51,35 @@ class Memo:
         return entry[1]
 
     def put(self, name: str, stamp: str, facts: Any) -> None:
-        """Keep the facts, which must be JSON values; an empty stamp is not kept."""
+        """Store the facts, which must be JSON values; nothing is stored for an empty stamp."""
         if stamp:
             self._now[name] = [stamp, facts]
 
     def save_sometimes(self) -> None:
-        """Write the facts so far unless that was done recently, in case of an interruption."""
+        """Write the facts collected so far if the last write is long ago, in case of
+        interruption."""
         if time.monotonic() - self._saved >= _SAVE_EVERY:
-            # Entries not read yet are still valid; a copy, since other threads may add entries.
+            # Entries not read yet are still valid. Copy the dict, since other threads may add
+            # entries.
             self._write(self._kept | self._now.copy())
 
     def save(self) -> None:
-        """Write the facts that were read or added; files that are gone are forgotten."""
+        """Write the facts that were read or added, and drop those of deleted files."""
         if self._now != self._kept:
             self._write(self._now)
 
     def _write(self, files: dict[str, Any]) -> None:
         self._saved = time.monotonic()
-        with suppress(OSError):  # a full disk: the next look takes longer, and that is all
+        with suppress(OSError):  # if the disk is full, the next run just takes longer
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self._path, json.dumps({"version": self._version, "files": files}))
 
 
 def stamp_of(path: Path) -> str:
-    """Return a stamp that changes with the file; empty while the file is too new to be trusted.
+    """Return a stamp that changes with the file; empty if the file is too new to be trusted.
 
     Raises:
-        OSError: There is no such file.
+        OSError: The file does not exist.
     """
     status = os.stat(path)
     if time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED:

@@ -1,7 +1,7 @@
-"""Datasets of the `datasets` library: what `save_to_disk` writes, and the hub's parquet files.
+"""Read datasets of the `datasets` library: `save_to_disk` output and the hub's parquet files.
 
-Rows of Arrow files are read where they lie. Parquet has no way to one row but through the thousands
-beside it, so a split of parquet files is copied once to an Arrow file in the cache.
+Rows of Arrow files are read in place. Parquet cannot read one row without decoding the thousands
+around it, so a split of parquet files is copied once to an Arrow file in the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPLIT_WORDS: Final = (
     f"{_TRAIN} training validation valid val dev test testing eval evaluation".split()
 )
 _SHARD: Final = re.compile(r"(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
-# The hub's own conversion of a large dataset is in folders called `partial-train`.
+# The hub's own conversion of a large dataset uses folders called `partial-train`.
 _FOLDER: Final = re.compile(rf"(?:partial-)?(?P<split>{'|'.join(_SPLIT_WORDS)})", re.IGNORECASE)
 _FILE: Final = re.compile(rf"(?P<split>{'|'.join(_SPLIT_WORDS)})(?![a-z])", re.IGNORECASE)
 _ROWS_COPIED: Final = 32  # at a time; a row may hold tens of megabytes
@@ -44,31 +44,32 @@ class RowError(Exception):
 
 
 class Table:
-    """Rows with an image each, read from disk as they are asked for, by any number of threads.
+    """Rows with an image each, read from disk on request, by any number of threads.
 
     Attributes:
         root: Its directory.
-        others: Kind of row → how many there are besides the table's own.
-        stamp: What changes when one of its files does; empty while one is too fresh to be trusted.
+        others: Number of unused rows of each kind.
+        stamp: Changes when one of its files does; empty if one is too new to be trusted.
     """
 
     def __init__(self, path: str, split: str | None, image_column: str | None) -> None:
         self.root = Path(path)
         opened = _open(self.root, split)
         self.others = opened.others
-        # Rows are read as Arrow tables: as Python objects, every image would be decoded.
-        # These reads do not change the dataset, and each creates its own formatter.
+        # Read rows as Arrow tables; as Python objects, every image would be decoded. These reads do
+        # not
+        # modify the dataset, and each creates its own formatter, so threads may share it.
         self._rows = opened.rows.with_format("arrow")
         self._column = self._find_column(image_column)
         self._pictures = self._rows.select_columns([self._column])
-        # A row's number is valid as long as the files and the column are the same.
+        # A row's number stays valid while the files and the column are the same.
         self.stamp = opened.stamp and f"{opened.stamp}:{self._column}"
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def columns(self) -> list[str]:
-        """Names of all columns."""
+        """Return the names of all columns."""
         return list(self._rows.column_names)
 
     def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -81,10 +82,10 @@ class Table:
             yield from batch.to_pylist()
 
     def content(self, row: int) -> bytes:
-        """Return the file of a row's image.
+        """Return the file content of a row's image.
 
         Raises:
-            RowError: There is none.
+            RowError: The row has no image.
             OSError: The row names a file that cannot be read.
         """
         cell = self._cell(row).as_py()
@@ -100,15 +101,16 @@ class Table:
     def stamp_of(self, row: int) -> str:
         """Return a stamp that changes when a row's image may have changed.
 
-        It is empty while the file is too new to be trusted.
+        It is empty if the file is too new to be trusted.
 
         Raises:
-            OSError: The row names a file that is not there.
+            OSError: The row names a file that does not exist.
         """
         cell = self._cell(row)
         if not cell.is_valid or not hasattr(cell, "keys"):
             return self.stamp
-        # Arrow knows whether there are bytes; a Python object would read them.
+        # Arrow can tell whether there are bytes without reading them; a Python object would read
+        # them.
         if "bytes" in cell and cell["bytes"].is_valid:
             return self.stamp
         path = self._path(cell.as_py())
@@ -121,7 +123,7 @@ class Table:
         return self._pictures[row].column(0)[0]
 
     def _path(self, cell: Any) -> Path | None:
-        """Return the file that a cell names; None if it names none."""
+        """Return the file that a cell names, or None."""
         name = cell.get("path") if isinstance(cell, dict) else None
         return self.root / name if isinstance(name, str) and name else None
 
@@ -144,11 +146,11 @@ _tables: dict[tuple[str, str | None, str | None], Table] = {}
 
 
 def open_table(path: str, split: str | None, image_column: str | None) -> Table:
-    """Return the table in a directory; opened once in a process.
+    """Return the table in a directory, opened once per process.
 
     Raises:
         UserError: The library is missing, the directory is damaged or has no such split or column,
-            or the cache has no room for a copy.
+            or the cache has no space for a copy.
     """
     key = (path, split, image_column)
     with _opening:
@@ -158,7 +160,7 @@ def open_table(path: str, split: str | None, image_column: str | None) -> Table:
 
 
 def table_of(dataset: Dataset, column: str | None = None) -> Table:
-    """Open the dataset's table, or another column of it; raises as `open_table` does."""
+    """Open the dataset's table, or another column of it; raises like `open_table`."""
     return open_table(dataset.path, dataset.split, column or dataset.image_column)
 
 
@@ -166,15 +168,15 @@ def read_table(dataset: Dataset) -> Source:
     """Return the rows of a table.
 
     Raises:
-        UserError: As `open_table`, or the caption column is not there.
+        UserError: As in `open_table`, or the caption column does not exist.
     """
     table, named = table_of(dataset), dataset.caption_column
     if named and named not in table.columns():
-        captions_in(dict.fromkeys(table.columns()), dataset, where=dataset.path)  # refuses
+        captions_in(dict.fromkeys(table.columns()), dataset, where=dataset.path)  # raises
     root, columns = Path(dataset.path), (named,) if named else CAPTION_COLUMNS
     weighted = dataset.loss_weight_column
     if weighted and weighted not in table.columns():
-        weight_in(dict.fromkeys(table.columns()), dataset, where=dataset.path)  # refuses
+        weight_in(dict.fromkeys(table.columns()), dataset, where=dataset.path)  # raises
     entries = []
     for row, record in enumerate(table.records([*columns, *filter(None, [weighted])])):
         captions = captions_in(record, dataset, where=dataset.path)
@@ -189,8 +191,8 @@ class _Opened:
 
     Attributes:
         rows: A `datasets.Dataset`.
-        stamp: Of the files that they are in, made before these were read.
-        others: Kind of row → how many were not used.
+        stamp: Stamp of their files, taken before reading them.
+        others: Number of unused rows of each kind.
     """
 
     rows: Any
@@ -210,7 +212,7 @@ def _open(root: Path, split: str | None) -> _Opened:
         return (_open_arrow if find_layout(root) == "arrow" else _open_parquet)(root, split)
     except UserError:
         raise
-    except Exception as error:  # whatever its many readers raise about a damaged directory
+    except Exception as error:  # its readers raise many types for a damaged directory
         raise _unreadable(root, error) from error
 
 
@@ -224,7 +226,7 @@ def _open_arrow(root: Path, split: str | None) -> _Opened:
             raise UserError(f"{root} has no splits, but split {split} is set")
         return _Opened(loaded, stamp, Counter())
     name = _choose(root, list(loaded), split)
-    # A job that names a split knows that there are others.
+    # A job that names a split already knows about the others, so do not report them.
     left = [] if split else [other for other in loaded if other != name]
     others = Counter({f"rows of the split {other}": len(loaded[other]) for other in left})
     return _Opened(loaded[name], stamp, others)
@@ -252,7 +254,7 @@ def split_files(root: Path) -> dict[str, list[Path]]:
     """Return the parquet files below a directory by split, "" for none.
 
     A split is named by a file (`train-00000-of-00002.parquet`, `test.parquet`) or by its folder
-    (`default/train/0000.parquet`). Any other name (`0000.parquet`, `cats.parquet`) is of no split.
+    (`default/train/0000.parquet`). Other names (`0000.parquet`, `cats.parquet`) belong to no split.
     """
     files: dict[str, list[Path]] = {}
     for path in sorted(root.rglob("*.parquet")):
@@ -283,7 +285,7 @@ def _choose(root: Path, names: list[str], split: str | None) -> str:
 
 
 def _count(paths: list[Path], what: str, others: Counter[str]) -> None:
-    """Count the rows of files that are not used; damage in them does not matter."""
+    """Count the rows of unused files. Damage in them does not matter."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -295,12 +297,10 @@ def _count(paths: list[Path], what: str, others: Counter[str]) -> None:
 
 
 def _copy(root: Path, split: str, files: list[Path]) -> Path:
-    """Return the Arrow copy of parquet files' rows.
-
-    It is written unless one exists for these files.
+    """Return the Arrow copy of parquet files' rows, and write it if it does not exist yet.
 
     Raises:
-        UserError: The cache is full or cannot be written, or the files do not fit together.
+        UserError: The cache is full or not writable, or the files have different columns.
     """
     place = cache_home() / "tables"
     name = hashlib.sha256(os.fsencode(f"{root.absolute()}:{split}")).hexdigest()[:24]
@@ -327,7 +327,7 @@ def _copy(root: Path, split: str, files: list[Path]) -> Path:
 
 
 def _write(copy: Path, part: Path, batches: Iterator[Any]) -> None:
-    """Write the copy; an `OSError` is about the place it goes to."""
+    """Write the copy. An `OSError` is always about the destination."""
     import pyarrow as pa
 
     schema = next(batches).schema
@@ -361,7 +361,7 @@ def _batches(root: Path, files: list[Path]) -> Iterator[Any]:
         common = pa.unify_schemas(schemas, promote_options="permissive")
         yield common.empty_table()
         for path in files:
-            # Buffered: otherwise a row group, possibly the entire file, is in memory at once.
+            # Buffer reads: otherwise a row group, possibly the entire file, is in memory at once.
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
                 for batch in file.iter_batches(batch_size=_ROWS_COPIED):
                     table = pa.Table.from_batches([batch]).select(common.names)
@@ -383,7 +383,7 @@ def _no_copy(place: Path, root: Path, why: str) -> UserError:
 
 
 def _identity(files: list[Path]) -> str:
-    """Return a stamp that changes with the files, however new they are."""
+    """Return a stamp that changes with the files, even if they are new."""
     digest = hashlib.sha256()
     for path in files:
         status = path.stat()
@@ -393,7 +393,7 @@ def _identity(files: list[Path]) -> str:
 
 
 def _stamp(files: list[Path]) -> str:
-    """Return a stamp that changes with the files; empty while one is too new to be trusted."""
+    """Return a stamp that changes with the files; empty if one is too new to be trusted."""
     digest = hashlib.sha256()
     for path in sorted(files):
         stamp = stamp_of(path)

@@ -1,10 +1,10 @@
-"""Videos as frames at a steady rate, by the times at which a player would show them.
+"""Read videos as frames at a constant rate, by the times at which a player would show them.
 
-Reading goes through PyAV, which is optional and imported only here, inside functions.
+Reading uses PyAV, which is optional and imported only here, inside functions.
 
-Time begins when the first frame is shown and ends when the last one has been shown for as long as
-the file says. Which frame belongs to an instant depends on these times alone, so that a variable
-frame rate, a gap or a repeated frame moves nothing.
+Time starts when the first frame is shown and ends after the last frame's duration in the file.
+The frame for an instant is chosen by these times alone, so a variable frame rate, a gap or a
+repeated frame shifts nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
-# Only containers that hold a video themselves: a playlist by the name of a video would have
-# FFmpeg open other files and addresses.
+# Allow only containers that hold video data themselves: a playlist named like a video would make
+# FFmpeg open other files and URLs.
 _CONTAINERS: Final = "mov,matroska,avi,gif,mpegts,mpeg,flv,asf,ogg,mxf,yuv4mpegpipe"
-_ALMOST: Final = Fraction(1, 10)  # of a frame: times in milliseconds must not gain or lose one
+_ALMOST: Final = Fraction(1, 10)  # of a frame: rounding to milliseconds must not change the count
 _MISSING: Final = Fraction(1, 2)  # seconds that a file may be shorter than its header says
-_UNSPECIFIED: Final = 2  # the color space of a frame that does not name one
+_UNSPECIFIED: Final = 2  # FFmpeg's color space value for frames that do not name one
 
 
 class VideoError(Exception):
-    """Why a video cannot be used, in few words."""
+    """The reason why a video cannot be used, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class VideoLook:
     Args:
         width: In pixels, as displayed: upright, with square pixels.
         height: In pixels, as displayed.
-        frames: Frames that are shown; counted while decoding, not taken from the container.
-        fps: Their mean rate, frames by seconds, also where the rate varies.
+        frames: Number of displayed frames, counted while decoding, not taken from the container.
+        fps: Mean frames per second, also if the rate varies.
         digest: SHA-256 of the file, in hexadecimal.
     """
 
@@ -62,7 +62,7 @@ class VideoLook:
 
 
 def look_at_video(path: Path) -> VideoLook:
-    """Decode an entire video once and report what it is.
+    """Decode an entire video and report its facts.
 
     Raises:
         VideoError: It cannot be used: not a video, without frames, truncated or damaged.
@@ -72,33 +72,33 @@ def look_at_video(path: Path) -> VideoLook:
     last: _Shown | None = None
     for shown in _shown(path):
         count, last = count + 1, shown
-    assert last is not None  # a video without frames is an error
+    assert last is not None  # a video without frames raises an error
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return VideoLook(*last.canvas.displayed, count, float(count / last.end), digest)
 
 
 def frames_at(look: VideoLook, fps: float) -> int:
-    """How many frames the video has at that rate: `read_frames` gives exactly that number."""
+    """Return how many frames the video has at that rate, which is what `read_frames` can return."""
     return math.ceil(look.frames / look.fps * fps - float(_ALMOST))
 
 
 def read_frames(path: Path, *, fps: float, frames: int, start: float = 0.0) -> np.ndarray:
-    """Frames at a steady rate, each the one shown nearest in time (of two, the earlier).
+    """Return frames at a constant rate, each the nearest in time (the earlier of two).
 
-    In memory are the result and a few frames that the decoder works on.
+    Memory use is the result plus the few frames that the decoder works on.
 
     Args:
         path: The video.
         fps: Frames per second of the result.
-        frames: How many.
+        frames: Number of frames.
         start: Seconds from the first frame of the video to the first of the result.
 
     Returns:
         (frames, H, W, 3) uint8, RGB as displayed.
 
     Raises:
-        VideoError: It is too short, or cannot be used.
+        VideoError: The video is too short or cannot be used.
         UserError: PyAV is not installed.
     """
     import numpy as np
@@ -126,7 +126,7 @@ def read_frames(path: Path, *, fps: float, frames: int, start: float = 0.0) -> n
 
 @dataclass(frozen=True)
 class _Shown:
-    """A frame, and from when to when it is shown, in seconds since the first one."""
+    """A frame with its display interval, in seconds since the first frame."""
 
     frame: VideoFrame
     time: Fraction
@@ -135,14 +135,15 @@ class _Shown:
     is_last: bool = False
 
     def is_nearest_to(self, instant: Fraction, step: Fraction) -> bool:
-        """Whether no later frame is nearer; the last one ends a part of a step early."""
+        """Return whether no later frame is nearer. The last frame ends a fraction of a step
+        early."""
         if self.is_last:
             return instant < self.end - step * _ALMOST
         return instant <= (self.time + self.end) / 2
 
 
 def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
-    """Yield the frames in order of time, starting with one shown at `start` or earlier."""
+    """Yield the frames in display order, starting with one shown at `start` or earlier."""
     with _opened(path) as (container, stream):
         decoded = _decoded(container, stream)
         first = next(decoded, None)
@@ -155,16 +156,16 @@ def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
         if nearer is not None:
             yield from _timed(nearer, stream, first)
             return
-    yield from _shown(path)  # cannot seek: decode from the beginning
+    yield from _shown(path)  # seeking failed: decode from the beginning
 
 
 def _sought(
     container: InputContainer, stream: VideoStream, instant: Fraction
 ) -> Iterator[VideoFrame] | None:
-    """Yield frames from a key frame at or before the instant; returns None if none was found there.
+    """Return the frames from a key frame at or before the instant, or None if seeking failed.
 
-    Only in containers that keep a time with every frame: in others (MPEG) times are counted on
-    from the last one seen, and come out different after a jump.
+    Seek only in containers that store a time with every frame. In others (MPEG), times are
+    extrapolated from the last one seen and differ after a seek.
     """
     if _kind(container) not in ("mov", "matroska") or stream.time_base is None:
         return None
@@ -182,14 +183,14 @@ def _sought(
 def _timed(
     frames: Iterable[VideoFrame], stream: VideoStream, first: VideoFrame
 ) -> Iterator[_Shown]:
-    """Each frame until the next one is shown, and the last for as long as the file says."""
+    """Yield each frame with the time until the next, and the last with its duration in the file."""
     canvas = _Canvas.of(first, stream)
     held: tuple[VideoFrame, Fraction] | None = None
     gap = 1 / (stream.guessed_rate or Fraction(25))
     for frame in frames:
         time = _time(frame) - _time(first)
         if held is not None:
-            if time <= held[1]:  # a time that repeats or runs back: a player drops the frame
+            if time <= held[1]:  # a repeated or decreasing time: players drop the frame
                 continue
             gap = time - held[1]
             yield _Shown(*held, time, canvas)
@@ -202,8 +203,8 @@ def _timed(
 
 
 def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
-    """Frames as they are decoded, from the current position of the file."""
-    reached = Fraction(0)  # by any stream, in seconds: sound may outlast the frames
+    """Yield frames in decoding order, from the current position of the file."""
+    reached = Fraction(0)  # end time over all streams, in seconds: audio may outlast the frames
     for packet in container.demux():
         if packet.pts is not None and packet.time_base is not None:
             reached = max(reached, (packet.pts + (packet.duration or 0)) * packet.time_base)
@@ -212,7 +213,7 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFr
         if packet.is_corrupt:
             raise VideoError("truncated or damaged")
         for frame in stream.decode(packet):
-            if frame.is_corrupt:  # patched up by the decoder
+            if frame.is_corrupt:  # concealed by the decoder
                 raise VideoError("damaged")
             yield frame
     if _ends_early(container, stream, reached):
@@ -220,7 +221,7 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFr
 
 
 def _ends_early(container: InputContainer, stream: VideoStream, reached: Fraction) -> bool:
-    """Whether the header promised more frames, in formats whose headers are reliable."""
+    """Return whether the header promised more frames, in formats with reliable headers."""
     match _kind(container):
         case "mov" | "matroska":
             promised = Fraction(container.duration or 0, 1_000_000)
@@ -243,12 +244,12 @@ def _time(frame: VideoFrame) -> Fraction:
 
 @dataclass(frozen=True)
 class _Canvas:
-    """How frames are drawn.
+    """The geometry that turns stored frames into displayed ones.
 
     Args:
         size: Width and height with square pixels, as stored.
-        swap: Rows become columns, as in a video filmed upright.
-        flip: Whether, after that, up and down are exchanged, and left and right.
+        swap: Whether rows become columns, as in a video filmed in portrait mode.
+        flip: Whether to flip vertically and horizontally after that.
     """
 
     size: tuple[int, int]
@@ -274,14 +275,14 @@ class _Canvas:
 
     @property
     def displayed(self) -> tuple[int, int]:
-        """Width and height."""
+        """Return the displayed width and height."""
         return (self.size[1], self.size[0]) if self.swap else self.size
 
     def draw(self, frame: VideoFrame) -> np.ndarray:
         """Return the frame as (H, W, 3) uint8."""
         width, height = self.size
         space = None
-        if frame.colorspace == _UNSPECIFIED:  # where FFmpeg takes the small one, players do this
+        if frame.colorspace == _UNSPECIFIED:  # players do this, while FFmpeg assumes SD
             space = "ITU709" if frame.height >= 720 else "ITU601"
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, src_colorspace=space)
         if self.swap:
@@ -292,7 +293,7 @@ class _Canvas:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open a video file; raise one kind of error for all that FFmpeg finds wrong."""
+    """Open a video file, turning all of FFmpeg's errors into one type."""
     av = _av()
     try:
         with path.open("rb") as file:
@@ -316,7 +317,8 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         if not videos:
             raise VideoError("no video stream")
         if getattr(videos[0], "codec_context", None) is None:
-            # Truncated before its first frame. PyAV before 18.1 crashes when decoding it.
+            # The file is truncated before its first frame. PyAV before 18.1 crashes when decoding
+            # it.
             raise VideoError("truncated or damaged, or an unknown codec")
         videos[0].thread_type = "AUTO"
         try:

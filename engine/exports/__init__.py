@@ -1,6 +1,6 @@
-"""Exports: what was trained, in the formats that stock tools load, read back before it counts.
+"""Export trained weights in formats that stock tools load, and verify each file after writing.
 
-`source` says where tensors come from, `recipe` what is exported; `lora` and `model` write it,
-`readback` and `stock` prove it, `place` gives it its name. `live` exports the model in training,
-`python -m engine.exports` a checkpoint.
+`source` reads tensors, `recipe` says what to export; `lora`, `model` and `single_file` write it,
+`readback` and `stock` verify it, and `writing` puts it in place. `live` exports the model in
+training, `python -m engine.exports` a checkpoint.
 """

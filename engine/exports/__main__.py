@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Progress goes to standard error as `exporting STAGE DONE TOTAL` lines.
 
     Returns:
-        0, 1 when the export was not what was trained, or 2 for bad input.
+        0, 1 if the written export differs from the trained weights, or 2 for bad input.
     """
     parser = OneLineParser(prog="python -m engine.exports", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
@@ -72,7 +72,7 @@ def _export(options: Namespace) -> dict[str, Any]:
     progress = _Progress()
     _check(checkpoint, progress)
 
-    # torch and diffusers take seconds to import: not before there is something to export.
+    # torch and diffusers take seconds to import, so first check that there is something to export.
     from engine import families
     from engine.exports.recipe import Recipe
     from engine.exports.source import open_checkpoint
@@ -116,10 +116,10 @@ def _export(options: Namespace) -> dict[str, Any]:
 
 
 def _check(checkpoint: Checkpoint, progress: _Progress) -> None:
-    """Read every byte of a checkpoint before its numbers are trusted.
+    """Read every byte of a checkpoint and verify its checksums.
 
     Raises:
-        UserError: It is damaged.
+        UserError: The checkpoint is damaged.
     """
     telling, total = progress.of("checking"), checkpoint.bytes >> 20
     read = 0
@@ -137,13 +137,13 @@ def _check(checkpoint: Checkpoint, progress: _Progress) -> None:
 
 
 class _Progress:
-    """Prints how far each stage is, a few times a second."""
+    """Prints the progress of each stage, a few times a second."""
 
     def __init__(self) -> None:
         self._printed = 0.0
 
     def of(self, stage: str) -> Any:
-        """Return a stage's callback, called with what is done and the total."""
+        """Return a stage's callback, which takes the amount done and the total."""
         self._printed = 0.0  # the first progress of a stage is always printed
 
         def tell(done: int, total: int) -> None:
@@ -155,12 +155,13 @@ class _Progress:
 
 
 def settle() -> None:
-    """Make this process a tool, before torch is imported."""
-    # What is exported is on this machine, and needs no GPU.
+    """Set up this process as a command-line tool, before torch is imported."""
+    # All inputs are on this machine, and exporting needs no GPU.
     os.environ.update(_SETTINGS)
-    for library in ("torchao", "torch.utils._pytree"):  # advice that nobody needs here
+    for library in ("torchao", "torch.utils._pytree"):  # irrelevant advice
         logging.getLogger(library).setLevel(logging.ERROR)
-    # Nobody wants the export any more: what was written aside goes.
+    # SIGTERM means that the export is no longer needed: exit normally so that partial files are
+    # removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 

@@ -29,7 +29,8 @@ _PLACE: Final = "export"
 
 
 def export_trained(run: RunContext, training: TrainState) -> None:
-    """Export what a run trained to its end, the average if there is one, and tell of it."""
+    """Export the weights at the end of a run, averaged if it keeps an average, and report the
+    path."""
     spec, telemetry = run.spec, run.telemetry
     saved = read_checkpoint(run.run_dir.checkpoint(training.step))
     recipe = Recipe(
@@ -40,7 +41,7 @@ def export_trained(run: RunContext, training: TrainState) -> None:
         training.has_average,
         spec.export_dtype,
         spec.export_formats,
-        # The last checkpoint's time, so that exporting that one gives the same bytes.
+        # Use the last checkpoint's time, so that exporting that checkpoint gives identical bytes.
         saved.time if saved is not None else time.time(),
     )
     with telemetry.phase("export") as progress, training.averaged():
@@ -66,26 +67,26 @@ def export(
     barrier: FileBarrier,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported | None:
-    """Export a model, sharded or not; a collective while its tensors are gathered one by one.
+    """Export a model, sharded or not. Collective while its tensors are gathered one by one.
 
-    Syncing and reading back may take long, so the other ranks wait for rank 0 outside of any
-    collective.
+    Syncing to disk and reading back may take long, so the other ranks wait for rank 0 at a file
+    barrier, outside of any collective.
 
     Args:
-        model: With the weights to export, averaged or not, in place.
-        recipe: What is exported.
-        target: The directory; what is there stays until the new one is complete.
+        model: Holds the weights to export, averaged or not.
+        recipe: Describes the export.
+        target: The directory, whose old content stays until the new one is complete.
         world: The ranks.
-        barrier: Where they wait.
-        progress: Called on rank 0 with how much is done, of how much.
+        barrier: Where the other ranks wait.
+        progress: Called on rank 0 with the amount done and the total.
 
     Returns:
-        The export, on rank 0.
+        The export on rank 0, else None.
 
     Raises:
-        UserError: It cannot be written, or is not fit to be exported (rank 0).
-        DamagedError: What lies on the disk is not what is in memory (rank 0).
-        StrandedError: Rank 0 failed (the others).
+        UserError: It cannot be written, or the weights cannot be exported (rank 0).
+        DamagedError: The files on disk differ from memory (rank 0).
+        StrandedError: Rank 0 failed (other ranks).
     """
     source = LiveModel(_trained(model, recipe), keep=world.main)
     if not world.main:
@@ -98,7 +99,7 @@ def export(
         writing: Writing | None = None
         try:
             writing = opened.enter_context(Writing(recipe, source.facts, target, progress))
-        except Exception as error:  # kept: the other ranks are gathering
+        except Exception as error:  # raised later, since the other ranks are gathering
             failure = error
         for name in source.facts:
             whole = source.read(name)
@@ -119,8 +120,8 @@ def export(
 def _trained(model: torch.nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
     """Return the tensors to export, each once, in the same order on all ranks.
 
-    From the state dict: asked for it, FSDP shards again what a forward left gathered, and what is
-    gathered does not follow the average.
+    Read them from the state dict: building it makes FSDP reshard parameters that a forward left
+    unsharded, and unsharded copies do not follow the average.
     """
     first: dict[int, str] = {}
     return {

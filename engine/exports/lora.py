@@ -1,4 +1,4 @@
-"""A LoRA as stock diffusers loads it, and under the names of ComfyUI and kohya's scripts."""
+"""Write a LoRA as stock diffusers loads it, and under the names of ComfyUI and kohya's scripts."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 
 class LoraOutput:
-    """Takes an adapter's tensors, and writes them in each format.
+    """Collects an adapter's tensors and writes them in each format.
 
     Args:
-        recipe: What is exported.
-        facts: What will come: the parameters of the adapter, as peft names them in the model.
-        directory: An empty one.
+        recipe: Describes the export.
+        facts: The adapter's parameters that will be added, as peft names them in the model.
+        directory: An empty directory.
 
     Attributes:
-        bytes: The least room it takes on the disk.
-        pieces: How many tensors are checked at the end.
-        warnings: What the person should know of the export.
+        bytes: Lower bound of the disk space needed.
+        pieces: Number of tensors that are checked at the end.
+        warnings: Messages for the user about the export.
 
     Raises:
-        UserError: They are not the parameters of the job's adapter.
+        UserError: The parameters are not those of the job's adapter.
     """
 
     def __init__(self, recipe: Recipe, facts: Mapping[str, Fact], directory: Path) -> None:
@@ -67,7 +67,7 @@ class LoraOutput:
         self.bytes = sum(sizes) * len(self._formats)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor."""
+        """Add one tensor."""
         self._whole[name] = tensor
 
     def finish(self, checked: Callable[[], None]) -> None:
@@ -77,8 +77,8 @@ class LoraOutput:
             checked: Called after each tensor that was read back.
 
         Raises:
-            DamagedError: What lies on the disk is not the adapter.
-            UserError: The adapter has numbers that cannot be exported.
+            DamagedError: The files on disk differ from the adapter.
+            UserError: The adapter has values that cannot be exported.
             OSError: The files cannot be written.
         """
         everything = get_peft_model_state_dict(
@@ -97,10 +97,10 @@ class LoraOutput:
                 self._write_named(name, style, layers, texts, checked)
 
     def abandon(self) -> None:
-        """Nothing is open between two calls."""
+        """Do nothing, since no file stays open between calls."""
 
     def _judge(self, layers: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what cannot be an adapter: A is drawn, and B leaves zero with the first step."""
+        """Reject a broken adapter: A is never zero, and B stops being zero with the first step."""
         zeros = [n for n, t in layers.items() if not t.any()]
         if empty := [n for n in zeros if not lora.begins_at_zero(n)]:
             raise DamagedError(f"the adapter is incomplete: {empty[0]} is zero")
@@ -127,8 +127,9 @@ class LoraOutput:
             header = describe(self._recipe) | _as_diffusers(configs)
             written.append(self._write(self._directory / path, tensors, header))
 
-        # The stock function names file and tensors; with a function of our own it leaves the
-        # header to us.
+        # The stock function chooses the names of the file and the tensors. With a custom save
+        # function, it
+        # leaves the header to the caller.
         parts = {family.lora_prefix: dict(layers), **texts}
         named = {f"{name}_lora_layers": tensors for name, tensors in parts.items()}
         family.pipeline_class().save_lora_weights(self._directory, **named, save_function=write)
@@ -137,23 +138,24 @@ class LoraOutput:
             self._check_loads(file, layers, texts)
 
     def _write_peft(self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]) -> None:
-        """In peft's own format, for `PeftModel.from_pretrained(pipeline.transformer, …)`.
+        """Write peft's own format, for `PeftModel.from_pretrained(pipeline.transformer, …)`.
 
-        Diffusers has no functions for LoRAs of this pipeline.
+        Diffusers has no LoRA functions for this pipeline.
         """
         config = self._config() | {"inference_mode": True}
         text = json.dumps(_sorted(config), indent=2, sort_keys=True) + "\n"
         (self._directory / CONFIG_NAME).write_text(text, encoding="utf-8")
         named = {PEFT_PREFIX + name: tensor for name, tensor in layers.items()}
         path = self._directory / SAFETENSORS_WEIGHTS_NAME
-        # Its own header too: beside another adapter_config.json it must not be scaled by that one.
+        # Include a header too, so that a different adapter_config.json next to the file cannot
+        # rescale it.
         own = _as_diffusers({self._recipe.family.lora_prefix: config})
         file = self._write(path, named, describe(self._recipe) | own)
         file.check(checked)
         self._check_loads(file, layers)
 
     def _config(self) -> dict[str, Any]:
-        """Return peft's configuration for what is written."""
+        """Return peft's configuration of the written adapter."""
         return _unscaled(self._model.peft_config[lora.ADAPTER].to_dict())
 
     def _check_loads(
@@ -173,7 +175,7 @@ class LoraOutput:
         texts: Mapping[str, Mapping[str, torch.Tensor]],
         checked: Callable[[], None],
     ) -> None:
-        """Under the names of another tool."""
+        """Write a file under the names of another tool."""
         spec = self._recipe.spec
         try:
             tensors = named(style, layers) if self._lokr else _named(style, layers)
@@ -203,7 +205,7 @@ class LoraOutput:
         self, path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str]
     ) -> VerifiedFile:
         facts = {
-            # Alphas are single numbers, which readers take as they are.
+            # Alphas are scalars, which readers expect in their original precision.
             name: (self._recipe.lora_dtype(t.dtype) if t.dim() else t.dtype, tuple(t.shape))
             for name, t in tensors.items()
         }
@@ -220,14 +222,15 @@ class LoraOutput:
 def _folded(
     layers: Mapping[str, torch.Tensor], scales: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """Multiply each adapter's scale into its up matrix, of a LoKr into its first, in fp32.
+    """Multiply each adapter's scale into its up matrix (for LoKr, into its first), in fp32.
 
-    Loaders differ in where they look for an alpha, and some nowhere: ComfyUI and InvokeAI read no
-    header, and peft scales a LoKr also where LyCORIS does not. Without one all do the same.
+    Loaders disagree about where to read an alpha: ComfyUI and InvokeAI ignore headers, and peft
+    scales
+    a LoKr in cases where LyCORIS does not. With the scale folded in, all of them agree.
 
     Args:
         layers: `<module>.lora_A.weight`, `<module>.lokr_w1` and so on.
-        scales: What each module's product is multiplied by: alpha / rank, of rsLoRA alpha / √rank.
+        scales: The factor of each module's product: alpha / rank, for rsLoRA alpha / √rank.
     """
     folded = dict(layers)
     for module, scale in scales.items():
@@ -238,7 +241,7 @@ def _folded(
 
 
 def _unscaled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return peft's configuration of such weights: every alpha is its rank."""
+    """Return peft's configuration for such weights: every alpha equals its rank."""
     own = {"alpha": config["r"]} if "alpha" in config else {"lora_alpha": config["r"]}
     own |= {"use_rslora": False} if "use_rslora" in config else {}
     return dict(config) | own | {"alpha_pattern": config["rank_pattern"]}
@@ -247,17 +250,18 @@ def _unscaled(config: Mapping[str, Any]) -> dict[str, Any]:
 def _named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return an adapter under the names of another tool.
 
-    DoRA's magnitudes are the `dora_scale` of LyCORIS, `(out, 1)`.
+    DoRA's magnitudes become the `dora_scale` of LyCORIS, `(out, 1)`.
 
     Raises:
-        UserError: The tool has no place for it.
+        UserError: The tool cannot represent the adapter.
     """
     plain: dict[str, torch.Tensor] = {}
     magnitudes: dict[str, torch.Tensor] = {}
     for name, tensor in layers.items():
         module, _, part = name.rpartition(".lora_")
         if part.startswith("magnitude_vector"):
-            # As the ups of adapters of rank 1, they end up where the rows of their layers do.
+            # Pass them as the ups of rank-1 adapters, so that they move along with their layers'
+            # rows.
             magnitudes[f"{module}.lora_A.weight"] = layers[f"{module}.lora_A.weight"][:1]
             magnitudes[f"{module}.lora_B.weight"] = tensor.reshape(-1, 1)
         else:
@@ -275,7 +279,7 @@ def _named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, to
 
 
 def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
-    """Return the base model on the meta device, with the job's adapter unless it is to be empty."""
+    """Return the base model on the meta device, with the job's adapter unless `empty`."""
     model_class, root = recipe.family.transformer_class(), recipe.root / recipe.family.component
     with parameters_on_meta():
         config = model_class.load_config(root)
@@ -291,16 +295,16 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
 
 
 def _styles(recipe: Recipe) -> dict[str, LoraStyle]:
-    """Return the naming styles, besides diffusers', that a family's LoRAs have."""
+    """Return the naming styles, apart from diffusers', that a family's LoRAs have."""
     styles = {"kohya": recipe.family.KOHYA, "comfyui": recipe.family.COMFYUI}
     return {name: style for name, style in styles.items() if style is not None}
 
 
 def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
-    """Return the formats to write; never none, since this may be the end of days of training."""
+    """Return the formats to write; at least one, since this may be the end of days of training."""
     available = ("diffusers", *_styles(recipe))
     usual: Sequence[str] = recipe.family.lora_formats
-    if recipe.spec.lora_variant == "lokr":  # which kohya's own scripts do not train
+    if recipe.spec.lora_variant == "lokr":  # kohya's own scripts do not train LoKr
         usual = [name for name in available if name != "kohya"]
     formats = recipe.formats or usual
     for name in formats:
@@ -314,7 +318,7 @@ def _shape(facts: Mapping[str, Fact], name: str) -> tuple[int, ...] | None:
 
 
 def _as_diffusers(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return a header with peft's configurations, each of a part of the pipeline, as diffusers'."""
+    """Return a diffusers header with peft's configurations of the pipeline's components."""
     values = {
         f"{prefix}.{key}": value
         for prefix, config in configs.items()
@@ -331,19 +335,19 @@ def _sorted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # -- lokr -----------------------------------------------------------------------------------
-# A LoKr under the names of LyCORIS, which ComfyUI reads, and as peft and diffusers load it.
+# Write a LoKr under the names of LyCORIS, which ComfyUI reads, and as peft and diffusers load it.
 
 
 HEADER: Final = {"ss_network_module": "lycoris.kohya"}
-"""Which network kohya's scripts load such files with."""
+"""The network module with which kohya's scripts load such files."""
 
 
 def named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a LoKr under the names of another tool, with alphas that scale nothing.
+    """Return a LoKr under the names of another tool, with alphas that have no effect.
 
     Args:
-        style: How it names LoRAs.
-        layers: `<module>.lokr_w1`, `.lokr_w2` and so on, with no scale beside them.
+        style: How the tool names LoRAs.
+        layers: `<module>.lokr_w1`, `.lokr_w2` and so on, with the scale folded in.
 
     Raises:
         UserError: The tool has no name for a module.
@@ -363,13 +367,13 @@ def named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, tor
         converted[f"{names[module]}.{part}"] = tensor
         if part == "lokr_w2_b":
             converted[f"{names[module]}.alpha"] = torch.tensor(float(tensor.shape[0]))
-        elif part == "lokr_w2":  # both are whole: no tool scales them
+        elif part == "lokr_w2":  # neither matrix is factorized: no tool scales them
             converted[f"{names[module]}.alpha"] = torch.tensor(float(max(tensor.shape[:2])))
     return converted
 
 
 def lokr_header(spec: LoraKeys) -> dict[str, str]:
-    """Return what LyCORIS writes into the header of a file."""
+    """Return the entries that LyCORIS writes into a file's header."""
     arguments = {"algo": "lokr", "factor": str(spec.lokr_factor)}
     if spec.lokr_full_matrix:
         arguments["full_matrix"] = "True"
@@ -377,7 +381,7 @@ def lokr_header(spec: LoraKeys) -> dict[str, str]:
 
 
 def _shapes(layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    """Return module → shape of the change of its weight."""
+    """Return the shape of each module's weight update."""
     shapes: dict[str, torch.Size] = {}
     for name, left in layers.items():
         module, _, part = name.rpartition(".")

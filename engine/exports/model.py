@@ -1,4 +1,4 @@
-"""A trained transformer as the weights of a whole pipeline, streamed into files of some size."""
+"""Write a trained transformer as part of a full pipeline, streamed into files of limited size."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ if TYPE_CHECKING:
     from engine.exports.recipe import Recipe
     from engine.exports.source import Fact
 
-LARGEST_FILE: Final = 5 * 10**9  # bytes, as the hub's tools split
+LARGEST_FILE: Final = 5 * 10**9  # bytes, the limit of the hub's tools
 
 
 class ModelOutput:
-    """Takes a transformer's tensors one by one, and makes a pipeline of them and the base model.
+    """Receives a transformer's tensors one by one, and writes a pipeline with the base model's
+    rest.
 
     Args:
-        recipe: What is exported.
-        facts: What will come, by the names in the model. What does not come, because it was not
-            trained, is taken from the base model.
-        directory: An empty one.
+        recipe: Describes the export.
+        facts: The tensors that will be added, by the names in the model. Untrained tensors are
+            copied
+            from the base model.
+        directory: An empty directory.
 
     Attributes:
-        bytes: The least room it takes on the disk.
-        pieces: How many tensors and files are written or checked at the end.
-        warnings: What the person should know of the export.
+        bytes: Lower bound of the disk space needed.
+        pieces: Number of tensors and files that are written or checked at the end.
+        warnings: Messages for the user about the export.
 
     Raises:
-        UserError: They are not tensors of this model, or the base model is not complete.
+        UserError: The tensors are not those of this model, or the base model is incomplete.
         OSError: The files cannot be written.
     """
 
@@ -58,7 +60,7 @@ class ModelOutput:
         self._directory = directory
         self.warnings: list[str] = []
         if recipe.formats is not None and recipe.formats != ["diffusers"]:
-            # No error: this may be the end of days of training.
+            # Only warn: this may be the end of days of training.
             self.warnings.append("other tools' names are for LoRAs: this is a diffusers pipeline")
         model, self._stored = weights.build_on_meta(
             recipe.family.transformer_class(), recipe.root / recipe.family.component, recipe.spec
@@ -96,21 +98,21 @@ class ModelOutput:
         }
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor; it is not kept."""
+        """Write one tensor without keeping it."""
         place = self._stored.get(name)
         if place is None:
-            return  # another name of one that is written under its first
+            return  # an alias of a tensor that is written under its first name
         self._missing.discard(name)
         self._files[self._split.tensor_to_filename[place.name]].add(place.name, tensor)
 
     def finish(self, checked: Callable[[], None]) -> None:
-        """Complete the pipeline, read it back, and have stock diffusers look at it.
+        """Complete the pipeline, read it back, and have stock diffusers check it.
 
         Args:
-            checked: Called after each tensor that was read back, and each file taken over.
+            checked: Called after each tensor that was read back, and each file copied or linked.
 
         Raises:
-            DamagedError: What lies on the disk is not the model.
+            DamagedError: The files on disk differ from the model.
             UserError: The base model cannot be read.
             OSError: The files cannot be written.
         """
@@ -130,7 +132,7 @@ class ModelOutput:
         check_model(self._recipe, self._directory)
 
     def abandon(self) -> None:
-        """Close what is open."""
+        """Close and remove unfinished files."""
         for file in self._files.values():
             file.abandon()
 
@@ -143,10 +145,10 @@ class ModelOutput:
 
 
 def check_fit(model: torch.nn.Module, facts: Mapping[str, Fact]) -> None:
-    """Refuse tensors that the base model does not have in this shape.
+    """Reject tensors that the base model does not have in this shape.
 
     Raises:
-        UserError: Names the first.
+        UserError: Names the first such tensor.
     """
     has = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name, (_, shape) in facts.items():

@@ -1,4 +1,4 @@
-"""A safetensors file that is compared, once it is on the disk, with what was in memory."""
+"""Write safetensors files and verify on disk what was written."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from engine.model.files.weight_files import StoredTensor
 
 _CHUNK_BYTES: Final = 16 * 2**20
-# Tensors are compared by CRC-32, which is made for what disks do to data. SHA-256 of all of them is
-# for the header alone, so a file costs 0.7 s a GB more on a CPU with instructions for it.
+# Tensors are compared by CRC-32, which suits disk corruption. The SHA-256 of all tensors is only
+# for the header and costs 0.7 s per GB on a CPU with SHA instructions.
 
 
 class DamagedError(RuntimeError):
-    """What lies on the disk is not what was written."""
+    """The data on disk differs from what was written."""
 
 
 class VerifiedFile:
-    """A safetensors file of which every tensor's checksum is remembered while it is written.
+    """A safetensors file that records every tensor's checksum while writing.
 
     Args:
         path: The file.
-        facts: Name → dtype and shape of all its tensors.
+        facts: Dtype and shape of every tensor by name.
         metadata: Strings for its header.
     """
 
@@ -47,11 +47,11 @@ class VerifiedFile:
         self._writer = SafetensorsWriter(path, facts, metadata)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor in the precision that was announced.
+        """Write one tensor in its planned precision.
 
         Raises:
-            NotFiniteError: It holds a number that is not finite.
-            UserError: It holds one that is too large for that precision.
+            NotFiniteError: It holds a non-finite value.
+            UserError: It holds a value that is too large for that precision.
         """
         dtype = self.facts[name][0]
         stored = tensor.to(dtype).contiguous()
@@ -69,23 +69,23 @@ class VerifiedFile:
         self._sums[name] = zlib.crc32(tensor_bytes(stored))
 
     def close(self) -> None:
-        """Finish the file, and wait until it is on the disk."""
+        """Finish the file and sync it to disk."""
         self._writer.close()
 
     def abandon(self) -> None:
-        """Remove a file that is not complete."""
+        """Remove the file if it is incomplete."""
         self._writer.abandon()
 
     def check(self, checked: Callable[[], None] = lambda: None) -> None:
-        """Read the file again, from the disk where that can be had, and compare.
+        """Read the file back, bypassing the page cache where possible, and compare.
 
-        The same read makes the hash of all tensors that ModelSpec wants in the header.
+        The same pass computes the hash of all tensors that ModelSpec puts in the header.
 
         Args:
             checked: Called after each tensor.
 
         Raises:
-            DamagedError: Names, shapes, precision or numbers are not those that were written.
+            DamagedError: Names, shapes, precision or values differ from what was written.
         """
         try:
             places = {place.name: place for place in read_header(self.path)}
@@ -97,7 +97,8 @@ class VerifiedFile:
             raise DamagedError(f"{self.path} lacks, adds or changes tensors: {odd[:3]}")
         whole = hashlib.sha256()
         with open(self.path, "r+b", buffering=0) as file:
-            # Synced, so these pages can go: what follows is then what the disk holds.
+            # The pages are synced, so the kernel can drop them, and the reads below come from the
+            # disk.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             for place in sorted(places.values(), key=lambda place: place.start):
                 if _sum(file.fileno(), place, whole.update) != self._sums[place.name]:
@@ -111,23 +112,23 @@ class VerifiedFile:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers are; makes no tensor of the same size."""
+    """Return whether all values are finite, without allocating a tensor of the same size."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.dtype.itemsize == 1:  # torch compares none of these
+    if tensor.dtype.itemsize == 1:  # torch has no comparisons for fp8
         tensor = tensor.bfloat16()
-    low, high = torch.aminmax(tensor)  # NaN if one is
+    low, high = torch.aminmax(tensor)  # NaN if any value is
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _sum(descriptor: int, place: StoredTensor, add: Callable[[bytes], object]) -> int:
-    """Return a tensor's CRC-32, and add its bytes to what all have."""
+    """Return a tensor's CRC-32, and pass its bytes to `add`."""
     checksum = 0
     at, left = place.start, place.elements * place.dtype.itemsize
     while left:
         data = os.pread(descriptor, min(left, _CHUNK_BYTES), at)
         if not data:
-            return -1  # shorter than it should be
+            return -1  # the file is too short
         checksum = zlib.crc32(data, checksum)
         add(data)
         at, left = at + len(data), left - len(data)

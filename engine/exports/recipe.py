@@ -1,4 +1,4 @@
-"""What is exported: of which job and step, in which precision, and what it says of itself."""
+"""Describe an export: job, step, precision, and the metadata in its header."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ if TYPE_CHECKING:
 
 
 # -- modelspec ------------------------------------------------------------------------------
-# What exported files say of themselves for other tools: ModelSpec 1.0.1.
+# Metadata of exported files for other tools: ModelSpec 1.0.1.
 #
-# The standard is Stability-AI/ModelSpec's README at fe8dc60. Captions and prompts may be
-# private, so nothing of them is written: no trigger phrase, no tags.
+# The standard is Stability-AI/ModelSpec's README at fe8dc60. Captions and prompts may be private,
+# so nothing derived from them is written: no trigger phrase, no tags.
 
 
 PREFIX: Final = "modelspec."
 HASH: Final = f"{PREFIX}hash_sha256"
 UNKNOWN_HASH: Final = "0x" + 64 * "0"
-"""Stands in a header until the tensors are written; as long as what replaces it."""
+"""Placeholder in the header until the tensors are written; as long as the final hash."""
 DIFFUSERS: Final = "diffusers"
-"""The implementation whose names diffusers' and peft's files have."""
+"""The implementation value of files with diffusers' and peft's names."""
 
-# Family → flavour → what it is called, "" for jobs that do not name one. Finetunes that run alike
-# share a name. sd-scripts and musubi-tuner (`sai_model_spec.py` of both) have flux, chroma, flux2,
-# qwen_image, z_image, sd3, sdxl, stable_diffusion, lumina2, hunyuanvideo and hunyuanvideo15.
+# Family → flavour → architecture name, with "" for jobs without a flavour. Finetunes that run the
+# same way share a name. The names of flux, chroma, flux2, qwen_image, z_image, sd3, sdxl,
+# stable_diffusion, lumina2, hunyuanvideo and hunyuanvideo15 come from sd-scripts and musubi-tuner
+# (`sai_model_spec.py` of both).
 _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
     "flux": {
         "": "flux-1",
@@ -114,7 +115,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "2.1-i2v-14b-480p": "wan2.1-i2v-14b-480p",
         "2.1-i2v-14b-720p": "wan2.1-i2v-14b-720p",
         "2.2-ti2v-5b": "wan2.2-ti2v-5b",
-        # Both experts are one model: which of them this is, `timestep_range` says.
+        # Both experts belong to one model; `timestep_range` tells them apart.
         "2.2-t2v-a14b-high": "wan2.2-t2v-a14b",
         "2.2-t2v-a14b-low": "wan2.2-t2v-a14b",
         "2.2-i2v-a14b-high": "wan2.2-i2v-a14b",
@@ -134,7 +135,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "720p-t2v": "hunyuan-video-1.5",
     },
 }
-# Where the code is whose names kohya's and ComfyUI's files have.
+# The code base that defines the names used in kohya's and ComfyUI's files.
 _IMPLEMENTATIONS: Final = {
     "flux": "https://github.com/black-forest-labs/flux",
     "flux2": "https://github.com/black-forest-labs/flux2",
@@ -154,18 +155,18 @@ _IMPLEMENTATIONS: Final = {
     "hunyuanvideo15": "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5",
 }
 _PREDICTIONS: Final = {"epsilon": "epsilon", "v_prediction": "v"}
-_STEPS: Final = 1000  # of the schedules that `timestep_range` is counted in
+_STEPS: Final = 1000  # timesteps of the schedules that `timestep_range` refers to
 
 
 def model_spec(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
     """Return the standard's keys for an exported file.
 
     Args:
-        recipe: What is exported.
-        style: `diffusers`, `kohya` or `comfyui`: whose names the tensors have.
+        recipe: Describes the export.
+        style: Naming of the tensors: `diffusers`, `kohya` or `comfyui`.
 
     Returns:
-        Header texts; the hash is `UNKNOWN_HASH` until `VerifiedFile.check` replaces it.
+        Header strings; the hash is `UNKNOWN_HASH` until `VerifiedFile.check` replaces it.
     """
     spec, side = recipe.spec, largest_resolution(recipe.spec)
     values = {
@@ -183,7 +184,7 @@ def model_spec(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
 
 
 def architecture_of(recipe: Recipe) -> str:
-    """Return what a job's model is called, and what is trained on it if that is an adapter."""
+    """Return the architecture name of a job's model, with a suffix for adapters."""
     spec = recipe.spec
     family, model = spec.model_family, spec.pretrained_model_name_or_path
     name = _ARCHITECTURES[family][spec.model_flavour or flavour_of(family, model) or ""]
@@ -196,9 +197,9 @@ def lora_spec(family: str, style: str, title: str, seconds: float) -> dict[str, 
     """Return the standard's keys for a LoRA of which only the family is known.
 
     Args:
-        family: The model's.
-        style: `diffusers`, `kohya` or `comfyui`: whose names the tensors have.
-        title: What it is called.
+        family: The model's family.
+        style: Naming of the tensors: `diffusers`, `kohya` or `comfyui`.
+        title: The title of the LoRA.
         seconds: When it was made, in Unix seconds.
     """
     values = {
@@ -213,13 +214,13 @@ def lora_spec(family: str, style: str, title: str, seconds: float) -> dict[str, 
 
 
 def families_called(architecture: str) -> frozenset[str]:
-    """Return the families with a model of this name, also of an adapter for it."""
+    """Return the families with a model of this architecture name, or of an adapter for it."""
     name = architecture.partition("/")[0]
     return frozenset(f for f, names in _ARCHITECTURES.items() if name in names.values())
 
 
 def implementation_of(family: str, style: str) -> str:
-    """Return whose module names a file has.
+    """Return the implementation whose module names a file uses.
 
     Args:
         family: The model's family.
@@ -231,12 +232,12 @@ def implementation_of(family: str, style: str) -> str:
 
 
 def date_of(seconds: float) -> str:
-    """Return the day of a Unix time in UTC, as ISO 8601 writes it; "" for 0."""
+    """Return the UTC date of a Unix time in ISO 8601; "" for 0."""
     return datetime.fromtimestamp(seconds, UTC).date().isoformat() if seconds else ""
 
 
 def _prediction(recipe: Recipe) -> str:
-    """Return what a denoising model predicts; "" for those that match a flow."""
+    """Return a denoising model's prediction type; "" for flow matching."""
     if recipe.family.facts.objective != "denoising":
         return ""
     schedule = read_json(recipe.root / "scheduler" / "scheduler_config.json") or {}
@@ -244,7 +245,7 @@ def _prediction(recipe: Recipe) -> str:
 
 
 def _range(recipe: Recipe) -> str:
-    """Return the timesteps of a model that has an expert for the others; "" for all."""
+    """Return the timesteps that this expert of a model covers; "" if it covers all."""
     low, high = (round(sigma * _STEPS) for sigma in recipe.family.sigma_range())
     return "" if (low, high) == (0, _STEPS) else f"{low},{high}"
 
@@ -253,24 +254,24 @@ def _range(recipe: Recipe) -> str:
 
 
 FileDtype = ExportDtype | Literal["fp8"]
-"""Precisions of an export; fp8 of a single file alone."""
+"""Precisions of an export; fp8 is for single files only."""
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is exported, and how.
+    """What to export, and how.
 
     Attributes:
         spec: The job that trained it.
         family: Its model family.
         root: The base model's directory.
         step: Optimizer steps done.
-        ema: Whether it is an average of the weights.
+        ema: Whether the weights are the moving average.
         dtype: The precision to store; the job's own by default.
-        formats: The names to export a LoRA under; None: all that the family has.
-        time: When it was trained, in Unix seconds; 0 where that is not known.
-        single_file: Whether a full model becomes one file with its authors' layers.
+        formats: The naming formats to export a LoRA in; None means all that the family has.
+        time: When it was trained, in Unix seconds; 0 if unknown.
+        single_file: Whether to write a full model as one file with its authors' layer names.
     """
 
     spec: JobSpec
@@ -289,14 +290,14 @@ class Recipe:
         """Return the precision in which a full model's tensor is stored.
 
         Args:
-            trained: What it was trained in.
-            base: What the base model's file has.
-            keep_fp32: The model lists its module as one that needs fp32.
+            trained: The precision it was trained in.
+            base: The precision in the base model's file.
+            keep_fp32: Whether the model lists its module as one that needs fp32.
         """
         if not trained.is_floating_point:
             return base
         if self.dtype == "auto":
-            # Nothing computes in fp8 here, and fp8 of what was trained would need scales.
+            # Nothing here computes in fp8, and storing trained weights in fp8 would need scales.
             return base if base.itemsize > 1 else torch.bfloat16
         return torch.float32 if keep_fp32 else _DTYPES[self.dtype]
 
@@ -306,14 +307,15 @@ class Recipe:
 
 
 def describe(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
-    """Make the header of an exported file; strings, as the format requires.
+    """Return the header of an exported file, with string values as the format requires.
 
-    Depends on nothing but the training, so that the same step is the same bytes whenever and
-    wherever it is exported.
+    It depends only on the training, so that exporting the same step gives identical bytes at any
+    time
+    and on any machine.
 
     Args:
-        recipe: What is exported.
-        style: `diffusers`, `kohya` or `comfyui`: whose names the tensors have.
+        recipe: Describes the export.
+        style: Naming of the tensors: `diffusers`, `kohya` or `comfyui`.
     """
     spec = recipe.spec
     facts = {
@@ -332,7 +334,7 @@ def describe(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
 
 
 def trigger_word(spec: DataKeys) -> str | None:
-    """Return the job's trigger word; where every dataset has its own, all of them."""
+    """Return the job's trigger word or, if only its datasets have some, all of theirs."""
     words = [dataset.trigger_word for dataset in spec.datasets or []]
     return spec.trigger_word or ", ".join(dict.fromkeys(filter(None, words))) or None
 
@@ -345,8 +347,8 @@ def _version() -> str:
 
 
 def _last_part(text: str) -> str:
-    """Return the last part of a path.
+    """Return the last part of a path; a hub id is returned unchanged.
 
-    Exports are published; home directories must not be. A hub id is unchanged.
+    Exports get published, and home directories must not be part of them.
     """
     return os.path.basename(text.rstrip("/")) if text.startswith(("/", "~", ".")) else text

@@ -1,4 +1,4 @@
-"""A trained transformer as one file with its authors' layers, which ComfyUI and Forge load."""
+"""Write a trained transformer as one file in its authors' layout, for ComfyUI and Forge."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from engine.families import Family, LoraStyle
 
 
-# -- made -----------------------------------------------------------------------------------
-# Say how one of the authors' tensors is assembled from diffusers' tensors.
+# -- assembled tensors ----------------------------------------------------------------------
+# How a tensor of the authors' layout is assembled from diffusers' tensors.
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Made:
     """A tensor of the authors' layout.
 
     Attributes:
-        members: The names in diffusers of what it consists of, in order.
-        order: Which row of all of theirs each of its rows is; None where they follow each other.
+        members: Diffusers' names of the tensors that it consists of, in order.
+        order: For each row, its index among the concatenated members' rows; None if unchanged.
         transposed: Whether it is a matrix with its sides swapped.
-        kernel: Whether it is a linear layer as a 1x1 convolution.
+        kernel: Whether it is a linear layer stored as a 1x1 convolution.
     """
 
     members: tuple[str, ...]
@@ -47,10 +47,10 @@ class Made:
     kernel: bool = False
 
     def make(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put it together.
+        """Assemble the tensor.
 
         Args:
-            tensors: At least its members, by their names in diffusers.
+            tensors: Tensors by their names in diffusers, including all members.
         """
         parts = [tensors[name] for name in self.members]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -59,10 +59,10 @@ class Made:
         return whole[:, :, None, None] if self.kernel else whole
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return its shape.
+        """Return the tensor's shape.
 
         Args:
-            shapes: Those of at least its members.
+            shapes: Shapes by names in diffusers, including all members.
         """
         first = shapes[self.members[0]]
         shape = (sum(shapes[m][0] for m in self.members), *first[1:]) if first else ()
@@ -71,14 +71,13 @@ class Made:
 
 
 # -- sdxl layout ----------------------------------------------------------------------------
-# An SDXL checkpoint in Stability's layout: U-Net, autoencoder and both text encoders in one
-# file.
+# An SDXL checkpoint in Stability's layout: U-Net, autoencoder and both text encoders in one file.
 #
 # Tests compare with `diffusers.loaders.single_file_utils`, which reads such files.
 
 
 PARTS: Final = ("vae", "text_encoder", "text_encoder_2")
-"""The components besides the U-Net; their tensors are called `<component>/<name>` here."""
+"""The components apart from the U-Net; their tensors are called `<component>/<name>` here."""
 UNET: Final = "model.diffusion_model."
 _VAE: Final = "first_stage_model."
 _CLIP: Final = "conditioner.embedders.0.transformer."
@@ -105,13 +104,14 @@ _PROJECTION: Final = re.compile(r"encoder\.layers\.(\d+)\.self_attn\.([qkv])_pro
 
 
 def sdxl_layout(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
-    """Return Stability's names, and what each tensor consists of.
+    """Return the tensors of Stability's layout by name.
 
     Args:
-        shapes: Name in diffusers → shape; of the U-Net as they are, of the others `<component>/…`.
+        shapes: Shape by name in diffusers: plain names for the U-Net, `<component>/…` for the
+            others.
 
     Raises:
-        UserError: A tensor has no place.
+        UserError: A tensor has no counterpart in the layout.
     """
     made: dict[str, Made] = {}
     blocks = 1 + max(
@@ -140,7 +140,7 @@ def _of_vae(module: str, blocks: int) -> str:
 
     Args:
         module: Its name in diffusers.
-        blocks: Of the decoder, which counts them from the other end.
+        blocks: Number of the decoder's blocks, which Stability counts from the other end.
     """
     if match := re.fullmatch(r"encoder\.down_blocks\.(\d+)\.(.+)", module):
         module = f"encoder.down.{match[1]}.{match[2]}"
@@ -164,10 +164,10 @@ def _of_vae(module: str, blocks: int) -> str:
 def _add_open_clip(
     made: dict[str, Made], name: str, inner: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Add a tensor of the second text encoder; query, key and value are one there.
+    """Add a tensor of the second text encoder, where query, key and value are fused.
 
     Raises:
-        UserError: It has no place.
+        UserError: The tensor has no counterpart in the layout.
     """
     if inner == "text_projection.weight":
         made[f"{_OPEN_CLIP}text_projection"] = Made((name,), transposed=True)
@@ -189,11 +189,11 @@ def _add_open_clip(
 
 
 # -- authors layout -------------------------------------------------------------------------
-# A transformer's tensors under its authors' names: the reverse of diffusers' own converters.
+# Convert a transformer's tensors to its authors' names: the reverse of diffusers' own converters.
 #
-# Layers are named, fused and ordered as a LoRA's are for ComfyUI (`engine.families`): an
-# adapter whose ups hold numbers of rows says which row of which layer stands where. What no
-# LoRA adapts (norms, embeddings) has renames here. Tests compare with
+# Layers are named, fused and ordered like a ComfyUI LoRA (`engine.families`): converting an adapter
+# whose up matrices hold row numbers shows where each row of each layer ends up. Tensors that no
+# LoRA adapts (norms, embeddings) are renamed by the patterns below. Tests compare with
 # `diffusers.loaders.single_file_utils`.
 
 
@@ -234,7 +234,7 @@ _WAN: Final = (
     (r"proj_out\.(\w+)", r"head.head.\1"),
     (r"(patch_embedding\.\w+)", r"\1"),
 )
-# Family → how the names of what is in its repeated blocks begin.
+# Family → pattern for the start of tensor names inside its repeated blocks.
 _BLOCKS: Final = {
     "flux": r"(double|single)_blocks\.\d+\.",
     "qwen_image": r"transformer_blocks\.\d+\.",
@@ -242,7 +242,7 @@ _BLOCKS: Final = {
     "wan": r"blocks\.\d+\.",
     "sdxl": re.escape(UNET) + r"(input_blocks\.[1-9]|middle_block\.|output_blocks\.)",
 }
-# Family → patterns of the names that no LoRA has, and what the authors call these.
+# Family → (pattern, replacement) pairs for the tensors that no LoRA adapts.
 RENAMES: Final = {
     "flux": _FLUX,
     "qwen_image": ((r"(.+)", r"\1"),),
@@ -252,15 +252,16 @@ RENAMES: Final = {
 
 
 def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
-    """Return the authors' names, and what each tensor consists of.
+    """Return the tensors of the authors' layout by name.
 
     Args:
-        family: The model's.
-        shapes: Name in diffusers → shape, of all its tensors; of SDXL's components besides the
-            U-Net, `<component>/<name>`.
+        family: The model's family.
+        shapes: Shape by name in diffusers, for all tensors; `<component>/<name>` for the components
+            of
+            SDXL other than the U-Net.
 
     Raises:
-        UserError: The family has no such layout here, or the model a tensor that it does not.
+        UserError: The family has no such layout here, or it does not cover one of the tensors.
     """
     name, style = family.facts.name, family.COMFYUI
     if name == "sdxl":
@@ -289,12 +290,12 @@ def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def fits_8_bits(family: str, name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is a matrix of a repeated block, and so can be stored in fp8.
+    """Return whether a tensor is a matrix of a repeated block, which can be stored in fp8.
 
     Args:
-        family: The model's.
-        name: The authors' name.
-        shape: The tensor's.
+        family: The model's family.
+        name: The authors' name of the tensor.
+        shape: The tensor's shape.
     """
     block = re.match(_BLOCKS[family], name)
     return block is not None and name.endswith(".weight") and len(shape) > 1
@@ -303,7 +304,8 @@ def fits_8_bits(family: str, name: str, shape: tuple[int, ...]) -> bool:
 def _layers(
     style: LoraStyle, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[str, list[str], torch.Tensor | None]]:
-    """Return the authors' layers: name, members, and order of their rows unless it is theirs."""
+    """Return the authors' layers as (name, members, row order), with None for an unchanged
+    order."""
     probe: dict[str, torch.Tensor] = {}
     firsts: dict[str, int] = {}
     first = 1
@@ -354,24 +356,26 @@ _FP8: Final = torch.float8_e4m3fn
 
 
 class SingleFileOutput:
-    """Takes a transformer's tensors one by one, and writes them under the authors' names.
+    """Receives a transformer's tensors one by one, and writes them under the authors' names.
 
-    Text encoders and the autoencoder are in SDXL's alone: of others, both tools load them from
-    files of their own. Only parts of layers that are one there are kept until all have come.
+    Only SDXL's file includes text encoders and the autoencoder; for other families, both tools load
+    them from separate files. Only the members of fused layers are kept, until the layer is
+    complete.
 
     Args:
-        recipe: What is exported.
-        facts: What will come, by the names in the model. What does not come, because it was not
-            trained, is taken from the base model.
-        directory: An empty one.
+        recipe: Describes the export.
+        facts: The tensors that will be added, by the names in the model. Untrained tensors are
+            copied
+            from the base model.
+        directory: An empty directory.
 
     Attributes:
-        bytes: The room it takes on the disk.
-        pieces: How many tensors are checked at the end.
-        warnings: Nothing.
+        bytes: The disk space needed.
+        pieces: Number of tensors that are checked at the end.
+        warnings: Always empty.
 
     Raises:
-        UserError: It is a LoRA, or the family has no such file.
+        UserError: The job trains a LoRA, or the family has no such file.
         OSError: The file cannot be written.
     """
 
@@ -416,9 +420,9 @@ class SingleFileOutput:
         self._file = VerifiedFile(path, planned, describe(recipe, "comfyui"))
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor, and write the layer that it completes."""
+        """Add one tensor, and write the layer that it completes."""
         if name not in self._missing:
-            return  # another name of one that came under its first
+            return  # an alias of a tensor that was added under its first name
         self._missing.discard(name)
         owner = self._owners[name]
         parts = self._waiting.setdefault(owner, {})
@@ -427,13 +431,13 @@ class SingleFileOutput:
             self._file.add(owner, self._layout[owner].make(self._waiting.pop(owner)))
 
     def finish(self, checked: Callable[[], None]) -> None:
-        """Add what was not trained, and read the file back.
+        """Add the untrained tensors, and read the file back.
 
         Args:
             checked: Called after each tensor that was read back.
 
         Raises:
-            DamagedError: What lies on the disk is not the model.
+            DamagedError: The file on disk differs from the model.
             UserError: The base model cannot be read.
             OSError: The file cannot be written.
         """
@@ -445,5 +449,5 @@ class SingleFileOutput:
         self._file.check(checked)
 
     def abandon(self) -> None:
-        """Close what is open."""
+        """Close and remove an unfinished file."""
         self._file.abandon()

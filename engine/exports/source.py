@@ -1,4 +1,4 @@
-"""Where exported tensors come from: the model in training, or a checkpoint of it."""
+"""Read the tensors to export, from the model in training or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class Source(Protocol):
     """Trained tensors, by their names in the model, read one at a time.
 
     Attributes:
-        facts: Name → dtype and shape; the same on all ranks, in the same order.
+        facts: Dtype and shape by name; the same on all ranks, in the same order.
     """
 
     @property
     def facts(self) -> Mapping[str, Fact]:
-        """What can be read."""
+        """Return the dtype and shape of each readable tensor."""
         ...
 
     def read(self, name: str) -> torch.Tensor | None:
-        """Return the full tensor on the CPU.
+        """Return the full tensor on the CPU, or None on ranks that do not write.
 
-        None on ranks that do not write. May be a collective.
+        May be a collective.
         """
         ...
 
 
 class LiveModel:
-    """What a model has in memory, sharded or not. Reading is a collective.
+    """The tensors of a model in memory, sharded or not. Reading is a collective.
 
     Args:
-        tensors: Name → parameter or buffer, in the same order on all ranks.
+        tensors: Parameters and buffers by name, in the same order on all ranks.
         keep: Whether this rank writes.
     """
 
@@ -58,17 +58,17 @@ class LiveModel:
         self.facts = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor | None:
-        """Gather it; all ranks take part."""
+        """Gather the full tensor. All ranks must call this."""
         whole = gather(self._tensors[name])
         return whole.cpu() if self._keep else None
 
 
 class ShardedCheckpoint:
-    """A checkpoint of `torch.distributed.checkpoint`, however many ranks wrote it.
+    """A checkpoint of `torch.distributed.checkpoint`, written by any number of ranks.
 
     Args:
         checkpoint: Its manifest.
-        ema: Take the average of those tensors that have one.
+        ema: Whether to read the moving average of tensors that have one.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, ema: bool) -> None:
@@ -85,12 +85,13 @@ class ShardedCheckpoint:
         }
 
     def read(self, name: str) -> torch.Tensor:
-        """Read what the ranks wrote of it, and put it together."""
+        """Read all ranks' parts of a tensor and assemble it."""
         key = self._names[name]
         dtype, shape = self.facts[name]
         tensor = torch.empty(shape, dtype=dtype)
         try:
-            # Of the files only what is needed is read: one rank's part of this tensor at a time.
+            # This reads only the required parts of the files: one rank's part of this tensor at a
+            # time.
             state_dict_loader.load(
                 {key: tensor}, storage_reader=self._reader, planner=Planner(), no_dist=True
             )
@@ -100,11 +101,11 @@ class ShardedCheckpoint:
 
 
 class FullCheckpoint:
-    """A checkpoint of whole tensors in safetensors files.
+    """A checkpoint of unsharded tensors in safetensors files.
 
     Args:
         checkpoint: Its manifest.
-        ema: Take the average of those tensors that have one.
+        ema: Whether to read the moving average of tensors that have one.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, ema: bool) -> None:
@@ -126,7 +127,7 @@ def open_checkpoint(checkpoint: Checkpoint, *, ema: bool) -> Source:
     """Return the tensors of a checkpoint of either layout.
 
     Raises:
-        UserError: It has no trained tensors.
+        UserError: The checkpoint has no trained tensors.
     """
     kind = FullCheckpoint if checkpoint.layout == "full" else ShardedCheckpoint
     source = kind(checkpoint, ema=ema)
@@ -136,14 +137,14 @@ def open_checkpoint(checkpoint: Checkpoint, *, ema: bool) -> Source:
 
 
 def read_stored(place: StoredTensor) -> torch.Tensor:
-    """One tensor of a safetensors file, without mapping the file."""
+    """Return one tensor of a safetensors file, without mapping the file."""
     tensor = torch.empty(place.shape, dtype=place.dtype)
     read_all([Reading(place, 0, tensor)], lambda done: None)
     return tensor
 
 
 def _chosen(stored: Mapping[str, Any], *, ema: bool) -> dict[str, str]:
-    """Name in the model → name in the checkpoint."""
+    """Map each tensor's name in the model to its name in the checkpoint."""
     names = [name.removeprefix("model.") for name in stored if name.startswith("model.")]
     return {
         name: f"ema.{name}" if ema and f"ema.{name}" in stored else f"model.{name}"

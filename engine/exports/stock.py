@@ -1,4 +1,4 @@
-"""An export as stock diffusers sees it: loaded by its own functions, into no memory to speak of."""
+"""Verify exports with stock diffusers or peft, on the meta device to save memory."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 
 PEFT_PREFIX: Final = "base_model.model."
-"""What the names in a LoRA file of peft's own begin with."""
+"""Prefix of tensor names in LoRA files in peft's own format."""
 
 
 def loads_loras(pipeline_class: Any) -> bool:
-    """Whether a stock pipeline has functions for LoRAs; for others there is peft itself."""
+    """Return whether a stock pipeline has LoRA functions; without them, LoRAs load through peft."""
     return hasattr(pipeline_class, "load_lora_weights")
 
 
@@ -57,18 +57,18 @@ def check_lora(
     model: Any,
     texts: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
 ) -> None:
-    """Have the stock pipeline load a LoRA, or else peft, and compare what it got.
+    """Have the stock pipeline (or else peft) load a LoRA, and compare the result.
 
     Args:
-        recipe: What is exported.
+        recipe: Describes the export.
         file: The LoRA.
-        layers: What it is to hold, by diffusers' names without a prefix.
-        modules: The adapted modules, also of text encoders; nothing is to scale their products.
-        model: The bare base model on the meta device; gets the adapter's modules.
-        texts: What it is to hold for each text encoder.
+        layers: The expected tensors, by diffusers' names without a prefix.
+        modules: The adapted modules, including those of text encoders; all scales must be 1.
+        model: The bare base model on the meta device, to which the adapter's modules are added.
+        texts: The expected tensors of each text encoder.
 
     Raises:
-        DamagedError: The pipeline refuses it, or understands it differently.
+        DamagedError: The pipeline rejects the LoRA or reads it differently.
     """
     stock = "stock diffusers"
     if not loads_loras(recipe.family.pipeline_class()):
@@ -80,7 +80,7 @@ def check_lora(
                 read = _load_by_peft(recipe, file, model)
             else:
                 read = _load_by_diffusers(recipe, file, model, encoders)
-        except Exception as error:  # whatever the libraries raise, it is no export
+        except Exception as error:  # any exception means failure
             raise DamagedError(f"{stock} does not load {file.name}: {error}") from error
     whole = dict(layers)
     for part, own in texts.items():
@@ -114,7 +114,7 @@ def _check_encoder(
     layers: Mapping[str, torch.Tensor],
     file: Path,
 ) -> None:
-    """Compare a text encoder that a LoRA was loaded into.
+    """Compare a text encoder that a LoRA was loaded into with the expected tensors.
 
     Raises:
         DamagedError: It has other adapters.
@@ -133,38 +133,38 @@ def _check_encoder(
 
 
 def check_model(recipe: Recipe, directory: Path) -> None:
-    """Build the class from what was written, and have the stock pipeline read the rest.
+    """Build the model class from the written files, and have the stock pipeline read the rest.
 
-    Only what has no weights is loaded: schedulers and tokenizers. The other components are the
-    base model's own files.
+    Only components without weights are loaded: schedulers and tokenizers. The other components are
+    the base model's own files.
 
     Raises:
         DamagedError: A file does not fit the others.
     """
     try:
         with _quiet():
-            # Compares names and shapes with what the written config.json asks for.
+            # This compares names and shapes with those that the written config.json implies.
             model, _ = weights.build_on_meta(
                 recipe.family.transformer_class(), directory / recipe.family.component, recipe.spec
             )
             _pipeline(recipe, directory, model)
-    except Exception as error:  # whatever the libraries raise, it is no export
+    except Exception as error:  # any exception means failure
         raise DamagedError(f"stock diffusers does not load the export: {error}") from error
 
 
 def _load_by_diffusers(
     recipe: Recipe, file: Path, model: Any, encoders: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Load a LoRA around a model; what was read, by the names in it.
+    """Load a LoRA into a model, and return the tensors read, by their names in the model.
 
     Args:
-        recipe: What is exported.
+        recipe: Describes the export.
         file: The LoRA.
         model: The base model.
-        encoders: The text encoders that it is for too, by their names in the pipeline.
+        encoders: The text encoders that the LoRA also adapts, by their names in the pipeline.
     """
     family = recipe.family
-    if recipe.spec.lora_variant == "lokr":  # most pipelines have no names for it, all models do
+    if recipe.spec.lora_variant == "lokr":  # most pipelines lack names for it, but all models load it
         model.load_lora_adapter(
             file.parent,
             weight_name=file.name,
@@ -174,11 +174,11 @@ def _load_by_diffusers(
         return _without_prefix(load_file(file), f"{family.lora_prefix}.")
     pipeline_class = family.pipeline_class()
     read = pipeline_class.lora_state_dict(file.parent, weight_name=file.name)
-    if isinstance(read, tuple):  # those of UNets give alphas besides, of kohya's files
+    if isinstance(read, tuple):  # UNet pipelines also return kohya's alphas
         read = read[0]
     pipeline = _pipeline(recipe, recipe.root, model, only_it=True)
     pipeline.register_modules(**encoders)
-    if family.second_denoiser is not None:  # of two, diffusers looks at both
+    if family.second_denoiser is not None:  # with two denoisers, diffusers needs both
         model_class = family.transformer_class()
         with parameters_on_meta():
             other = model_class.from_config(
@@ -201,7 +201,8 @@ def _without_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[st
 
 
 def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = False) -> Any:
-    """Build the stock pipeline around a transformer, without other weights (or any other part)."""
+    """Build the stock pipeline around a transformer, without other weights (or any other
+    component)."""
     index = read_json(root / INDEX) or {}
     absent: dict[str, Any] = {
         name: None
@@ -214,9 +215,11 @@ def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = F
 
 
 def _is_missing_here(library: str, class_name: str) -> bool:
-    """Whether a class wants a library that training does not: those processors, torchvision.
+    """Return whether a class needs a library that training does not: for processors, torchvision.
 
-    Transformers has an empty class in the place of FLUX.2's then; Qwen-Image-Edit's cannot be made.
+    Without it, transformers exports a dummy class for FLUX.2's processor, and Qwen-Image-Edit's
+    cannot
+    be instantiated.
     """
     processor = getattr(transformers, class_name, None) if library == "transformers" else None
     if processor is None or isinstance(processor, DummyObject):
@@ -229,7 +232,7 @@ def _is_missing_here(library: str, class_name: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' bars and advice."""
+    """Suppress the libraries' progress bars and advice."""
     from diffusers.utils import logging as diffusers_logging
 
     before = diffusers_logging.get_verbosity()
@@ -245,14 +248,14 @@ def _quiet() -> Iterator[None]:
 
 
 # -- components -----------------------------------------------------------------------------
-# What a whole pipeline has besides its trained transformer: taken from the base model.
+# Copy the components that training does not change from the base model.
 
 
 INDEX: Final = "model_index.json"
 
 _FICLONE: Final = 0x40049409  # ioctl: share the blocks of another file until one of them is written
 _LARGE: Final = 2**20  # bytes; smaller files are copied
-# Other spellings of the same weights, which hub repositories carry along.
+# Other formats of the same weights, which hub repositories often include.
 _FOREIGN: Final = (
     ".bin",
     ".msgpack",
@@ -266,13 +269,13 @@ _FOREIGN: Final = (
     ".gguf",
 )
 _FOREIGN_NAMES: Final = ("openvino_",)
-# They look at finished images, and often are not downloaded; a checker needs its extractor.
+# These check finished images and often are not downloaded. The checker needs its extractor.
 _CHECKS: Final[tuple[str, ...]] = ("safety_checker", "feature_extractor")
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A file to take over: where it is, links of a hub cache followed, and its relative name."""
+    """A file to copy: its path with the links of a hub cache resolved, and its relative name."""
 
     source: Path
     name: str
@@ -282,24 +285,25 @@ def read_index(root: Path) -> dict[str, Any]:
     """Return a model's index.
 
     Raises:
-        UserError: It cannot be read, or names a component that is no folder of the model.
+        UserError: It cannot be read, or names a component outside the model's folder.
     """
     index = read_json(root / INDEX)
     if index is None:
         raise UserError(f"{root} has no readable {INDEX}", "download the model again")
     for name in components_of(index):
-        if name in ("", ".", "..") or "/" in name:  # files would be copied to anywhere
+        if name in ("", ".", "..") or "/" in name:  # files could be copied anywhere
             raise UserError(f"{root}/{INDEX}: {name} is no folder of the model")
     return index
 
 
 def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
-    """Return the files of a pipeline that training does not change, and the trained part's config.
+    """Return the files of a pipeline that training does not change, including the trained part's
+    config.
 
     Args:
         root: The base model.
         index: Its index.
-        trained: The name of the part that is trained.
+        trained: The name of the trained component.
 
     Raises:
         UserError: A component that the index names is missing, and pipelines need it.
@@ -328,7 +332,7 @@ def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
 
 
 def _is_another_copy(path: Path) -> bool:
-    """Whether a file is for what does not load plain safetensors files."""
+    """Return whether a file duplicates the plain safetensors files in another format or variant."""
     return (
         path.suffix in _FOREIGN
         or path.name.startswith(_FOREIGN_NAMES)
@@ -346,18 +350,18 @@ def components_of(index: Mapping[str, Any]) -> list[str]:
 
 
 def absent_checks(root: Path, index: Mapping[str, Any]) -> list[str]:
-    """Parts that a model's index names, that are missing, and that pipelines do without."""
+    """Return the optional components that a model's index names but that are missing."""
     named = components_of(index)
     absent = [name for name in _CHECKS if name in named and not (root / name).is_dir()]
     return [] if "safety_checker" in named and "safety_checker" not in absent else absent
 
 
 def write_index_without(names: Iterable[str], index: Mapping[str, Any], directory: Path) -> None:
-    """Write into the index of an export that it has no such parts.
+    """Write an index for an export that marks components as absent.
 
     Args:
         names: From `absent_checks`.
-        index: The base model's.
+        index: The base model's index.
         directory: The export.
     """
     changed = {**index, **{name: [None, None] for name in names}}
@@ -367,17 +371,17 @@ def write_index_without(names: Iterable[str], index: Mapping[str, Any], director
 
 
 def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:
-    """Bytes that the files take beside a directory; linked files take none."""
+    """Return the bytes that copies in a directory need; linked files need none."""
     device = beside.stat().st_dev
     sizes = [copy.source.stat() for copy in files]
     return sum(s.st_size for s in sizes if s.st_dev != device or s.st_size < _LARGE)
 
 
 def take_over(copy: Copy, directory: Path) -> None:
-    """Put a file into the export: cheaply where the file system can, and compared if copied.
+    """Put a file into the export: as a clone or link if possible, else as a verified copy.
 
     Raises:
-        OSError: It could not be written, or is not what it was copied from.
+        OSError: It could not be written, or the copy differs from the source.
     """
     target = directory / copy.name
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -397,7 +401,7 @@ def take_over(copy: Copy, directory: Path) -> None:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Share blocks: as cheap as a link, and a change of one file leaves the other alone."""
+    """Clone a file by sharing its blocks: as cheap as a link, but later changes stay separate."""
     with open(source, "rb") as old, open(target, "wb") as new:
         try:
             fcntl.ioctl(new, _FICLONE, old.fileno())
@@ -413,6 +417,6 @@ def _clone(source: Path, target: Path) -> bool:
 def _link(copy: Copy, target: Path) -> bool:
     try:
         os.link(copy.source, target)
-    except OSError:  # another file system, or a file that is not ours to link
+    except OSError:  # another file system, or no permission to link the file
         return False
     return True

@@ -1,4 +1,4 @@
-"""One export from its first tensor to its name: written aside, read back, renamed."""
+"""Write one export: to a temporary directory, read back, then renamed into place."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 
 
 # -- place ----------------------------------------------------------------------------------
-# An export is complete or absent: written aside, and renamed when it has been read back.
+# An export is either complete or absent: it is written to a temporary directory, and renamed once
+# it
+# has been read back.
 
 
 _ASIDE: Final = ".tmp"
 _OLD: Final = ".old"
-_HERE: Final = -100  # AT_FDCWD of Linux: paths are as they are for any call
+_HERE: Final = -100  # AT_FDCWD on Linux: resolve paths as usual
 _EXCHANGE: Final = 2  # RENAME_EXCHANGE
 
 
 @contextmanager
 def aside_of(target: Path) -> Iterator[Path]:
-    """Create an empty directory beside `target`, removed at the end unless it was renamed.
+    """Create an empty directory next to `target`, and remove it at the end unless it was renamed.
 
-    Those of exports that were killed are removed; those of others that are being written now are
-    known by their locks.
+    Leftovers of killed exports are removed. A lock on each directory protects exports in progress.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _tidy(target)
@@ -54,7 +55,7 @@ def aside_of(target: Path) -> Iterator[Path]:
     aside.mkdir()
     lock = os.open(aside, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system has no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield aside
     finally:
@@ -63,12 +64,12 @@ def aside_of(target: Path) -> Iterator[Path]:
 
 
 def install(aside: Path, target: Path, facts: dict[str, Any]) -> None:
-    """Give a complete export its name; what was there before goes only then.
+    """Rename a complete export into place, replacing an older one only now.
 
     Args:
         aside: The export.
-        target: Its place; what is there is an export, or empty.
-        facts: What is written beside it, for whoever wants to know what it is.
+        target: Its destination: absent, empty, or an older export.
+        facts: Written to a file in the export, to identify it.
     """
     files = {
         str(path.relative_to(aside)): path.stat().st_size
@@ -83,12 +84,12 @@ def install(aside: Path, target: Path, facts: dict[str, Any]) -> None:
         _keep_other_step(target, facts)
     if not (target.exists() and _exchange(aside, target)):
         _replace(aside, target)
-    with suppress(OSError):  # it has its name, and nobody is to think that it has not
+    with suppress(OSError):  # the rename is done, so do not report a failure
         sync(target.parent)
 
 
 def _exchange(aside: Path, target: Path) -> bool:
-    """Swap two directories at once; False where the file system cannot."""
+    """Swap two directories atomically; return False if the file system cannot."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "renameat2"):
         return False
@@ -97,7 +98,7 @@ def _exchange(aside: Path, target: Path) -> bool:
 
 
 def _replace(aside: Path, target: Path) -> None:
-    """Rename an export; what is there is out of the way for a moment, and `_tidy` puts it back."""
+    """Rename an export. The old one is briefly moved aside; `_tidy` restores it after a crash."""
     old = _old_of(target)
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -112,7 +113,7 @@ def _replace(aside: Path, target: Path) -> None:
 
 
 def _keep_other_step(target: Path, facts: dict[str, Any]) -> None:
-    """Move an export of another step out of the way, to a name that says which it is."""
+    """Rename an export of another step, so that its name includes the step."""
     before = export_facts(target)
     if before is None or before.get("step") == facts["step"]:
         return
@@ -122,7 +123,7 @@ def _keep_other_step(target: Path, facts: dict[str, Any]) -> None:
 
 
 def _tidy(target: Path) -> None:
-    """Undo what a killed export left: its directory, or the old one not yet replaced."""
+    """Clean up after a killed export: remove its directory, or restore the old export."""
     if _old_of(target).exists() and not target.exists():
         os.replace(_old_of(target), target)
     for aside in target.parent.glob(f".{target.name}.*{_ASIDE}"):
@@ -142,7 +143,7 @@ def _old_of(target: Path) -> Path:
 # -- writing --------------------------------------------------------------------------------
 
 
-_SPARE_BYTES: Final = 16 * 2**20  # of headers, JSON and the file system's own
+_SPARE_BYTES: Final = 16 * 2**20  # for headers, JSON and file system overhead
 _HINT: Final = (
     "free some space; `fsdp-tui export ID` exports the newest checkpoint without training again"
 )
@@ -154,7 +155,7 @@ class Exported:
 
     Attributes:
         path: Its directory.
-        warnings: What the person should know of it.
+        warnings: Messages for the user about it.
     """
 
     path: Path
@@ -162,19 +163,19 @@ class Exported:
 
 
 class Writing:
-    """An export in the making; as a context manager, nothing is left of one that failed.
+    """An export in progress. As a context manager, it removes all files of a failed export.
 
     Args:
-        recipe: What is exported.
-        facts: Name → dtype and shape of what will come.
-        target: Where to; what is there stays until the new one is complete.
-        progress: Called with how much is done, of `total`.
+        recipe: Describes the export.
+        facts: Dtype and shape of each tensor that will be added, by name.
+        target: The destination, whose old content stays until the new export is complete.
+        progress: Called with the amount done and `total`.
 
     Attributes:
-        total: How much there is to do: tensors to take, and what is checked at the end.
+        total: Amount of work: tensors to add, and pieces to check at the end.
 
     Raises:
-        UserError: It cannot be written, or what was trained does not fit.
+        UserError: It cannot be written, or the trained weights do not fit the base model.
     """
 
     def __init__(
@@ -197,21 +198,21 @@ class Writing:
             self._opened = opened.pop_all()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor.
+        """Add one tensor.
 
         Raises:
-            UserError: It cannot be written, or is not fit to be exported.
+            UserError: It cannot be written or exported.
         """
         with _in_words(self._target):
             self._output.add(name, tensor)
         self._advance()
 
     def finish(self) -> Exported:
-        """Complete it, prove it, and give it its name.
+        """Complete the export, verify it, and rename it into place.
 
         Raises:
             UserError: It cannot be written.
-            DamagedError: What was written is not what was trained.
+            DamagedError: The written files differ from the trained weights.
         """
         recipe, spec = self._recipe, self._recipe.spec
         with _in_words(self._target):
@@ -239,7 +240,7 @@ class Writing:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave nothing open, and nothing aside."""
+        """Close all files and remove the temporary directory."""
         self._opened.close()
 
     def _advance(self) -> None:
@@ -257,7 +258,7 @@ class Writing:
 
 
 def _output_of(recipe: Recipe) -> type[LoraOutput | ModelOutput | SingleFileOutput]:
-    """Return what writes an export."""
+    """Return the class that writes an export."""
     if recipe.single_file:
         return SingleFileOutput
     return LoraOutput if recipe.spec.model_type == "lora" else ModelOutput
@@ -265,7 +266,7 @@ def _output_of(recipe: Recipe) -> type[LoraOutput | ModelOutput | SingleFileOutp
 
 @contextmanager
 def _in_words(target: Path) -> Iterator[None]:
-    """Within, what the system says of files becomes a sentence."""
+    """Turn an `OSError` into a `UserError` about the export."""
     try:
         yield
     except OSError as error:

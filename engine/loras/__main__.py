@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Progress goes to standard error as `lora DONE TOTAL` lines.
 
     Returns:
-        0, or 2 for bad input.
+        The exit status: 0, or 2 for bad input.
     """
     options = _parser().parse_args(arguments)
-    # torch and diffusers take seconds to import: not before the words are understood.
+    # torch and diffusers take seconds to import, so parse the arguments first.
     from engine.exports.readback import DamagedError
 
     try:
@@ -137,7 +137,7 @@ _ANSWERS: Final = {"info": _info, "merge": _merge, "resize": _resize, "extract":
 
 
 def _dtype(options: Namespace, file: Any) -> Any:
-    """Return what to store: what was asked for, what the file has, or for new ones bf16."""
+    """Return the dtype to store: the requested one, the file's, or bf16 for new files."""
     import torch
 
     named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -151,7 +151,7 @@ def _dtype(options: Namespace, file: Any) -> Any:
 
 
 def _progress() -> Any:
-    """Return a callback that prints how far it has come, a few times a second."""
+    """Return a callback that prints the progress a few times a second."""
     printed = 0.0
 
     def tell(done: int, total: int) -> None:

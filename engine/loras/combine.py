@@ -1,4 +1,4 @@
-"""LoRAs made of LoRAs: several as one, and one of a lower rank."""
+"""Make LoRAs from LoRAs: merge several into one, or reduce the rank of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.loras.lora_file import LoraFile
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Down `(rank, in, …)` and up `(out, rank, …)` in fp32, whose product changes the weight."""
+"""Down `(rank, in, …)` and up `(out, rank, …)` in fp32, whose product is the weight update."""
 
 
 def merge(
@@ -30,24 +30,25 @@ def merge(
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write one LoRA that does what several do together.
+    """Write one LoRA with the combined effect of several.
 
-    Their matrices stand side by side, so that ranks add and the sum is exact; with a rank, the
-    nearest of that rank (truncated SVD) is written instead.
+    Concatenate their matrices along the rank, so that ranks add up and the sum is exact. If a rank
+    is
+    given, write the best approximation of that rank (truncated SVD) instead.
 
     Args:
-        files: LoRAs for the same model, under the same names.
-        weights: What each is multiplied by.
+        files: LoRAs for the same model, with the same naming.
+        weights: The factor of each file.
         output: The file to write.
-        rank: The largest rank; None for the sum of all.
-        dtype: What is stored.
-        progress: Called with modules done, of all.
+        rank: The largest rank; None for the sum of all ranks.
+        dtype: The dtype to store.
+        progress: Called with the modules done and their total.
 
     Returns:
-        The ranks and modules that were written, and how many were cut to a lower rank.
+        The ranks and modules that were written, and how many were truncated to a lower rank.
 
     Raises:
-        UserError: They do not fit together, or are no plain LoRAs.
+        UserError: The files do not fit together, or are not plain LoRAs.
     """
     for file in files:
         _check_plain(file, "merged into a LoRA")
@@ -82,24 +83,25 @@ def resize(
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write the nearest LoRA of a lower rank: each layer's truncated SVD.
+    """Write the best approximation of a LoRA at a lower rank: the truncated SVD of each layer.
 
-    With an energy, all layers are held in memory.
+    If an energy is given, all layers are held in memory.
 
     Args:
         file: The LoRA.
         output: The file to write.
         rank: The largest rank of a layer.
-        energy: Instead of a rank, the share of each layer's squared singular values to keep.
-        dtype: What is stored.
-        progress: Called with modules done, of all.
+        energy: Instead of a rank, the fraction of each layer's squared singular values to keep.
+        dtype: The dtype to store.
+        progress: Called with the modules done and their total.
 
     Returns:
-        The ranks that were written, how many modules were cut to a lower one, and the shares of the
-        squared norms that they keep.
+        The ranks that were written, how many modules were truncated, and the fractions of the
+        squared
+        norms that they keep.
 
     Raises:
-        UserError: It is no plain LoRA.
+        UserError: The file is not a plain LoRA.
     """
     _check_plain(file, "resized")
 
@@ -119,10 +121,10 @@ def resize(
 
 
 def _check_plain(file: LoraFile, what: str) -> None:
-    """Refuse a LoKr, which has no ranks, and DoRA, whose lengths depend on the base's weights.
+    """Reject LoKr, which has no rank, and DoRA, whose magnitudes depend on the base weights.
 
     Raises:
-        UserError: It is one.
+        UserError: The file is one of these.
     """
     if file.is_lokr or file.is_dora:
         kind = "LoKr" if file.is_lokr else "DoRA"
@@ -142,24 +144,24 @@ def _write(
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write a LoRA whose layers come one by one, truncated if a rank or an energy is given.
+    """Write a LoRA from a stream of layers, truncated if a rank or an energy is given.
 
     Args:
         pairs: Its layers.
-        shapes: Module → shapes of down and up, and the rank before truncation.
-        header: The header's texts.
+        shapes: Per module, the shapes of down and up, and the rank before truncation.
+        header: Strings for the header.
         output: The file.
         rank: The largest rank.
-        energy: The share of the squared singular values to keep.
-        dtype: What is stored.
-        progress: Called with modules done, of all.
+        energy: The fraction of the squared singular values to keep.
+        dtype: The dtype to store.
+        progress: Called with the modules done and their total.
     """
     if energy is None:
         ranks = {
             module: _at_most(rank, down, up, total) for module, (down, up, total) in shapes.items()
         }
         made = _pairs_of(pairs, ranks)
-    else:  # the ranks come before the tensors in a file; LoRAs fit into memory
+    else:  # the header needs all ranks first; LoRAs fit into memory
         ranked = list(_by_energy(pairs, energy))
         ranks = {module: down.shape[0] for module, (down, _), _ in ranked}
         made = iter(ranked)
@@ -206,15 +208,16 @@ def _by_energy(
 
 
 def factors(down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the SVD of a product that is never made, through QR of its factors, in fp64.
+    """Return the SVD of a product without forming it, through QR of its factors, in fp64.
 
     Args:
         down: `(rank, in, …)`.
         up: `(out, rank, …)`.
 
     Returns:
-        Left vectors `(out, k)`, singular values `(k,)` and right vectors `(k, in)`; k is the rank,
-        or less where the layer is smaller.
+        Left vectors `(out, k)`, singular values `(k,)` and right vectors `(k, in)`, where k is at
+        most
+        the rank, and smaller for small layers.
     """
     left, upper = torch.linalg.qr(up.flatten(1).double())
     right, lower = torch.linalg.qr(down.flatten(1).double().T)
@@ -223,7 +226,7 @@ def factors(down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def rank_of(values: torch.Tensor, energy: float) -> int:
-    """Return the least rank that keeps a share of the squared singular values, at least 1."""
+    """Return the lowest rank that keeps a fraction of the squared singular values, at least 1."""
     squares = values.square().cumsum(0)
     if not squares[-1]:
         return 1
@@ -238,9 +241,11 @@ def _truncated(
     down: torch.Tensor,
     up: torch.Tensor,
 ) -> tuple[Pair, float]:
-    """Return the nearest product of a rank, and the share of the squared norm that it keeps.
+    """Return the best product of a given rank, and the fraction of the squared norm that it keeps.
 
-    Both matrices get the root of the singular values, so that neither loses more to its dtype.
+    Both matrices are scaled by the square root of the singular values, so that rounding affects
+    them
+    equally.
     """
     roots, squares = values[:rank].sqrt(), values.square()
     share = float(squares[:rank].sum() / squares.sum()) if squares.any() else 1.0

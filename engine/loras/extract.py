@@ -1,4 +1,4 @@
-"""A LoRA that makes one model of another: the truncated SVD of what differs, layer by layer."""
+"""Extract a LoRA from two models: the truncated SVD of their difference, layer by layer."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ def extract(
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write the LoRA that is nearest to the difference of two models.
+    """Write the LoRA that best approximates the difference of two models.
 
-    Layers are read twice, one at a time: for their ranks' sizes, and to write them. Text encoders
-    are compared where both models have those that a LoRA can be for. What differs besides layers
-    (biases, norms) has no place in a LoRA, and is counted.
+    Layers are read twice, one at a time: to determine their ranks, and to write them. Text encoders
+    are compared if both models have ones that LoRAs can adapt. Differences in other tensors
+    (biases,
+    norms) cannot be stored in a LoRA and are only counted.
 
     Args:
         tuned: The model after training.
-        base: The same before.
+        base: The model before training.
         output: The file to write.
         rank: The largest rank of a layer.
-        energy: Instead of a rank, the share of each layer's squared singular values to keep.
-        component: The denoiser, of models with two.
-        dtype: What is stored.
-        progress: Called with layers done, of all that both have, counted twice.
+        energy: Instead of a rank, the fraction of each layer's squared singular values to keep.
+        component: The denoiser to compare, for models with two.
+        dtype: The dtype to store.
+        progress: Called with the layers done and their total; every shared layer counts twice.
 
     Returns:
-        The ranks that were written, the shares of the squared norms that they keep, and how many
-        tensors differ that are no layers.
+        The ranks that were written, the fractions of the squared norms that they keep, and how many
+        other tensors differ.
 
     Raises:
-        UserError: They are not the same model, or do not differ.
+        UserError: The models do not have the same architecture, or do not differ.
     """
     after, before = _denoisers(tuned, base, component)
     prefix = after.lora_prefix
@@ -94,10 +95,10 @@ def extract(
 
 
 def _denoisers(tuned: Model, base: Model, component: str | None) -> tuple[Component, Component]:
-    """Return the network of both models that is compared.
+    """Return the denoiser of each model to compare.
 
     Raises:
-        UserError: They have two, and none was chosen, or they have different layouts.
+        UserError: The models have two and none was chosen, or their layouts differ.
     """
     names = [component] if component is not None else tuned.denoisers
     if len(names) > 1:
@@ -119,16 +120,17 @@ def _denoisers(tuned: Model, base: Model, component: str | None) -> tuple[Compon
 
 
 def _texts(model: Model) -> dict[str, Place]:
-    """Return the layers of text encoders that LoRAs change; none has embeddings or projections."""
+    """Return the text encoder layers that LoRAs adapt, which excludes embeddings and
+    projections."""
     layers = {layer: place for layer, (_, place) in model.texts.items()}
     return {layer: place for layer, place in layers.items() if ".encoder.layers." in layer}
 
 
 def _pairs(after: Mapping[str, Place], before: Mapping[str, Place]) -> dict[str, Pair]:
-    """Return layer → its weight in both models.
+    """Return each layer's weight in both models.
 
     Raises:
-        UserError: They have other layers, or of other sizes.
+        UserError: The models have different layers, or layers of different sizes.
     """
     if odd := sorted(after.keys() ^ before.keys()):
         raise UserError(f"{odd[0]} is in only one of the models: they are not the same model")
@@ -139,10 +141,10 @@ def _pairs(after: Mapping[str, Place], before: Mapping[str, Place]) -> dict[str,
 
 
 def _difference(both: Pair) -> torch.Tensor:
-    """Return what a layer's weight changed by, `(out, in)` in fp32.
+    """Return the change of a layer's weight, `(out, in)` in fp32.
 
     Raises:
-        UserError: One is packed.
+        UserError: One of the weights is quantized.
     """
     for place in (each.tensor for each in both):
         if not place.dtype.is_floating_point or place.dtype.itemsize < 2:
@@ -155,7 +157,7 @@ def _difference(both: Pair) -> torch.Tensor:
 
 
 def _values(difference: torch.Tensor) -> torch.Tensor:
-    """Return singular values, largest first, through the smaller Gram matrix in fp64."""
+    """Return the singular values, largest first, from the smaller Gram matrix in fp64."""
     wide = difference.double()
     gram = wide @ wide.T if len(wide) <= wide.shape[1] else wide.T @ wide
     return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).sqrt()
@@ -164,17 +166,20 @@ def _values(difference: torch.Tensor) -> torch.Tensor:
 def nearest(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the truncated SVD of a matrix as two factors.
 
-    The eigenvectors of the smaller Gram matrix are the singular vectors of that side, and to
-    project onto them is the best of that rank. In fp64 this loses nothing that fp32 holds, in a
-    fourth of the time of an SVD.
+    The eigenvectors of the smaller Gram matrix are the singular vectors of that side, and
+    projecting
+    onto them is optimal for the rank. In fp64, this is exact to fp32 precision and takes a quarter
+    of
+    the time of an SVD.
 
     Args:
         difference: `(out, in)`.
-        rank: At most the smaller of both.
+        rank: At most the smaller dimension.
 
     Returns:
-        Down `(rank, in)` and up `(out, rank)` in fp32, both with the root of the singular values;
-        and the share of the squared norm that they keep.
+        Down `(rank, in)` and up `(out, rank)` in fp32, both scaled by the square root of the
+        singular
+        values; and the fraction of the squared norm that they keep.
     """
     wide = difference.double()
     flipped = len(wide) > wide.shape[1]
@@ -197,9 +202,9 @@ def _others(
     denoisers: tuple[Component, Component],
     pairs: Mapping[str, Pair],
 ) -> int:
-    """Return how many tensors differ that are no layers: biases, norms, an autoencoder's.
+    """Return how many tensors that are not layers differ: biases, norms, an autoencoder's weights.
 
-    Of two denoisers, the other is not compared.
+    Of two denoisers, only the chosen one is compared.
     """
     compared = [denoisers]
     compared += [
@@ -224,7 +229,8 @@ def _differ(after: StoredTensor, before: StoredTensor) -> bool:
 
 
 def _header(tuned: Model, base: Model, component: Component, output: Path) -> Mapping[str, str]:
-    """Return what is known of the model; both denoisers' LoRAs have the same names in them."""
+    """Return what is known about the model, since both denoisers' LoRAs use the same module
+    names."""
     family = base.family or tuned.family
     values = {
         "fsdp_tui.model_family": family,

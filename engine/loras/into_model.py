@@ -1,4 +1,4 @@
-"""Add LoRAs to a model's weights: tensor by tensor, summed up in fp32 and rounded once."""
+"""Add LoRAs to a model's weights, tensor by tensor: summed in fp32 and rounded once."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def merge_into(
 
     Args:
         files: The LoRAs.
-        weights: What each is multiplied by.
+        weights: The factor of each LoRA.
         model: The model, which is only read.
         output: The directory or file to write; must not exist.
-        component: The denoiser that they are for, of a model with two.
-        progress: Called with tensors done, of all.
+        component: The denoiser that they are for, if the model has two.
+        progress: Called with the tensors done and their total.
 
     Returns:
-        How many layers were changed.
+        The number of changed layers.
 
     Raises:
-        UserError: A LoRA is not one of this model, or the output cannot be written.
+        UserError: A LoRA does not fit this model, or the output cannot be written.
     """
     if any(file.is_dora for file in files) and (len(files) > 1 or weights != [1.0]):
         raise UserError("a DoRA can only be merged alone and at weight 1: it sets lengths")
@@ -89,10 +89,10 @@ def merge_into(
 
 
 def _check_precision(model: Model, uses: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse weights that a sum would be rounded away in.
+    """Reject weights in which the sum would be lost to rounding.
 
     Raises:
-        UserError: One is packed, or in 8 bits.
+        UserError: A weight is quantized or has 8 bits.
     """
     for name, of_tensors in uses.items():
         component = model.components[name]
@@ -113,7 +113,7 @@ def _write_directory(
     output: Path,
     more: Callable[[], None],
 ) -> None:
-    """Write a directory like the model's, with its files' own names."""
+    """Write a directory like the model's, with the same file names."""
     own = {tensor.file for c in changed.values() for tensor in c.tensors.values()}
     size = sum(_bytes(tensor) for c in changed.values() for tensor in c.tensors.values())
     copies = []
@@ -161,7 +161,8 @@ def _copy_descriptions(component: Component, place: Path) -> None:
     """Copy a component's config, and the index of the weights that are written."""
     sources = {tensor.file.name for tensor in component.tensors.values()}
     for path in component.directory.glob("*.json"):
-        # Of several sets of weights one is written, so the others' indices would name nothing.
+        # If the directory has several sets of weights, only one is written, so skip the others'
+        # indices.
         if ".index." in path.name and not any(name in path.read_text() for name in sources):
             continue
         if not (place / path.name).exists():
@@ -174,7 +175,7 @@ def _write(
     written: VerifiedFile,
     more: Callable[[], None],
 ) -> None:
-    """Write tensors one by one, with what changes them."""
+    """Write tensors one by one, adding their updates."""
     for name, place in sorted(tensors.items(), key=lambda item: item[1].start):
         tensor, mine = read_stored(place), uses.get(name, [])
         written.add(name, changed_weight(tensor, mine) if mine else tensor)
@@ -183,11 +184,11 @@ def _write(
 
 @torch.no_grad()
 def changed_weight(weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
-    """Return a weight with what adapters add to it, in its own precision.
+    """Return a weight plus the updates of adapters, in its own precision.
 
     Args:
         weight: `(out, in, …)`; may be changed in place.
-        uses: What changes it.
+        uses: The adapters to apply.
     """
     wide = weight if weight.dtype is torch.float64 else weight.float()
     flat = wide.flatten(1)
@@ -208,19 +209,19 @@ def changed_weight(weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
             whole = flat[rows] + delta
             lengths = parts["lengths"].flatten()[mine]
             norms = torch.linalg.vector_norm(whole, dim=1)
-            whole *= torch.where(norms > 0, lengths / norms, 0)[:, None]  # a row of zeros stays
+            whole *= torch.where(norms > 0, lengths / norms, 0)[:, None]  # zero rows stay zero
             delta = whole - flat[rows]
         flat.index_add_(0, rows, delta, alpha=use.weight)
     return flat.view(weight.shape).to(weight.dtype)
 
 
 def _in_order(rows: torch.Tensor) -> bool:
-    """Return whether rows follow each other, so that they can be added to without a copy."""
+    """Return whether rows are consecutive, so that they can be updated without a copy."""
     return torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows)))
 
 
 def _header(source: Path, files: list[LoraFile], output: Path) -> dict[str, str]:
-    """Return the texts of a weights file's header that are true of the merged one."""
+    """Return the header entries of a weights file that also hold for the merged one."""
     with safe_open(source, framework="pt") as opened:
         before: dict[str, str] = opened.metadata() or {}
     header = {"format": "pt"} | {n: t for n, t in before.items() if not n.startswith(_STALE)}

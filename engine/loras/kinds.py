@@ -1,4 +1,4 @@
-"""Which families a LoRA can be for, by what its header says or how its modules are called."""
+"""Detect which families a LoRA can be for, from its header or its module names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 SECOND: Final = "transformer_2"
-"""The denoiser for low noise, of models with two."""
+"""The denoiser for low noise, in models with two."""
 _FIRST: Final = "transformer"
-_STEPS: Final = 1000  # that a timestep range is counted in
+_STEPS: Final = 1000  # timesteps of the schedule that a timestep range refers to
 _ALL: Final = frozenset(FAMILIES)
 _STREAMS: Final = frozenset(("flux", "chroma", "hunyuanvideo"))
 _AUTHORS: Final = _STREAMS | {"flux2", "hunyuanvideo15"}
-# Names with underscores for dots, without prefixes, and the families that have such.
+# Patterns of module names, with dots as underscores and without prefixes, and their families.
 _MARKS: Final = tuple(
     (re.compile(pattern), frozenset(names))
     for pattern, names in (
@@ -65,11 +65,11 @@ _MARKS: Final = tuple(
 
 
 def families_of(modules: Collection[str], header: Mapping[str, str]) -> frozenset[str]:
-    """Return the families that a LoRA can be for; empty where nothing tells.
+    """Return the families that a LoRA can be for; empty if nothing tells.
 
     Args:
-        modules: Its modules, as it names them.
-        header: Its header's texts.
+        modules: Its module names as stored.
+        header: Strings of its header.
     """
     family = header.get("fsdp_tui.model_family", "")
     if family in _ALL:
@@ -92,10 +92,10 @@ def _named(modules: Iterable[str]) -> frozenset[str]:
 
 
 def check_together(files: list[LoraFile]) -> None:
-    """Refuse files that are for different models or denoisers, or name modules differently.
+    """Reject files that are for different models or denoisers, or that use different naming.
 
     Raises:
-        UserError: They are.
+        UserError: The files do not fit together.
     """
     _check_denoisers(files)
     first, styles = files[0], [file.style for file in files]
@@ -117,7 +117,7 @@ def check_together(files: list[LoraFile]) -> None:
 
 
 def expert_of(header: Mapping[str, str]) -> str:
-    """Return which of two denoisers a LoRA is for, by what its header says; "" if nothing."""
+    """Return which of two denoisers a LoRA's header says it is for; "" if unknown."""
     if component := header.get(COMPONENT):
         return component
     low, _, high = header.get(f"{PREFIX}timestep_range", "").partition(",")
@@ -129,18 +129,18 @@ def expert_of(header: Mapping[str, str]) -> str:
 
 
 def is_second(module: str) -> bool:
-    """Return whether the name of a module says that it is of the denoiser for low noise."""
+    """Return whether a module's name says that it belongs to the denoiser for low noise."""
     return module.startswith(f"{SECOND}.")
 
 
 def _check_denoisers(files: list[LoraFile]) -> None:
-    """Refuse LoRAs of both denoisers of a model: in one file, both would act on one.
+    """Reject LoRAs for both denoisers of a model: in one file, both would act on one denoiser.
 
     Raises:
-        UserError: They are.
+        UserError: The files are for different denoisers.
     """
     names = [_named_denoiser(file) for file in files]
-    if SECOND not in names:  # then `transformer.` may be any: ours of the second have it too
+    if SECOND not in names:  # otherwise `transformer.` may mean either denoiser
         names = [expert_of(file.header) for file in files]
     experts = [(file, name) for file, name in zip(files, names, strict=True) if name]
     for file, name in experts[1:]:
@@ -153,14 +153,14 @@ def _check_denoisers(files: list[LoraFile]) -> None:
 
 
 def _named_denoiser(file: LoraFile) -> str:
-    """Return the denoiser that all names of a LoRA are of; "" if they do not say."""
+    """Return the denoiser that all module names of a LoRA agree on; "" if there is none."""
     modules = [module for module in file.modules if not module.startswith(TEXT)]
     prefixes = {module.partition(".")[0] for module in modules}
     return next(iter(prefixes)) if prefixes in ({SECOND}, {_FIRST}) else ""
 
 
 def _sides(file: LoraFile, module: str) -> tuple[int, ...]:
-    """Return a layer's outputs and inputs; a 1x1 convolution may be a linear layer elsewhere."""
+    """Return a layer's outputs and inputs, ignoring kernels: a 1x1 convolution counts as linear."""
     parts = file.modules[module]
     return (parts["up"].shape[0], math.prod(parts["down"].shape[1:])) if "down" in parts else ()
 
@@ -169,19 +169,19 @@ def _or(names: Collection[str]) -> str:
     return " or ".join(sorted(names))
 
 
-# -- look -----------------------------------------------------------------------------------
-# What a LoRA file is: for `fsdp-tui lora info`.
+# -- info -----------------------------------------------------------------------------------
+# Describe a LoRA file, for `fsdp-tui lora info`.
 
 
-_LARGEST: Final = 5  # modules that are named with their norms
-_LONGEST: Final = 400  # characters of a header's text
+_LARGEST: Final = 5  # modules to list with their norms
+_LONGEST: Final = 400  # characters shown of a header string
 
 
 def info(file: LoraFile) -> dict[str, Any]:
-    """Return what a LoRA is, with the norms of what it adds to each weight.
+    """Describe a LoRA, including the norms of its weight updates.
 
     Returns:
-        JSON values. `alphas` are those that scale as the file says, so of rsLoRA not its own.
+        JSON values. `alphas` are effective values, which for rsLoRA differ from the stored ones.
 
     Raises:
         UserError: An alpha is zero, or a value is not finite.
@@ -225,10 +225,11 @@ def info(file: LoraFile) -> dict[str, Any]:
 
 
 def norm(parts: Parts) -> float:
-    """Return the Frobenius norm of what an adapter adds, without making the product.
+    """Return the Frobenius norm of an adapter's weight update, without forming the product.
 
-    ‖up · down‖² is the sum of (upᵀ up) ∘ (down downᵀ), and a Kronecker product's norm the product
-    of its factors' norms. DoRA's lengths are not counted: they need the base's weights.
+    ‖up · down‖² is the sum of (upᵀ up) ∘ (down downᵀ), and a Kronecker product's norm is the
+    product of
+    its factors' norms. DoRA's magnitudes are ignored, since they need the base weights.
     """
     if "lokr_w1" in parts:
         return float(parts["lokr_w1"].norm() * parts["lokr_w2"].norm())

@@ -1,4 +1,4 @@
-"""A LoRA file as these tools see it: its layers one at a time, scaled, under its own names."""
+"""Read and write LoRA files: one layer at a time, scaled, under the file's own names."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ if TYPE_CHECKING:
 
 
 # -- output ---------------------------------------------------------------------------------
-# Files that are complete or absent: written aside, read back, and then given their name.
+# Output files are complete or absent: they are written under a temporary name, read back, and then
+# renamed.
 
 
-_SPARE_BYTES: Final = 16 * 2**20  # of headers, JSON and the file system's own
+_SPARE_BYTES: Final = 16 * 2**20  # for headers, JSON and file system overhead
 
 
 def check_room(output: Path, needed: int) -> None:
-    """Refuse an output that exists, or that the disk has no room for.
+    """Reject an output that already exists or for which the disk has no space.
 
     Args:
         output: The file or directory.
         needed: Bytes.
 
     Raises:
-        UserError: So it is.
+        UserError: The output cannot be written.
     """
     if os.path.lexists(output):
         raise UserError(f"{output} exists", "choose another --output, or remove it")
@@ -74,7 +75,7 @@ def check_room(output: Path, needed: int) -> None:
 def aside_file(
     output: Path, facts: Mapping[str, Fact], header: Mapping[str, str]
 ) -> Iterator[VerifiedFile]:
-    """Open a file under another name; at the end it is checked and renamed, or removed.
+    """Open a file under a temporary name; at the end it is checked and renamed, or removed.
 
     Raises:
         UserError: It cannot be written.
@@ -95,7 +96,7 @@ def aside_file(
 
 @contextmanager
 def in_sentences(output: Path) -> Iterator[None]:
-    """Make a sentence of what the system says of files."""
+    """Turn an `OSError` into a `UserError` about the output."""
     try:
         yield
     except OSError as error:
@@ -110,9 +111,9 @@ def in_sentences(output: Path) -> Iterator[None]:
 
 
 Parts = dict[str, torch.Tensor]
-"""Part of an adapter (`down`, `up`, `lengths`, a part of a LoKr) → tensor."""
+"""Tensors of an adapter by part: `down`, `up`, `lengths`, or a part of a LoKr."""
 
-# What names of modules begin with, and whose names these are.
+# Prefixes of module names, and the naming style that they belong to.
 STYLES: Final = {
     "diffusion_model.": "comfyui",
     "lora_unet_": "kohya",
@@ -128,15 +129,16 @@ STYLES: Final = {
     "text_encoder_3.": "diffusers",
 }
 COMPONENT: Final = "fsdp_tui.component"
-"""The header's key that says which of a model's two denoisers a LoRA is for."""
+"""The header key that names the denoiser of a LoRA, for models with two."""
 TEXT: Final = ("text_encoder", "lora_te")
 _BARE: Final = "diffusers without a prefix"
 _ENDS: Final = {
     "comfyui": ("lora_A.weight", "lora_B.weight"),
     "kohya": ("lora_down.weight", "lora_up.weight"),
 }
-# What is true of a file that is made of others that say the same. All else goes: hashes would be
-# those of other tensors, and kohya's scripts write the captions' tags into headers.
+# Header entries that stay true of a file made from files that agree on them. All others are
+# dropped:
+# hashes would refer to other tensors, and kohya's scripts write caption tags into headers.
 _KEPT: Final = (
     COMPONENT,
     *("ss_base_model_version", "ss_network_module", "fsdp_tui.base_model"),
@@ -153,12 +155,12 @@ _KEPT: Final = (
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA on the disk.
+    """A LoRA on disk.
 
     Attributes:
         path: The file.
-        header: Its header's texts.
-        modules: Module, as the file names it → part of its adapter → where that lies.
+        header: Strings of its header.
+        modules: Location of each adapter part, by module name as stored and part.
     """
 
     path: Path
@@ -167,7 +169,7 @@ class LoraFile:
 
     @property
     def style(self) -> str:
-        """Whose names it has; of several, those of the denoiser."""
+        """Return the naming style of the modules, judged by those of the denoiser."""
         styles = [style_of(module) for module in self.modules if not module.startswith(TEXT)]
         return (styles or [style_of(next(iter(self.modules)))])[0]
 
@@ -180,18 +182,18 @@ class LoraFile:
         return any("lengths" in parts for parts in self.modules.values())
 
     def rank(self, module: str) -> int:
-        """Return the rank of a module's adapter, which is no LoKr."""
+        """Return the rank of a module's adapter, which must not be a LoKr."""
         return self.modules[module]["down"].shape[0]
 
     def shapes(self, module: str) -> dict[str, tuple[int, ...]]:
-        """Return part of a module's adapter → shape."""
+        """Return the shapes of a module's adapter by part."""
         return {part: place.shape for part, place in self.modules[module].items()}
 
     def scale(self, module: str) -> float:
-        """Return what a module's product is multiplied by.
+        """Return the factor of a module's product.
 
         Raises:
-            UserError: Its alpha is zero, which tools understand differently, or cannot be read.
+            UserError: Its alpha is zero, which tools interpret differently, or cannot be read.
         """
         parts = self.modules[module]
         if "alpha" in parts:
@@ -222,10 +224,10 @@ class LoraFile:
         return float(scale)
 
     def read(self, module: str) -> Parts:
-        """Read a module's adapter in fp32, its scale multiplied into `up` or `lokr_w1`.
+        """Read a module's adapter in fp32, with its scale multiplied into `up` or `lokr_w1`.
 
         Raises:
-            UserError: A number in it is not finite, or the file cannot be read.
+            UserError: A value is not finite, or the file cannot be read.
         """
         parts = {
             part: read_stored(place).float()
@@ -251,19 +253,19 @@ class LoraFile:
 
 
 def _of(config: Mapping[str, Any], key: str, name: str, default: Any) -> Any:
-    """Return a layer's rank or alpha, as peft's configuration has it."""
+    """Return a layer's rank or alpha from peft's configuration."""
     patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern") or {}
     return patterns.get(get_pattern_key(list(patterns), name), config.get(key, default))
 
 
 def open_lora(place: str) -> LoraFile:
-    """Open a LoRA; only its header is read.
+    """Open a LoRA, reading only its header.
 
     Args:
         place: The file, or a directory with one.
 
     Raises:
-        UserError: There is none, or it is damaged, empty or no LoRA.
+        UserError: There is no such file, or it is damaged, empty or not a LoRA.
     """
     path = find_lora(place)
     if path is None:
@@ -274,7 +276,7 @@ def open_lora(place: str) -> LoraFile:
     try:
         tensors = read_header(path)
     except UserError as error:
-        again = "model" in (error.hint or "")  # it is none
+        again = "model" in (error.hint or "")  # the hint is about models
         hint = "give a LoRA in a safetensors file" if again else error.hint
         raise UserError(error.message, hint) from None
     try:
@@ -302,7 +304,7 @@ def open_lora(place: str) -> LoraFile:
 
 
 def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether the parts of an adapter can be multiplied, and none is missing."""
+    """Return whether an adapter's parts are complete and can be multiplied."""
     pairs = [("up", "down")]
     if "down" not in shapes:
         whole = {"lokr_w1", "lokr_w2"} - shapes.keys()
@@ -314,28 +316,28 @@ def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def in_words(error: UserError) -> UserError:
-    """Return an error of the readers of `init_lora` as one of these tools."""
+    """Rephrase an error of the `init_lora` readers for these tools."""
     if not error.message.startswith(CANNOT):
         return error
     return UserError(f"cannot use {error.message.removeprefix(CANNOT)}")
 
 
 def style_of(module: str) -> str:
-    """Return whose name a module has."""
+    """Return the naming style of a module's name."""
     return next((style for prefix, style in STYLES.items() if module.startswith(prefix)), _BARE)
 
 
 class LoraWriter:
-    """Writes a LoRA, one module at a time, and gives it its name when it has been read back.
+    """Writes a LoRA, one module at a time, and renames it into place once it has been read back.
 
     Args:
         output: The file; must not exist.
-        modules: Module → shapes of its down and up.
-        dtype: What the matrices are stored in.
-        header: Texts that are still true of it.
+        modules: Shapes of down and up by module.
+        dtype: The dtype of the matrices.
+        header: Strings for the header.
 
     Raises:
-        UserError: There is such a file, or no room for it.
+        UserError: The file exists already, or the disk has no space for it.
     """
 
     def __init__(
@@ -356,7 +358,7 @@ class LoraWriter:
         size = sum(kind.itemsize * math.prod(shape) for kind, shape in facts.values())
         check_room(output, size)
         self._config: Path | None = None
-        if output.name == SAFETENSORS_WEIGHTS_NAME:  # peft looks for its own beside that name
+        if output.name == SAFETENSORS_WEIGHTS_NAME:  # peft expects its config next to it
             config = output.with_name(CONFIG_NAME)
             if config.exists():
                 raise UserError(f"{config} exists, and {output.name} needs its own")
@@ -366,7 +368,7 @@ class LoraWriter:
         self._file = self._opened.__enter__()
 
     def add(self, module: str, down: torch.Tensor, up: torch.Tensor) -> None:
-        """Write a module's matrices, whose product is what changes the weight."""
+        """Write a module's matrices, whose product is the weight update."""
         for name, tensor in zip(self._names(module), (down, up), strict=True):
             self._file.add(name, tensor)
         if style_of(module) == "kohya":
@@ -383,7 +385,7 @@ class LoraWriter:
         (config,) = _configs(self._modules).values()
         text = json.dumps(config | {"inference_mode": True}, indent=2, sort_keys=True)
         try:
-            with ExitStack() as weights:  # get their name last: they are nothing without it
+            with ExitStack() as weights:  # rename last: useless without the config
                 weights.push(self._opened)
                 write_atomic(self._config, text + "\n", durable=True)
         except BaseException:
@@ -397,10 +399,10 @@ class LoraWriter:
 
 
 def header_of(files: list[LoraFile], output: Path) -> dict[str, str]:
-    """Return what the headers of files agree on and what is true of a file made of them.
+    """Return the header entries that files agree on and that hold for a file made from them.
 
     Args:
-        files: What it is made of.
+        files: The source files.
         output: The file.
     """
     first = files[0].header
@@ -409,7 +411,7 @@ def header_of(files: list[LoraFile], output: Path) -> dict[str, str]:
         for name in _KEPT
         if name in first and all(file.header.get(name) == first[name] for file in files)
     }
-    if f"{PREFIX}architecture" not in header:  # the standard takes no file without one
+    if f"{PREFIX}architecture" not in header:  # the standard requires an architecture
         return {name: text for name, text in header.items() if not name.startswith(PREFIX)}
     header |= {f"{PREFIX}title": output.stem, f"{PREFIX}date": date_of(time.time())}
     header[HASH] = UNKNOWN_HASH
@@ -420,13 +422,14 @@ def header_of(files: list[LoraFile], output: Path) -> dict[str, str]:
 
 
 def _header(modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, str]:
-    """Return the header's own part: ranks, which all readers find where they look for alphas."""
+    """Return the header entries for ranks, in every place where readers look for alphas."""
     ranks = [down[0] for down, _ in modules.values()]
     most = max(ranks, key=ranks.count)
     header = {"format": "pt"}
     if style_of(next(iter(modules))) == "kohya":
         header |= {"ss_network_dim": str(most), "ss_network_alpha": str(float(most))}
-    # Also under peft's names: an adapter_config.json of another file must not scale this one.
+    # Also store peft's names, so that an adapter_config.json of another file cannot rescale this
+    # one.
     values = {
         f"{part}.{key}" if part else key: value
         for part, config in _configs(modules).items()
@@ -440,19 +443,19 @@ def _header(modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> d
 def _configs(
     modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> dict[str, dict[str, Any]]:
-    """Return peft's configuration of each part of the pipeline, where the names are diffusers'."""
+    """Return peft's configuration of each pipeline component, if the names are diffusers'."""
     parts: dict[str, dict[str, int]] = {}
     for module, (down, _) in modules.items():
         if style_of(module) in ("kohya", "comfyui"):
             continue
         prefix = next((prefix for prefix in STYLES if module.startswith(prefix)), "")
         part = "transformer" if prefix == "base_model.model." else prefix.rstrip(".")
-        name = module.removeprefix(prefix).removeprefix("text_model.")  # not in transformers 5
+        name = module.removeprefix(prefix).removeprefix("text_model.")  # gone in transformers 5
         parts.setdefault(part, {})[name] = down[0]
     configs = {}
     for part, ranks in parts.items():
         most = max(ranks.values(), key=list(ranks.values()).count)
-        # Peft also finds a pattern behind a dot: only anchored, a name is that of one module.
+        # Peft also matches a pattern after a dot, so anchor it to match a single module.
         start = r"^(text_model\.)?" if part.startswith(TEXT) else "^"
         pattern = {start + name: rank for name, rank in sorted(ranks.items()) if rank != most}
         config = LoraConfig(
@@ -470,6 +473,6 @@ def _configs(
 
 
 def modules_of(files: list[LoraFile]) -> Iterator[tuple[str, list[LoraFile]]]:
-    """Yield every module of some files, with the files that have it."""
+    """Yield every module of some files, with the files that contain it."""
     for module in dict.fromkeys(module for file in files for module in file.modules):
         yield module, [file for file in files if module in file.modules]

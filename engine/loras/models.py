@@ -1,4 +1,4 @@
-"""The models that LoRAs are merged into or extracted from: where each weight lies."""
+"""Locate the weights of the models that LoRAs are merged into or extracted from."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from engine.model.files.weight_files import StoredTensor
 
 INDEX: Final = "model_index.json"
-# What the names of a denoiser's weights begin with in files that hold it in its authors' layout.
+# Prefixes of a denoiser's weights in files that use its authors' layout.
 _PREFIXES: Final = ("model.diffusion_model.", "diffusion_model.")
 _SECOND: Final = "transformer_2"
-# What tells the checkpoints of families that have their text encoders in the file.
+# Tensor name prefixes that identify checkpoints which include their text encoders.
 _CHECKPOINTS: Final = {
     "conditioner.embedders.1.model.": "sdxl",
     "cond_stage_model.transformer.text_model.": "stable_diffusion",
@@ -46,12 +46,12 @@ _OPEN_LAYERS: Final = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer's weight is: a tensor of the model, or some of its rows.
+    """Location of a layer's weight: a tensor of the model, or some of its rows.
 
     Attributes:
         tensor: The tensor.
-        first: Its first row that is the layer's.
-        rows: How many are; None for all.
+        first: The first row that belongs to the layer.
+        rows: The number of rows; None for all.
     """
 
     tensor: StoredTensor
@@ -60,12 +60,12 @@ class Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The weight's."""
+        """Return the shape of the layer's weight."""
         whole = self.tensor.shape
         return whole if self.rows is None else (self.rows, *whole[1:])
 
     def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the layer's weight, of the whole tensor."""
+        """Return the layer's rows of the full tensor."""
         return whole if self.rows is None else whole[self.first : self.first + self.rows]
 
 
@@ -74,11 +74,11 @@ class Component:
     """A network of a model.
 
     Attributes:
-        name: Its name in the pipeline; "" in a model of one file.
-        directory: Where its files are.
-        tensors: Name in the files → where it lies.
-        prefix: What its names begin with in the files.
-        original: Whether the names are the authors' and not those of diffusers.
+        name: Its name in the pipeline; "" for a single-file model.
+        directory: The directory of its files.
+        tensors: Location of each tensor by its name in the files.
+        prefix: Prefix of its tensor names in the files.
+        original: Whether the names are the authors' rather than diffusers'.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Component:
 
     @property
     def layers(self) -> dict[str, Place]:
-        """Layer → its weight, of all that an adapter can change; embeddings are among them."""
+        """Return the weights that adapters can change, by layer; this includes embeddings."""
         return {
             name.removeprefix(self.prefix).removesuffix(".weight"): Place(place)
             for name, place in self.tensors.items()
@@ -100,7 +100,8 @@ class Component:
 
     @property
     def lora_prefix(self) -> str:
-        """What the names of a LoRA for it begin with; all transformers share one in diffusers."""
+        """Return the prefix of LoRA module names for it; in diffusers, all transformers share
+        one."""
         if self.original:
             return "diffusion_model."
         return "transformer." if self.name in ("", _SECOND) else f"{self.name}."
@@ -108,13 +109,13 @@ class Component:
 
 @dataclass(frozen=True)
 class Model:
-    """A model on the disk: a pipeline, a component of one, or a single file.
+    """A model on disk: a pipeline, a component of one, or a single file.
 
     Attributes:
         root: The directory or file.
-        family: The family's name; None where nothing tells.
+        family: The family's name; None if unknown.
         components: Its denoisers, and the text encoders that a LoRA can be for.
-        index: Of a pipeline; None for others.
+        index: The pipeline's index; None for other models.
     """
 
     root: Path
@@ -128,7 +129,8 @@ class Model:
 
     @property
     def texts(self) -> dict[str, tuple[str, Place]]:
-        """Layer of a text encoder, as diffusers' LoRAs name it → its component and weight."""
+        """Return component and weight of each text encoder layer, by its name in diffusers'
+        LoRAs."""
         if self.root.is_file():
             (name,) = self.components
             return {layer: (name, p) for layer, p in _texts(self.components[name].tensors).items()}
@@ -142,13 +144,13 @@ class Model:
 
 
 def open_model(place: str) -> Model:
-    """Open a model; only headers are read.
+    """Open a model, reading only headers.
 
     Args:
         place: A pipeline's directory, that of its denoiser, or a safetensors file.
 
     Raises:
-        UserError: There is none, it is damaged, or it is several.
+        UserError: There is no such model, it is damaged, or the files hold several.
     """
     root = expand(place)
     if root.is_file():
@@ -204,9 +206,9 @@ def _of_file(file: Path) -> Model:
 
 
 def _texts(tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
-    """Return the layers of the text encoders in a checkpoint of one file.
+    """Return the text encoder layers of a single-file checkpoint.
 
-    The second of SDXL has its authors' layers, in which query, key and value are one.
+    SDXL's second encoder has its authors' layers, in which query, key and value are fused.
     """
     layers: dict[str, Place] = {}
     for name, tensor in tensors.items():
@@ -225,7 +227,7 @@ def _texts(tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
 
 
 def _prefix(tensors: Mapping[str, StoredTensor]) -> str:
-    """Return what the names of a denoiser begin with, in a file that may have other parts too."""
+    """Return the prefix of a denoiser's tensor names in a file that may contain other parts too."""
     return next((p for p in _PREFIXES if any(name.startswith(p) for name in tensors)), "")
 
 
@@ -241,9 +243,9 @@ def _class_of(directory: Path) -> str:
 
 
 def _family_of_component(directory: Path) -> str | None:
-    """Return the family of a denoiser by its class, where that has one."""
+    """Return the family of a denoiser by its class, or None if several families use it."""
     config = read_json(directory / "config.json") or {}
     names = [f.name for f in FAMILIES.values() if f.transformer == config.get("_class_name")]
-    if set(names) == {"sdxl", "stable_diffusion"}:  # SDXL's alone sees sizes
+    if set(names) == {"sdxl", "stable_diffusion"}:  # only SDXL is conditioned on sizes
         names = ["sdxl" if config.get("addition_embed_type") else "stable_diffusion"]
     return names[0] if len(names) == 1 else None

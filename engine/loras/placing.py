@@ -1,4 +1,4 @@
-"""Which of a model's weights a LoRA changes, and with what."""
+"""Find the weights of a model that a LoRA changes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from engine.loras.lora_file import LoraFile, Parts
     from engine.loras.models import Component, Model, Place
 
-_NAMED: Final = 3  # modules in an error
+_NAMED: Final = 3  # modules to list in an error
 
 
 class Source(Protocol):
-    """Where adapters come from: a file, or what was made of one."""
+    """A source of adapters: a LoRA file, or one converted to other names."""
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Return the path of the file."""
         ...
 
     def shapes(self, module: str) -> Mapping[str, tuple[int, ...]]:
-        """Return part of a module's adapter → shape."""
+        """Return the shapes of a module's adapter by part."""
         ...
 
     def read(self, module: str) -> Parts:
@@ -47,11 +47,12 @@ class Use:
     """An adapter that changes a layer.
 
     Attributes:
-        source: Where it is.
-        module: Its name there.
-        rows: Which output of the adapter is which of the layer: `(out of the adapter,)`, the
-            layer's row, or -1 for an output of another layer.
-        weight: What it is multiplied by.
+        source: The source of the adapter.
+        module: Its name in the source.
+        rows: For each output of the adapter, the layer's row that it changes, or -1 if it belongs
+            to
+            another layer; `(out of the adapter,)`.
+        weight: The factor of the update.
     """
 
     source: Source
@@ -61,12 +62,12 @@ class Use:
 
 
 class Converted:
-    """A LoRA of diffusers' names under the authors'; it is held in memory.
+    """A LoRA with diffusers' names, converted to the authors' names and held in memory.
 
     Args:
         file: The LoRA.
-        modules: Those to convert → their names in diffusers.
-        family: The model's.
+        modules: Names in diffusers of the modules to convert, by their names in the file.
+        family: The model's family.
     """
 
     def __init__(self, file: LoraFile, modules: Mapping[str, str], family: str) -> None:
@@ -93,7 +94,7 @@ class Converted:
         )
 
     def shapes(self, module: str) -> Mapping[str, tuple[int, ...]]:
-        """Return part of a module's adapter → shape."""
+        """Return the shapes of a module's adapter by part."""
         return {part: tuple(tensor.shape) for part, tensor in self.read(module).items()}
 
     def read(self, module: str) -> Parts:
@@ -107,10 +108,10 @@ class Converted:
 def uses_of(
     file: LoraFile, weight: float, model: Model, component: str | None
 ) -> dict[str, dict[str, list[Use]]]:
-    """Return component → name of a tensor → what a file adds to it.
+    """Return the updates that a file makes, by component and tensor name.
 
     Raises:
-        UserError: A module of the file is for no layer, or has another size.
+        UserError: A module of the file matches no layer, or has another size.
     """
     possible = families_of(file.modules, file.header)
     if possible and model.family and model.family not in possible:
@@ -132,10 +133,10 @@ def uses_of(
 def _by_denoiser(
     file: LoraFile, modules: Mapping[str, Any], model: Model, component: str | None
 ) -> dict[str, dict[str, str]]:
-    """Return denoiser → module → its name for a model with one denoiser.
+    """Return, per denoiser, the modules for it and their names for a model with one denoiser.
 
     Raises:
-        UserError: The model has two, and nothing says which one the file is for.
+        UserError: The model has two denoisers, and the file does not say which one it is for.
     """
     names = model.denoisers
     if component is not None and component not in names:
@@ -165,12 +166,12 @@ def _of_denoiser(
     model: Model,
     component: Component,
 ) -> dict[str, list[Use]]:
-    """Return name of a tensor → what a file adds to it.
+    """Return the updates that a file makes to a denoiser, by tensor name.
 
     Args:
         file: The LoRA.
-        modules: Its modules for this denoiser → their names for a model with one.
-        weight: What it is multiplied by.
+        modules: Its modules for this denoiser, with their names for a model with one.
+        weight: The factor of the update.
         model: The model.
         component: Its denoiser.
     """
@@ -195,7 +196,7 @@ def _of_converted(
     model: Model,
     component: Component,
 ) -> dict[str, list[Use]]:
-    """Return the same where the model has its authors' layers, and the file those of diffusers.
+    """Return the updates if the model has its authors' layers, and the file diffusers' names.
 
     Raises:
         UserError: No family that the file can be for has such layers.
@@ -223,7 +224,7 @@ def _of_converted(
     if not fitting:
         raise _unknown(file, missing, model)
     first, *others = fitting.values()
-    if not all(first.equals(other) for other in others):  # some order a layer's halves in another
+    if not all(first.equals(other) for other in others):  # families may order halves differently
         raise UserError(
             f"{file.path.name} can be for {' or '.join(fitting)}, which is not the same here",
             "merge the file with ComfyUI's or kohya's names",
@@ -240,10 +241,10 @@ def _of_texts(
     model: Model,
     uses: dict[str, dict[str, list[Use]]],
 ) -> None:
-    """Add what a file adds to text encoders.
+    """Add the updates that a file makes to text encoders.
 
     Raises:
-        UserError: The model has none here, or not these layers.
+        UserError: The model has no text encoders here, or not these layers.
     """
     places = model.texts
     if not places:
@@ -271,7 +272,7 @@ def _firsts(layers: Mapping[str, Layer]) -> torch.Tensor:
 
 
 def _layers(stored: Mapping[str, Place]) -> dict[str, Layer]:
-    """Return a model's layers for naming: their sizes, and the numbers of their rows."""
+    """Return a model's layers with their sizes and row numbers, as input for matching names."""
     layers: dict[str, Layer] = {}
     first = 1
     for name, place in stored.items():
@@ -291,17 +292,17 @@ def _spread(
     layers: Mapping[str, Layer],
     stored: Mapping[str, Place],
 ) -> dict[str, list[Use]]:
-    """Return which adapters change each tensor, by the tensor's name in the files.
+    """Return the adapters that change each tensor, by the tensor's name in the files.
 
     Args:
-        source: Where the adapters are.
-        modules: Their names there → the rows of the model's layers that they change.
-        weight: What they are multiplied by.
+        source: The source of the adapters.
+        modules: The rows of the model's layers that each module changes.
+        weight: The factor of the updates.
         layers: The model's layers.
-        stored: Where these are.
+        stored: Locations of their weights.
 
     Raises:
-        UserError: One has another size than the layers that it changes.
+        UserError: A module has another size than the layers that it changes.
     """
     uses: dict[str, list[Use]] = {}
     names = list(layers)
@@ -326,8 +327,9 @@ def _check_size(
     """Compare an adapter's sizes with those of the layers that it changes.
 
     Raises:
-        UserError: They differ; a 1x1 convolution and a linear layer do not. Or it changes a part of
-            a fused layer that the model does not have.
+        UserError: The sizes differ (a 1x1 convolution matches a linear layer), or the adapter
+            changes a
+            part of a fused layer that the model does not have.
     """
     names = list(layers)
     owners = (torch.bucketize(rows, _firsts(layers), right=True) - 1)[rows > 0].unique().tolist()

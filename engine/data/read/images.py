@@ -80,7 +80,7 @@ def why_unreadable(error: Exception, content: bytes) -> str:
         foreign = (what for begins, what in _FOREIGN if begins.match(content))
         return next(foreign, "not an image")
     says = str(error).lower()
-    if "decompressed data too large" in says:  # Pillow's guard against decompression bombs in metadata
+    if "decompressed data too large" in says:  # Pillow's guard against metadata bombs
         return "its text or profile is too large"
     if "truncated" in says or _breaks_off(content, kind):
         return "truncated"

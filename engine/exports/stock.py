@@ -164,7 +164,7 @@ def _load_by_diffusers(
         encoders: The text encoders that the LoRA also adapts, by their names in the pipeline.
     """
     family = recipe.family
-    if recipe.spec.lora_variant == "lokr":  # most pipelines lack names for it, but all models load it
+    if recipe.spec.lora_variant == "lokr":  # most pipelines cannot load it, all models can
         model.load_lora_adapter(
             file.parent,
             weight_name=file.name,

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0, or 2 for a bad job.
+        The exit status: 0, or 2 for a bad job.
     """
     parser = OneLineParser(prog="python -m engine.memory", description=__doc__)
     parser.add_argument("job", nargs="?", type=Path, metavar="JOB.yaml")
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
     if asked.job is None:
-        with contextlib.redirect_stdout(sys.stderr):  # answers alone go to standard output
+        with contextlib.redirect_stdout(sys.stderr):  # only answers go to standard output
             serve(sys.__stdin__, sys.__stdout__)
         return 0
     try:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(requests: Any, answers: Any) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     estimator: Estimator | None = None
     for line in requests:
         if not line.strip():
@@ -72,14 +72,14 @@ def serve(requests: Any, answers: Any) -> None:
             spec = load_spec(None, request["job"])
             estimator = estimator or _estimator()
             reply = {"id": name, **answer(estimator, request, spec)}
-        except Exception as error:  # whatever it was, the next request is another one
+        except Exception as error:  # a failed request must not end the server
             reply = {"id": name, **_words(error)}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
 
 
 def answer(estimator: Estimator, request: dict[str, Any], spec: JobSpec) -> dict[str, Any]:
-    """Predictions for every combination of changes, strategies and ranks."""
+    """Return predictions for every combination of changes, strategies and ranks."""
     begun = time.perf_counter()
     predictions: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
@@ -101,13 +101,13 @@ def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
     """Return a job with other values for some keys.
 
     Raises:
-        UserError: It cannot be run so.
+        UserError: The changed job is invalid.
     """
     return load_spec(None, spec.to_dict(only_set=True) | changes) if changes else spec
 
 
 def _estimator() -> Estimator:
-    # Not needed for any of this, and slow to import.
+    # Predictions do not need these libraries, which are slow to import.
     hide(*QUANTISERS)
     os.environ["HF_HUB_OFFLINE"] = "1"
     from engine.memory.estimator import Estimator
@@ -123,7 +123,7 @@ def _words(error: Exception) -> dict[str, Any]:
 
 
 def _table(predicted: dict[str, Any]) -> str:
-    """Return a row for each prediction, in GiB."""
+    """Return one row per prediction, in GiB."""
     rows = []
     for row in predicted["predictions"]:
         phases = "  ".join(f"{p['name']} {p['peak'] / 2**30:.1f}" for p in row["phases"])

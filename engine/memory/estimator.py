@@ -1,4 +1,4 @@
-"""Predictions for a job and what could be changed in it; traces are kept by shape."""
+"""Predict a job's memory and that of its variants, caching traces by shape."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
-_KEPT: Final = 24  # traces; a few hundred KB each
+_KEPT: Final = 24  # traces, of a few hundred KB each
 _NO_MODEL: Final = "the model is not on this machine: text encoders and VAE are not counted"
 _WIDENED: Final = (
     "mixed_precision: no keeps frozen weights in fp32, which takes more memory than the files' own "
     "precision"
 )
-# Kernels of forward and backward of FLUX.1's blocks in bf16, and what they keep: 448 → 210 and
-# 8 % less for a LoRA, 407 → 105 and 28 % less for all weights (Inductor for CPUs, torch 2.13).
+# Kernels in forward and backward of FLUX.1's blocks in bf16, and memory kept for backward: 448 →
+# 210
+# and 8 % less for a LoRA, 407 → 105 and 28 % less for all weights (Inductor for CPUs, torch 2.13).
 _COMPILED: Final = {"lora": ("half", 8), "full": ("a quarter", 28)}
 
 
 class Estimator:
-    """Predicts, and remembers what took time.
+    """Predicts memory, and caches traces.
 
     Args:
-        overheads: What comes on top of tensors.
+        overheads: Memory on top of tensors.
     """
 
     def __init__(self, overheads: Overheads = OVERHEADS) -> None:
@@ -62,17 +63,17 @@ class Estimator:
     def estimate(
         self, spec: JobSpec, ranks: int | None = None, strategy: str | None = None
     ) -> Prediction:
-        """Predict what a job needs on the rank that needs the most.
+        """Predict the memory of a job on the rank that needs the most.
 
         Args:
             spec: The job.
             ranks: World size; default: the job's.
-            strategy: single, ddp, hsdp or fsdp2; default: what the job would run.
+            strategy: single, ddp, hsdp or fsdp2; default: the one that the job would run.
 
         Raises:
-            UserError: The job cannot run like that, or its model is not known.
+            UserError: The job cannot run like that, or its model is unknown.
         """
-        if spec.num_class_images:  # made with the base alone: counted as a sample, which is more
+        if spec.num_class_images:  # made by the base alone; a sample takes more
             prompts = [*spec.validation_prompts, *class_prompts(spec, [0])]
             spec = spec.model_copy(update={"validation_prompts": prompts})
         ranks = ranks or world_size(spec)
@@ -113,7 +114,7 @@ class Estimator:
     def _sample(self, spec: JobSpec, *, sharded: bool) -> Trace | None:
         """Trace the forward of a sample.
 
-        None where the job samples nothing, or the model reads values that fake tensors lack.
+        Return None if the job samples nothing, or if the model reads values that fake tensors lack.
         """
         try:
             return self._trace(spec, sharded=sharded, training=False)
@@ -131,7 +132,7 @@ class Estimator:
     def _with_decoding(
         self, prediction: Prediction, spec: JobSpec, root: Path | None
     ) -> Prediction:
-        """Add decoding to the `sample` phase: no weights are gathered while a sample is decoded."""
+        """Add decoding to the `sample` phase, during which no weights are gathered."""
         shape = shape_of(spec, sharded=False, training=False)
         if root is None or shape is None:
             return prediction
@@ -162,7 +163,7 @@ class Estimator:
 
 @lru_cache(maxsize=64)
 def _root(name: str) -> Path | None:
-    """Return the model's directory; None where it is not here."""
+    """Return the model's directory, or None if it is not on this machine."""
     try:
         return find_model(name)
     except UserError:
@@ -170,7 +171,7 @@ def _root(name: str) -> Path | None:
 
 
 def _resident(spec: JobSpec, root: Path | None, ranks: int) -> int:
-    """Text encoders that stay while the model trains: a single rank's may, trained ones do."""
+    """Return the bytes of text encoders that stay in memory during training."""
     settled = settle(spec.model_copy(update={"num_processes": ranks}))
     if root is None or settled.unload_text_encoder:
         return 0

@@ -1,4 +1,4 @@
-"""What a job needs besides its training steps: caching, samples, host memory and disk."""
+"""Predict the memory of everything except training steps: caching, samples, host memory, disk."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 
 # -- host -----------------------------------------------------------------------------------
-# Host memory and disk of a job, from the sizes of what it trains.
+# Predict a job's host memory and disk space from the sizes of its trained parameters.
 
 
-# Of a rank on a GPU: Python, torch, diffusers, transformers and CUDA's own host side.
+# Per rank on a GPU: Python, torch, diffusers, transformers and CUDA's host allocations.
 PROCESS: Final = 2_500_000_000
-# The same on CPU ranks, without CUDA.
+# The same for CPU ranks, without CUDA.
 PROCESS_ON_CPU: Final = 700_000_000
 _READERS: Final = 4 * 16 * 2**20  # buffers of `engine.model.files.weight_reader`
 _EXPORTED: Final = {"fp32": 4, "float32": 4, "bf16": 2, "fp16": 2}
@@ -56,15 +56,15 @@ _EXPORTED: Final = {"fp32": 4, "float32": 4, "bf16": 2, "fp16": 2}
 def host_of(
     spec: JobSpec, trace: Trace, layout: Layout, ranks: int, *, device: int, autoencoder: int = 0
 ) -> dict[str, int]:
-    """Bytes in host memory.
+    """Return the bytes needed in host memory, by part.
 
     Args:
         spec: The job.
-        trace: Of its step.
-        layout: How weights lie on the ranks.
-        ranks: World size; all of them are on this machine.
-        device: The most that a rank has on its device; on CPU ranks that is host memory too.
-        autoencoder: Bytes of the autoencoder, which waits there while samples are denoised.
+        trace: Trace of its training step.
+        layout: Distribution of weights over the ranks.
+        ranks: World size; all ranks are assumed to be on this machine.
+        device: Peak device memory of a rank, which on CPU ranks is host memory too.
+        autoencoder: Bytes of the autoencoder, which stays in host memory during denoising.
     """
     trained = trained_of(trace, layout)
     on_cpu = spec.device == "cpu"
@@ -75,13 +75,14 @@ def host_of(
     if layout.offload:
         shards = sum(cost_of(unit, layout).host for unit in trace.units)
         parts["offloaded_weights"] = shards
-        # FSDP copies them into memory that torch pins, in powers of two; the shards lie in our own
-        # (`engine.model.files.weights`).
+        # FSDP copies gradients into memory pinned by torch, in powers of two; the shards are in
+        # pinned memory
+        # of our own (`engine.model.files.weights`).
         parts["offloaded_gradients"] = sum(
             _power_of_two(4 * parameter.numel) for parameter in trained
         )
         parts["offloaded_optimizer"] = state_bytes(spec, trained)
-        if spec.optimizer == SCHEDULE_FREE:  # the weights besides the trained ones, as in `predict`
+        if spec.optimizer == SCHEDULE_FREE:  # the averaged weights, as in `predict`
             parts["offloaded_optimizer"] += sum(parameter.size for parameter in trained)
     if swapped := swapped_of(trace.units, 0 if layout.shards else spec.swap_blocks)[0]:
         several = trace.second_denoiser and spec.validation_prompts
@@ -94,7 +95,7 @@ def host_of(
         parts["autoencoder"] = autoencoder
     rank = sum(parts.values())
     needed = rank - (0 if spec.checkpointing_async else parts.get("checkpoint_copy", 0))
-    # A copy is made only where there is room, unless the job insists.
+    # The copy is optional unless the job insists: without enough memory, none is made.
     return parts | {
         "rank": rank,
         "least": needed,
@@ -109,17 +110,17 @@ def _power_of_two(size: int) -> int:
 
 
 def disk_of(spec: JobSpec, trace: Trace, file_bytes: int) -> dict[str, int]:
-    """Return bytes on disk, whatever the number of ranks.
+    """Return the bytes needed on disk, independent of the number of ranks.
 
     Args:
         spec: The job.
-        trace: Of its step.
-        file_bytes: Of a parameter in the model's files, in which a full export is written.
+        trace: Trace of its training step.
+        file_bytes: Bytes per parameter in the model's files, which a full export uses too.
     """
     whole = Layout(0)
     checkpoint = _saved(spec, trace, whole)
     saves, limit = periodic_saves(spec), spec.checkpoints_total_limit
-    kept = min(saves or limit or 1, limit or saves or 1)  # one at least, if the length is unknown
+    kept = min(saves or limit or 1, limit or saves or 1)  # at least one if the length is unknown
     numbers = trace.trained
     auto = 4 if spec.model_type == "lora" else file_bytes
     width = _EXPORTED.get(str(spec.export_dtype), auto)
@@ -127,34 +128,34 @@ def disk_of(spec: JobSpec, trace: Trace, file_bytes: int) -> dict[str, int]:
     return {
         "checkpoint": checkpoint,
         "checkpoints": kept * checkpoint,
-        # One more is complete before the oldest is deleted.
+        # A new checkpoint is complete before the oldest is deleted.
         "at_most": (kept + 1) * checkpoint,
         "export": numbers * width * formats,
     }
 
 
 def _saved(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
-    """Weights, optimizer state and average of what is trained, as a checkpoint has them."""
+    """Return the bytes of a checkpoint: trained weights, optimizer state and average."""
     trained = trained_of(trace, layout)
     numbers = sum(4 * parameter.numel for parameter in trained)
     return numbers * (2 if has_average(spec) else 1) + state_bytes(spec, trained)
 
 
 # -- phases ---------------------------------------------------------------------------------
-# Phases before and beside training: caching texts and latents, decoding samples.
+# Phases outside of training steps: caching texts and latents, decoding samples.
 #
-# They need the model's other parts, so they are predicted where the model is on disk, and
-# skipped where only its published config is known.
+# They need the model's other components, so they are predicted if the model is on disk, and skipped
+# if only its published config is known.
 
 
 _TEXT_NOTE: Final = "weights of the text encoders; their activations are small in comparison"
 _CROWDED_NOTE: Final = "sharded text encoders; not sharded if a GPU has room for them"
-# A block's tensors have its number in their names, the first one there.
+# Names of a block's tensors contain its number; only the first number in a name counts.
 _BLOCK: Final = re.compile(r"(.*?\.\d+)\.")
 
 
 def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
-    """Text encoders on the device; None where their size is not known."""
+    """Predict the phase with text encoders on the device; None if their size is unknown."""
     dtype = compute_dtype(spec)
     try:
         packing = packing_of(spec.text_encoder_precision)
@@ -165,18 +166,23 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
         held, gathered = _sharded_encoders(root, dtype, ranks, packing)
     except UserError:
         return None
-    # What a job leaves open is decided by the GPUs' room
-    # (`engine.model.text_encoders`): this much it needs in any case.
+    # If the job leaves sharding open, the GPUs' free memory decides (`engine.model.text_encoders`).
+    # This
+    # is the lower bound.
     note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
     return Phase("text_cache", Parts(parameters=held + image_encoder, gathered=gathered), note)
 
 
 def text_lora_bytes(spec: JobSpec, root: Path) -> int:
-    """Return the bytes for training a LoRA on CLIP text encoders, besides their frozen weights.
+    """Return the bytes for training a LoRA on CLIP text encoders, excluding their frozen weights.
 
-    Of each adapted layer A and B: masters with gradient, optimizer state and average, and a copy in
-    the precision that computes. And what a forward keeps for backward, from the widths of a CLIP
-    block: 16 of its width for each token, or its input alone where activations are recomputed.
+    This includes, for A and B of each adapted layer, fp32 masters with gradient, optimizer state
+    and
+    average, and a copy in the compute precision. It also includes the activations kept for
+    backward,
+    estimated from the width of a CLIP block: 16 times the width per token, or only the block's
+    input if
+    activations are recomputed.
     """
     narrow = compute_dtype(spec).itemsize
     average = 4 if spec.use_ema and spec.ema_device != "cpu" else 0
@@ -193,7 +199,7 @@ def text_lora_bytes(spec: JobSpec, root: Path) -> int:
 
 
 def _image_encoder_bytes(spec: JobKeys, root: Path) -> int:
-    """Return the bytes of the image encoder beside the text encoders, unsharded, in fp32."""
+    """Return the bytes of the image encoder next to the text encoders, unsharded, in fp32."""
     place = root / "image_encoder"
     if not sees_images(spec) or not place.is_dir():
         return 0
@@ -212,11 +218,13 @@ def _in_shards(spec: JobSpec, root: Path) -> bool:
 def _sharded_encoders(
     root: Path, dtype: torch.dtype, ranks: int, packing: Packing | None
 ) -> tuple[int, int]:
-    """Bytes of a rank's shards, and the most that is gathered while an encoder runs.
+    """Return the bytes of a rank's shards, and the most that is gathered while an encoder runs.
 
-    From the headers of the files: a block is a unit, and what is in none is the root, which is
-    whole meanwhile. A unit is received into a buffer before it is in place, and the buffer of the
-    unit before is there until then.
+    Sizes come from file headers. Each block is a unit; tensors outside of blocks form the root,
+    which
+    stays unsharded while the encoder runs. A unit is gathered into a buffer before it is copied
+    into
+    place, and the buffer of the previous unit still exists at that moment.
     """
     held, gathered = 0, 0
     for name in encoder_names(root):
@@ -235,28 +243,29 @@ def _sharded_encoders(
 
 
 def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
-    """Return the autoencoder with the largest image; None where it cannot be traced."""
+    """Predict the phase that encodes the largest image; None if the autoencoder cannot be
+    traced."""
     size, frames = largest_encoded(spec), training_frames(spec)
     taken = _autoencoder(spec, root, size, frames, decodes=False)
     return taken and Phase("latent_cache", Parts(parameters=taken[0], activations=taken[1]))
 
 
 def decoding(spec: JobSpec, root: Path) -> Parts | None:
-    """Predict what decoding the largest sample takes on top of training."""
+    """Predict the memory for decoding the largest sample, on top of training."""
     asked = sampled(spec)
     taken = asked and _autoencoder(spec, root, *asked, decodes=True)
     return Parts(workspace=sum(taken)) if taken else None
 
 
 def autoencoder_bytes(root: Path) -> int:
-    """Of its files, which is what it takes in host memory, within a factor of two."""
+    """Return the size of the autoencoder's files, its host memory within a factor of two."""
     return sum(path.stat().st_size for path in (root / "vae").glob("*.safetensors"))
 
 
 def _autoencoder(
     spec: JobSpec, root: Path, size: tuple[int, int], frames: int, *, decodes: bool
 ) -> tuple[int, int] | None:
-    """Bytes of its weights in fp32, and the most that it takes besides."""
+    """Return the bytes of the autoencoder's weights in fp32, and its peak on top of them."""
     import diffusers
 
     config = read_json(root / "vae" / "config.json") or {}
@@ -279,7 +288,7 @@ def _autoencoder(
                 stack.enter_context(fakes.AsOnCuda())
             stack.enter_context(torch.no_grad())
             most = _run(live, family, vae, torch.empty(shape), decodes=decodes)
-    except Exception:  # an autoencoder of another kind: a phase less is predicted
+    except Exception:  # an unsupported autoencoder: skip this phase
         return None
     return sum(rounded(weight.untyped_storage().nbytes()) for weight in weights), most
 
@@ -289,7 +298,7 @@ def _run(live: Live, family: Any, vae: Any, pixels: torch.Tensor, *, decodes: bo
         live.reset()
         family.encode_pictures(vae, pixels)
         return live.most
-    flat = pixels.dim() == 4 and "temperal_downsample" in vae.config  # a video's, of one frame
+    flat = pixels.dim() == 4 and "temperal_downsample" in vae.config  # a video VAE, one frame
     encoded = vae.encode(pixels.unsqueeze(2) if flat else pixels)
     code = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
     shape, dtype = code.shape, code.dtype

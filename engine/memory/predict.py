@@ -1,4 +1,4 @@
-"""From a trace to a prediction: arithmetic for a strategy, a number of ranks, and a job's rest."""
+"""Compute a prediction from a trace, a strategy, a number of ranks, and the job's settings."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 # -- overheads ------------------------------------------------------------------------------
-# What no model explains: named constants, and the band of what the allocator reserves.
+# Memory that the model does not explain: named constants, and bounds on the allocator's reserve.
 #
-# Taken from what others have measured (a GPU's context, NCCL's buffers) and from replays of
-# traces through a model of the caching allocator. `Overheads` is handed to `predict`, so that
-# numbers measured on a person's own machine can take the place of these.
+# The values come from published measurements (a GPU's context, NCCL's buffers) and from replaying
+# traces through a model of the caching allocator. `Overheads` is an argument of `predict`, so that
+# values measured on the user's machine can replace these.
 
 
 _MIB = 1 << 20
@@ -39,16 +39,16 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Overheads:
-    """Bytes on a GPU besides tensors, and how much more than tensors torch reserves.
+    """Bytes on a GPU in addition to tensors, and how much torch reserves on top of them.
 
     Attributes:
-        cuda_context: The driver's context and loaded kernels, of one process.
+        cuda_context: The driver's context and loaded kernels, per process.
         cublas: Workspaces of cuBLAS and cuBLASLt.
-        nccl: Buffers of a communicator, that of all ranks.
-        nccl_more: Of each further one: HSDP's replicas, context-parallel groups.
-        reserved_low: Reserved per allocated bytes at the peak, at the least.
-        reserved_high: The same at the most.
-        segment: Bytes that are reserved at once.
+        nccl: Buffers of the communicator of all ranks.
+        nccl_more: Buffers of each further communicator: HSDP's replicas, context-parallel groups.
+        reserved_low: Lower bound of reserved bytes per allocated byte at the peak.
+        reserved_high: Upper bound of the same ratio.
+        segment: Granularity of reserved memory in bytes.
     """
 
     cuda_context: int = 400 * _MIB
@@ -60,14 +60,16 @@ class Overheads:
     segment: int = 2 * _MIB
 
     def beside(self, communicators: int) -> dict[str, int]:
-        """Name → bytes that the driver counts besides what torch reserves."""
+        """Return the bytes, by name, that the driver counts in addition to torch's reserved
+        memory."""
         parts = {"cuda_context": self.cuda_context, "cublas": self.cublas}
         if communicators:
             parts["nccl"] = self.nccl + (communicators - 1) * self.nccl_more
         return parts
 
     def reserved(self, allocated: int) -> tuple[int, int]:
-        """Bound what torch reserves on a GPU for a peak of allocated bytes: least and most."""
+        """Return lower and upper bounds of torch's reserved memory for a peak of allocated
+        bytes."""
         low, high = (
             -(-int(allocated * factor) // self.segment) * self.segment
             for factor in (self.reserved_low, self.reserved_high)
@@ -76,28 +78,29 @@ class Overheads:
 
 
 OVERHEADS = Overheads()
-"""With `expandable_segments:True`, as jobs are launched."""
+"""Valid with `expandable_segments:True`, which jobs are launched with."""
 
 
 # -- optimizers -----------------------------------------------------------------------------
-# State and temporary memory of each optimizer, from the shapes of what a rank trains.
+# State and temporary memory of each optimizer, from the shapes of a rank's trained parameters.
 #
-# Formulas, since running one on the shards of a new number of ranks would take longer than a
-# person waits for. `tests/engine/memory/test_memory.py` runs the real ones beside them.
+# These are formulas, since running an optimizer on the shards for every number of ranks would be
+# too
+# slow for interactive use. `tests/engine/memory/test_memory.py` compares them with the real ones.
 
 
-_QUANTISED_FROM: Final = 4096  # numbers; torchao keeps smaller tensors in fp32
-_QUANTISED_BLOCK: Final = 256  # numbers that share a scale
-_CODES: Final = 1024  # bytes of the table of an 8-bit state
+_QUANTISED_FROM: Final = 4096  # elements; torchao keeps smaller tensors in fp32
+_QUANTISED_BLOCK: Final = 256  # elements that share a scale
+_CODES: Final = 1024  # bytes of an 8-bit state's lookup table
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank trains of a parameter; all in fp32.
+    """A rank's part of a trained parameter, in fp32.
 
     Attributes:
-        numel: Numbers of it here.
-        shape: Of the whole parameter.
+        numel: Number of elements on this rank.
+        shape: Shape of the full parameter.
     """
 
     numel: int
@@ -105,45 +108,45 @@ class Trained:
 
     @property
     def size(self) -> int:
-        """Bytes of a tensor like it."""
+        """Return the bytes of a tensor of this size."""
         return rounded(4 * self.numel)
 
 
 def state_bytes(spec: TrainingKeys, trained: Sequence[Trained]) -> int:
-    """Bytes that the optimizer keeps once it has made a step."""
+    """Return the bytes of the optimizer's state after its first step."""
     return sum(_STATES[spec.optimizer](parameter) for parameter in trained)
 
 
 def temporary_bytes(spec: TrainingKeys, trained: Sequence[Trained], *, on_cuda: bool) -> int:
-    """Return the most that a step allocates on top."""
+    """Return the most that an optimizer step allocates temporarily."""
     sizes = [parameter.size for parameter in trained]
     if not sizes:
         return 0
     most = max(sizes)
     match spec.optimizer:
         case "sgd":
-            # Foreach decays all weights at once.
+            # The foreach implementation decays all weights at once.
             return 0 if not spec.weight_decay else sum(sizes) if on_cuda else most
         case "lion":
             return 2 * most
         case "adamw_schedule_free":
-            # A bucket's denominators are there until the next one's are made.
+            # A bucket's denominators live until those of the next one are computed.
             return min(sum(sizes), 2 * max(most, 4 * BUCKET))
         case "prodigy":
             return min(sum(sizes), max(most, 4 * BUCKET))
         case "adafactor":
-            # The last parameter's update is there until the next one's is made.
+            # A parameter's update lives until that of the next one is computed.
             return max(max((a + 2 * b for a, b in pairwise(sizes)), default=0), 2 * most)
         case "came":
-            # Likewise two of the last one's.
+            # Likewise, for two tensors of the previous parameter.
             return max(max((2 * a + 2 * b for a, b in pairwise(sizes)), default=0), 3 * most)
         case "adamw_8bit":
-            return 0 if on_cuda else 6 * most  # compiled into one kernel, or step by step
-    return 0  # fused AdamW needs nothing
+            return 0 if on_cuda else 6 * most  # compiled into one kernel on CUDA, eager on the CPU
+    return 0  # fused AdamW needs no temporary memory
 
 
 def _adamw(parameter: Trained) -> int:
-    return 2 * parameter.size + BLOCK  # fused, the number of steps is a tensor on the device
+    return 2 * parameter.size + BLOCK  # the fused version keeps the step count on the device
 
 
 def _adafactor(parameter: Trained) -> int:
@@ -152,11 +155,11 @@ def _adafactor(parameter: Trained) -> int:
 
 def _came(parameter: Trained) -> int:
     means = parameter.size if len(parameter.shape) < 2 else 2 * _rows_and_columns(parameter)
-    return parameter.size + means + BLOCK  # and the length of the weight, a number
+    return parameter.size + means + BLOCK  # BLOCK is for the weight's norm, a scalar
 
 
 def _rows_and_columns(parameter: Trained) -> int:
-    """Bytes of a mean for each row and each column."""
+    """Return the bytes of one mean per row and one per column."""
     rows, columns = parameter.numel // parameter.shape[-1], parameter.numel // parameter.shape[-2]
     return rounded(4 * rows) + rounded(4 * columns)
 
@@ -183,7 +186,7 @@ _STATES: Final[dict[str, Callable[[Trained], int]]] = {
 # -- predict --------------------------------------------------------------------------------
 
 
-# The keys of a job that are shown beside a prediction.
+# Job keys that are shown with a prediction.
 _SETTINGS = (
     "model_family",
     "model_flavour",
@@ -225,20 +228,20 @@ def predict(
     disk: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
 ) -> Prediction:
-    """Predict what a job needs on the rank that needs the most.
+    """Predict the memory of a job on the rank that needs the most.
 
     Args:
-        trace: Of a step of the job, traced as the strategy gathers weights.
+        trace: Trace of the job's training step, made for a strategy with the same sharding.
         spec: The job.
         ranks: World size; default: the job's.
-        strategy: single, ddp, hsdp or fsdp2; default: what the job would run.
-        sample: A forward for its samples, if it makes any.
-        resident: Bytes of other models that stay on the device while it trains.
-        beside: Phases that no trace is needed for.
-        overheads: What comes on top.
-        host: Of `Prediction.host`.
-        disk: Of `Prediction.disk`.
-        notes: What was assumed so far.
+        strategy: single, ddp, hsdp or fsdp2; default: the one that the job would run.
+        sample: Trace of the forward for its samples, if it makes any.
+        resident: Bytes of other models that stay on the device during training.
+        beside: Phases that need no trace.
+        overheads: Memory on top of tensors.
+        host: See `Prediction.host`.
+        disk: See `Prediction.disk`.
+        notes: Assumptions made so far.
 
     Raises:
         UserError: The job cannot run like that.
@@ -257,8 +260,8 @@ def predict(
     if spec.use_ema and spec.ema_device != "cpu" and not layout.offload:
         average = sum(parameter.size for parameter in trained)
     base = Parts(parameters=held + resident, optimizer=state + average)
-    # Beside gradients, of which there are none then: the weights that samples and checkpoints
-    # need besides the trained ones.
+    # Samples and checkpoints need a second copy of the trained weights. No gradients exist at that
+    # time.
     averages = 0
     if spec.optimizer == SCHEDULE_FREE and not layout.offload:
         averages = sum(parameter.size for parameter in trained)
@@ -272,7 +275,8 @@ def predict(
     phases["optimizer"] = Phase(
         "optimizer", replace(base, gradients=walk.gradients, workspace=workspace)
     )
-    # Copies are averaged while backward runs; its last bucket goes when all gradients are there.
+    # Gradients are averaged in buckets during backward. The last bucket is sent when all gradients
+    # exist.
     averaged = replace(
         base, gradients=walk.gradients, workspace=_averaging(trace, layout) if ranks > 1 else 0
     )
@@ -311,14 +315,15 @@ def predict(
 
 
 def strategy_of(spec: JobSpec, ranks: int) -> str:
-    """Choose the strategy on `ranks` ranks, as far as that is possible without GPUs."""
+    """Return the strategy that a job would use on `ranks` ranks, as far as that is known without
+    GPUs."""
     if ranks == 1 and spec.strategy in ("auto", "ddp", "single"):
         return "single"
     return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]
 
 
 def layout_of(spec: RecipeKeys, ranks: int, strategy: str) -> Layout:
-    """Determine how weights lie on each of the ranks. Pure."""
+    """Return how weights are distributed over the ranks. Pure."""
     if strategy not in SHARDING:
         return Layout(0)
     replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
@@ -335,10 +340,10 @@ def layout_of(spec: RecipeKeys, ranks: int, strategy: str) -> Layout:
 
 
 def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
-    """List what a rank trains, parameter by parameter.
+    """Return a rank's part of each trained parameter.
 
-    What gets no gradient has no state either, but where gradients are averaged over replicas: there
-    it counts as zero (`engine.train.gradients`).
+    Parameters without a gradient have no optimizer state, except where gradients are averaged over
+    replicas: there, a missing gradient counts as zero (`engine.train.gradients`).
     """
     return [
         Trained(layout.local(weight), weight.shape)
@@ -361,7 +366,8 @@ def _walk(trace: Trace, layout: Layout, base: Parts, spec: RecipeKeys) -> Walk:
 
 
 def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
-    """Return the bytes of the other denoiser: frozen, sharded alike, in a LoRA base's precision."""
+    """Return the bytes of the second denoiser: frozen, sharded like the first, in the base's
+    precision."""
     base = [w for unit in trace.units for w in unit.weights if not w.lora]
     full = compute_dtype(spec).itemsize if spec.model_type == "full" else None
     return sum(rounded(layout.local(weight) * (full or weight.stored)) for weight in base)
@@ -376,7 +382,7 @@ def _workspace(
     *,
     on_cuda: bool,
 ) -> int:
-    """Return a step's peak between backward and the next forward, besides gradients."""
+    """Return the peak memory of an optimizer step, excluding gradients."""
     if layout.offload:
         trained = [
             Trained(w.numel, w.shape)
@@ -391,7 +397,7 @@ def _workspace(
 
 
 def _averaging(trace: Trace, layout: Layout) -> int:
-    """Flat buckets of gradients: those under way, and the next one."""
+    """Return the bytes of flat gradient buckets: those in flight, plus the next one."""
     numbers = [
         w.numel
         for unit in trace.units
@@ -416,7 +422,7 @@ def _gathering(spec: FsdpKeys, trace: Trace, layout: Layout) -> int:
 
 
 def _communicators(spec: DeviceKeys, strategy: str, ranks: int) -> int:
-    """How many groups of ranks NCCL keeps buffers for."""
+    """Return the number of communicators that NCCL allocates buffers for."""
     if ranks == 1:
         return 0
     more = (strategy == "hsdp") * 2 + (spec.context_parallel_size > 1) * 2
@@ -424,10 +430,10 @@ def _communicators(spec: DeviceKeys, strategy: str, ranks: int) -> int:
 
 
 def _check(spec: RecipeKeys, trace: Trace, layout: Layout, strategy: str, ranks: int) -> None:
-    """Refuse what cannot run.
+    """Reject combinations that cannot run.
 
     Raises:
-        UserError: Says what does not fit.
+        UserError: Names the conflict.
     """
     if bool(layout.shards) != trace.shape.sharded:
         raise ValueError(f"{strategy} needs a trace of {'sharded' if layout.shards else 'whole'}")

@@ -1,6 +1,6 @@
-"""What is predicted: bytes per rank, phase by phase, as JSON values. Imports no torch.
+"""Define the prediction: bytes per rank and phase, as JSON values. Imports no torch.
 
-`jobs.memory.predicted` reads what this writes.
+`jobs.memory.predicted` reads these values.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PHASES: Final = (
     "sample",
     "save",
 )
-"""In the order of a run. Those that a job does not have, such as `sample`, are missing."""
+"""In the order of a run. Phases that a job does not have, such as `sample`, are missing."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a rank's device memory is made of at one moment, in bytes.
+    """A rank's device memory at one moment by purpose, in bytes.
 
     Attributes:
-        parameters: What the rank holds all the time: its shards, or the whole model; buffers.
-        gathered: Parameters of units that are whole at that moment, and what gathers them.
-        gradients: Gradients, and what reduces them.
-        optimizer: The optimizer's state, and a moving average that is kept there.
-        activations: What forward keeps for backward, and what a block needs while it runs.
+        parameters: Memory held permanently: the rank's shards or the full model, and buffers.
+        gathered: Parameters of units that are unsharded at that moment, and all-gather buffers.
+        gradients: Gradients, and reduce-scatter buffers.
+        optimizer: The optimizer's state, and a moving average on the device.
+        activations: Tensors that forward keeps for backward, and a running block's working memory.
         workspace: Temporary memory of the step itself: of the optimizer, of buckets, of loading.
     """
 
@@ -49,7 +49,7 @@ class Parts:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """Return the sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
@@ -59,8 +59,8 @@ class Phase:
 
     Attributes:
         name: One of `PHASES`.
-        parts: At the moment of its peak.
-        note: What it counts on, in a few words; empty where nothing is assumed.
+        parts: Memory by purpose at the phase's peak.
+        note: The assumption behind it, in a few words; "" if there is none.
     """
 
     name: str
@@ -69,30 +69,29 @@ class Phase:
 
     @property
     def peak(self) -> int:
-        """The most bytes allocated at once."""
+        """Return the most bytes allocated at once."""
         return self.parts.total
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank of a job needs, the one that needs the most.
+    """The memory of a job on the rank that needs the most.
 
     Attributes:
         model: Class of the denoiser.
-        parameters: How many it has.
-        trained: How many of them, or of the adapter, are trained.
+        parameters: Number of its parameters.
+        trained: Number of trained parameters, of the model or the adapter.
         strategy: single, ddp, fsdp2 or hsdp.
         ranks: World size.
-        settings: What of the job decides, as its own keys and values.
+        settings: The job's keys and values that affect the prediction.
         phases: In the order of a run.
-        reserved: What torch's caching allocator will have reserved, from the least to the most.
-        overheads: Name → bytes that come on top of `reserved` on a GPU; none on CPU ranks.
-        host: What is kept in host memory, by name, in bytes of one rank; `machine` is that of all
-            ranks of one machine together, and `present` what the machine has, if that was looked
-            up.
-        disk: Bytes on disk by name: `cache`, `checkpoint` (one), `checkpoints` (as many as are
-            kept), `export`; and `free` where the run's directory is, if that was looked up.
-        notes: What was assumed, in sentences for a person.
+        reserved: Lower and upper bound of what torch's caching allocator will have reserved.
+        overheads: Bytes by name in addition to `reserved` on a GPU; empty for CPU ranks.
+        host: Bytes of host memory of one rank by name; `machine` is the sum over all ranks of one
+            machine, and `present` the machine's memory, if known.
+        disk: Bytes on disk by name: `cache`, `checkpoint` (one), `checkpoints` (all that are kept),
+            `export`; and `free` in the run's file system, if known.
+        notes: Assumptions, as sentences for users.
     """
 
     model: str
@@ -110,17 +109,18 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """The most bytes allocated at once, over all phases."""
+        """Return the most bytes allocated at once, over all phases."""
         return self.largest.peak
 
     @property
     def largest(self) -> Phase:
-        """The phase that needs the most."""
+        """Return the phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.peak)
 
     @property
     def device(self) -> tuple[int, int]:
-        """What the driver will show for this rank: reserved and overheads, least and most."""
+        """Return bounds of the memory that the driver shows for this rank: reserved plus
+        overheads."""
         beside = sum(self.overheads.values())
         return self.reserved[0] + beside, self.reserved[1] + beside
 
@@ -129,7 +129,7 @@ class Prediction:
         return next((phase for phase in self.phases if phase.name == name), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, with what follows from them (`peak`, `largest`, `device`) beside."""
+        """Return JSON values, including the derived `peak`, `largest` and `device`."""
         phases = [
             {
                 "name": phase.name,

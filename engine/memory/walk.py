@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 # -- sharding -------------------------------------------------------------------------------
-# What a unit of FSDP2 takes at each of its marks: shards, gathered weights, what gathers
-# them.
+# Memory of an FSDP2 unit at each of its marks: shards, gathered weights, and communication buffers.
 #
-# As torch 2.11 to 2.13 do it (`torch/distributed/fsdp/_fully_shard`), in the order in which
-# they allocate and free. `tests/bench/memory.py` compares it with them.
+# This follows torch 2.11 to 2.13 (`torch/distributed/fsdp/_fully_shard`), in the order in which
+# they
+# allocate and free. `tests/bench/memory.py` compares the results with theirs.
 
 
 _REDUCED: Final = 4  # bytes: gradients are reduced in fp32
@@ -31,14 +31,14 @@ _REDUCED: Final = 4  # bytes: gradients are reduced in fp32
 
 @dataclass(frozen=True)
 class Layout:
-    """How weights lie on a rank.
+    """Distribution of weights over ranks.
 
     Attributes:
-        shards: Ranks that share a copy of the sharded weights; 0 where nothing is sharded.
-        lora_whole: Whether an adapter stays whole on every rank.
-        casts: Whether weights are gathered in another precision than they are kept in.
+        shards: Ranks that share a copy of the sharded weights; 0 if nothing is sharded.
+        lora_whole: Whether an adapter is replicated on every rank.
+        casts: Whether weights are gathered in another precision than they are stored in.
         offload: Whether shards are kept in host memory.
-        smaller: Ranks over which weights are sharded again after forward; 0 for all of them.
+        smaller: Ranks over which weights are resharded after forward; 0 for all of them.
         replicated: Whether there are several copies of the sharded weights (hsdp).
     """
 
@@ -50,11 +50,11 @@ class Layout:
     replicated: bool = False
 
     def is_sharded(self, weight: Weight) -> bool:
-        """Whether a weight is sharded at all."""
+        """Return whether a weight is sharded at all."""
         return bool(self.shards) and not weight.fp32 and not (weight.lora and self.lora_whole)
 
     def local(self, weight: Weight) -> int:
-        """Numbers of a weight on the rank that has the most of it."""
+        """Return the elements of a weight on the rank that has the most of it."""
         if not self.is_sharded(weight):
             return weight.numel
         rows = weight.shape[0]
@@ -63,20 +63,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a unit, in bytes.
+    """The memory of a unit, in bytes.
 
     Attributes:
-        held: Parameters on the device all the time.
+        held: Parameters that are always on the device.
         host: Shards in host memory.
-        copied: Made while a gathering begins, and freed when it is under way.
-        buffer: What is received into.
+        copied: Copies of shards, made when an all-gather starts, and freed once it is in flight.
+        buffer: The all-gather's receive buffer.
         whole: The gathered weights.
-        again: Weights after forward where they are sharded again over fewer ranks.
-        gradients: Whole gradients of what is sharded.
-        kept_gradients: Gradients of what is whole on every rank.
-        reduce: What gradients are sent from.
-        output: What they are received into.
-        reduced: Of that, what stays: the gradients of the shards.
+        again: Weights after forward, if they are resharded over fewer ranks.
+        gradients: Unsharded gradients of sharded weights.
+        kept_gradients: Gradients of replicated weights.
+        reduce: The reduce-scatter's send buffer.
+        output: The reduce-scatter's receive buffer.
+        reduced: The part of it that stays: the gradients of the shards.
     """
 
     held: int
@@ -94,7 +94,7 @@ class Cost:
 
 @lru_cache(maxsize=4096)
 def cost_of(unit: Unit, layout: Layout) -> Cost:
-    """Compute what a unit takes. Pure."""
+    """Compute the memory of a unit. Pure."""
     mine = [w for w in unit.weights if layout.is_sharded(w)]
     others = [w for w in unit.weights if not layout.is_sharded(w)]
     ranks = layout.shards
@@ -108,7 +108,7 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
         held=kept + (0 if layout.offload else held),
         host=held if layout.offload else 0,
         copied=_copied(shards, layout),
-        # A single shard is copied into place.
+        # With a single shard, weights are copied into place without a buffer.
         buffer=rounded(sum(n * ranks * w.gathered for w, n in shards)) if ranks > 1 else 0,
         whole=sum(rounded(number * ranks * w.gathered) for w, number in shards),
         again=sum(rounded(number * ranks * w.gathered // layout.smaller) for w, number in shards)
@@ -125,16 +125,16 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
 
 
 def swapped_of(units: Sequence[Unit], count: int) -> tuple[int, int]:
-    """Bytes of swapped blocks in host memory, and of those on the device at a time.
+    """Return the bytes of swapped blocks in host memory, and of those on the device at a time.
 
-    While one computes, the next one is being copied (`engine.parallel.block_swap`).
+    While one block computes, the next one is being copied (`engine.parallel.block_swap`).
 
     Args:
-        units: Of a model that is whole on its one rank.
-        count: How many blocks are swapped; no more than there are.
+        units: Units of a model that is unsharded on a single rank.
+        count: Number of swapped blocks, limited to the number of blocks.
 
     Returns:
-        Bytes in host memory, and the most that is on the device at a time.
+        Bytes in host memory, and the peak on the device.
     """
     blocks = [unit for unit in units if unit.name[-1:].isdigit()]
     chosen = [blocks[place] for place in spread(min(count, len(blocks)), len(blocks))]
@@ -143,7 +143,8 @@ def swapped_of(units: Sequence[Unit], count: int) -> tuple[int, int]:
 
 
 def _copied(shards: list[tuple[Weight, int]], layout: Layout) -> int:
-    """Shards in the precision and on the device that they are sent from."""
+    """Return the bytes of shards copied for sending, in the precision and on the device of the
+    send."""
     if not layout.offload:
         return rounded(sum(n * w.gathered for w, n in shards)) if layout.casts else 0
     moved = sum(rounded(n * w.gathered) for w, n in shards)
@@ -159,18 +160,18 @@ _NOTHING = Span(0, 0, 0, 0)
 
 @dataclass
 class Walk:
-    """The memory of a rank while it goes along a trace.
+    """The memory of a rank along a trace.
 
     Attributes:
-        trace: Of the step, or of a forward.
-        layout: How weights lie on the rank.
-        base: What is there all the time.
+        trace: Trace of a step, or of a forward.
+        layout: Distribution of weights over the ranks.
+        base: Memory that is always in use.
         reshard: Whether units free their weights after forward.
-        ahead: Units that are gathered ahead in forward.
-        behind: Units that are gathered ahead in backward; 0 for the one that torch gathers.
-        context: Ranks that share a sample's tokens, and so its activations.
-        peaks: Phase → parts at its peak.
-        gradients: Bytes of gradients when it has ended.
+        ahead: Number of units that are prefetched in forward.
+        behind: Number of units that are prefetched in backward; 0 for torch's default of one.
+        context: Ranks that share a sample's tokens, and therefore its activations.
+        peaks: Memory by purpose at the peak of each phase.
+        gradients: Bytes of gradients at the end.
     """
 
     trace: Trace
@@ -186,7 +187,7 @@ class Walk:
     def __post_init__(self) -> None:
         self._costs = {unit.name: cost_of(unit, self.layout) for unit in self.trace.units}
         gathered = [name for name, cost in self._costs.items() if cost.whole and name]
-        # As `engine.parallel.sharding` has them: UNets register what is in the middle last.
+        # Use the order of `engine.parallel.sharding`: UNets register their middle block last.
         self._order = sorted(gathered, key=lambda name: name.startswith("up_blocks."))
         self._kept = sum(cost.kept_gradients for cost in self._costs.values())
         self._sums = any(cost.gradients for cost in self._costs.values())
@@ -194,20 +195,20 @@ class Walk:
         self._phase = ""
 
     def step(self, micro_batches: int) -> None:
-        """All forwards and backwards of an optimizer step; more than two are like two."""
+        """Walk all micro-batches of an optimizer step; more than two have the same peak as two."""
         for number in range(min(2, micro_batches)):
             self.micro_batch(first=number == 0)
 
     def micro_batch(self, *, first: bool = True) -> None:
-        """One forward and backward; where it is not the first, it adds to what is there."""
+        """Walk one forward and backward. Unless it is the first, gradients accumulate."""
         self._first = first
-        self._gathered: dict[str, int] = {}  # unit → its whole weights
-        self._pending: dict[str, int] = {}  # unit → what is received for it
+        self._gathered: dict[str, int] = {}  # unit → its unsharded weights
+        self._pending: dict[str, int] = {}  # unit → its receive buffer
         self._again: dict[str, int] = {}  # unit → its weights, sharded over fewer ranks
-        self._received = 0  # what the unit before was received into
-        self._sending = 0  # what gradients of the unit before are sent from
-        self._held = 0  # what replicas have summed up, until backward ends
-        self._taken = 0  # gradients of the trace that are whole no more
+        self._received = 0  # receive buffer of the previous unit
+        self._sending = 0  # send buffer of the previous unit's gradients
+        self._held = 0  # gradients summed over replicas, until backward ends
+        self._taken = 0  # unsharded gradients of the trace freed so far
         self._forwards: list[str] = []
         self._ended: set[str] = set()
         self._now = _NOTHING
@@ -242,7 +243,7 @@ class Walk:
 
     def _enter(self, name: str, cost: Cost) -> None:
         self._unshard(name, cost)
-        self._received = cost.buffer  # freed when the next unit has received
+        self._received = cost.buffer  # freed when the next unit has been received
         if self.ahead and name:
             place = self._order.index(name)
             for other in self._order[place + 1 : place + 1 + self.ahead]:
@@ -274,7 +275,7 @@ class Walk:
         self._again.pop(name, None)
         self._sending = 0
         if not self._first:
-            self._taken += cost.kept_gradients  # added to those that are there
+            self._taken += cost.kept_gradients  # accumulated into the existing ones
         if not cost.gradients:
             return
         self._look(gradients=cost.reduce)
@@ -296,7 +297,7 @@ class Walk:
     # -- gathering -------------------------------------------------------------------------
 
     def _request(self, name: str) -> None:
-        """Begin to gather a unit's weights."""
+        """Start gathering a unit's weights."""
         if name in self._gathered or name in self._pending:
             return
         cost = self._costs[name]
@@ -304,7 +305,7 @@ class Walk:
         self._pending[name] = cost.buffer
 
     def _unshard(self, name: str, cost: Cost) -> None:
-        """Gather a unit's weights, and wait for them."""
+        """Gather a unit's weights and wait for them."""
         if name in self._gathered:
             return
         self._request(name)
@@ -321,12 +322,12 @@ class Walk:
         if self._first or (self._sums and self.layout.shards):
             most, gradients = span.most, max(0, span.most - span.most_activations)
         else:
-            # Gradients are there already, and new ones are added to them one by one.
+            # Gradients exist already, and new ones are added to them one by one.
             most, gradients = span.most_activations, 0
         self._compare(most - gradients, self._gradients(gradients), self._weights())
 
     def _look(self, gathered: int = 0, gradients: int = 0) -> None:
-        """Compare a moment between two stretches, with so much more of something."""
+        """Compare a moment between two spans, with additional gathered weights or gradients."""
         now = self._now
         own = now.gradients if self._first or self._sums else 0
         self._compare(now.activations, self._gradients(own) + gradients, self._weights() + gathered)
@@ -336,7 +337,7 @@ class Walk:
         return whole + sum(self._again.values()) + self._received
 
     def _gradients(self, of_trace: int) -> int:
-        """All gradients, while the trace has that number of them."""
+        """Return the bytes of all gradients, given those of the trace."""
         if not self.layout.shards:
             return of_trace if self._first else self.gradients
         before = 0 if self._first else self._kept

@@ -1,1 +1,1 @@
-"""Ranks: who they are, how they wait for each other, and what they report."""
+"""Ranks: process groups, file barriers, agreement on requests, and telemetry."""

@@ -1,4 +1,4 @@
-"""What a failing rank leaves behind: its traceback in its log, one record for the supervisor."""
+"""Record a failing rank's traceback in its log, and one record for the supervisor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def cause_of(error: BaseException | None) -> Cause:
-    """Classify a failure by its type, or by that of the error that caused it."""
+    """Classify a failure by its type, or by the type of an error that caused it."""
     while error is not None:
         if isinstance(error, DiskFullError):
             return Cause.DISK_FULL
@@ -40,7 +40,7 @@ def cause_of(error: BaseException | None) -> Cause:
 def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: Telemetry) -> None:
     """Write `ranks/<r>.error.json`, an `error` event, and the traceback to standard error.
 
-    Never starts a collective: other ranks may be inside one.
+    Never starts a collective, since other ranks may be inside one.
     """
     kind = "UserError" if isinstance(error, UserError) else type(error).__name__
     text = "".join(traceback.format_exception(error))
@@ -56,11 +56,12 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
     }
     with suppress(OSError):  # the log may be on a full disk
         print(text, file=sys.stderr, flush=True)
-    if taken_over(run_dir.root):  # no failure of the ranks that have the run now
+    if taken_over(run_dir.root):  # the failure does not concern the ranks that now own the run
         return
     try:
         write_atomic(run_dir.rank_error(rank), json.dumps(record | {"trace": text}) + "\n")
-        # Appending is atomic on one machine only. Elsewhere the warden adds it afterwards.
+        # Appending is atomic only on one machine. On several, the batch-step supervisor adds the
+        # event later.
         if rank == 0 or FENCE_VARIABLE not in os.environ:
             with open(run_dir.events, "a", encoding="utf-8") as file:
                 file.write(Failed.read(record).line())
@@ -71,16 +72,18 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
 
 
 # -- flight dump ----------------------------------------------------------------------------
-# What torch remembers of this rank's collectives, written while the rank may wait in one.
+# Dump torch's record of this rank's collectives, while the rank may be waiting in one.
 
 
-# Of NCCL's groups and of gloo's. Torch (2.11 to 2.13) has no public names for them, and no recorder
-# of NCCL in its CPU build.
+# Recorders of NCCL and of gloo. Torch (2.11 to 2.13) has no public names for them, and its CPU
+# build
+# has no NCCL recorder.
 _RECORDERS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def write_flight(run_dir: RunDir, rank: int) -> None:
-    """Write `logs/flight_<rank>.json`, a list with what each recorder holds. No collective."""
+    """Write `logs/flight_<rank>.json`, a list with the content of each recorder. Not a
+    collective."""
     recorders: list[Any] = [getattr(c10d, name, lambda: "{}") for name in _RECORDERS]
     dumps = [json.loads(dump()) for dump in recorders]
     write_atomic(run_dir.flight(rank), json.dumps(dumps) + "\n")

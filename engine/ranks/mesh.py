@@ -1,4 +1,4 @@
-"""The ranks as a grid: replicas × shards × context-parallel groups."""
+"""Arrange the ranks as a grid: replicas × shards × context-parallel groups."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 REPLICATE, SHARD, RING, ULYSSES = "dp_replicate", "dp_shard", "ring", "ulysses"
 _FLAT = "dp_shard_cp"
-_HEAD_START: Final = 60.0  # seconds in which the supervisor ends a job that makes no progress
+_HEAD_START: Final = 60.0  # seconds for the supervisor to end a job that makes no progress
 
 
 def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> DeviceMesh | None:
-    """All ranks as `(dp_replicate, dp_shard)` or, under context parallelism, with two more dims.
+    """Return all ranks as `(dp_replicate, dp_shard)`, with two more dims for context parallelism.
 
-    The innermost dims vary fastest: the ranks of a machine share shards and context, which need
-    the fast links, and replicas lie across machines. Diffusers wants a dim for each kind of
-    context parallelism; the one that is not used has size 1.
+    The innermost dims vary fastest: ranks of one machine share shards and context, which need fast
+    links, and replicas span machines. Diffusers expects a dim for each kind of context parallelism;
+    the unused one has size 1.
 
     Returns:
-        The mesh; None for strategies that shard nothing.
+        The mesh; None for strategies that do not shard.
     """
     if strategy not in SHARDING:
         return None
@@ -49,10 +49,10 @@ def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> De
 
 
 def collective_timeout(spec: RunningKeys) -> timedelta:
-    """How long a collective may take before torch aborts its rank.
+    """Return how long a collective may take before torch aborts its rank.
 
-    Of two equal timeouts the supervisor's comes first: it knows which rank is late, and writes
-    down where all of them stand.
+    If both timeouts are equal, the supervisor's must come first: it knows which rank is late, and
+    records where all ranks are.
     """
     seconds = spec.distributed_timeout_seconds
     if 0 < spec.hang_timeout <= seconds:
@@ -63,7 +63,7 @@ def collective_timeout(spec: RunningKeys) -> timedelta:
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh over which `fully_shard` works: 1-D, or 2-D `(replicate, shard)` for HSDP.
 
-    Weights are sharded over context-parallel ranks too: they all hold the same model.
+    Weights are also sharded over context-parallel ranks, since these hold the same model.
     """
     names = mesh.mesh_dim_names or ()
     replicated = mesh.size(0) > 1
@@ -74,10 +74,10 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _flat(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a replica's ranks as a 1-D mesh, the same object at every call."""
+    """Return a replica's ranks as a 1-D mesh, the same object on every call."""
     return mesh[SHARD, RING, ULYSSES]._flatten(_FLAT)
 
 
 def _set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
-    """Give the group of a 1-D mesh the job's timeout: a new group has torch's default (2.15)."""
+    """Set the job's timeout on a 1-D mesh's group, since a new group has torch's default (2.15)."""
     mesh.get_group().set_timeout(timeout)

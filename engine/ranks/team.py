@@ -1,4 +1,4 @@
-"""The ranks of an attempt, as far as they meet outside of collectives."""
+"""Synchronize the ranks of an attempt outside of collectives."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ if TYPE_CHECKING:
 
 
 # -- file barrier ---------------------------------------------------------------------------
-# Ranks meet through files, with no collective open.
+# Synchronize ranks through files, with no collective open.
 #
-# While ranks work on shares of different size (filling a cache may take hours), a collective
-# would run into the process group's timeout. A marker file per rank has none.
+# When ranks have different amounts of work (filling a cache may take hours), a collective would run
+# into the process group's timeout. Marker files have no timeout.
 
 
-# Seconds between checks: ranks that are about equally fast hardly wait.
+# Seconds between checks; short at first, so that equally fast ranks hardly wait.
 _SHORTEST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.1
 
 
 class StrandedError(RuntimeError):
-    """This rank is sound, but cannot continue without one that failed."""
+    """This rank is healthy, but cannot continue because another rank failed."""
 
 
 class FileBarrier:
-    """Meeting points of one attempt of a run.
+    """Barriers of one attempt of a run.
 
     Args:
         run_dir: A directory that all ranks see.
-        token: The same on all ranks, new for each attempt, so that markers of an earlier one
-            mean nothing.
+        token: The same on all ranks, and new for each attempt, so that stale markers are ignored.
         rank: This rank.
         size: World size.
     """
@@ -59,35 +58,35 @@ class FileBarrier:
         self._here.mkdir(parents=True, exist_ok=True)
 
     def arrive(self, place: str, word: Any = None) -> None:
-        """Say that this rank is done with what comes before `place`.
+        """Signal that this rank has reached a barrier.
 
         Args:
-            place: The meeting point.
-            word: What the other ranks need to know; a JSON value. See `words`.
+            place: Name of the barrier.
+            word: Message for the other ranks, a JSON value. See `words`.
         """
         write_atomic(self._here / f"{place}.{self._rank}", json.dumps(word))
 
     def arrived(self, place: str) -> int:
-        """How many ranks have arrived."""
+        """Return how many ranks have arrived."""
         return sum(1 for _ in self._here.glob(f"{place}.*"))
 
     def words(self, place: str) -> list[Any]:
-        """Return the messages that ranks left when they arrived, by rank.
+        """Return the messages of the ranks that have arrived, in rank order.
 
-        Ranks that are not there have none.
+        Ranks that have not arrived have no entry.
         """
         paths = {int(path.suffix[1:]): path for path in self._here.glob(f"{place}.*")}
         return [json.loads(paths[rank].read_text()) for rank in sorted(paths)]
 
     def claim(self, work: str, number: int) -> bool:
-        """Take a piece of work that several ranks could do; whether this rank is the first.
+        """Claim a piece of work that any rank could do; return whether this rank got it.
 
-        So a slow rank does less and nobody waits for it, and nothing is done twice.
+        A slow rank claims fewer pieces, so no rank waits for it, and no work is done twice.
         """
-        folder = self._here / f"claims-{work}"  # of its own: `arrived` lists the one above often
+        folder = self._here / f"claims-{work}"  # separate, since `arrived` lists the parent often
         folder.mkdir(exist_ok=True)
         try:
-            # Created exclusively: the file system decides who came first.
+            # Create the file exclusively: the file system decides which rank came first.
             os.close(os.open(folder / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return False
@@ -96,12 +95,12 @@ class FileBarrier:
     def wait(
         self, place: str, *, ranks: int | None = None, waiting: Callable[[], None] | None = None
     ) -> None:
-        """Wait, however long it takes, until `count` ranks (default: all) have arrived.
+        """Wait without a timeout until `ranks` ranks (default: all) have arrived.
 
         Args:
-            place: The meeting point.
-            ranks: How many must have arrived.
-            waiting: Called several times a second meanwhile.
+            place: Name of the barrier.
+            ranks: Number of ranks that must have arrived.
+            waiting: Called several times a second while waiting.
 
         Raises:
             StrandedError: Another rank has failed and will never arrive.
@@ -116,22 +115,22 @@ class FileBarrier:
             pause = min(_LONGEST_PAUSE, pause * 1.5)
 
     def _one_failed(self) -> bool:
-        """Whether a rank has left an error; see `RunDir.requested` for why by listing."""
+        """Return whether a rank has left an error; see `RunDir.requested` for why it lists."""
         names = set(os.listdir(self._run_dir.ranks))
         return any(self._run_dir.rank_error(rank).name in names for rank in range(self._size))
 
     def close(self) -> None:
-        """Forget all markers; only after all ranks have met for the last time."""
+        """Delete all markers. Call only after all ranks have passed the last barrier."""
         shutil.rmtree(self._root, ignore_errors=True)
 
 
 # -- control --------------------------------------------------------------------------------
-# What people ask of a running job, agreed by all ranks at a step boundary.
+# User requests to a running job, which all ranks agree on at a step boundary.
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What all ranks agreed to do now."""
+    """Actions that all ranks agreed to take now."""
 
     stop: bool
     save_now: bool
@@ -140,18 +139,18 @@ class Wishes:
 
 
 class _Asked(NamedTuple):
-    """A vote under way: host memory, through gloo, so that no device is waited for."""
+    """A vote in flight: in host memory, through gloo, so that no device is synchronized."""
 
     votes: torch.Tensor
     work: Any
 
 
 class StoppedError(Exception):
-    """All ranks have agreed to leave before the first step; nothing has failed."""
+    """All ranks have agreed to leave before the first step. This is not a failure."""
 
 
 class Control:
-    """Watches the request files, and SIGTERM, which asks for the same as `stop`."""
+    """Watches the request files, and SIGTERM, which is equivalent to `stop`."""
 
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self._run_dir = run_dir
@@ -161,15 +160,17 @@ class Control:
         signal.signal(signal.SIGTERM, self._note_termination)
 
     def agree(self, *, save_failed: bool = False, now: bool = False) -> Wishes:
-        """Agree on what all ranks do at this step boundary; a collective.
+        """Agree on the actions of all ranks at this step boundary; a collective.
 
-        SIGTERM may reach one rank before another, so the ranks vote; one vote is enough.
+        SIGTERM may reach one rank before another, so the ranks vote, and one vote is enough.
 
         Args:
-            save_failed: Whether this rank knows that a save behind training's back has failed;
-                the others may not have noticed yet.
-            now: Look now, and wait for the others. Else ranks on GPUs take what they were asked
-                with `ask` a step before, which has been answered meanwhile.
+            save_failed: Whether this rank knows that an asynchronous save has failed, which the
+                other
+                ranks may not have noticed yet.
+            now: Vote now, and wait for the others. Otherwise, ranks on GPUs use the vote started by
+                `ask`
+                one step earlier, which has completed meanwhile.
         """
         asked, self._asked = self._asked, None
         if asked is not None:
@@ -179,9 +180,9 @@ class Control:
         return Wishes(*map(bool, asked.votes))
 
     def ask(self, *, save_failed: bool = False) -> None:
-        """Vote for the next boundary, after what was agreed for this one is done.
+        """Start the vote for the next boundary, once this boundary's actions are done.
 
-        On CPU ranks, and where there is one rank, nothing is gained by that: `agree` looks itself.
+        On CPU ranks, or with one rank, this would gain nothing: `agree` votes itself.
         """
         if self._world.size == 1 or self._world.device.type == "cpu":
             return
@@ -190,26 +191,28 @@ class Control:
         self._asked = _Asked(votes, work)
 
     def _votes(self, *, save_failed: bool) -> list[bool]:
-        # Rank 0 removes the other requests, and so it alone knows which of them are new.
+        # Rank 0 removes the other requests, so only rank 0 knows which of them are new.
         others = [self._world.main and self._run_dir.requested(name) for name in REQUESTS[1:]]
         return [self.wants_stop(), *others, save_failed]
 
     def wants_stop(self) -> bool:
-        """Whether this rank has seen a wish to stop. No collective: others may see it later.
+        """Return whether this rank has seen a stop request. Not a collective: others may see it
+        later.
 
-        What was seen once stays: what a rank tells the others must not differ from what it did.
+        Once true, it stays true, since what a rank reports to others must match its own behavior.
         """
         if self._run_dir.requested("stop"):
-            self._stop = True  # never back to False: SIGTERM may have come meanwhile
+            self._stop = True  # never back to False: SIGTERM may have arrived
         return self._stop
 
     def honoured(self, name: str) -> None:
-        """Remove the request file of what has been done (main rank)."""
+        """Remove the request file of a completed request (main rank)."""
         if self._world.main:
             self._run_dir.clear_request(name)
 
     def _note_termination(self, *_: Any) -> None:
-        # Only a note: a collective or a save in a signal handler would hang or tear.
+        # Only set a flag: a collective or a save inside a signal handler could deadlock or corrupt
+        # state.
         self._stop = True
 
 
@@ -218,13 +221,13 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of an attempt, as far as they share work.
+    """The ranks of an attempt and the means to share work.
 
     Attributes:
         world: The ranks.
-        barrier: Where they meet.
-        telemetry: This rank's.
-        wants_stop: Whether this rank was asked to stop; once true, it stays true.
+        barrier: Their file barrier.
+        telemetry: This rank's telemetry.
+        wants_stop: Returns whether a stop was requested on this rank; once true, it stays true.
     """
 
     world: World
@@ -233,15 +236,16 @@ class Team:
     wants_stop: Callable[[], bool] = lambda: False
 
     def arrive(self, place: str, word: dict[str, Any]) -> None:
-        """Go to a meeting point; the word also says whether this rank wants to stop."""
+        """Reach a barrier, adding to the message whether a stop was requested on this rank."""
         self.barrier.arrive(place, word | {"stop": self.wants_stop()})
 
     def words(self, place: str) -> list[dict[str, Any]]:
-        """Return the messages left at a meeting point, once every rank has arrived.
+        """Return the messages left at a barrier, once every rank has arrived.
 
         Raises:
-            StoppedError: A rank wants to stop. All ranks read the same words, so all leave here or
-                none does, and no rank enters a collective alone.
+            StoppedError: A stop was requested on any rank. All ranks read the same messages, so
+                either all
+                leave here or none does, and no rank enters a collective alone.
         """
         words: list[dict[str, Any]] = self.barrier.words(place)
         if any(word["stop"] for word in words):

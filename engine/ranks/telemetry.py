@@ -1,4 +1,4 @@
-"""What a rank says of itself: a status file about once a second, and rank 0's event stream."""
+"""Report a rank's status: a status file about once a second, and rank 0's event stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # -- peaks ----------------------------------------------------------------------------------
-# The most memory each phase of a run has taken on this rank.
+# Measure the peak memory of each phase on this rank.
 
 
 _STATUS: Final = Path("/proc/self/status")
@@ -38,12 +38,13 @@ _CLEAR: Final = Path("/proc/self/clear_refs")
 class Peaks:
     """Measures phases, one after another.
 
-    On a GPU it is what torch's allocator held at most; on CPU ranks the largest resident set of
-    the process, which the kernel counts and lets a process reset.
+    On a GPU, this is the peak of torch's allocator. On CPU ranks, it is the peak resident set of
+    the
+    process, which the kernel tracks and lets a process reset.
 
     Attributes:
-        phases: Phase → bytes, the largest of all its runs.
-        doing: The phase that runs, or that has failed; else None.
+        phases: Bytes per phase, the largest of all its runs.
+        doing: The phase that is running or has failed, else None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,12 +55,12 @@ class Peaks:
 
     @property
     def measure(self) -> str:
-        """What is counted: `allocated` on a GPU, `rss` on CPU ranks."""
+        """Return what is measured: `allocated` on a GPU, `rss` on CPU ranks."""
         return "allocated" if self._device.type == "cuda" else "rss"
 
     @contextmanager
     def phase(self, name: str, *, measured: bool = True) -> Iterator[None]:
-        """Measure what happens within, or only name it; phases must not be nested."""
+        """Measure a phase, or only record its name. Phases must not be nested."""
         self.doing = name
         if measured:
             self._reset()
@@ -71,7 +72,7 @@ class Peaks:
                 self.phases[name] = max(self.phases.get(name, 0), self._peak())
 
     def memory(self) -> dict[str, int | None]:
-        """Bytes that torch holds on this rank's GPU now and at most; empty on CPU."""
+        """Return the bytes that torch holds on this rank's GPU, now and at peak; empty on CPU."""
         if self._device.type != "cuda":
             return {}
         return {
@@ -99,23 +100,23 @@ class Peaks:
 
 
 # -- progress -------------------------------------------------------------------------------
-# How far a phase is: of one rank, or of all that share its work.
+# Report the progress of a phase, on one rank or over all ranks that share its work.
 
 
 _EVERY: Final = 0.5  # seconds
 
 
 class Progress:
-    """Called with the number of things done; reports it in the events, a few times a second.
+    """Called with the number of finished items; reports it in the events, a few times a second.
 
     Attributes:
-        total: What is counted up to, if known; may become known later.
-        ranks: What each rank has done of shared work, as far as known.
+        total: Total number of items, if known; may be set later.
+        ranks: Finished items of each rank in shared work, as far as known.
 
     Args:
-        telemetry: The rank's.
+        telemetry: The rank's telemetry.
         name: The phase.
-        total: What the ranks together count up to, if known.
+        total: Total number of items over all ranks, if known.
         shared: Whether ranks share the work, so that each counts its own part.
     """
 
@@ -129,17 +130,19 @@ class Progress:
         self.ranks: list[int] | None = None
 
     def __call__(self, done: int) -> None:
-        """Report how many are done, in shared work: by this rank. The work has moved on."""
+        """Report the number of finished items (in shared work: of this rank), and record
+        progress."""
         self._telemetry.moved()
         if self._shared:
             self._telemetry.done = done
         self.say(done)
 
     def say(self, done: int) -> None:
-        """Report how far all ranks are, while this rank waits for the others.
+        """Report the progress of all ranks while this rank waits for the others.
 
-        Waiting is not progress and is not recorded as such: the other ranks record their own, and
-        when none of them does, the job makes no progress.
+        Waiting is not recorded as progress: the other ranks record their own, and if none of them
+        does,
+        the job makes no progress.
         """
         if time.monotonic() - self._last_event < _EVERY:
             return
@@ -168,8 +171,9 @@ class Progress:
         return [mine] + [others.get(rank, 0) for rank in range(1, max(others, default=0) + 1)]
 
     def _left(self, done: int) -> float | None:
-        """Seconds to go at the pace so far, counted from the first thing done: loading a model
-        comes before it.
+        """Return the estimated seconds left, at the pace since the first item was finished.
+
+        The time before that is ignored, since it includes loading a model.
         """
         now = time.monotonic()
         if self._first is None:
@@ -192,29 +196,29 @@ _MEASURED: Final = ("encode", "latents", "load", "sample", "copy", "save", "expo
 
 
 class Telemetry:
-    """Owned by one rank. Everything but `close` may be called before torch is imported."""
+    """Telemetry of one rank. All methods except `close` may be called before torch is imported."""
 
     def __init__(self, run_dir: RunDir, rank: int) -> None:
         self.run_dir = run_dir
         self.rank = rank
         self.phase_name = "start"
         self.step = 0
-        self.total_steps: int | None = None  # until the data is counted
-        self.done: int | None = None  # of the phase's shared work
+        self.total_steps: int | None = None  # None until the data is counted
+        self.done: int | None = None  # finished items of the phase's shared work
         self.device = "cpu"
         self.device_uuid: str | None = None
         self.gpu: str | None = None  # its name
         self.gpu_memory: int | None = None  # bytes
-        self.peaks: Peaks | None = None  # until torch and the device are known
-        self.record_flight: Callable[[], None] | None = None  # the same
+        self.peaks: Peaks | None = None  # None until torch and the device are known
+        self.record_flight: Callable[[], None] | None = None  # likewise
         self._process = psutil.Process()
         self._started = started_at(os.getpid()) or 0.0
         self._progressed = time.time()
-        self._shared = FENCE_VARIABLE in os.environ  # machines share the run directory
+        self._shared = FENCE_VARIABLE in os.environ  # several machines share the run directory
         self._ended = threading.Event()
         self._passed_on: set[str] = set()
         self._one_at_a_time = threading.Lock()
-        # Line-buffered, so that each event is one write and a reader sees whole lines.
+        # Buffer by line, so that each event is one write and readers see complete lines.
         self._events = (
             open(run_dir.events, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - for life
             if rank == 0
@@ -227,7 +231,7 @@ class Telemetry:
     # -- events ----------------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
-        """Append an event (rank 0; on other ranks nothing happens)."""
+        """Append an event on rank 0; do nothing on other ranks."""
         with self._one_at_a_time:  # caches are filled, and data read, by several threads
             if self._events is not None:
                 with suppress(OSError):  # a full disk must not end the training
@@ -269,11 +273,11 @@ class Telemetry:
     def phase(
         self, name: str, total: int | None = None, *, shared: bool = False
     ) -> Iterator[Progress]:
-        """Run a phase; yields a function to call with the number of things done.
+        """Run a phase; yields a callable that takes the number of finished items.
 
         Args:
             name: A key of `jobs.run.rundir.PHASES`.
-            total: What is counted up to, if known.
+            total: Total number of items, if known.
             shared: Whether ranks share the work and each counts its own part.
         """
         assert name in PHASES, name
@@ -336,20 +340,23 @@ class Telemetry:
             if self.record_flight is not None and self.run_dir.requested(FLIGHT):
                 with suppress(OSError, ValueError):
                     self.record_flight()
-                self.record_flight = None  # once: the job is about to be ended
+                self.record_flight = None  # only once: the job is about to be ended
 
     def _give_way(self) -> None:
-        """End at once, without a word to other ranks, if another allocation has the run now.
+        """Exit at once, without notifying other ranks, if another allocation now owns the run.
 
-        This node was cut off, and Slurm has started the job elsewhere: what this rank wrote would
-        mix with what the new ranks write. No collective, no save: the others may be gone.
+        In that case, this node was cut off and Slurm has started the job elsewhere, so anything
+        this rank
+        writes would mix with the output of the new ranks. Run no collective and save nothing, since
+        the
+        other ranks may be gone.
         """
         if self._shared and (other := taken_over(self.run_dir.root)):
             self.say(f"allocation {other} of this job has taken over; exiting")
             os._exit(_GAVE_WAY)
 
     def _pass_on(self) -> None:
-        """Report warnings of trackers and of other ranks: only rank 0 writes events."""
+        """Emit warnings of trackers and of other ranks, since only rank 0 writes events."""
         with suppress(OSError, ValueError):
             for path in self.run_dir.tracking.glob("*.warning"):
                 text = path.read_text(encoding="utf-8").strip()
@@ -360,7 +367,8 @@ class Telemetry:
                     self.warn(text)
 
     def _sync(self) -> None:
-        """Let other machines see the events: an open file's bytes may stay here for a minute."""
+        """Make events visible to other machines, since an open file's data may stay local for a
+        minute."""
         if self._shared and self._events is not None:
             with suppress(OSError, ValueError):
                 os.fsync(self._events.fileno())

@@ -1,4 +1,4 @@
-"""Who the ranks are and what they run on."""
+"""Describe this rank, its device, and its process group."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ if TYPE_CHECKING:
 
 
 # -- host memory ----------------------------------------------------------------------------
-# How much host memory this process may still take: of the machine, and of its container.
+# Determine the host memory that this process may still use, limited by the machine and its
+# container.
 
 
 def available_memory(own: Path = OWN, mounted: Path = CGROUPS) -> int:
-    """Bytes; the least of what the machine and every control group around this process leave.
+    """Return the free bytes: the minimum over the machine and every control group of this process.
 
     Args:
         own: Lists this process's control groups.
-        mounted: Where they are, of either version.
+        mounted: Where control groups (v1 or v2) are mounted.
     """
     rooms = [left for left, _ in memory_rooms(own, mounted)]
     return min([psutil.virtual_memory().available, *rooms])
 
 
 # -- affinity -------------------------------------------------------------------------------
-# Keep a rank on the CPUs beside its GPU, where a machine has several sockets.
+# Keep a rank on the CPUs next to its GPU, on machines with several sockets.
 #
-# Accelerate's `set_numa_affinity` (1.15) takes the local rank for NVML's index of the GPU,
-# which is another one's wherever CUDA_VISIBLE_DEVICES chooses, moves a single thread, and
-# fails in a container that has none of those CPUs.
+# Accelerate's `set_numa_affinity` (1.15) uses the local rank as NVML's index of the GPU, which is
+# wrong if CUDA_VISIBLE_DEVICES selects GPUs. It also moves only a single thread, and fails in a
+# container that has none of those CPUs.
 
 
 _PCI: Final = Path("/sys/bus/pci/devices")
@@ -55,27 +56,27 @@ _ASKED: Final = "ACCELERATE_CPU_AFFINITY"
 
 
 def stay_near_gpu(*, on_cpu: bool, pci: Path = _PCI) -> str:
-    """Move this process to the CPUs beside its GPU, of those that it may use; before NCCL starts.
+    """Pin this process to the allowed CPUs next to its GPU. Call before NCCL starts.
 
     Args:
-        on_cpu: Whether the job is to run on the CPU whatever there is.
-        pci: The PCI devices that the kernel knows.
+        on_cpu: Whether the job runs on the CPU even if there are GPUs.
+        pci: Directory of the kernel's PCI devices.
 
     Returns:
-        What was done, for the log; "" where all CPUs are as near, or the kernel knows none.
+        A log message; "" if all CPUs are equally near, or the kernel does not know.
     """
-    os.environ.pop(_ASKED, None)  # accelerate would move it again, see above
+    os.environ.pop(_ASKED, None)  # accelerate would pin it again, see above
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if on_cpu or not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return ""
-    facts: Any = torch.cuda.get_device_properties(index)  # its types lack these three
+    facts: Any = torch.cuda.get_device_properties(index)  # the stubs lack these three attributes
     place = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
     near = _cpus_beside(pci / place) & allowed
     if not near or near == allowed:
         return ""
     for thread in _THREADS.iterdir():  # libraries have started some already
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             os.sched_setaffinity(int(thread.name), near)
     return f"on {len(near)} of {len(allowed)} CPUs, those of the GPU's socket ({place})"
 
@@ -83,7 +84,7 @@ def stay_near_gpu(*, on_cpu: bool, pci: Path = _PCI) -> str:
 def _cpus_beside(device: Path) -> set[int]:
     """Return the CPUs of a device's NUMA node (`0-15,32-47`).
 
-    Empty where the kernel does not report them.
+    Empty if the kernel does not report them.
     """
     cpus: set[int] = set()
     with suppress(OSError, ValueError):
@@ -101,15 +102,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place among the others.
+    """This rank's position in the process group.
 
     Attributes:
         rank: 0 … size - 1.
         size: World size.
-        device: Where this rank computes.
+        device: The device that this rank computes on.
         strategy: single, ddp, fsdp2 or hsdp.
-        token: A random text, the same on all ranks, new for each attempt.
-        reason: Why this strategy.
+        token: A random string, the same on all ranks, new for each attempt.
+        reason: Why this strategy was chosen.
         mesh: The ranks as a grid, for strategies that shard; see `engine.ranks.mesh`.
         context_size: Ranks that share each sample.
     """
@@ -125,27 +126,27 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Return whether this is the rank that writes shared output."""
         return self.rank == 0
 
     @property
     def shards(self) -> bool:
-        """Whether the model is sharded."""
+        """Return whether the model is sharded."""
         return self.strategy in SHARDING
 
     @property
     def replicas(self) -> int:
-        """How many copies of a sharded model there are; 1 but for HSDP."""
+        """Return the number of copies of a sharded model; 1 except for HSDP."""
         return self.mesh.size(0) if self.mesh is not None else 1
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch this rank trains on; shared by a context group."""
+        """Return which part of the global batch this rank trains on; a context group shares one."""
         return self.rank // self.context_size
 
     @property
     def data_size(self) -> int:
-        """Into how many parts the global batch is divided."""
+        """Return the number of parts into which the global batch is divided."""
         return self.size // self.context_size
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
@@ -156,12 +157,12 @@ class World:
         """
         if self.size == 1:
             return value
-        # Gloo has no AVG, so sum and divide everywhere alike.
+        # Gloo has no AVG, so sum and divide on every backend.
         dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value.div_(self.size)
 
     def any(self, flags: list[bool]) -> list[bool]:
-        """For each flag, whether it is set on any rank. A collective on the CPU group."""
+        """Return, for each flag, whether it is set on any rank. A collective on the CPU group."""
         if self.size == 1:
             return flags
         votes = torch.tensor(flags, dtype=torch.int32)
@@ -169,11 +170,11 @@ class World:
         return [bool(vote) for vote in votes]
 
     def gather(self, value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-        """Every rank's value, by rank. A collective.
+        """Return every rank's value, in rank order. A collective.
 
         Args:
-            value: What can be pickled.
-            group: All ranks; None for the default group.
+            value: Any picklable value.
+            group: A group of all ranks; None for the default group.
         """
         if self.size == 1:
             return [value]
@@ -182,11 +183,11 @@ class World:
         return everyone
 
     def from_main(self, value: _T, group: dist.ProcessGroup | None = None) -> _T:
-        """Rank 0's value, on all ranks. A collective.
+        """Return rank 0's value on all ranks. A collective.
 
         Args:
-            value: What can be pickled; only rank 0's counts.
-            group: All ranks; None for the default group.
+            value: Any picklable value; ignored on other ranks.
+            group: A group of all ranks; None for the default group.
         """
         box = [value]
         if self.size > 1:
@@ -213,10 +214,11 @@ class World:
 
 
 def take_gpu(spec: DeviceKeys) -> None:
-    """Make this rank's GPU the current one, before libraries are imported that ask for it.
+    """Make this rank's GPU the current one, before importing libraries that query it.
 
-    Torchao 0.18 asks the current GPU for its properties while it is imported (torch 2.14), which
-    would open a context on the first GPU in every rank.
+    Torchao 0.18 queries the current GPU's properties on import (torch 2.14), which would open a
+    context
+    on the first GPU in every rank.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if not _computes_on_cpu(spec) and local < torch.cuda.device_count():
@@ -224,11 +226,12 @@ def take_gpu(spec: DeviceKeys) -> None:
 
 
 def start_world(spec: JobSpec) -> World:
-    """Join the process group and take this rank's device.
+    """Join the process group and select this rank's device.
 
     Raises:
-        UserError: The launcher started another number of ranks than the job asks for, or torch
-            does not see the GPUs that the job was given.
+        UserError: The launcher started a different number of ranks than the job sets, or torch does
+            not
+            see the GPUs assigned to the job.
     """
     on_cpu = spec.device == "cpu" or not torch.cuda.is_available()
     _check_gpus(spec)
@@ -236,9 +239,9 @@ def start_world(spec: JobSpec) -> World:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         options["timeout"] = collective_timeout(spec)
         if not on_cpu:
-            # Requests and checkpoints use small CPU tensors: gloo beside NCCL.
+            # Requests and checkpoints use small CPU tensors, so add gloo to NCCL.
             options["backend"] = "cpu:gloo,cuda:nccl"
-            # NCCL connects now, and never guesses a device.
+            # This makes NCCL connect now instead of guessing a device later.
             options["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     state = PartialState(cpu=on_cpu, **options)
     if state.num_processes != world_size(spec):
@@ -246,8 +249,9 @@ def start_world(spec: JobSpec) -> World:
             f"the job has {world_size(spec)} ranks but the launcher started {state.num_processes}",
             "launch with the same --num_processes",
         )
-    # All CPU ranks compute on the one CPU, which accelerate numbers. Of a single GPU it leaves the
-    # number out.
+    # All CPU ranks share one CPU device, which accelerate would number. For a single GPU,
+    # accelerate
+    # omits the number.
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     common = [uuid.uuid4().hex[:12], *_strategy(spec)]
     if state.num_processes > 1:
@@ -266,7 +270,7 @@ def start_world(spec: JobSpec) -> World:
 
 
 def _check_gpus(spec: DeviceKeys) -> None:
-    """Refuse to train on the CPU, or twice on one GPU, where the job was given GPUs.
+    """Refuse to train on the CPU, or twice on one GPU, if the job was assigned GPUs.
 
     Raises:
         UserError: Torch sees fewer GPUs than this machine's ranks need.
@@ -284,7 +288,7 @@ def _check_gpus(spec: DeviceKeys) -> None:
 
 
 def _computes_on_cpu(spec: DeviceKeys) -> bool:
-    """Whether the job or the launcher says so."""
+    """Return whether the job or the launcher selects the CPU."""
     launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     return spec.device == "cpu" or launched
 
@@ -296,6 +300,6 @@ def _strategy(spec: RecipeKeys) -> tuple[str, str]:
 
 
 def leave_world() -> None:
-    """Leave the process group in order."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""A job's model on fake tensors: what one step does to memory."""
+"""Trace the memory of one training step by running a job's model on fake tensors."""

@@ -1,4 +1,4 @@
-"""What fake tensors on the CPU cannot say: numbers, and what a GPU does otherwise."""
+"""Supply values that fake tensors lack, and make the CPU imitate a GPU's memory use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# -- assume ---------------------------------------------------------------------------------
-# Answers for what a fake tensor cannot say: it has a shape, and no numbers.
+# -- assumptions ----------------------------------------------------------------------------
+# Answer questions that a fake tensor cannot: it has a shape but no values.
 
 
 _ATEN: Final = torch.ops.aten
@@ -25,10 +25,10 @@ _OVER_MASKS: Final = (_ATEN.all.default, _ATEN.all.dim)
 
 
 class Assume(TorchDispatchMode):
-    """Within, conditions hold, masks are true everywhere, and numbers are 1.
+    """While active, conditions hold, masks are true everywhere, and numbers are 1.
 
     Args:
-        all_true: Whether `mask.all()` is, which lets models do without a mask.
+        all_true: The result of `mask.all()`; True lets models skip the mask.
     """
 
     def __init__(self, *, all_true: bool = True) -> None:
@@ -59,7 +59,7 @@ def _everywhere(func: Any, args: tuple[Any, ...]) -> Any:
     """Return the result of an operation whose mask is true everywhere.
 
     Raises:
-        NotImplementedError: It is not known here.
+        NotImplementedError: The operation is not supported.
     """
     if func is _ATEN.nonzero.default:
         return torch.stack(_places(args[0]), dim=1)
@@ -75,22 +75,23 @@ def _everywhere(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _places(mask: torch.Tensor) -> list[torch.Tensor]:
-    """Return the indices of all elements of a mask, one vector for each dim."""
+    """Return the indices of all elements of a mask, one vector per dimension."""
     count = mask.numel()
     return [torch.empty(count, dtype=torch.int64, device=mask.device) for _ in mask.shape]
 
 
 # -- cuda -----------------------------------------------------------------------------------
-# What a GPU does otherwise than the CPU that fake tensors pretend to be.
+# Differences between a GPU and the CPU that fake tensors pretend to be on.
 #
-# Fake tensors are on the CPU, since torch needs a driver for others. Three things differ
-# there that memory is sensitive to: autocast takes other functions to fp32, `rms_norm` is
-# made of single steps that keep what the fused kernel does not, and attention's backward has
-# no accumulator.
+# Fake tensors are on the CPU, since torch needs a driver for other devices. Three differences
+# affect
+# memory: autocast converts other functions to fp32, `rms_norm` consists of single steps that keep
+# tensors which the fused kernel does not keep, and attention's backward has no accumulator.
 
 
-# Those of the lists in torch's `ATen/autocast_mode.h` (2.13) that models here call and that the
-# CPU's autocast does not have.
+# Functions from the lists in torch's `ATen/autocast_mode.h` (2.13) that models here call and that
+# CPU
+# autocast does not convert.
 _TO_FP32: Final[tuple[Callable[..., Any], ...]] = tuple(
     getattr(place, name)
     for place in (torch, torch.Tensor, functional)
@@ -125,14 +126,15 @@ _ATTENTION_BACKWARD: Final = (
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Within, functions keep in memory what they keep on a GPU."""
+    """While active, functions keep the same tensors in memory as on a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in (torch.Tensor.backward, torch.autograd.backward):
-            # A mode is off while it handles a function, and backward may recompute with others.
+            # A mode is disabled while it handles a function, but backward may recompute forwards
+            # under it.
             with self:
                 return _run_backward(*args, **kwargs)
         if func in _RMS_NORM:
@@ -149,7 +151,7 @@ _FP32: Final = frozenset(_TO_FP32)
 def temporary(function: Any, given: Any) -> int:
     """Return the bytes that an operation takes only while it runs, and only on a GPU.
 
-    Flash attention sums the gradient of queries in fp32, and keeps a number for each of them.
+    Flash attention accumulates the gradient of queries in fp32, plus one number per query.
     """
     if function is not _ATTENTION_BACKWARD:
         return 0
@@ -162,7 +164,7 @@ def temporary(function: Any, given: Any) -> int:
 
 
 def _run_backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
-    """Run the last call of `torch.autograd.backward` (torch 2.13), without asking modes."""
+    """Run the final call of `torch.autograd.backward` (torch 2.13), bypassing function modes."""
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     gradients = tuple(torch.ones_like(root) for root in roots)
     _engine_run_backward(
@@ -171,7 +173,7 @@ def _run_backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) ->
 
 
 def _widened(value: Any) -> Any:
-    """Return a tensor of half precision in fp32."""
+    """Convert a half-precision tensor to fp32; return other values unchanged."""
     half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if half else value
 
@@ -189,7 +191,7 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Of the fused kernel only what it allocates and keeps: input, weight, 1 / rms."""
+    """The memory behavior of the fused kernel: it keeps input, weight and 1 / rms."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""What a family's `predict` is fed: shapes of latents and of encoded captions.
+"""Compute the shapes of the inputs of a family's `predict`: latents and encoded captions.
 
-Both follow from the denoiser's config but for a few numbers of the parts around it, which all
-published models of a family share.
+Both follow from the denoiser's config, except for a few sizes of other components that are the same
+in all published models of a family.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from jobs.spec.keys.job import JobKeys
 
 _LONGEST_VIDEO: Final = (
-    81  # frames; `engine.data.index.data_index` reads no more where a job does not say
+    81  # frames; the limit of `engine.data.index.data_index` without `num_frames`
 )
 _CLIP_TOKENS: Final = 77
 _CLIP_PATCHES: Final = 257
-_SEEN_CELL: Final = 28  # pixels of the side of what is a token of Qwen2.5-VL
-_AROUND_SEEN: Final = 6  # tokens that say where an image begins and ends, and which one it is
-_WAN_TEXT: Final = 512  # tokens, of models that see the first frame
-_LARGE: Final = 1024  # times as large as a picture: no rule takes that without shrinking it
-_GLYPHS: Final = 256  # tokens of what HunyuanVideo 1.5's prompts have in quotes, at most
-_LLAMA_LAYERS: Final = 32  # of the Llama 3.1 8B that HiDream is used with
+_SEEN_CELL: Final = 28  # pixels per side of a Qwen2.5-VL token
+_AROUND_SEEN: Final = 6  # tokens that delimit and number an image
+_WAN_TEXT: Final = 512  # tokens, for models that see the first frame
+_LARGE: Final = 1024  # scale factor beyond which every rule shrinks an image
+_GLYPHS: Final = 256  # most tokens of the quoted text in a HunyuanVideo 1.5 prompt
+_LLAMA_LAYERS: Final = 32  # of Llama 3.1 8B, which HiDream uses
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The latents of a family.
+    """The compression of a family's latents.
 
     Attributes:
-        side: Pixels of a latent's side.
-        frames: Frames of a latent, but for the first; 0 for images.
+        side: Pixels per latent side.
+        frames: Frames per latent, except for the first; 0 for images.
     """
 
     side: int = 8
@@ -57,25 +57,25 @@ _CELLS: Final = {
     "hunyuanvideo15": Cells(16, 4),
     "ltxvideo": Cells(32, 8),
 }
-_PACKED: Final = ("flux", "chroma", "qwen_image")  # their `in_channels` are of 2×2 latents
+_PACKED: Final = ("flux", "chroma", "qwen_image")  # their `in_channels` count 2×2 latents
 
 
 def latents_shape(
     spec: JobKeys, config: Mapping[str, Any], size: tuple[int, int], frames: int = 1
 ) -> tuple[int, ...]:
-    """`(C, h, w)`, of families that train on videos `(C, f, h, w)`.
+    """Return `(C, h, w)` or, for families that train on videos, `(C, f, h, w)`.
 
     Args:
         spec: The job.
-        config: The denoiser's.
+        config: The denoiser's config.
         size: Width and height in pixels.
-        frames: Of the video.
+        frames: Frames of the video.
     """
     cells = _CELLS.get(spec.model_family, Cells())
-    if spec.model_family == "wan" and config["in_channels"] == 48:  # TI2V-5B has a VAE of its own
+    if spec.model_family == "wan" and config["in_channels"] == 48:  # TI2V-5B has its own VAE
         cells = Cells(16, 4)
     width, height = (pixels // cells.side for pixels in size)
-    # Those of an image may be beside the latents' own.
+    # `in_channels` may include the channels of a conditioning image.
     beside = spec.model_family in ("wan", "flux", "hunyuanvideo15") and config.get("out_channels")
     channels = (beside or config["in_channels"]) // (4 if spec.model_family in _PACKED else 1)
     if not cells.frames:
@@ -92,15 +92,15 @@ def reference_shapes(
     *,
     training: bool = True,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name → shape and precision of latents of conditioning images that are shaped as the image.
+    """Return shape and dtype, by name, of the latents of conditioning images shaped like the image.
 
     Args:
         spec: The job.
-        config: The denoiser's.
-        size: Of the image beside them.
-        count: How many.
-        frames: Of the video beside them.
-        training: Whether they are a sample's, and not a prompt's.
+        config: The denoiser's config.
+        size: Size of the image that they condition.
+        count: Number of conditioning images.
+        frames: Frames of the video that they condition.
+        training: Whether they belong to a training sample rather than a prompt.
     """
     if not count:
         return {}
@@ -129,7 +129,7 @@ def references(spec: DataPlanKeys, *, training: bool) -> int:
 
 
 def _seen_tokens(spec: InputKeys, size: tuple[int, int], count: int, *, training: bool) -> int:
-    """Return the text tokens that conditioning images add, for an encoder that sees images."""
+    """Return the text tokens that conditioning images add if the encoder sees images."""
     takes = references_of(spec)
     if takes is None or takes.seen is None:
         return 0
@@ -147,14 +147,14 @@ def caption_shapes(
     *,
     training: bool = True,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name → shape and precision of what `Family.encode` gives at most, without a batch.
+    """Return the largest shape, and the dtype, of each output of `Family.encode`, without a batch.
 
     Args:
         spec: The job.
-        config: The denoiser's.
-        size: Of the image.
-        count: The conditioning images beside it.
-        training: Whether it is a sample's, and not a prompt's.
+        config: The denoiser's config.
+        size: Size of the image.
+        count: Number of its conditioning images.
+        training: Whether it is a training sample rather than a prompt.
     """
     from engine.model.precision import compute_dtype
 
@@ -218,13 +218,13 @@ def caption_shapes(
 
 
 def training_size(spec: JobSpec) -> tuple[int, int]:
-    """Width and height of the bucket with the most pixels; the squarest of them."""
+    """Return width and height of the bucket with the most pixels; the squarest if several do."""
     sizes = sizes_of(spec)
     return max(sizes, key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])))
 
 
 def largest_encoded(spec: JobSpec) -> tuple[int, int]:
-    """Width and height of the largest image that is encoded: of a bucket, or beside it."""
+    """Return width and height of the largest image to encode: a bucket or a conditioning image."""
     size, takes = training_size(spec), references_of(spec)
     if takes is None or takes.fit is None or not references(spec, training=True):
         return size
@@ -233,7 +233,8 @@ def largest_encoded(spec: JobSpec) -> tuple[int, int]:
 
 
 def training_frames(spec: InputKeys) -> int:
-    """Return the frames of a sample; the most that a video may have where the job does not say."""
+    """Return the frames of a sample, or the most that a video may have if the job sets no
+    number."""
     step = get_family(spec.model_family).frame_step
     if not step:
         return 1
@@ -241,7 +242,7 @@ def training_frames(spec: InputKeys) -> int:
 
 
 def sampled(spec: DataPlanKeys) -> tuple[tuple[int, int], int] | None:
-    """Size and frames of the largest sample that the job makes; None if it makes none."""
+    """Return size and frames of the largest sample that the job makes; None if it makes none."""
     requests = requests_of(spec)
     if not requests:
         return None

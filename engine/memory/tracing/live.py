@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive while something runs on fake tensors."""
+"""Count the bytes of tensors that are alive while code runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BLOCK: Final = 512
-"""What CUDA's allocator rounds every allocation up to, in bytes."""
+"""Granularity of CUDA's caching allocator, in bytes."""
 
 
 def rounded(size: int) -> int:
-    """Round bytes up to what the allocator counts for them."""
+    """Round bytes up to the allocator's granularity."""
     return -(-size // BLOCK) * BLOCK
 
 
 class Live(TorchDispatchMode):
-    """Within, every storage that an operation makes is counted until it is freed.
+    """While active, counts every storage that an operation creates, until it is freed.
 
-    What existed before is not counted. Gradients of parameters are counted apart from all else,
-    from the moment that they are attached.
+    Existing storages are not counted. Gradients of parameters are counted separately, from the
+    moment
+    that they are attached.
 
     Attributes:
-        activations: Bytes alive now, but for attached gradients.
+        activations: Bytes alive now, except for attached gradients.
         gradients: Bytes of gradients attached to parameters.
-        most: The most that both were together, since `reset`.
-        most_activations: The most that `activations` was, since `reset`.
-        temporary: Function and arguments of an operation → bytes that it takes only while it runs.
+        most: Peak of the sum of both since `reset`.
+        most_activations: Peak of `activations` since `reset`.
+        temporary: Returns the bytes that an operation takes only while it runs, from its function
+            and
+            arguments.
     """
 
     def __init__(self, temporary: Callable[[Any, Any], int] = lambda function, given: 0) -> None:
@@ -60,12 +63,13 @@ class Live(TorchDispatchMode):
     # -- counting --------------------------------------------------------------------------
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage, unless it is counted already; of a wrapper what it wraps."""
+        """Count a tensor's storage unless it is counted already; for a wrapper, the wrapped
+        tensors."""
         flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is not None:  # a `DTensor` pretends to have all of it
+        if flatten is not None:  # a `DTensor` reports its full size
             for name in flatten()[0]:
                 inner = getattr(tensor, name)
-                if isinstance(inner, torch.Tensor):  # and not its mesh
+                if isinstance(inner, torch.Tensor):  # skip its mesh
                     self.add(inner)
             return
         storage = tensor.untyped_storage()
@@ -79,7 +83,7 @@ class Live(TorchDispatchMode):
         self._look()
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Never count a tensor's storage: it is counted elsewhere."""
+        """Never count a tensor's storage, because it is counted elsewhere."""
         storage = tensor.untyped_storage()
         key = id(storage)
         self._sizes[key] = (weakref.ref(storage, lambda _: self._forget(key)), 0, False)
@@ -105,7 +109,7 @@ class Live(TorchDispatchMode):
             self._look()
 
     def drop(self, keys: set[int]) -> None:
-        """Count these storages no more, although they are alive."""
+        """Stop counting these storages, although they are alive."""
         for key in keys:
             self._forget(key)
 
@@ -130,19 +134,19 @@ class Live(TorchDispatchMode):
     # -- peaks -----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Begin a new stretch."""
+        """Restart the peaks at the current values."""
         self.most = self.activations + self.gradients
         self.most_activations = self.activations
 
     def simulate(self, activations: int, together: int | None = None) -> None:
-        """Have it been so much more for a moment: of activations, and with gradients."""
+        """Record a momentary increase: of activations, and of activations plus gradients."""
         self.most_activations = max(self.most_activations, self.activations + activations)
         together = activations if together is None else together
         self.most = max(self.most, self.activations + self.gradients + together)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Within, no new peaks are seen."""
+        """Ignore new peaks inside this context."""
         self._silent += 1
         try:
             yield
@@ -156,5 +160,5 @@ class Live(TorchDispatchMode):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identify a tensor's storage while it is alive."""
+    """Return an identifier of a tensor's storage, valid while it is alive."""
     return id(tensor.untyped_storage())

@@ -1,7 +1,7 @@
-"""The job's own model on fake tensors: config, adapters, units, checkpointing.
+"""Build the job's model on fake tensors: config, adapters, units, checkpointing.
 
-Built as a rank builds it (`engine.run_job.build_model`), but for the weights: parameters are as
-they are when their unit is gathered.
+The model is built the way a rank builds it (`engine.run_job.build_model`), but without weights, and
+with every parameter as it is when its unit is gathered.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 
 # -- shape ----------------------------------------------------------------------------------
-# What of a job decides its trace: everything else is arithmetic.
+# Collect the settings that a trace depends on. All other settings only enter the arithmetic.
 
 
-# Keys whose values change what a forward or backward of a rank does; some of them only sometimes.
+# Keys that affect a rank's forward or backward, some of them only in combination with others.
 _ALWAYS: Final = (
     "pretrained_model_name_or_path",
     "model_family",
@@ -86,16 +86,16 @@ _OF_POLICIES: Final = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A trace's name.
+    """The identity of a trace.
 
     Attributes:
-        key: All that decides it, as a text.
-        spec: A job that has it.
+        key: JSON text of everything that the trace depends on.
+        spec: A job with this shape.
         config: The denoiser's config.
         sharded: Whether units gather their weights, in the compute precision.
         size: Width and height of an image in pixels.
         frames: Frames of a video.
-        training: Whether it is a step of training; else a forward for a sample.
+        training: Whether this is a training step rather than a sample's forward.
     """
 
     key: str
@@ -117,7 +117,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
     """Return the shape of a job's steps or samples; None for samples if it makes none.
 
     Raises:
-        UserError: The model's config is not known, or no image size fits the job.
+        UserError: The model's config is unknown, or no image size fits the job.
     """
     target = find_target(spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path)
     asked = sampled(spec)
@@ -146,7 +146,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
 
 
 def _keys(spec: RecipeKeys, *, training: bool) -> set[str]:
-    """Return the keys that matter to this job."""
+    """Return the keys that affect this job's trace."""
     keys = {*_ALWAYS, *_OF_POLICIES.get(spec.fsdp_auto_wrap_policy, ())}
     if training:
         keys.update(_OF_TRAINING)
@@ -155,7 +155,7 @@ def _keys(spec: RecipeKeys, *, training: bool) -> set[str]:
             keys |= {"gradient_checkpointing", "fsdp_activation_checkpointing"}
     if spec.model_type == "lora":
         keys.update(_OF_LORA)
-        if own_policy(spec):  # it is asked without what is not sharded
+        if own_policy(spec):  # the policy only sees sharded parameters
             keys.add("lora_placement")
     return keys
 
@@ -170,13 +170,13 @@ class Weight:
     Attributes:
         name: Its name in the adapted model.
         shape: Its shape.
-        stored: Bytes of one number as a rank holds it.
-        gathered: Bytes of one number while its unit computes.
+        stored: Bytes per element as stored on a rank.
+        gathered: Bytes per element while its unit computes.
         trained: Whether it is trained.
-        lora: Whether it is the adapter's.
-        fp32: Whether full training computes with it in fp32, so that it stays whole on every rank.
+        lora: Whether it belongs to the adapter.
+        fp32: Whether full training computes with it in fp32, so that it is replicated on all ranks.
         unused: Whether it gets no gradient although it is trained.
-        per_element: Weights of the model that one of its numbers stands for, where it is packed.
+        per_element: Model weights per element if packed, else 1.
     """
 
     name: str
@@ -191,7 +191,7 @@ class Weight:
 
     @cached_property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Return the number of elements."""
         count = 1
         for side in self.shape:
             count *= side
@@ -200,11 +200,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered together.
+    """Parameters that are gathered together.
 
     Attributes:
-        name: Of the module; the root's is empty.
-        weights: Its parameters, but for those of units inside of it.
+        name: Name of the module; "" for the root.
+        weights: Its parameters, except those of nested units.
     """
 
     name: str
@@ -213,14 +213,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Built:
-    """A model, and what it is made of.
+    """A model and its structure.
 
     Attributes:
         model: On the meta device, with adapters; buffers are real.
         family: Its family.
         units: In the order of registration, the root last.
-        blocks: Names of the modules that are repeated, none inside of another.
-        buffers: Bytes of all buffers, a training adapter's among them.
+        blocks: Names of the repeated modules, none nested in another.
+        buffers: Bytes of all buffers, including those of a training adapter.
     """
 
     model: torch.nn.Module
@@ -234,7 +234,7 @@ def build(shape: Shape) -> Built:
     """Build the model of a job without weights.
 
     Raises:
-        UserError: The config describes no model, or the job's settings do not fit it.
+        UserError: The config does not describe a model, or the job's settings do not fit it.
     """
     spec = shape.spec
     family = families.load(spec.model_family, spec.model_flavour, _root(shape), spec.fps)
@@ -242,7 +242,7 @@ def build(shape: Shape) -> Built:
     try:
         with parameters_on_meta():
             model = model_class.from_config(shape.config)
-    except Exception as error:  # whatever a constructor makes of numbers that do not fit
+    except Exception as error:  # constructors raise many types for invalid configs
         words = " ".join(str(error).split())[:300]
         raise UserError(
             f"{model_class.__name__} cannot be built from its config "
@@ -253,9 +253,10 @@ def build(shape: Shape) -> Built:
     fp32 = {name for name, p in model.named_parameters() if id(p) in in_fp32}
     _set_precision(model, shape, fp32)
     quantize_layers(model, spec, family, _published(shape, family))
-    # `auto` is settled by the GPUs, which need not be here: it is counted as what all of them can.
+    # `auto` depends on the GPUs, which may be on another machine: count what every GPU supports.
     set_scaled(model, scaled=spec.base_matmul == "scaled")
-    # No CPU has a GPU's kernels; they keep what the kernel keeps that torch chooses here.
+    # GPU kernels do not exist on a CPU. They keep the same tensors as the kernel that torch chooses
+    # here.
     if spec.attention_backend not in GPU_KERNELS:
         choose_attention(model, spec)
     if spec.model_type == "lora":
@@ -271,7 +272,7 @@ def build(shape: Shape) -> Built:
 
 
 def on_fake(built: Built, shape: Shape) -> None:
-    """Replace parameters and buffers by fake ones, as gathered; under a `FakeTensorMode`."""
+    """Replace parameters and buffers by fake tensors, as gathered, within a `FakeTensorMode`."""
     spec = shape.spec
     widths = {w.name: w.gathered for unit in built.units for w in unit.weights}
     narrow = compute_dtype(spec)
@@ -292,7 +293,7 @@ def on_fake(built: Built, shape: Shape) -> None:
 
 
 def _root(shape: Shape) -> Any:
-    """Return the model's directory; None where only its published config is known."""
+    """Return the model's directory; None if only its published config is known."""
     try:
         return find_model(shape.spec.pretrained_model_name_or_path)
     except UserError:
@@ -300,18 +301,19 @@ def _root(shape: Shape) -> Any:
 
 
 def _published(shape: Shape, family: Family) -> dict[str, StoredTensor] | None:
-    """Where the model's tensors are, some of them packed; None where that is not known."""
+    """Return the model's stored tensors, some of them packed; None if they are unknown."""
     root = _root(shape)
     if root is None or base_precision(shape.spec) == "none":
         return None
     try:
         return join_packed(stored_tensors(root / family.component))
-    except UserError:  # which a rank says
+    except UserError:  # the ranks report this error
         return None
 
 
 def _set_precision(model: torch.nn.Module, shape: Shape, fp32: set[str]) -> None:
-    """As `engine.model.files.weights.build_on_meta` does."""
+    """Convert parameters to their storage precision, like
+    `engine.model.files.weights.build_on_meta`."""
     spec = shape.spec
     made: dict[int, torch.nn.Parameter] = {}
     for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():
@@ -348,7 +350,7 @@ def _units(
     }
     taken: set[torch.nn.Parameter] = set()
     unit_of = {}
-    for module in [*chosen, model]:  # inner ones first
+    for module in [*chosen, model]:  # nested ones first
         own = [p for p in module.parameters() if p not in taken]
         taken.update(own)
         unit_of[module] = Unit(names[module], tuple(of_parameter[p] for p in own))

@@ -1,4 +1,4 @@
-"""Runs a block by itself, forward and backward, and writes down what it did to memory."""
+"""Run a block in isolation, forward and backward, and record its memory use."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Asked = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies.
+    """Location of a tensor in a storage.
 
     Attributes:
-        storage: Number of a new storage, or of an input that it is a view of.
-        of_input: Which of both.
+        storage: Number of a new storage, or of the input that the tensor is a view of.
+        of_input: Whether it is a view of an input.
         shape: Its shape.
         stride: Its strides.
         offset: Its offset, in elements.
-        dtype: Its precision.
+        dtype: Its dtype.
         differentiable: Whether it has a gradient.
     """
 
@@ -45,25 +45,26 @@ class Slot:
 
 @dataclass
 class Record:
-    """What a block does to memory.
+    """The memory use of a block.
 
     Attributes:
         name: The block that was traced.
-        forward: Its forward.
-        backward: Its backward; empty if it has none.
-        result: What it returns: a tree of slots.
-        outputs: Its tensors.
+        forward: Timeline of its forward.
+        backward: Timeline of its backward; empty if it has none.
+        result: Structure of its return value: a tree of slots.
+        outputs: The tensors in it.
         sizes: Bytes of each new storage among them.
-        kept: Bytes that it keeps for backward besides inputs and outputs.
-        cached: Bytes that stay until the whole model's forward ends: what autocast keeps.
-        evicted: Bytes of what autocast kept for the model around it until it was traced.
-        saved_inputs: Which inputs it keeps for backward.
-        saved_outputs: Which new storages of outputs it keeps.
-        gradients: Bytes of gradients of its parameters.
-        input_gradients: Gradients of its inputs; None for those without.
+        kept: Bytes that it keeps for backward in addition to inputs and outputs.
+        cached: Bytes that live until the full model's forward ends: autocast's cache.
+        evicted: Bytes that autocast had cached for the surrounding model before this block was
+            traced.
+        saved_inputs: Numbers of the inputs that it keeps for backward.
+        saved_outputs: Numbers of the new output storages that it keeps.
+        gradients: Bytes of its parameters' gradients.
+        input_gradients: Gradients of its inputs; None for inputs without.
         gradient_sizes: Bytes of each storage among them.
-        asked: Which of its output tensors have a gradient.
-        unused: Trained parameters that get none.
+        asked: Per output tensor, whether backward passes a gradient to it.
+        unused: Trained parameters that get no gradient.
     """
 
     name: str
@@ -93,16 +94,16 @@ def record_block(
     tree: TreeSpec,
     asked: Asked | None,
 ) -> Record:
-    """Run a block by itself.
+    """Run a block in isolation and record its memory use.
 
     Args:
-        recorder: Whose clock it runs by.
+        recorder: Records the timeline.
         name: The block's name.
         module: The block.
-        call: Calls it.
-        leaves: What it is called with.
-        tree: Arguments that these are the leaves of.
-        asked: Which of its output tensors have a gradient; None for all that can.
+        call: Calls the block.
+        leaves: Flattened arguments.
+        tree: Structure of the arguments.
+        asked: Per output tensor, whether it has a gradient in backward; None for all that can.
     """
     live = recorder.live
     recorder.flush()
@@ -153,12 +154,12 @@ def record_block(
         )
         module.zero_grad(set_to_none=True)
     live.drop(live.alive() - before)
-    live.reset()  # of all this, nothing has happened to the model
+    live.reset()  # none of this has happened to the model
     return record
 
 
 def _record_backward(record: Record, watch: _Watch, ends: list[torch.Tensor]) -> None:
-    """Run the backward of outputs, which are taken away."""
+    """Run the backward of outputs, and remove them from the list."""
     seed = _Seed.apply(watch, *ends)
     ends.clear()
     with watch.recorder.apart() as entries, _outside_of_autocast():
@@ -171,8 +172,11 @@ def _record_backward(record: Record, watch: _Watch, ends: list[torch.Tensor]) ->
 
 @contextmanager
 def _outside_of_autocast() -> Iterator[None]:
-    """Autocast ends with forward. What is recomputed enters its own, and with the outermost one
-    ends what it kept: so none may be around.
+    """Leave autocast for the backward, as in training, where autocast ends with forward.
+
+    A recomputation enters its own autocast, and leaving the outermost one clears the cache.
+    Therefore no
+    outer autocast may be active.
     """
     enabled, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     torch.set_autocast_enabled("cpu", False)
@@ -187,7 +191,7 @@ def _outside_of_autocast() -> Iterator[None]:
 
 
 def _stand_ins(tensors: list[torch.Tensor], watch: _Watch) -> list[torch.Tensor]:
-    """Tensors like these, with storages that nobody else holds, and that are not counted."""
+    """Return copies of tensors with storages that nothing else holds and that are not counted."""
     live = watch.recorder.live
     storages: dict[int, torch.Tensor] = {}
     made = []
@@ -210,7 +214,8 @@ def _stand_ins(tensors: list[torch.Tensor], watch: _Watch) -> list[torch.Tensor]
 
 
 def _write_outputs(record: Record, returned: list[Any], places: dict[int, int]) -> dict[int, int]:
-    """Write down where the outputs lie; the new storages among them and their numbers."""
+    """Record the locations of the outputs, and return the numbers of the new storages among
+    them."""
     fresh: dict[int, int] = {}
     for tensor in returned:
         if not isinstance(tensor, torch.Tensor):
@@ -226,7 +231,7 @@ def _write_outputs(record: Record, returned: list[Any], places: dict[int, int]) 
 
 
 class _Watch:
-    """What is seen of a block's backward."""
+    """Observes a block's backward."""
 
     def __init__(self, recorder: Recorder, inputs: int) -> None:
         self.recorder = recorder
@@ -264,7 +269,7 @@ class _Watch:
 
 
 class _Seed(torch.autograd.Function):
-    """Where a block's backward begins: makes the gradients of its outputs."""
+    """Start of a block's backward: creates the gradients of its outputs."""
 
     @staticmethod
     def forward(ctx: Any, watch: _Watch, *outputs: torch.Tensor) -> torch.Tensor:
@@ -280,7 +285,7 @@ class _Seed(torch.autograd.Function):
 
 
 class _Sink(torch.autograd.Function):
-    """Where it ends: sees the gradients of its inputs."""
+    """End of a block's backward: receives the gradients of its inputs."""
 
     @staticmethod
     def forward(
@@ -315,24 +320,26 @@ def view(storage: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 
 # -- echo -----------------------------------------------------------------------------------
-# Runs a block once, forward and backward, and then repeats what it did to memory.
+# Run a block once, forward and backward, and then replay its memory use.
 #
-# Blocks of one kind do the same to memory, whatever their weights: of the dozens that a model
-# has, one of each kind is traced, by itself; all of them, that one too, are then played in
-# the model's own forward and backward, where an echo allocates what the block left behind,
-# and frees it when the block would.
+# Blocks of one kind use memory in the same way, independent of their weights. Of a model's dozens
+# of
+# blocks, one of each kind is traced in isolation. All of them, including that one, are then
+# replayed
+# in the model's own forward and backward: an echo allocates the tensors that the block would leave
+# behind, and frees them when the block would.
 
 
 class Echo:
-    """Plays blocks.
+    """Replays blocks.
 
     Args:
-        recorder: Where to.
-        asked: Block → which of its tensors have a gradient in backward, where not all have: what
-            the last block makes of the text may be of no use to anybody.
+        recorder: Records the timeline.
+        asked: For blocks whose outputs do not all have a gradient in backward: per output tensor,
+            whether it has one. For example, nothing uses the text output of the last block.
 
     Attributes:
-        differs: What `asked` should have said of other blocks.
+        differs: Entries that `asked` lacks.
         unused: Parameters that got no gradient.
     """
 
@@ -361,10 +368,10 @@ class Echo:
         Args:
             module: The block.
             name: Its name in the model.
-            call: Calls it.
-            how: Tells ways to call it apart.
-            args: Of the call.
-            kwargs: Of the call.
+            call: Calls the block.
+            how: Distinguishes ways to call it.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         if self._recording:
             return call(*args, **kwargs)
@@ -391,7 +398,7 @@ class Echo:
         return tree_unflatten(filled, record.result)
 
     def release(self) -> None:
-        """Free what blocks keep until the model's forward ends."""
+        """Free the tensors that blocks keep until the model's forward ends."""
         self.held.clear()
 
     def forward(
@@ -428,7 +435,7 @@ class Echo:
             ]
 
     def _hold(self, size: int) -> None:
-        """Keep that number of bytes alive until the model's forward ends."""
+        """Keep this number of bytes alive until the model's forward ends."""
         if size:
             self.held.append(torch.empty(size, dtype=torch.uint8))
 
@@ -448,7 +455,7 @@ class Echo:
 
 
 class _Played(torch.autograd.Function):
-    """An echo in the graph."""
+    """A replayed block in the autograd graph."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What happens to memory while something runs: stretches between marks."""
+"""Record memory use over time: spans between marks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Kind = Literal["begin", "end", "enter", "leave", "backward", "done"]
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment.
+    """A moment in a timeline.
 
     Attributes:
-        kind: A phase's `begin` or `end`; of a unit, `enter` and `leave` of its forward,
-            `backward` and `done` of its backward.
-        name: The phase's or the unit's; the root's is empty.
+        kind: `begin` or `end` of a phase; for a unit, `enter` and `leave` of its forward,
+            `backward`
+            and `done` of its backward.
+        name: Name of the phase or the unit; "" for the root.
     """
 
     kind: Kind
@@ -34,13 +35,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch between two marks, in bytes.
+    """The interval between two marks, in bytes.
 
     Attributes:
-        most: The most that activations and gradients took together.
-        most_activations: The most that activations took.
-        activations: What they take at its end.
-        gradients: What gradients of parameters take at its end; none is ever freed.
+        most: Peak of activations plus gradients.
+        most_activations: Peak of activations.
+        activations: Activations at its end.
+        gradients: Gradients of parameters at its end; none is ever freed.
     """
 
     most: int
@@ -53,10 +54,10 @@ Entry = Mark | Span
 
 
 class Recorder:
-    """Writes a timeline down.
+    """Records a timeline.
 
     Args:
-        live: What counts.
+        live: Counts the bytes.
     """
 
     def __init__(self, live: Live) -> None:
@@ -65,12 +66,12 @@ class Recorder:
         self._base = (0, 0)
 
     def begin(self) -> None:
-        """Count from what is alive now."""
+        """Count relative to the memory that is alive now."""
         self._base = (self.live.activations, self.live.gradients)
         self.live.reset()
 
     def flush(self) -> None:
-        """End a stretch."""
+        """End the current span."""
         live, (activations, gradients) = self.live, self._base
         live.simulate(0)
         self.entries.append(
@@ -84,12 +85,13 @@ class Recorder:
         live.reset()
 
     def mark(self, kind: Kind, name: str) -> None:
-        """End a stretch with a mark."""
+        """End the current span with a mark."""
         self.flush()
         self.entries.append(Mark(kind, name))
 
     def replay(self, entries: Sequence[Entry], rename: Callable[[str], str]) -> None:
-        """Have what was recorded elsewhere happen here, without its lasting effects."""
+        """Replay entries recorded elsewhere on top of the current memory, without lasting
+        effects."""
         self.flush()
         above = self.live.activations - self._base[0], self.live.gradients - self._base[1]
         for entry in entries:
@@ -107,7 +109,8 @@ class Recorder:
 
     @contextmanager
     def apart(self) -> Iterator[list[Entry]]:
-        """Within, a timeline of its own is written, from what is alive at its beginning on."""
+        """Record a separate timeline inside this context, relative to the memory alive at its
+        start."""
         outer, base = self.entries, self._base
         inner: list[Entry] = []
         self.entries = inner
@@ -120,21 +123,22 @@ class Recorder:
 
 
 # -- marks ----------------------------------------------------------------------------------
-# Marks where the forward and backward of each FSDP unit begin and end.
+# Mark where the forward and backward of each FSDP unit begin and end.
 #
-# At the same places as FSDP2's own hooks: in backward a unit begins when the gradient of one
-# of its outputs is there, and ends when those of its inputs are.
+# The marks are at the same places as FSDP2's own hooks: a unit's backward begins when the gradient
+# of
+# one of its outputs is available, and ends when those of its inputs are.
 
 
 def watch(
     model: torch.nn.Module, units: Sequence[str], recorder: Recorder, release: Callable[[], None]
 ) -> None:
-    """Mark units, and count gradients of parameters as such.
+    """Register hooks that mark units, and that count gradients of parameters as such.
 
     Args:
         model: The model.
         units: Names of its units.
-        recorder: What writes marks down.
+        recorder: Records the marks.
         release: Called when the model's forward has ended.
     """
     for name in units:
@@ -197,7 +201,7 @@ class _Marks:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Says when the gradients of a unit's inputs are there."""
+    """Calls a function once the gradients of a unit's inputs are available."""
 
     @staticmethod
     def forward(ctx: Any, say: Callable[[], None], *inputs: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""One forward and one backward of a job's model, as a timeline of bytes."""
+"""Trace one forward and one backward of a job's model, as a timeline of bytes."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a step does to memory, whatever the number of ranks.
+    """The memory use of a step, independent of the number of ranks.
 
     Attributes:
-        shape: Of what.
+        shape: The traced job settings.
         model: Class of the denoiser.
-        units: What FSDP gathers together, the root last.
+        units: Parameters that FSDP gathers together, the root last.
         buffers: Bytes of its buffers.
-        timeline: Activations and whole gradients, with a mark wherever a unit begins or ends.
-        second_denoiser: Whether samples need another denoiser besides, as large as this one.
-        compiles: Whether it names the blocks that `torch_compile` would compile.
+        timeline: Activations and unsharded gradients, with a mark wherever a unit begins or ends.
+        second_denoiser: Whether samples also need another denoiser of the same size.
+        compiles: Whether the model names the blocks that `torch_compile` would compile.
     """
 
     shape: Shape
@@ -63,25 +63,25 @@ class Trace:
 
     @property
     def parameters(self) -> int:
-        """Of the model, without its adapter."""
+        """Return the number of the model's parameters, without its adapter."""
         every = (w for unit in self.units for w in unit.weights)
         return sum(w.numel * w.per_element for w in every if not w.lora)
 
     @property
     def trained(self) -> int:
-        """How many are trained."""
+        """Return the number of trained parameters."""
         return sum(w.numel for unit in self.units for w in unit.weights if w.trained)
 
 
 def trace_model(
     shape: Shape, *, echo: bool = True, asked: Mapping[str, Asked] | None = None
 ) -> Trace:
-    """Run a step of training, or a forward for a sample, on fake tensors. Takes seconds.
+    """Run a training step, or a sample's forward, on fake tensors. Takes seconds.
 
     Args:
-        shape: Of what.
-        echo: Trace one block of each kind, and repeat it; else all of them.
-        asked: As of `engine.memory.tracing.record.Echo`; default: detected.
+        shape: The job settings to trace.
+        echo: Whether to trace one block of each kind and replay it, rather than run all blocks.
+        asked: See `engine.memory.tracing.record.Echo`; default: detected.
 
     Raises:
         UserError: The model cannot be built, or the job's settings do not fit it.
@@ -121,7 +121,7 @@ def trace_model(
 
 
 def _without_gradient(model: torch.nn.Module, blocks: Collection[str], shape: Shape) -> set[str]:
-    """Trained parameters outside of played blocks that got no gradient."""
+    """Return the trained parameters outside of replayed blocks that got no gradient."""
     if not shape.training:
         return set()
     within = tuple(f"{name}." for name in blocks)
@@ -141,7 +141,7 @@ def _marked(unit: Unit, unused: Collection[str]) -> Unit:
 
 
 def _prepare(built: Built, shape: Shape, player: Echo, *, echo: bool) -> list[str]:
-    """Have the model play its blocks, and mark where units begin and end; the blocks' names."""
+    """Set up replay of the model's blocks and marks at its units; return the blocks' names."""
     model, spec = built.model, shape.spec
     blocks = {model.get_submodule(name): name for name in built.blocks} if echo else {}
     if checkpoints_activations(spec) and shape.training:
@@ -157,7 +157,7 @@ def _prepare(built: Built, shape: Shape, player: Echo, *, echo: bool) -> list[st
 
 
 def _echo_checkpoints(model: Any, player: Echo, blocks: dict[torch.nn.Module, str]) -> None:
-    """Play a block with its recomputation as one."""
+    """Replay a block together with its recomputation."""
     for module in model.modules():
         run = getattr(module, "_gradient_checkpointing_func", None)
         if run is not None:
@@ -198,7 +198,7 @@ def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
 
 
 def _sample(built: Built, shape: Shape, recorder: Recorder) -> None:
-    """Run a denoising step: make latents, and predict from them."""
+    """Run one denoising step: create latents, and predict from them."""
     # With guidance, some pipelines put both prompts into one batch.
     guided = any(request.guided for request in requests_of(shape.spec))
     count = 2 if guided and built.family.GUIDED_FORWARDS == 1 else 1
@@ -214,7 +214,7 @@ def _sample(built: Built, shape: Shape, recorder: Recorder) -> None:
 
 
 class _Phases:
-    """`engine.ranks.telemetry.Peaks`, but for bytes on fake tensors."""
+    """Stands in for `engine.ranks.telemetry.Peaks`, counting bytes of fake tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -227,7 +227,7 @@ class _Phases:
 
 
 class _Loader:
-    """`engine.data.loader.Loader` with a batch of fake tensors."""
+    """Stands in for `engine.data.loader.Loader`, with a batch of fake tensors."""
 
     forwards = 1
 
@@ -260,7 +260,7 @@ def _objective(built: Built, shape: Shape) -> Any:
     if family.facts.objective == "flow":
         from engine.diffusion.rectified_flow import Flow
 
-        # No shift is looked up: it changes numbers only, and the model may not be on disk.
+        # The shift only changes values, so none is looked up: the model may not be on disk.
         return Flow(spec, lambda height, width, frames: 1.0)
     from diffusers import DDPMScheduler
 

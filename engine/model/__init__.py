@@ -1,1 +1,1 @@
-"""The model: weights from files to devices, its precision, adapters, and text encoders."""
+"""Load models: weights from files to devices, precision, adapters, and text encoders."""

@@ -1,4 +1,4 @@
-"""Which kernels torch may use: switches of the process, and of the model's attention."""
+"""Select the kernels that torch may use, for the process and for the model's attention."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ _DIFFUSERS_NAMES: Final = {
 
 
 def choose_backends(spec: TrainingKeys) -> None:
-    """Set TF32, determinism and cuDNN's attention as the job asks; before anything is computed.
+    """Set TF32, determinism and cuDNN's attention as the job says. Call before any computation.
 
     Raises:
-        UserError: The job asks for a kernel that this rank's GPU does not have.
+        UserError: The job selects a kernel that this rank's GPU does not have.
     """
     if spec.attention_backend == "flash3":
         _require_hopper()
     torch.set_float32_matmul_precision("high" if spec.allow_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = spec.allow_tf32
-    # Torch prefers cuDNN's attention on Hopper GPUs, whose backward may read memory that nobody has
-    # written: NaN gradients, in FLUX.1 at 1024 px in every step (H200, torch 2.11, cuDNN 9.19). See
+    # Torch prefers cuDNN's attention on Hopper GPUs, whose backward may read uninitialized memory:
+    # NaN
+    # gradients, for FLUX.1 at 1024 px in every step (H200, torch 2.11, cuDNN 9.19). See
     # docs/upstream.md.
     torch.backends.cuda.enable_cudnn_sdp(spec.attention_backend == "cudnn")
     if spec.deterministic:
-        # cuBLAS reads this when its first handle is made.
+        # cuBLAS reads this when its first handle is created.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-        # Weights are read into what is allocated; filling it with NaN first would write it twice.
+        # Weights are read into newly allocated memory; filling it with NaN first would write it
+        # twice.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(spec.deterministic)
 
@@ -59,13 +61,14 @@ def _require_hopper() -> None:
 
 
 def activate_flash3(spec: TrainingKeys) -> None:
-    """Have torch's flash attention be FlashAttention 3, forward and backward, from here on.
+    """Make torch's flash attention use FlashAttention 3, forward and backward, from now on.
 
-    Diffusers' own backend of that name (0.42) has no backward. Text encoders and VAE, which have
-    heads and masks that it does not take, have encoded by then.
+    Diffusers' own backend of that name (0.42) has no backward. Text encoders and VAE, whose heads
+    and
+    masks FlashAttention 3 does not support, have already run by this time.
 
     Raises:
-        UserError: The installed package is not it, or was built for another torch.
+        UserError: The package is missing or broken, or was built for another torch.
     """
     if spec.attention_backend != "flash3":
         return
@@ -79,9 +82,10 @@ def activate_flash3(spec: TrainingKeys) -> None:
 
 
 def choose_attention(model: Any, spec: TrainingKeys) -> None:
-    """Have the model's attention use one kernel, and fail rather than fall back to another.
+    """Make the model's attention use one kernel, and fail rather than fall back to another.
 
-    Per model, through diffusers: text encoders and VAE have head sizes that flash does not take.
+    Set it per model, through diffusers: text encoders and VAE have head sizes that flash does not
+    support.
 
     Raises:
         UserError: The model's attention has no setting for the kernel.
@@ -89,7 +93,7 @@ def choose_attention(model: Any, spec: TrainingKeys) -> None:
     if spec.attention_backend == "auto":
         return
     name = _DIFFUSERS_NAMES[spec.attention_backend]
-    # Setting a model's sets everybody's default as well, which the context takes back.
+    # Setting it on a model also changes the global default, which the context restores.
     with attention_backend(name):
         model.set_attention_backend(name)
     processors = [getattr(module, "processor", None) for module in model.modules()]

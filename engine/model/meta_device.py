@@ -17,7 +17,8 @@ _RANDOM: Final = (torch.Tensor.uniform_, torch.Tensor.normal_)
 
 
 class NoInitialValues(TorchFunctionMode):
-    """Skips initializers on the meta device: they set nothing, but take half of the time."""
+    """Skips initializers on the meta device, where they have no effect but take half of the
+    time."""
 
     def __torch_function__(
         self,
@@ -36,10 +37,11 @@ class NoInitialValues(TorchFunctionMode):
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within, every parameter that a module registers is on the meta device; buffers are real.
+    """Put every parameter that a module registers in this context on the meta device.
 
-    `accelerate.init_empty_weights` does that too, but makes a new parameter at each registration,
-    so that a parameter which two modules share would become two.
+    Buffers are real. `accelerate.init_empty_weights` does that too, but creates a new parameter at
+    each
+    registration, so that a parameter shared by two modules would become two.
     """
     made = WeakIdKeyDictionary()
 

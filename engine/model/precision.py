@@ -1,4 +1,4 @@
-"""Which numbers are stored and computed in which precision."""
+"""Define the precision of storage and computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import RecipeKeys
     from jobs.spec.keys.training import TrainingKeys
 
-# Arguments of diffusers' denoisers that are not cast; lists of tensors are `Z-Image`'s.
+# Arguments of diffusers' denoisers that are not cast; `Z-Image` passes lists of tensors.
 _EXACT: Final = re.compile(r"^t$|time|guidance|_ids$|coords|mask|scale|rope|rotary")
 _COMPUTE: Final = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,28 +27,33 @@ def compute_dtype(spec: TrainingKeys) -> torch.dtype:
 
 
 def storage_dtype(spec: RecipeKeys, *, keep_fp32: bool) -> torch.dtype:
-    """Return the precision in which a base parameter is kept, whatever its file has.
+    """Return the precision in which a base parameter is kept, independent of its file.
 
-    Full training keeps fp32 masters. A frozen base is kept in the compute precision, since nothing
-    computes with operands of two. What the model itself lists as in need of fp32 is kept in that
-    (as `from_pretrained` does).
+    Full training keeps fp32 masters. A frozen base is kept in the compute precision, since no
+    operation
+    mixes precisions. Modules that the model lists as needing fp32 are kept in fp32 (like in
+    `from_pretrained`).
 
     Args:
         spec: The job.
-        keep_fp32: The model lists this module as one that needs fp32.
+        keep_fp32: Whether the model lists this module as one that needs fp32.
     """
     return torch.float32 if spec.model_type == "full" or keep_fp32 else compute_dtype(spec)
 
 
 def computes_alone(spec: RecipeKeys, *, sharded: bool) -> bool:
-    """Whether a model in training computes in bf16 by itself, without autocast.
+    """Return whether a model in training computes in bf16 by itself, without autocast.
 
-    Its weights are in bf16 then: a LoRA's frozen base is kept so
-    (`engine.model.adapters.lora_layer` casts the adapters), and FSDP gathers full training's
-    masters so. What the model lists as in need of fp32 stays fp32, and its own code casts around
-    that, as it does in the stock pipelines. Autocast would compute all norms and what follows them
-    in fp32 instead: a third more kernels and more than a third more bytes kept for backward.
-    Compiled blocks have it: Inductor fuses its casts.
+    Its weights must be in bf16: a LoRA's frozen base is kept in bf16
+    (`engine.model.adapters.lora_layer`
+    casts the adapters), and FSDP gathers full training's masters in bf16. Modules that the model
+    lists as
+    needing fp32 stay fp32, and the model's own code casts around them, as in the stock pipelines.
+    Autocast would instead compute all norms and the operations after them in fp32: a third more
+    kernels,
+    and more than a third more bytes kept for backward. Compiled blocks use autocast, since Inductor
+    fuses
+    its casts.
     """
     if spec.mixed_precision != "bf16" or spec.torch_compile:
         return False
@@ -56,9 +61,10 @@ def computes_alone(spec: RecipeKeys, *, sharded: bool) -> bool:
 
 
 def narrow_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Have a model cast what it is given to `dtype`, but for what must be exact.
+    """Make a model cast its inputs to `dtype`, except for those that must be exact.
 
-    Levels, guidance, sizes and places: in bf16 the 257th row of an image is the 256th.
+    These are noise levels, guidance, sizes and positions: in bf16, row 257 of an image equals row
+    256.
     """
     names = list(signature(model.forward).parameters)
 
@@ -82,7 +88,7 @@ def narrow_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def autocast(spec: TrainingKeys, device: torch.device) -> AbstractContextManager[object]:
-    """Compute in the job's precision; nothing to do in fp32."""
+    """Return autocast in the job's precision, or a null context for fp32."""
     if compute_dtype(spec) is torch.float32:
         return nullcontext()
     return torch.autocast(device.type, dtype=compute_dtype(spec))

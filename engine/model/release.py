@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 STILL_HELD: Final = "still in memory though no longer needed"
-_NAMED: Final = 3  # how many of what is left a warning names
+_NAMED: Final = 3  # modules or tensors that a warning names
 
 
 @dataclass(frozen=True)
 class Released:
-    """This rank's memory around modules that came and went, in bytes.
+    """This rank's memory around the lifetime of some modules, in bytes.
 
     Attributes:
-        measure: What is counted: `allocated` on a GPU, `rss` on CPU ranks (as in
+        measure: What is measured: `allocated` on a GPU, `rss` on CPU ranks (as in
             `engine.ranks.telemetry`).
         before: Before they were loaded.
-        loaded: With them, after their last use.
-        after: When they were gone.
-        held: What their parameters and buffers took on this rank.
-        left: What has not gone, "" if all has.
+        loaded: While loaded, after their last use.
+        after: After they were freed.
+        held: Bytes of their parameters and buffers on this rank.
+        left: Names what was not freed, "" if everything was.
     """
 
     measure: str
@@ -46,10 +46,11 @@ class Released:
 
 
 class Watch:
-    """Remembers modules, their parameters and buffers, and the memory of these, but holds nothing.
+    """Tracks modules, their parameters and buffers, and their memory, by weak references.
 
     A tensor can outlive its Python object (C++ may hold it), and its memory can outlive the tensor
-    (a view may hold it). So all three are watched.
+    (a
+    view may hold it). Therefore, all three are tracked.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -71,9 +72,10 @@ class Watch:
                     self.held += storage.nbytes()
 
     def still_held(self) -> str:
-        """Name what is still in memory though no longer needed, "" if nothing; runs a gc first.
+        """Collect garbage, and name what is still in memory though no longer needed, "" if nothing.
 
-        A run continues with less memory: a library may keep the reference.
+        This is not an error: the run continues with less memory, since a library may keep the
+        reference.
         """
         gc.collect()
         modules = [name for name, module in self._modules if module() is not None]
@@ -89,7 +91,7 @@ class Watch:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes that torch has allocated on a GPU, or the resident set of a CPU rank."""
+    """Return the bytes that torch has allocated on a GPU, or the resident set of a CPU rank."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     rss: int = psutil.Process().memory_info().rss
@@ -97,10 +99,11 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Give free memory back to the driver or to the system."""
+    """Return free memory to the driver or to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    # glibc keeps what was freed between live blocks. Other C libraries have no such call, and
-    # there the memory is reused, if not given back.
+    # glibc keeps memory that was freed between live blocks. Other C libraries have no such call;
+    # there, the
+    # process reuses the memory, even if it does not return it.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

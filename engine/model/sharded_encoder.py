@@ -1,8 +1,8 @@
-"""Load a transformers model as FSDP2 shards, each rank its own rows, or whole; never by the host.
+"""Load a transformers model onto devices, as FSDP2 shards or unsharded, without a host copy.
 
-The result computes what `from_pretrained` would. Transformers (5.23) can shard while it loads too,
-but only classes that bring a plan (T5, CLIP and Qwen2.5-VL bring none), over a mesh of its own with
-torch's default timeout, and through mapped files, whose pages count as the rank's memory.
+The result computes the same as `from_pretrained`. Transformers (5.23) can also shard while loading,
+but only classes with a plan (T5, CLIP and Qwen2.5-VL have none), over its own mesh with torch's
+default timeout, and through mapped files, whose pages count toward the rank's memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 UNPACKED: Final = "wo"
-"""The name of layers whose weights are never packed."""
+"""Name of layers whose weights are never packed."""
 
 
 def load_encoder(
@@ -55,28 +55,29 @@ def load_encoder(
     moved: Callable[[], None],
     packing: Packing | None = None,
 ) -> torch.nn.Module:
-    """Build without weights, shard by block, fill. All ranks call it together.
+    """Build a model without weights, shard it by block, and fill it. All ranks call it together.
 
     Args:
         model_class: A transformers class.
-        directory: With its config.json and weights.
-        dtype: What `from_pretrained` would be asked for.
-        device: Where this rank computes.
+        directory: The directory with its config.json and weights.
+        dtype: The dtype argument of `from_pretrained`.
+        device: The device that this rank computes on.
         mesh: All ranks, in one dim.
-        say: Called with a line about what is where, and with one about an encoder that cannot be
-            read by rows.
+        say: Called with a log line about the sharding, and one if the encoder cannot be read by
+            rows.
         moved: Called for each tensor that this rank has filled.
         packing: How to pack its linear layers, if at all.
 
     Returns:
-        The model in eval mode, frozen. Its parameters are `DTensor`s, and only a call of the model
-        itself gathers them: what calls a part of it finds shards.
+        The model in eval mode, frozen. Its parameters are `DTensor`s, which only a call of the
+        model
+        itself gathers: calling a part of it finds shards.
 
     Raises:
-        UserError: The weights are quantised, or of other shapes than the config says.
+        UserError: The weights are quantized, or their shapes differ from the config.
     """
     model = _build(model_class, directory, dtype)
-    # The same on all ranks: it depends on nothing but the files.
+    # The result is the same on all ranks, since it depends only on the files.
     stored, obstacle = _places(model, stored_tensors(directory))
     if packing and not obstacle and (note := _pack(model, packing, dtype)):
         say(f"{directory.name}: {note}")
@@ -108,22 +109,22 @@ def load_encoder_whole(
     packing: Packing | None = None,
     say: Callable[[str], None] = lambda note: None,
 ) -> torch.nn.Module | None:
-    """Build without weights, and fill them on the device; host memory holds a few chunks.
+    """Build a model without weights, and fill it on the device; host memory holds a few chunks.
 
     Args:
         model_class: A transformers class.
-        directory: With its config.json and weights.
-        dtype: What `from_pretrained` would be asked for.
-        device: Where to.
-        moved: Called for each tensor that is filled.
+        directory: The directory with its config.json and weights.
+        dtype: The dtype argument of `from_pretrained`.
+        device: The target device.
+        moved: Called for each filled tensor.
         packing: How to pack its linear layers, if at all.
-        say: Called with a line about what is packed.
+        say: Called with a log line about packed layers.
 
     Returns:
-        The model in eval mode, frozen; None if its files do not hold the tensors as it does.
+        The model in eval mode, frozen; None if its files store the tensors in another form.
 
     Raises:
-        UserError: The weights are quantised, or of other shapes than the config says.
+        UserError: The weights are quantized, or their shapes differ from the config.
     """
     model: torch.nn.Module = _build(model_class, directory, dtype)
     stored, obstacle = _places(model, stored_tensors(directory))
@@ -137,14 +138,14 @@ def load_encoder_whole(
 
 
 def is_quantised(directory: Path) -> bool:
-    """Whether a model's config.json says that its weights are quantised."""
+    """Return whether a model's config.json says that its weights are quantized."""
     return bool((read_json(directory / "config.json") or {}).get("quantization_config"))
 
 
 def _build(model_class: Any, directory: Path, dtype: torch.dtype) -> Any:
-    """Return the model with its parameters on the meta device, each in the precision it will have.
+    """Return the model with parameters on the meta device, each in its final precision.
 
-    Buffers are real, so those that no file holds have the values they are initialised with.
+    Buffers are real, so those that no file holds have their initial values.
     """
     if is_quantised(directory):
         raise UserError(
@@ -152,14 +153,15 @@ def _build(model_class: Any, directory: Path, dtype: torch.dtype) -> Any:
             "set shard_text_encoders: false, or use its bf16 weights",
         )
     config = model_class.config_class.from_pretrained(directory)
-    # As `from_pretrained` does. Classes build their parts by the precision that the config names.
+    # `from_pretrained` does the same. Classes build their parts in the precision that the config
+    # names.
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         if part is not None:
             part.dtype = dtype
     with parameters_on_meta():
         model = model_class._from_config(config, dtype=dtype)
     model.requires_grad_(False).eval()
-    # Transformers 5.0 has the plan as an attribute, later ones ask for the precision.
+    # In transformers 5.0 the plan is an attribute; later versions compute it from the precision.
     plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else model.dtype_plan
     for names in _aliases(model):
         tensor = model.get_parameter_or_buffer(names[0])
@@ -170,9 +172,9 @@ def _build(model_class: Any, directory: Path, dtype: torch.dtype) -> Any:
 
 
 def _pack(model: Any, packing: Packing, dtype: torch.dtype) -> str:
-    """Have the linear layers of repeated blocks packed; a line for the log, or "" for none.
+    """Pack the linear layers of repeated blocks, and return a log line, or "" if there are none.
 
-    T5's `wo` stays as it is: the layer's own code casts its input to its weight's dtype.
+    T5's `wo` is not packed, since the layer's own code casts its input to its weight's dtype.
     """
     kinds = _block_classes(model)
     blocks = tuple(f"{n}." for n, m in model.named_modules() if type(m).__name__ in kinds)
@@ -189,24 +191,27 @@ def _pack(model: Any, packing: Packing, dtype: torch.dtype) -> str:
 
 
 def _block_classes(model: Any) -> set[str]:
-    """Of all parts: in transformers 5.0 a model does not have the names that its parts have."""
+    """Collect the block classes of all submodules, since transformers 5.0 does not propagate
+    them."""
     return {
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
 
 
 def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], str]:
-    """Where each tensor of the model is, by its name in `named_parameters` or `named_buffers`.
+    """Locate each tensor of the model, by its name in `named_parameters` or `named_buffers`.
 
-    Transformers renames on load, as its classes were renamed since the files were written; its
-    own rules apply here too. A tensor that the model shares between modules, but of which the
-    files hold several, becomes several: whether they differ or not, that is right.
+    Transformers renames tensors on load, since its classes were renamed after the files were
+    written;
+    the same rules apply here. If the model shares a tensor between modules, but the files hold
+    several,
+    it is split into several, which is correct whether they differ or not.
 
     Returns:
-        The places, and why the tensors cannot be read from there ("" if they can).
+        The locations, and why the tensors cannot be read from there ("" if they can).
 
     Raises:
-        UserError: Another shape than the config says.
+        UserError: A shape differs from the config.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
@@ -219,7 +224,7 @@ def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, Store
         if renamed not in expected and name in expected:
             renamed, converter = rename_source_key(name, [], [], prefix, expected)
         if renamed not in expected:
-            continue  # as `from_pretrained`: a head that this class does not have, old buffers
+            continue  # like `from_pretrained`: another class's head, old buffers
         if converter is not None:
             return {}, f"{name} is stored differently than in the model"
         renamed_places.setdefault(renamed, files[name])
@@ -251,7 +256,7 @@ def _aliases(model: torch.nn.Module) -> list[list[str]]:
 
 
 def _replace(model: torch.nn.Module, names: list[str], tensor: torch.Tensor) -> None:
-    """Put one new parameter in each of some places."""
+    """Set one new parameter under several names."""
     parameter = torch.nn.Parameter(tensor.detach(), requires_grad=False)
     for name in names:
         owner, _, leaf = name.rpartition(".")
@@ -259,18 +264,19 @@ def _replace(model: torch.nn.Module, names: list[str], tensor: torch.Tensor) -> 
 
 
 def _shard(model: Any, mesh: DeviceMesh) -> Counter[str]:
-    """Make each repeated block a unit, and the model the root; counts units by class."""
+    """Make each repeated block a unit, and the model the root; return unit counts by class."""
     blocks = _block_classes(model)
     units: Counter[str] = Counter()
-    for module in reversed(list(model.modules())):  # inner ones first
+    for module in reversed(list(model.modules())):  # nested ones first
         name = type(module).__name__
         if name in blocks and module is not model:
             fully_shard(module, mesh=mesh)
             units[name] += 1
-    # The root too is gathered only while it runs: there is no backward for which to keep it.
+    # Reshard the root after its forward too, since no backward needs it.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    # Transformers (5.0 to 5.23) looks up which outputs a model can record by the text of its
-    # class, and `fully_shard` gives it a class of its own: unknown, it records no hidden states.
+    # Transformers (5.0 to 5.23) looks up which outputs a model can record by the string of its
+    # class, and
+    # `fully_shard` changes the class. Without this entry, it would record no hidden states.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
     return units
 
@@ -284,10 +290,12 @@ def _hand_out(
     mesh: DeviceMesh,
     moved: Callable[[], None],
 ) -> None:
-    """Rank 0 loads the model whole into host memory; each rank gets its rows, tensor by tensor.
+    """Load the full model on rank 0 into host memory, and send each rank its rows, tensor by
+    tensor.
 
-    In the mesh's own group. Torch's `set_model_state_dict(broadcast_from_rank0=True)` works in
-    the default one, whose timeout may be shorter than the loading.
+    Use the mesh's own group: torch's `set_model_state_dict(broadcast_from_rank0=True)` uses the
+    default
+    group, whose timeout may be shorter than the loading.
     """
     main = mesh.get_rank() == 0
     whole = model_class.from_pretrained(directory, dtype=dtype).state_dict() if main else {}

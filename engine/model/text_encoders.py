@@ -1,9 +1,9 @@
-"""Text encoders: needed to fill the embedding cache, and gone before the transformer is placed.
+"""Load text encoders to fill the embedding cache, and free them before the transformer is placed.
 
-Large ones are sharded over the ranks meanwhile. A sharded encoder is called by all ranks together:
-each has to run as many forwards as the others, so a rank with fewer captions encodes some twice.
-Only forwards of the encoder itself work, which is what pipelines do to encode; the `generate` of
-a prompt rewriter runs as long as its own text needs, so ranks would part.
+Large ones are sharded over the ranks. All ranks call a sharded encoder together and must run the
+same number of forwards, so a rank with fewer captions encodes some twice. Only forwards of the full
+encoder work, which is what pipelines use to encode. The `generate` of a prompt rewriter does not:
+its number of forwards depends on the text, so ranks would diverge.
 """
 
 from __future__ import annotations
@@ -45,29 +45,30 @@ if TYPE_CHECKING:
 
 
 # -- watched --------------------------------------------------------------------------------
-# Which encoder of a pipeline returns values that are not finite.
+# Find the encoder of a pipeline that returned non-finite values.
 
 
-_SHARD: Final = "FSDP"  # what `fully_shard` puts before the name of a class
+_SHARD: Final = "FSDP"  # prefix that `fully_shard` adds to a class name
 
 
 @contextmanager
 def watched(pipeline: Any) -> Iterator[Callable[[], str]]:
-    """Keep the extremes of what each encoder returns within; on the device, without waiting.
+    """Record the extremes of each encoder's outputs, on the device, without synchronizing.
 
     Args:
         pipeline: From `engine.model.text_encoders`.
 
     Yields:
-        Names the encoders whose output was not finite, with their classes; all if that is not
-        known of any.
+        A function that names the encoders with a non-finite output, with their classes; or all of
+        them, if every recorded output was finite.
     """
     encoders = models_of(pipeline)
     extremes: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        # The first output comes from the last layer, which passes on the NaNs of those before it.
-        # The outputs themselves are not kept: hidden states of all layers are hundreds of MB.
+        # The first output is from the last layer, which propagates the NaNs of earlier layers. The
+        # outputs
+        # themselves are not kept: hidden states of all layers are hundreds of MB.
         first = output if isinstance(output, torch.Tensor) else output[0]
         extremes.setdefault(name, []).append(torch.stack(first.detach().aminmax()))
 
@@ -87,7 +88,7 @@ def watched(pipeline: Any) -> Iterator[Callable[[], str]]:
 
 
 # -- encoder files --------------------------------------------------------------------------
-# Which text encoders a model has, and what they take, from its files alone.
+# List a model's text encoders and their sizes, from its files alone.
 
 
 _POSITIONS: Final = "relative_attention_bias"
@@ -95,7 +96,7 @@ _NAME: Final = re.compile(r"text_encoder(_\d+)?")
 
 
 def encoder_names(root: Path) -> list[str]:
-    """Return the text encoders that a model has, by their names in the pipeline.
+    """Return a model's text encoders, by their names in the pipeline.
 
     Raises:
         UserError: There is no model_index.json, or it cannot be read.
@@ -104,9 +105,9 @@ def encoder_names(root: Path) -> list[str]:
 
 
 def encoder_bytes(root: Path, dtype: torch.dtype, packing: Packing | None = None) -> int:
-    """Bytes of all text encoders in a precision, from their files' headers.
+    """Return the bytes of all text encoders in a precision, from their files' headers.
 
-    What an encoder keeps in fp32 all the same (T5 a third, under fp16) is not known from there.
+    Layers that an encoder always keeps in fp32 (a third of T5, under fp16) cannot be seen there.
     """
     return sum(
         kept_bytes(place, dtype, packing)
@@ -116,9 +117,9 @@ def encoder_bytes(root: Path, dtype: torch.dtype, packing: Packing | None = None
 
 
 def kept_bytes(place: StoredTensor, dtype: torch.dtype, packing: Packing | None) -> int:
-    """Bytes of an encoder's tensor, by its name and shape.
+    """Return the bytes of an encoder's tensor, by its name and shape.
 
-    Linear layers of blocks are those that have a number in their names, but for T5's `wo` and its
+    Linear layers of blocks are recognized by a number in their names, except for T5's `wo` and its
     table of relative positions.
     """
     *parts, layer, leaf = ["", *place.name.split(".")]
@@ -130,9 +131,10 @@ def kept_bytes(place: StoredTensor, dtype: torch.dtype, packing: Packing | None)
 
 
 def read_entries(root: Path) -> dict[str, tuple[str, str]]:
-    """Text encoder → library and class, as model_index.json has them; absent ones are null.
+    """Return library and class of each text encoder in model_index.json; absent ones are null
+    there.
 
-    One that it does not name was put there by the person (HiDream is published without Llama).
+    An encoder that it does not list was added by the user (HiDream is published without Llama).
 
     Raises:
         UserError: There is no model_index.json, or it cannot be read.
@@ -157,9 +159,9 @@ def read_entries(root: Path) -> dict[str, tuple[str, str]]:
 # -- text encoders --------------------------------------------------------------------------
 
 
-_CROWDED: Final = 0.6  # of a GPU's free memory: beyond that, activations may not fit beside them
-_PATIENCE: Final = timedelta(days=14)  # longer than anything that a rank may wait for
-_SLACK: Final = 64 * 2**20  # bytes that others may allocate on a GPU while encoders are freed
+_CROWDED: Final = 0.6  # of a GPU's free memory; above it, activations may not fit
+_PATIENCE: Final = timedelta(days=14)  # longer than any rank may have to wait
+_SLACK: Final = 64 * 2**20  # bytes that others may allocate while encoders are freed
 
 
 def shards_encoders(
@@ -169,13 +171,13 @@ def shards_encoders(
     world: World,
     packing: Packing | None = None,
 ) -> tuple[bool, str]:
-    """Whether to shard the text encoders, as this rank sees it, and why. No collective.
+    """Return whether this rank would shard the text encoders, and why. Not a collective.
 
-    Ranks may see it differently: their GPUs may have different memory free. `agree_on_sharding`
-    makes it the same everywhere.
+    Ranks may disagree, since their GPUs may have different amounts of free memory.
+    `agree_on_sharding` makes the decision the same everywhere.
 
     Args:
-        wish: What the job says; None to decide here.
+        wish: The job's setting; None to decide here.
         root: The model.
         dtype: The precision the encoders are loaded in.
         world: The ranks.
@@ -195,7 +197,7 @@ def shards_encoders(
         free, _ = torch.cuda.mem_get_info(world.device)
         where = "free on a GPU"
     else:
-        # What all ranks of this machine share.
+        # All ranks of this machine share its memory.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         free, where = (
             available_memory() // ranks,
@@ -217,9 +219,9 @@ def agree_on_sharding(
     barrier: FileBarrier,
     packing: Packing | None = None,
 ) -> tuple[bool, str]:
-    """`shards_encoders` of rank 0, on every rank; it travels in a file, not in a collective.
+    """Return rank 0's result of `shards_encoders` on every rank, through a file, not a collective.
 
-    All ranks are here when it returns on any. `encoder_group` counts on that.
+    It returns only once all ranks have called it, which `encoder_group` relies on.
     """
     place = "text-encoders"
     path = run_dir.root / "text_encoders.json"
@@ -236,21 +238,23 @@ def agree_on_sharding(
 
 @contextmanager
 def encoder_group(world: World) -> Iterator[DeviceMesh]:
-    """All ranks as a one-dimensional mesh, in a process group of its own with a very long timeout.
+    """Return all ranks as a one-dimensional mesh, in a separate group with a very long timeout.
 
-    Ranks wait for each other in every gathering of weights, and the slowest may be slow for a
-    reason that does not concern the others: the default group's timeout would end the job.
-    The ranks should enter together, as the group is made by way of the default group's store and
-    within its timeout.
+    Ranks wait for each other whenever weights are gathered, and the slowest may be slow for a
+    reason
+    that does not concern the others, so the default group's timeout would end the job. The ranks
+    should
+    enter together, since the group is created through the default group's store, within its
+    timeout.
     """
     cuda = world.device.type == "cuda"
     group = dist.new_group(backend="nccl" if cuda else "gloo", timeout=_PATIENCE)
     assert group is not None, "every rank is in it"
     devices = [world.device.index] if cuda else None
-    dist.barrier(group, device_ids=devices)  # now, as NCCL connects at the first collective
+    dist.barrier(group, device_ids=devices)  # connect now: NCCL connects at the first collective
     yield DeviceMesh.from_group(group, world.device.type)
-    # Not in a `finally`: a rank that failed meets nobody, and the job ends.
-    dist.barrier(group, device_ids=devices)  # nobody is still receiving
+    # Do not use `finally`: a failed rank must not wait for others, and the job ends anyway.
+    dist.barrier(group, device_ids=devices)  # until no rank is still receiving
     dist.destroy_process_group(group)
 
 
@@ -268,15 +272,15 @@ def load_sharded(
 
     Args:
         root: The model.
-        dtype: What `from_pretrained` would be asked for.
+        dtype: The dtype argument of `from_pretrained`.
         world: The ranks.
         mesh: From `encoder_group`.
         packing: How to pack their linear layers, if at all.
-        say: Called with a line or two about each encoder.
+        say: Called with a log line or two about each encoder.
         progress: Called with the number of tensors that this rank has filled so far.
 
     Raises:
-        UserError: An encoder's files are damaged, quantised, or do not fit its config.
+        UserError: An encoder's files are damaged, quantized, or do not fit its config.
     """
     encoders: dict[str, torch.nn.Module] = {}
     read = count(1)
@@ -306,16 +310,16 @@ def load_whole(
     say: Callable[[str], None] = lambda note: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, torch.nn.Module]:
-    """Load the text encoders that can be read straight onto a device.
+    """Load the text encoders that can be read directly onto a device.
 
     They are returned by their names in the pipeline.
 
     Args:
         root: The model.
-        dtype: What `from_pretrained` would be asked for.
-        device: Where to.
+        dtype: The dtype argument of `from_pretrained`.
+        device: The target device.
         packing: How to pack their linear layers, if at all.
-        say: Called with a line about each encoder that is packed.
+        say: Called with a log line about each packed encoder.
         progress: Called with the number of tensors filled so far.
 
     Raises:
@@ -356,7 +360,7 @@ def text_pipeline(
 ) -> Iterator[Any]:
     """Load the stock pipeline with only its prompt encoders, on this rank's device.
 
-    At the end its models are freed, whoever still holds the pipeline itself.
+    At the end, its models are freed even if other code still holds the pipeline itself.
 
     Args:
         family: The model's family.
@@ -366,11 +370,11 @@ def text_pipeline(
         sharded: From `agree_on_sharding`. If set, all ranks enter together and call the encoders
             equally often.
         packing: How to pack the encoders' linear layers, if at all.
-        say: Called with lines for the log.
-        progress: Called with the number of tensors filled so far, except by CPU ranks that do not
+        say: Called with log lines.
+        progress: Called with the number of tensors filled so far, except on CPU ranks that do not
             shard.
-        freed: Called at the end with what memory said before, with and after; not after an
-            exception, whose traceback holds them.
+        freed: Called at the end with the memory before, during and after; not called after an
+            exception, whose traceback still holds the models.
 
     Raises:
         UserError: The encoders cannot be loaded.
@@ -393,20 +397,21 @@ def load_resident(
     say: Callable[[str], None] = lambda note: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Any:
-    """`text_pipeline` with whole encoders that stay until this rank ends."""
+    """Load a pipeline like `text_pipeline`, with unsharded encoders that stay until this rank
+    exits."""
     gc.collect()
     give_back(world.device)
     return _load(family, root, dtype, world, None, None, say, progress)
 
 
 def agree_to_stop(pipeline: Any, seen: bool) -> bool:
-    """Whether any rank has seen a wish to stop, the same on all of them. A collective.
+    """Return whether any rank has seen a stop request, the same on all of them. A collective.
 
-    In the group of the sharded encoders, where any rank may be very late.
+    It uses the group of the sharded encoders, since any rank may be very late.
 
     Args:
         pipeline: From `text_pipeline`, sharded.
-        seen: Whether this rank has.
+        seen: Whether this rank has seen a stop request.
     """
     for model in models_of(pipeline).values():
         for parameter in model.parameters():
@@ -415,7 +420,7 @@ def agree_to_stop(pipeline: Any, seen: bool) -> bool:
                 vote = torch.tensor(int(seen), device=parameter.device)
                 dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
                 return bool(vote)
-    return False  # nothing is sharded, so ranks continue until they meet
+    return False  # nothing is sharded, so ranks continue to the next barrier
 
 
 def _load(
@@ -433,7 +438,7 @@ def _load(
             root, dtype, world, mesh, packing=packing, say=say, progress=progress
         )
     elif world.device.type == "cuda" or packing:
-        # Not by the host, where all ranks of a machine would hold a copy at once.
+        # Do not load through host memory, where all ranks of a machine would hold a copy at once.
         encoders = load_whole(
             root, dtype, world.device, packing=packing, say=say, progress=progress
         )
@@ -442,9 +447,9 @@ def _load(
     pipeline = family.load_text_pipeline(
         root, dtype, **encoders, **_image_encoder(family, root, world, progress)
     )
-    # Not `pipeline.to`, which would go through the shards too: they are in place.
+    # `pipeline.to` would also walk through the shards, which are already in place.
     for name, model in models_of(pipeline).items():
-        if name not in encoders:  # nothing moves of one that is there already
+        if name not in encoders:  # loaded encoders are already on the device
             model.to(world.device)
     return pipeline
 
@@ -452,10 +457,7 @@ def _load(
 def _image_encoder(
     family: Family, root: Path, world: World, progress: Callable[[int], None]
 ) -> dict[str, torch.nn.Module]:
-    """Load the encoder of first frames, straight onto the device.
-
-    {} for most models.
-    """
+    """Load the encoder of first frames directly onto the device; {} for most models."""
     if family.image_encoder_class is None:
         return {}
     read = count(1)
@@ -470,7 +472,7 @@ def _image_encoder(
 
 
 def _free(pipeline: Any, world: World, before: int) -> Released:
-    """Take the models out of a pipeline, and see whether they are gone."""
+    """Remove the models from a pipeline, and check that they are freed."""
     loaded = memory_in_use(world.device)
     models = models_of(pipeline)
     watch = Watch(models)
@@ -480,8 +482,9 @@ def _free(pipeline: Any, world: World, before: int) -> Released:
     give_back(world.device)
     cuda = world.device.type == "cuda"
     after = memory_in_use(world.device)
-    # Not against `before`: where the encoders stay while the job trains, more has come since. And
-    # not on the CPU, where a resident set counts what the C library keeps for itself.
+    # Do not compare with `before`: if the encoders stayed during training, other memory was
+    # allocated
+    # since. Skip the CPU, where the resident set includes memory that the C library keeps.
     if cuda and not left and loaded - after < watch.held - _SLACK:
         mib = f"{(loaded - after) / 2**20:.0f} of {watch.held / 2**20:.0f} MiB"
         left = f"{STILL_HELD}: only {mib} of the text encoders were freed"
@@ -495,7 +498,7 @@ def models_of(pipeline: Any) -> dict[str, torch.nn.Module]:
 
 
 def _classes(root: Path) -> dict[str, type[PreTrainedModel] | None]:
-    """Text encoder → its class; None if that is not of transformers."""
+    """Return each text encoder's class; None if it is not from transformers."""
     classes = {name: _class(*entry) for name, entry in read_entries(root).items()}
     return {
         name: kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
@@ -504,7 +507,7 @@ def _classes(root: Path) -> dict[str, type[PreTrainedModel] | None]:
 
 
 def _class(library: str, name: str) -> Any:
-    """Return a class that a model_index.json names; None if it comes from elsewhere."""
+    """Return a class that a model_index.json names; None if it is from another library."""
     if library in ("transformers", "diffusers"):
         return getattr(import_module(library), name, None)
     return None

@@ -1,1 +1,1 @@
-"""LoRA and LoKr: their layers, files, and the frozen adapter of training."""
+"""LoRA and LoKr: layers, files, and the frozen training adapter."""

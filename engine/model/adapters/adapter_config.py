@@ -1,4 +1,4 @@
-"""Peft's configuration of an adapter, which comes with a file that others made."""
+"""Read peft's configuration of an adapter, which may come with a file of any origin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
-# What names begin with that are neither diffusers' nor peft's.
+# Prefixes of module names that are neither diffusers' nor peft's.
 _OTHERS: Final = ("diffusion_model.", "lora_unet_", "lora_te", "lora_transformer_", "lycoris_")
 _RANKS: Final = ("r", "rank_pattern")
 _ALPHAS: Final = ("alpha", "lora_alpha", "alpha_pattern")
@@ -26,22 +26,23 @@ _ALPHAS: Final = ("alpha", "lora_alpha", "alpha_pattern")
 def read_adapter_config(
     file: Path, header: Mapping[str, str], modules: Collection[str], prefix: str
 ) -> dict[str, Any]:
-    """Read what diffusers writes into a file's header, or peft beside the file.
+    """Read the configuration from a file's header (diffusers) or from a file next to it (peft).
 
-    ComfyUI's and kohya's names have neither: a configuration beside such a file is of another one,
-    and what their own readers do not look at must not scale anything here.
+    Files with ComfyUI's or kohya's names have neither: a configuration next to such a file belongs
+    to
+    another one, and must not scale anything here, since their own tools ignore it.
 
     Args:
         file: The file.
-        header: Its header's texts.
-        modules: Its modules, as it names them.
-        prefix: What names of diffusers begin with.
+        header: Strings of its header.
+        modules: Its module names as stored.
+        prefix: Prefix of diffusers' names.
 
     Returns:
-        Peft's keys, without those that are null; {} where there is no configuration.
+        Peft's keys, without null values; {} if there is no configuration.
 
     Raises:
-        UserError: It cannot be read, or has ranks or alphas that are none.
+        UserError: It cannot be read, or has invalid ranks or alphas.
     """
     if any(name.startswith(_OTHERS) for name in modules):
         return {}
@@ -61,13 +62,13 @@ def read_adapter_config(
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Refuse ranks and alphas that nothing can be scaled by.
+    """Reject ranks and alphas that cannot be used as a scale.
 
     Raises:
         ValueError: A rank is not positive, or an alpha is not finite.
-        TypeError: One is no number.
-        AttributeError: Patterns are no mapping.
-        re.error: A pattern is no regular expression.
+        TypeError: A value is not a number.
+        AttributeError: Patterns are not a mapping.
+        re.error: A pattern is not a regular expression.
     """
     for keys, fits in ((_RANKS, lambda number: number > 0), (_ALPHAS, math.isfinite)):
         for key in keys:

@@ -1,4 +1,4 @@
-"""Begin from the file of a LoKr, under the names of peft, diffusers, ComfyUI or LyCORIS."""
+"""Initialize from a LoKr file with the names of peft, diffusers, ComfyUI or LyCORIS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.families import Family
 
 Parts = dict[str, torch.Tensor]
-"""Part of an adapter (`lokr_w1`, `lokr_w2_a`, `alpha`, …) → tensor."""
+"""Tensors of an adapter by part: `lokr_w1`, `lokr_w2_a`, `alpha`, …"""
 
 PARTS: Final = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 _HINT: Final = "set lora_rank, lokr_factor and lokr_full_matrix to the file's"
@@ -32,16 +32,18 @@ def set_adapter(
     rename: Callable[[list[str]], list[dict[str, str]]],
     scale_of: Callable[[str, Parts], float],
 ) -> None:
-    """Set a model's adapter to what a file holds.
+    """Set a model's adapter to the content of a file.
 
     Args:
         model: With an adapter; sharded or not.
-        stored: Module, as the file names it → its parts.
-        rename: Modules of the model → all ways in which files name them, each name → module.
-        scale_of: Module and its parts → what its product is multiplied by.
+        stored: Parts of each module, by module name as stored.
+        rename: Takes the model's modules and returns, for each naming convention, a mapping of
+            stored
+            names to modules.
+        scale_of: Takes a module and its parts and returns the factor of its product.
 
     Raises:
-        UserError: The file has other layers, or other shapes. What it says follows a colon.
+        UserError: The file has other layers or shapes. The message starts after the file's name.
     """
     layers: dict[str, dict[str, torch.nn.Parameter]] = {}
     for name, parameter in lora.lora_parameters(model).items():
@@ -84,17 +86,18 @@ def set_adapter(
 def scales_in(
     file: Path, header: Mapping[str, str], modules: Collection[str], prefix: str
 ) -> Callable[[str, Parts], float]:
-    """Return the scales of a file's adapters.
+    """Return a function that gives the scales of a file's adapters.
 
     Args:
         file: The file.
-        header: Its header's texts.
-        modules: Its modules, as it names them.
-        prefix: What names of diffusers begin with.
+        header: Strings of its header.
+        modules: Its module names as stored.
+        prefix: Prefix of diffusers' names.
 
     Returns:
-        Module and its parts → what its product is multiplied by: by its alpha where a matrix is
-        parted, as LyCORIS does; else as peft's configuration says; 1 where nothing does.
+        Takes a module and its parts and returns the factor of its product: from its alpha if a
+        matrix
+        is factorized, as in LyCORIS, else from peft's configuration, else 1.
 
     Raises:
         UserError: The configuration cannot be read.
@@ -116,7 +119,8 @@ def scales_in(
 def single_names(
     model: torch.nn.Module, modules: list[str], family: Family
 ) -> list[dict[str, str]]:
-    """How other tools name a model's modules, where each of theirs is one of ours."""
+    """Return other tools' names of a model's modules, for tools with one module per module of
+    ours."""
     shapes = {}
     for module in modules:
         layer: Any = model.get_submodule(module).base_layer
@@ -134,7 +138,7 @@ def single_names(
             continue
         try:
             ways.append({name: module for module, name in named_singly(style, shapes).items()})
-        except UserError:  # a layer that the tool does not have, or not by itself
+        except UserError:  # the tool lacks a layer, or fuses it with others
             continue
     return ways
 

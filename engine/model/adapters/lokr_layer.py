@@ -1,9 +1,9 @@
-"""LoKr: a layer's weight changes by the Kronecker product of two small matrices.
+"""LoKr: a layer's weight update is the Kronecker product of two small matrices.
 
-After Yeh et al. 2023 (LyCORIS). Peft (0.21) makes the whole change, `(out, in)` in fp32, in every
-forward, and keeps it for backward: of a large model, that is as much as its weights again. The
-product of an input with it needs only the two factors, and knows nothing of the base layer's
-weight, which may be packed, or sharded in a unit of its own.
+After Yeh et al. 2023 (LyCORIS). Peft (0.21) forms the full update, `(out, in)` in fp32, in every
+forward, and keeps it for backward, which for a large model takes as much memory as its weights.
+Multiplying an input by the update needs only the two factors. It does not touch the base layer's
+weight, which may be quantized, or sharded in its own unit.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ _ADAPTER: Final = "default"
 
 
 class _Lokr:
-    """What both kinds of layers share: one adapter, and LyCORIS's scale."""
+    """Shared by both layer types: one adapter, and LyCORIS's scale."""
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Make the factors; as elsewhere, alpha says nothing where both are whole."""
+        """Create the factors. As in LyCORIS, alpha has no effect if neither factor is
+        factorized."""
         super().update_layer(adapter_name, *args, **kwargs)  # type: ignore[misc]
         layer: Any = self
         if adapter_name in layer.lokr_w1 and adapter_name in layer.lokr_w2:
             layer.scaling[adapter_name] = 1.0
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Peft's without module dropout, for which it draws a number on the host each time."""
+        """Replace peft's forward, without module dropout, which draws a random number on the
+        host."""
         layer: Any = self
         out: torch.Tensor = layer.base_layer(x, *args, **kwargs)
         if layer.disable_adapters or layer.merged:
@@ -43,7 +45,7 @@ class _Lokr:
 
 
 class LokrLinear(_Lokr, Linear):
-    """A linear layer, whose change is never made whole."""
+    """A linear layer whose weight update is never materialized."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`(…, in)` → `(…, out)`."""
@@ -61,7 +63,7 @@ class LokrLinear(_Lokr, Linear):
 
 
 class LokrConv2d(_Lokr, Conv2d):
-    """A convolution, computed as peft does, in the precision of the base."""
+    """A convolution, computed as in peft, in the precision of the base."""
 
     def _get_delta_activations(
         self, adapter_name: str, x: torch.Tensor, *args: Any, **kwargs: Any
@@ -72,7 +74,7 @@ class LokrConv2d(_Lokr, Conv2d):
 
 
 class LokrModel(LoKrModel):
-    """Puts these layers into a model."""
+    """Injects these layers into a model."""
 
     layers_mapping = {torch.nn.Conv2d: LokrConv2d, torch.nn.Linear: LokrLinear}  # noqa: RUF012
 
@@ -80,10 +82,10 @@ class LokrModel(LoKrModel):
 def kronecker(
     x: torch.Tensor, left: torch.Tensor, right: Sequence[torch.Tensor], scale: float = 1.0
 ) -> torch.Tensor:
-    """Multiply by a Kronecker product without making it: `scale · x (left ⊗ right)ᵀ`.
+    """Multiply by a Kronecker product without forming it: `scale · x (left ⊗ right)ᵀ`.
 
     Args:
-        x: `(…, b d)`, of the precision that computes.
+        x: `(…, b d)`, in the compute precision.
         left: `(a, b)`.
         right: Matrices whose product is `(c, d)`.
         scale: A factor.
@@ -96,9 +98,9 @@ def kronecker(
 
 
 class _Kronecker(torch.autograd.Function):
-    """See `kronecker`; backward makes again what is as large as the input, instead of keeping it.
+    """See `kronecker`. Backward recomputes input-sized tensors instead of keeping them.
 
-    Gradients of fp32 matrices come out of their products in fp32.
+    Gradients of fp32 matrices are returned in fp32 straight from their matrix products.
     """
 
     @staticmethod

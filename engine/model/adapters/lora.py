@@ -1,4 +1,5 @@
-"""LoRA and LoKr through peft, inside the blocks, so that sharding and saving see them."""
+"""Add LoRA and LoKr to models through peft, inside the blocks, so that sharding and saving see
+them."""
 
 from __future__ import annotations
 
@@ -31,23 +32,23 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 WHOLE: Final = 1_000_000
-"""A rank beyond which no factor of LoKr is parted into two."""
+"""A rank above which LoKr never factorizes a factor into two."""
 _MAGNITUDE: Final = ".lora_magnitude_vector."
 _PARTS: Final = (".lora_A.", ".lora_B.", _MAGNITUDE, ".lokr_w")
 _ZERO: Final = re.compile(r"\.(lora_B|lokr_w2|lokr_w2_b)(\.|$)")
-_PATTERN: Final = re.compile(r"[*+?|(\[\\]")  # no name of a module has one of these
+_PATTERN: Final = re.compile(r"[*+?|(\[\\]")  # module names contain none of these characters
 
 
 def add_lora(model: torch.nn.Module, spec: RecipeKeys, targets: str) -> None:
-    """Put an adapter into the model, on whatever device its base weights are (meta: also fine).
+    """Add an adapter to a model, on the device of its base weights (which may be meta).
 
     Args:
         model: A diffusers model.
         spec: The job.
-        targets: Regular expression of module names, unless the job names its own.
+        targets: Regular expression of module names, unless the job sets its own.
 
     Raises:
-        UserError: No module fits the targets.
+        UserError: No module matches the targets.
     """
     model.requires_grad_(False)
     try:
@@ -56,7 +57,7 @@ def add_lora(model: torch.nn.Module, spec: RecipeKeys, targets: str) -> None:
                 LokrModel(model, _lokr_config(spec, targets), ADAPTER)
         else:
             _add(model, _config(spec, targets), spec)
-    except (ValueError, TypeError) as error:  # of LoKr, a layer of a kind that it is not for
+    except (ValueError, TypeError) as error:  # for LoKr, an unsupported type of layer
         raise UserError(f"lora_target_modules: {error}") from None
     _make_masters(model)
     selective = checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "selective"
@@ -68,7 +69,7 @@ def add_lora(model: torch.nn.Module, spec: RecipeKeys, targets: str) -> None:
 
 
 def add_text_lora(encoder: torch.nn.Module, spec: RecipeKeys, targets: Sequence[str]) -> None:
-    """Put an adapter into a text encoder, which is frozen already.
+    """Add an adapter to a text encoder that is already frozen.
 
     Args:
         encoder: A transformers model.
@@ -82,7 +83,7 @@ def add_text_lora(encoder: torch.nn.Module, spec: RecipeKeys, targets: Sequence[
 
 
 def text_config(spec: LoraKeys, targets: Sequence[str]) -> LoraConfig:
-    """Return the text encoders' adapter as peft describes it; its scale is the denoiser's."""
+    """Return peft's config of the text encoders' adapter, with the same scale as the denoiser's."""
     rank = spec.text_encoder_lora_rank
     scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
     return LoraConfig(
@@ -95,7 +96,7 @@ def text_config(spec: LoraKeys, targets: Sequence[str]) -> LoraConfig:
 
 
 def _make_masters(model: torch.nn.Module) -> None:
-    """Peft makes adapters in the base's precision; what is trained is kept in fp32."""
+    """Convert adapters to fp32, since peft creates them in the base's precision."""
     for name, parameter in list(lora_parameters(model).items()):
         owner, _, leaf = name.rpartition(".")
         master = torch.nn.Parameter(parameter.detach().float(), requires_grad=True)
@@ -105,15 +106,16 @@ def _make_masters(model: torch.nn.Module) -> None:
 def _add(
     model: torch.nn.Module, config: LoraConfig, spec: TrainingKeys, *, inject: bool = False
 ) -> None:
-    """Put peft's layers into the model, or ours in their place.
+    """Add peft's layers to the model, or our replacements of them.
 
     Args:
         model: The model.
         config: The adapter.
         spec: The job.
-        inject: Not by the model's own function, which transformers has too, for other purposes.
+        inject: Whether to bypass the model's `add_adapter`, which means something else in
+            transformers.
     """
-    # Inductor fuses peft's own, and autocast's casts with them.
+    # Keep peft's layers for Inductor, which fuses them together with autocast's casts.
     if not spec.torch_compile:
         config._register_custom_module(
             {
@@ -144,7 +146,7 @@ def _config(spec: LoraKeys, targets: str) -> LoraConfig:
         exclude_modules=_modules(spec.lora_exclude_modules),
         use_rslora=spec.lora_variant == "rslora",
         use_dora=spec.lora_variant == "dora",
-        init_lora_weights=False,  # `initialise` does it, alike on every rank
+        init_lora_weights=False,  # `initialise` does it, identically on every rank
     )
 
 
@@ -153,7 +155,7 @@ def _lokr_config(spec: LoraKeys, targets: str) -> LoKrConfig:
     ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
     alphas = {} if spec.lora_alpha else ranks
     rank = spec.lora_rank
-    alpha: Any = spec.lora_alpha or spec.lora_rank  # peft wants an int, and only divides it
+    alpha: Any = spec.lora_alpha or spec.lora_rank  # peft's type is int, but it only divides
     if spec.lokr_full_matrix:
         rank, alpha, ranks, alphas = WHOLE, WHOLE, {}, {}
     return LoKrConfig(
@@ -164,12 +166,13 @@ def _lokr_config(spec: LoraKeys, targets: str) -> LoKrConfig:
         decompose_factor=spec.lokr_factor,
         target_modules=_modules(spec.lora_target_modules) or targets,
         exclude_modules=_modules(spec.lora_exclude_modules),
-        init_weights=False,  # `initialise` does it, alike on every rank
+        init_weights=False,  # `initialise` does it, identically on every rank
     )
 
 
 def _modules(names: list[str] | None) -> list[str] | str | None:
-    """Suffixes as peft takes them; with regular expressions among them, one for all."""
+    """Return suffixes as peft takes them or, if there are regular expressions among them, one
+    regex."""
     if not names or not any(_PATTERN.search(name) for name in names):
         return names
     each = [n if _PATTERN.search(n) else rf"(?:.*\.)?{re.escape(n)}" for n in names]
@@ -177,12 +180,12 @@ def _modules(names: list[str] | None) -> list[str] | str | None:
 
 
 def lora_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Name → parameter of everything the adapter adds."""
+    """Return all parameters of the adapter by name."""
     return {name: parameter for name, parameter in model.named_parameters() if is_lora(name)}
 
 
 def scales_of(model: torch.nn.Module) -> dict[str, float]:
-    """Adapted module → what its adapter's product is multiplied by."""
+    """Return the factor of the adapter's product in each adapted module."""
     return {
         name: float(module.scaling[ADAPTER])
         for name, module in model.named_modules()
@@ -191,30 +194,33 @@ def scales_of(model: torch.nn.Module) -> dict[str, float]:
 
 
 def is_lora(name: str) -> bool:
-    """Whether a tensor of an adapted model is the adapter's."""
+    """Return whether a tensor of an adapted model belongs to the adapter."""
     return any(part in name for part in _PARTS)
 
 
 def begins_at_zero(name: str) -> bool:
-    """Whether a tensor of an adapter is zero at first, so that it has no effect."""
+    """Return whether an adapter's tensor is initialized to zero, so that the adapter has no
+    effect."""
     return _ZERO.search(name) is not None
 
 
 def adapted_name(model: torch.nn.Module) -> dict[str, str]:
-    """Name in the checkpoint → name in the adapted model (`x.weight` → `x.base_layer.weight`)."""
+    """Map each name in the checkpoint to the adapted model (`x.weight` → `x.base_layer.weight`)."""
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     return {name.replace(".base_layer.", "."): name for name in names}
 
 
 @torch.no_grad()
 def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> None:
-    """Draw the adapter's first weights: peft's distribution, the same on any number of ranks.
+    """Initialize the adapter with peft's distribution, identically for any number of ranks.
 
-    A is Kaiming-uniform with a = √5, or normal with deviation 1 / rank; B is zero (Hu et al. 2021,
-    as in `peft`). Of LoKr, the last matrix is zero and the others are Kaiming-uniform, as in
-    LyCORIS. Each tensor has a generator of its own, keyed by its name, so that the draw
-    depends on nothing else. DoRA's magnitudes are the lengths of the rows that were loaded (Liu et
-    al. 2024), so that the adapter has no effect at first; a collective where these are sharded.
+    A is Kaiming-uniform with a = √5, or normal with standard deviation 1 / rank; B is zero (Hu et
+    al.
+    2021, as in `peft`). In LoKr, the last matrix is zero and the others are Kaiming-uniform, as in
+    LyCORIS. Each tensor has its own generator, keyed by its name, so that its values depend on
+    nothing
+    else. DoRA's magnitudes are the row norms of the loaded weights (Liu et al. 2024), so that the
+    adapter has no effect at first; computing them is a collective if the weights are sharded.
     """
     for name, parameter in lora_parameters(model).items():
         if _MAGNITUDE in name:
@@ -247,7 +253,7 @@ def _row_lengths(weight: torch.Tensor) -> torch.Tensor:
     lengths = torch.linalg.vector_norm(mine, dim=dims, dtype=torch.float32)
     if not isinstance(weight, DTensor):
         return lengths
-    mesh = weight.device_mesh  # of the device that gathers, also where weights are in host memory
+    mesh = weight.device_mesh  # on the gathering device, even if weights are in host memory
     spread = DTensor.from_local(
         lengths.to(mesh.device_type),
         mesh,
@@ -259,10 +265,10 @@ def _row_lengths(weight: torch.Tensor) -> torch.Tensor:
 
 
 def check_whole(model: torch.nn.Module) -> None:
-    """Refuse DoRA where FSDP gathers a layer's weights apart from its adapter.
+    """Reject DoRA if FSDP gathers a layer's weights separately from its adapter.
 
     Raises:
-        UserError: It does, and the lengths of rows need both at once.
+        UserError: It does, and computing row norms needs both at once.
     """
     for name, module in model.named_modules():
         if name.endswith(".base_layer") and isinstance(module, FSDPModule):

@@ -1,8 +1,8 @@
-"""Begin from the file of a LoRA, under the names of diffusers, ComfyUI or kohya's scripts.
+"""Initialize from a LoRA file with the names of diffusers, ComfyUI or kohya's scripts.
 
-The names of other tools are those that an export of the job would have: an adapter whose ups hold
-numbers of rows instead of weights is exported, and says which row of which layer stands where. So
-layers that are one elsewhere are parted by what parts them there.
+Names of other tools are derived from the export: an adapter whose up matrices hold row numbers
+instead of weights is exported, which shows where each row of each layer ends up. Layers that other
+tools fuse are therefore split by the same code that fuses them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from engine.families import Family
 
-# What the name of a tensor ends with, and what it is.
+# Suffixes of tensor names, and the adapter part that they denote.
 _ENDS: Final = {
     "lora_A.weight": "down",
     "lora_down.weight": "down",
@@ -44,7 +44,7 @@ _END: Final = re.compile(rf"(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _EN
 _TEXT: Final = ("text_encoder", "lora_te", "text_model")
 CANNOT: Final = "init_lora: cannot begin from "
 
-# How a file may name the modules of diffusers.
+# Prefixes that a file may add to diffusers' module names.
 _DOTTED: Final = ("", "base_model.model.", "diffusion_model.")
 _UNDERSCORED: Final = ("lora_unet_", "lora_transformer_", "lycoris_")
 
@@ -54,9 +54,9 @@ class Layer:
     """An adapted layer of the model.
 
     Attributes:
-        parts: Parameters of its adapter: down (rank, in), up (out, rank), and DoRA's lengths.
-        scale: What the product is multiplied by.
-        first: The number of its first row, of all the rows of all layers, from 1.
+        parts: Parameters of its adapter: down (rank, in), up (out, rank), and DoRA's magnitudes.
+        scale: The factor of the product.
+        first: Number of its first row, counting the rows of all layers from 1.
     """
 
     parts: Mapping[str, torch.nn.Parameter]
@@ -74,15 +74,15 @@ class Layer:
 
 @torch.no_grad()
 def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
-    """Set a model's adapter to what a file holds; every rank reads it, and keeps its rows.
+    """Set a model's adapter to the content of a file; every rank reads it, and keeps its own rows.
 
     Args:
         model: With an adapter; sharded or not.
         file: A safetensors file.
-        family: The model's.
+        family: The model's family.
 
     Raises:
-        UserError: The file is no LoRA, or not one of these layers and ranks.
+        UserError: The file is not a LoRA, or does not match these layers and ranks.
     """
     stored, header = read_lora(file)
     if any(part in parts for parts in stored.values() for part in lokr_file.PARTS):
@@ -133,10 +133,10 @@ def _begin_from_lokr(
     stored: Mapping[str, dict[str, torch.Tensor]],
     header: Mapping[str, str],
 ) -> None:
-    """Do the same from a LoKr, whose layers have no parts.
+    """Set a model's adapter to the content of a LoKr file, whose layers are never fused.
 
     Raises:
-        UserError: The job's adapter is none, or has other layers or shapes.
+        UserError: The job's adapter is not a LoKr, or has other layers or shapes.
     """
     if not _is_lokr(model):
         raise refusal(file, "it is a LoKr", "set lora_variant: lokr")
@@ -172,10 +172,10 @@ def _layers_of(model: torch.nn.Module) -> dict[str, Layer]:
 
 
 def read_lora(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
-    """Return module → part → tensor, as the file names modules, and its header's texts.
+    """Return the tensors by module name as stored and part, and the strings of the header.
 
     Raises:
-        UserError: It cannot be read, or has something that is no part of a LoRA.
+        UserError: The file cannot be read, or contains a tensor that is not part of a LoRA.
     """
     stored: dict[str, dict[str, torch.Tensor]] = {}
     try:
@@ -184,7 +184,7 @@ def read_lora(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str,
             for key in opened.keys():  # noqa: SIM118 (it is no mapping)
                 module, part = split_name(file, key)
                 tensor = opened.get_tensor(key)
-                if tensor.dtype.itemsize == 1:  # fp8, in which little can be computed
+                if tensor.dtype.itemsize == 1:  # fp8 supports few operations
                     tensor = tensor.float()
                 stored.setdefault(module, {})[part] = tensor
     except (SafetensorError, OSError) as error:
@@ -197,13 +197,13 @@ def read_lora(file: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str,
 
 
 def split_name(file: Path, key: str) -> tuple[str, str]:
-    """Split the name of a tensor into its module and what part of the adapter it is.
+    """Split a tensor's name into its module and the adapter part that it is.
 
     Returns:
-        The module as the file names it, and `down`, `up`, `lengths`, `alpha` or a part of a LoKr.
+        The module name as stored, and `down`, `up`, `lengths`, `alpha` or a part of a LoKr.
 
     Raises:
-        UserError: It is no part of a LoRA.
+        UserError: The tensor is not part of a LoRA.
     """
     match = _END.fullmatch(key)
     if match is None:
@@ -213,15 +213,16 @@ def split_name(file: Path, key: str) -> tuple[str, str]:
 
 
 def check_sizes(file: Path, module: str, parts: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse sizes that no adapter has, whatever the model.
+    """Reject sizes that no adapter can have, independent of the model.
 
     Args:
         file: The file.
         module: One of its modules.
-        parts: Part of its adapter → shape.
+        parts: Shapes of its adapter by part.
 
     Raises:
-        UserError: An alpha is not one number, a matrix is empty or none, or one is missing.
+        UserError: An alpha is not a single number, a part is empty or not a matrix, or a part is
+            missing.
     """
     for part, shape in parts.items():
         count = math.prod(shape)
@@ -241,14 +242,14 @@ def check_sizes(file: Path, module: str, parts: Mapping[str, tuple[int, ...]]) -
 def naming(
     stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family | None
 ) -> dict[str, torch.Tensor]:
-    """Return the file's module → the number of the row of each of its outputs, `(out,)`; 0: none.
+    """Return, per module of the file, the row number of each output, `(out,)`; 0 for no row.
 
-    Of all ways to name the layers, the one that most modules of the file have.
+    Of all naming conventions, use the one that matches most modules of the file.
 
     Args:
         stored: The file's modules.
-        layers: The model's, by their names in it.
-        family: The model's; None for a model that is not in diffusers' layout, whose layers have
+        layers: The model's layers, by their names in it.
+        family: The model's family; None for a model outside of diffusers' layout, whose layers have
             their authors' names.
     """
     prefixes = ("transformer.", "unet.") if family is None else (f"{family.lora_prefix}.",)
@@ -270,7 +271,7 @@ def naming(
             continue
         try:
             converted = style.convert(probe)
-        except UserError:  # a layer that the tool does not have
+        except UserError:  # the tool does not have this layer
             continue
         ways.append(
             {
@@ -285,7 +286,7 @@ def naming(
 def naming_of_texts(
     stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family
 ) -> dict[str, torch.Tensor]:
-    """Return the same of text encoders, by the names of diffusers or of kohya's scripts."""
+    """Return the same for text encoders, by the names of diffusers or of kohya's scripts."""
     rows = {n: torch.arange(a.first, a.first + a.outputs) for n, a in layers.items()}
     ways = [rows, {text_lora.kohya_name(name, family): own for name, own in rows.items()}]
     return max(ways, key=lambda way: len(way.keys() & stored.keys()))
@@ -298,10 +299,10 @@ def parted(
     rows: torch.Tensor,
     layers: Mapping[str, Layer],
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield the layers that a module of the file consists of: name and parts of each.
+    """Yield name and adapter parts of each layer that a module of the file consists of.
 
     Raises:
-        UserError: It has another size, or adapts a layer that the job does not.
+        UserError: The module has another size, or adapts a layer that the job does not.
     """
     up, down = tensors["up"], tensors["down"]
     lengths = tensors.get("lengths", rows)
@@ -320,7 +321,8 @@ def parted(
         order = rows[mine] - layer.first
         part = {"up": torch.empty_like(up[mine]).index_copy_(0, order, up[mine]), "down": down}
         if len(members) > 1 and len(down) == total and layer.rank != total:
-            # Side by side: each has its own downs, and the ups beside them are zero.
+            # The adapters are concatenated: each layer has its own rows of down, and other layers'
+            # ups are zero.
             columns = slice(at, at + layer.rank)
             others = part["up"].clone()
             others[:, columns] = 0
@@ -335,10 +337,10 @@ def parted(
 
 
 def _check(file: Path, name: str, part: Mapping[str, torch.Tensor], layer: Layer) -> None:
-    """Compare what a file has for a layer with the layer.
+    """Compare a layer with the parts that a file has for it.
 
     Raises:
-        UserError: It has another rank or size, is not finite, or one is DoRA and one is not.
+        UserError: Rank or size differ, a value is not finite, or only one of them is DoRA.
     """
     if len(part["down"]) != layer.rank:
         raise _wrong_rank(file, name, len(part["down"]), layer.rank)
@@ -355,16 +357,16 @@ def _check(file: Path, name: str, part: Mapping[str, torch.Tensor], layer: Layer
 def scales_in(
     file: Path, header: Mapping[str, str], modules: Collection[str], family: Family
 ) -> Any:
-    """Read what the configuration says that goes with a file's names of diffusers or peft.
+    """Return a function that gives scales from the file's diffusers or peft configuration.
 
     Args:
         file: The file.
-        header: Its header's texts.
-        modules: Its modules, as it names them.
-        family: The model's.
+        header: Strings of its header.
+        modules: Its module names as stored.
+        family: The model's family.
 
     Returns:
-        Layer's name and rank → what its product is multiplied by; 1 where nothing says.
+        Takes a layer's name and rank and returns the factor of its product; 1 if nothing sets it.
 
     Raises:
         UserError: The configuration cannot be read.

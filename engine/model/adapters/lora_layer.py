@@ -1,9 +1,9 @@
-"""Layers with adapters: a linear one and its adapter as one operation, in the base's precision.
+"""Layers with adapters: base and adapter as one operation, in the base's precision.
 
-Peft's layer (0.21) is five operations, and twelve where fp32 adapters meet a bf16 base: every
-adapter is cast up and down on its own, in forward and in backward. Here the product of the adapter
-is added by the very multiplication that makes it, and all adapters of a model are cast together,
-once in a forward. They stay fp32 where they are trained, saved and averaged.
+Peft's layer (0.21) takes five operations, and twelve if fp32 adapters meet a bf16 base, since every
+adapter is cast separately in forward and backward. Here, the multiplication that computes the
+adapter's product also adds it to the output, and all adapters of a model are cast together, once
+per forward. They stay fp32 for training, saving and averaging.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ _ADAPTER: Final = "default"
 
 
 class LoraLinear(Linear):
-    """Peft's, but for how it computes what is plain: one adapter, no dropout, a dense base.
+    """Replaces peft's layer for the plain case: one adapter, no dropout, a dense base.
 
     Attributes:
-        narrow: A and B in the precision of the base, as of this forward; see `narrow_together`.
-        keeps: Whether what is computed may be kept, for recomputation, and so not be added to.
+        narrow: A and B in the base's precision, valid for this forward; see `narrow_together`.
+        keeps: Whether selective recomputation may keep the output, which then must not be changed
+            in
+            place.
     """
 
     narrow: tuple[torch.Tensor, ...] | None = None
     keeps: bool = False
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`(…, in)` → `(…, out)`."""
+        """Map `(…, in)` to `(…, out)`."""
         base, dropout = self.base_layer, self.lora_dropout[_ADAPTER]
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
@@ -48,7 +50,7 @@ class LoraLinear(Linear):
         if (
             args
             or kwargs
-            # Not one that FSDP gathers when it is called, whose class is another.
+            # This excludes layers that FSDP gathers on call, since their class differs.
             or type(base) not in (torch.nn.Linear, QuantizedLinear)
             or (packing is None and base.weight.dtype is not dtype)
             or any(isinstance(master, DTensor) for master in masters)
@@ -82,9 +84,9 @@ class LoraLinear(Linear):
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def _stretched(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """DoRA: each output times its magnitude over the length of its row of weights; `(N, out)`.
+        """Apply DoRA: scale each output by its magnitude over its weight row's norm; `(N, out)`.
 
-        What the factor differs from 1 by is added, since 1.001 is 1 in bf16.
+        Add the factor's difference from 1, since 1.001 rounds to 1 in bf16.
         """
         base = self.base_layer
         lengths = row_lengths(base.weight, a, b, self.scaling[_ADAPTER])
@@ -94,7 +96,7 @@ class LoraLinear(Linear):
 
 
 class LoraConv2d(Conv2d):
-    """Peft's, which would else compute its adapter in the precision of the masters."""
+    """Replaces peft's layer, which would compute its adapter in the masters' precision."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with autocast_to(x.dtype, x.device):
@@ -102,17 +104,17 @@ class LoraConv2d(Conv2d):
 
 
 def autocast_to(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast, for what is given bf16 or fp16 outside of it."""
+    """Return autocast for bf16 or fp16 inputs outside of autocast, else a null context."""
     if dtype is torch.float32 or torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
 
 
 def narrow_together(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Have all adapters be cast to `dtype` at the beginning of each forward of the model.
+    """Cast all adapters to `dtype` together at the start of each forward of the model.
 
-    Forwards that are part of a backward, by which activations are recomputed, find what the whole
-    forward found: nothing is trained in between. Adapters that FSDP gathers are cast when used.
+    Forwards inside a backward, which recompute activations, reuse the same casts, since nothing is
+    trained in between. Adapters that FSDP gathers are cast when used.
     """
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
 
@@ -141,8 +143,9 @@ def row_lengths(
 ) -> torch.Tensor:
     """Return the row norms of `weight + scale · b a`, `(out,)` in fp32, without computing that sum.
 
-    Peft (0.21) makes it, and an identity of the layer's width. No gradient goes through the
-    norms, as in section 4.3 of Liu et al. 2024.
+    Peft (0.21) computes it, and an identity matrix of the layer's width. Gradients do not flow
+    through
+    the norms, as in section 4.3 of Liu et al. 2024.
     """
     with torch.autocast(weight.device.type, enabled=False):
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
@@ -152,7 +155,7 @@ def row_lengths(
 
 
 class _Adapted(torch.autograd.Function):
-    """`x Wᵀ + bias + scale · (x Aᵀ) Bᵀ`, with a frozen W."""
+    """Compute `x Wᵀ + bias + scale · (x Aᵀ) Bᵀ`, with a frozen W."""
 
     @staticmethod
     def forward(
@@ -170,11 +173,11 @@ class _Adapted(torch.autograd.Function):
         scale: float,
         keeps: bool,
     ) -> torch.Tensor:
-        """`x (N, in)`, `weight (out, in)`, `a (r, in)`, `b (out, r)` of one precision.
+        """Compute the output for `x (N, in)`, `weight (out, in)`, `a (r, in)`, `b (out, r)`.
 
-        Of a packed weight only the packed bytes are kept for backward.
-
-        `wide_a` and `wide_b` are the masters of `a` and `b`, which get the gradients.
+        All have the same precision. For a packed weight, only the packed bytes are kept for
+        backward.
+        `wide_a` and `wide_b` are the masters of `a` and `b`, which receive the gradients.
         """
         if packing is None:
             out = functional.linear(x, weight, bias)
@@ -191,7 +194,7 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Gradients of the masters come out of their products in fp32."""
+        """Return gradients of the masters in fp32, straight from their matrix products."""
         (gradient,) = gradients
         x, weight, weight_scale, codes, a, b, low = ctx.saved_tensors
         of_a = of_b = of_x = None
@@ -211,7 +214,7 @@ class _Adapted(torch.autograd.Function):
 def _packed(
     base: torch.nn.Module,
 ) -> tuple[Packing | None, torch.Tensor | None, torch.Tensor | None]:
-    """How a layer's weight is packed, its scale, and what its bytes stand for."""
+    """Return a layer's packing, the scale of its weight, and the values of its codes."""
     if isinstance(base, QuantizedLinear):
         return base.packing, base.weight_scale, base.codes
     return None, None, None
@@ -224,14 +227,14 @@ def _dense(
     packing: Packing | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a weight in the precision that computes."""
+    """Return a weight in the compute precision."""
     return weight if packing is None else packing.unpack(weight, scale, codes, dtype)
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Multiply two matrices, and return the product in `dtype`.
 
-    On a GPU, the sum is not rounded before it is returned.
+    On a GPU, the fp32 accumulator is returned without rounding.
     """
     if left.dtype is dtype:
         return left @ right

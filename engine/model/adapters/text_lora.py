@@ -1,9 +1,9 @@
-"""LoRA on the CLIP text encoders, beside that of the denoiser.
+"""LoRA on the CLIP text encoders, in addition to the denoiser's.
 
-The encoders with adapters are children of the denoiser, by their names in the pipeline. So what
-goes through a model's parameters (optimizer, average, gradients, checkpoints, exports) finds their
-adapters, which stay whole on every rank. They are attached after the denoiser is sharded, so that
-FSDP never sees their frozen weights.
+Encoders with adapters become children of the denoiser, by their names in the pipeline. Everything
+that iterates over a model's parameters (optimizer, average, gradients, checkpoints, exports)
+therefore finds their adapters, which are replicated on every rank. They are attached after the
+denoiser is sharded, so that FSDP never sees their frozen weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from jobs.spec.keys.lora import LoraKeys
 
 TARGETS: Final = ("q_proj", "k_proj", "v_proj", "out_proj")
-"""The layers that get an adapter: attention's projections."""
+"""Suffixes of the layers that get an adapter: attention's projections."""
 
 
 class AdaptedEncoder(torch.nn.Module):
-    """A text encoder's blocks under the name that LoRA files have for them.
+    """A text encoder's blocks under the module name that LoRA files use.
 
-    Of some versions of transformers they are in `text_model`, of others the encoder itself has
-    them, and one of a pipeline's encoders may be in each way.
+    Depending on the version of transformers, they are in `text_model` or in the encoder itself, and
+    the
+    encoders of one pipeline may differ in this.
     """
 
     def __init__(self, encoder: torch.nn.Module) -> None:
@@ -48,14 +49,14 @@ class AdaptedEncoder(torch.nn.Module):
 def adapted_encoders(
     encoders: Mapping[str, torch.nn.Module], spec: RecipeKeys
 ) -> dict[str, AdaptedEncoder]:
-    """Freeze text encoders and put adapters into them, with their first weights.
+    """Freeze text encoders, and add initialized adapters to them.
 
     Args:
-        encoders: By their names in the pipeline; on meta nothing is drawn.
+        encoders: Text encoders by their names in the pipeline; on meta, nothing is initialized.
         spec: The job.
 
     Returns:
-        Name → encoder; the adapters are in the very modules that were given.
+        Encoders by name. The adapters are added to the given modules in place.
     """
     named = {name: AdaptedEncoder(encoder) for name, encoder in encoders.items()}
     for name, adapted in named.items():
@@ -93,7 +94,7 @@ def on_meta(family: Family, root: Path) -> dict[str, Any]:
 
 
 def is_text(name: str, family: Family) -> bool:
-    """Whether a module or tensor of the adapted model is of a text encoder."""
+    """Return whether a module or tensor of the adapted model belongs to a text encoder."""
     return name.partition(".")[0] in family.facts.text_lora
 
 
@@ -103,7 +104,7 @@ def parted(
     """Split an adapter's tensors by denoiser and text encoder.
 
     Returns:
-        Name in the denoiser → tensor; and text encoder → name in it → tensor.
+        The denoiser's tensors by name, and each text encoder's tensors by name.
     """
     denoiser: dict[str, torch.Tensor] = {}
     texts: dict[str, dict[str, torch.Tensor]] = {}
@@ -117,18 +118,18 @@ def parted(
 
 
 def config_of(spec: LoraKeys) -> LoraConfig:
-    """Return the adapter as peft describes it."""
+    """Return peft's config of the text encoders' adapter."""
     return lora.text_config(spec, TARGETS)
 
 
 def as_kohya(
     texts: Mapping[str, Mapping[str, torch.Tensor]], family: Family
 ) -> dict[str, torch.Tensor]:
-    """Return the text encoders' adapters as kohya's scripts name them, with alphas that are ranks.
+    """Return the text encoders' adapters under kohya's names, with alphas equal to the ranks.
 
     Args:
-        texts: Of `parted`.
-        family: The model's.
+        texts: From `parted`.
+        family: The model's family.
     """
     tensors: dict[str, torch.Tensor] = {}
     for encoder, layers in texts.items():
@@ -141,6 +142,6 @@ def as_kohya(
 
 
 def kohya_name(module: str, family: Family) -> str:
-    """Return kohya's name of a module of the text encoders."""
+    """Return kohya's name of a text encoder's module."""
     encoder, _, rest = module.partition(".")
     return f"{family.facts.text_lora[encoder]}_{rest.replace('.', '_')}"

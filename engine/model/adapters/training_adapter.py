@@ -1,9 +1,9 @@
-"""A frozen LoRA that takes part in training alone, such as one that undoes a base's distillation.
+"""A frozen LoRA that is active only in training, such as one that undoes a base's distillation.
 
-It stays beside the weights that it changes and is never merged into them: so it is exact in every
-precision and on a packed base, and what is sampled without it is what the base by itself makes. Its
-matrices are buffers, and not saved: nothing that is trained, sharded, averaged, checkpointed or
-exported sees them. Every rank has them whole.
+It is applied next to the weights and never merged into them. It is therefore exact in every
+precision and on a quantized base, and samples without it equal those of the base alone. Its
+matrices are non-persistent buffers, so training, sharding, averaging, checkpoints and exports do
+not see them. They are replicated on every rank.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ if TYPE_CHECKING:
 
 
 # -- training adapter file ------------------------------------------------------------------
-# Read the file of a training adapter: a LoRA of any rank, which is not trained on.
+# Read the file of a training adapter: a LoRA of any rank, which stays frozen.
 
 
 def read_training_adapter(
     file: Path, linears: Mapping[str, torch.nn.Linear], family: Family
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Read the adapters of a file, of whatever ranks, for any of a model's linear layers.
+    """Read the adapters of a file, of any rank, for any of a model's linear layers.
 
     Args:
         file: A safetensors file.
-        linears: Name → layer, of all that the model has.
-        family: The model's.
+        linears: All linear layers of the model by name.
+        family: The model's family.
 
     Yields:
         A layer's name, and its down `(rank, in)` and up `(out, rank)` in fp32, whose product is
-        what is added to the layer's weight.
+        added
+        to the layer's weight.
 
     Raises:
-        UserError: The file is no LoRA, or not one of these layers.
+        UserError: The file is not a LoRA, or does not match these layers.
     """
     layers: dict[str, Layer] = {}
     first = 1
@@ -82,10 +83,10 @@ def _products(
     family: Family,
     scale_of: Any,
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Name, down and scaled up of each layer that a file adapts.
+    """Yield name, down and scaled up of each layer that a file adapts.
 
     Raises:
-        UserError: A part of the file is for no layer, is no plain LoRA, or has another size.
+        UserError: A module of the file matches no layer, is not a plain LoRA, or has another size.
     """
     named = any_naming(stored, layers, family)
     for key, tensors in stored.items():
@@ -109,7 +110,7 @@ def _products(
 def any_naming(
     stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family | None
 ) -> dict[str, torch.Tensor]:
-    """Return `naming`, where other tools need not have names for all the layers."""
+    """Return `naming`, but allow other tools to lack names for some of the layers."""
     candidates = [layers]
     for style in (family.KOHYA, family.COMFYUI) if family is not None else ():
         if style is not None:
@@ -134,11 +135,11 @@ _NAME = "training_adapter"
 
 
 class TrainingAdapter(torch.nn.Module):
-    """What is added to a layer's output.
+    """An adapter's contribution to a layer's output.
 
     Attributes:
         down: `(rank, in)`, frozen.
-        up: `(out, rank)`, frozen; the scale is part of it.
+        up: `(out, rank)`, frozen, with the scale multiplied into it.
         enabled: Whether it has an effect.
     """
 
@@ -154,8 +155,8 @@ class TrainingAdapter(torch.nn.Module):
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Add the adapter's product of `x (…, in)` to `out (…, out)`; nothing is kept for backward.
 
-        The sum is made in a copy, in place: what selective checkpointing keeps of matrix products
-        is their results, and would else be this too.
+        The sum is computed in place in a copy: selective checkpointing keeps the results of matrix
+        multiplications, and would otherwise keep this one too.
         """
         dtype = out.dtype
         low = functional.linear(x.to(dtype), self.down.to(dtype)).to(dtype)  # (…, rank)
@@ -166,19 +167,19 @@ class TrainingAdapter(torch.nn.Module):
 def add_training_adapter(
     model: torch.nn.Module, spec: RecipeKeys, family: Family, device: torch.device
 ) -> str:
-    """Add the job's training adapter, if it names one; every rank reads all of the file.
+    """Add the job's training adapter, if it sets one; every rank reads the full file.
 
     Args:
         model: With the adapter that is trained; sharded or not.
         spec: The job.
         family: Its family.
-        device: Where the model computes; meta: only sizes matter.
+        device: The device that the model computes on; with meta, only sizes matter.
 
     Returns:
-        A line for the log; "" where the job names none.
+        A line for the log; "" if the job sets none.
 
     Raises:
-        UserError: There is none, or it is not one of this model.
+        UserError: The file does not exist, or does not match this model.
     """
     if spec.model_type != "lora" or not spec.training_adapter:
         return ""
@@ -204,7 +205,7 @@ def add_training_adapter(
 
 @contextmanager
 def without_training_adapter(model: torch.nn.Module) -> Iterator[None]:
-    """Within, a model computes as without its training adapter, if it has one."""
+    """Disable a model's training adapter, if it has one, inside this context."""
     present = [module for module in model.modules() if isinstance(module, TrainingAdapter)]
     for adapter in present:
         adapter.enabled = False
@@ -216,7 +217,8 @@ def without_training_adapter(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Name in the checkpoint → linear layer, without those of the adapter that is trained."""
+    """Return linear layers by their names in the checkpoint, without those of the trained
+    adapter."""
     return {
         name.removesuffix(".base_layer"): module
         for name, module in model.named_modules()
@@ -225,6 +227,7 @@ def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 
 def _add(layer: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-    """Return a hook after the forward of a layer, or of what wraps it with the trained adapter."""
+    """Add the training adapter's output; a forward hook of a layer or its trained-adapter
+    wrapper."""
     adapter: TrainingAdapter = layer.training_adapter
     return adapter(args[0], out) if adapter.enabled else out

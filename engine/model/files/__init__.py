@@ -1,1 +1,1 @@
-"""Weights in files: what lies where, read as rows of shards, written tensor by tensor."""
+"""Weight files: locate tensors, read rows of shards, and write tensor by tensor."""

@@ -1,9 +1,9 @@
-"""Weights that were published in 8 or 4 bits, beside the tensors that their scales are in.
+"""Read weights published in 8 or 4 bits, whose scales are in separate tensors.
 
-Two layouts are read: E4M3 with a scale for a tensor or for each row (ComfyUI's `scale_weight`,
-compressed-tensors' `weight_scale`), and nf4 as bitsandbytes stores it, with its scales in fp32 or
-in 8 bits themselves. Their bytes are kept as they are; scales take the shapes that
-`engine.model.packing` gives them.
+Two layouts are supported: E4M3 with a scale per tensor or per row (ComfyUI's `scale_weight`,
+compressed-tensors' `weight_scale`), and nf4 as bitsandbytes stores it, with scales in fp32 or
+quantized to 8 bits. The packed bytes are kept unchanged; scales get the shapes that
+`engine.model.packing` uses.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _STATE: Final = "quant_state.bitsandbytes__nf4"
 
 
 def join_packed(files: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a model's tensors, where each packed weight has its scales and its own shape.
+    """Return a model's tensors, joining each packed weight with its scales and its logical shape.
 
     Args:
-        files: Name → place, of everything that the files hold.
+        files: Location of every tensor in the files, by name.
 
     Raises:
-        UserError: A weight is packed in a way that cannot be read.
+        UserError: A weight is packed in an unsupported way.
     """
     joined = dict(files)
     for name, place in files.items():
@@ -60,16 +60,16 @@ def check_packed(
     described: Any,
     expected: BasePrecision,
 ) -> None:
-    """Refuse a model that is packed in another way than the job says.
+    """Reject a model that is packed differently than the job says.
 
     Args:
-        directory: The model's.
-        files: Of `join_packed`.
-        described: What its config.json says of its quantization.
+        directory: The model's directory.
+        files: From `join_packed`.
+        described: The quantization entry of its config.json.
         expected: `base_precision`.
 
     Raises:
-        UserError: It is.
+        UserError: The packing differs from `expected`.
     """
     packed = {place.packed.scheme for place in files.values() if place.packed}
     if packed and packed != {expected}:
@@ -87,11 +87,11 @@ def check_packed(
 
 
 def scale_of(source: StoredTensor, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
-    """All scales of a packed weight in fp32, of the shape that its packing gives them.
+    """Return all scales of a packed weight in fp32, in the shape that its packing uses.
 
     Args:
         source: The weight.
-        read: Reads a small tensor whole.
+        read: Reads a full small tensor.
     """
     assert source.packed is not None
     parts, rows = source.packed.parts, source.shape[0]
@@ -106,7 +106,7 @@ def scale_of(source: StoredTensor, read: Callable[[StoredTensor], torch.Tensor])
 
 
 def _join_fp8(joined: dict[str, StoredTensor], name: str, place: StoredTensor) -> None:
-    """One without a scale stays as it is: its numbers are the weights."""
+    """Join an fp8 weight with its scale. Without a scale, its values already are the weights."""
     layer = name.removesuffix("weight")
     scales = [joined[layer + leaf] for leaf in _FP8_SCALES if layer + leaf in joined]
     if not scales:

@@ -1,8 +1,8 @@
 """Write a safetensors file tensor by tensor, never holding more than one of them.
 
-`safetensors.torch.save_file` takes all tensors at once; a model gathered from its ranks, or read
-from a checkpoint, would have to fit into host memory. `weight_files` describes the format and
-reads it.
+`safetensors.torch.save_file` takes all tensors at once, so a model gathered from its ranks, or read
+from a checkpoint, would have to fit into host memory. `weight_files` describes and reads the
+format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Facts = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # name → dtype and shape
 
-# Every dtype that torch and safetensors share, as the format calls it.
+# Every dtype that torch and safetensors share, with the format's name for it.
 DTYPE_NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,22 +43,22 @@ DTYPE_NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ALIGNMENT: Final = 8  # bytes; where the tensors begin, so that they can be mapped
-_CHUNK_BYTES: Final = 64 * 2**20  # one write; Linux does at most 2 GiB at once
+_ALIGNMENT: Final = 8  # bytes; alignment of the tensor data, for mapping the file
+_CHUNK_BYTES: Final = 64 * 2**20  # per write; Linux writes at most 2 GiB at once
 
 
 class SafetensorsWriter:
-    """A safetensors file that is being written: its header at once, each tensor as it comes.
+    """A safetensors file being written: the header first, then each tensor as it is added.
 
-    As a context manager it closes the file, or removes it when an exception leaves the block.
+    As a context manager, it closes the file, or removes it after an exception.
 
     Args:
-        path: The file; one that exists is replaced at once, so name one aside.
-        facts: Name → dtype and shape of every tensor that will be added, in any order.
+        path: The file. An existing file is overwritten at once, so pass a temporary name.
+        facts: Dtype and shape of every tensor that will be added by name, in any order.
         metadata: Strings for the header's `__metadata__`.
 
     Raises:
-        UserError: The format has no such dtype.
+        UserError: The format does not support a dtype.
         OSError: The file cannot be written.
     """
 
@@ -75,14 +75,14 @@ class SafetensorsWriter:
             raise
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor; in any order, each once.
+        """Write one tensor. Tensors may come in any order, each once.
 
         Args:
-            name: One of the names of `facts`.
-            tensor: Of the dtype and shape that `facts` gave; on any device, not a DTensor.
+            name: One of the names in `facts`.
+            tensor: With the dtype and shape given in `facts`; on any device, not a DTensor.
 
         Raises:
-            ValueError: It is not what `facts` said, or was added before.
+            ValueError: It differs from `facts`, or was added before.
             OSError: The file cannot be written.
         """
         if name not in self._missing:
@@ -97,7 +97,7 @@ class SafetensorsWriter:
         self._missing.discard(name)
 
     def close(self) -> None:
-        """Finish the file, and wait until it is on the disk. Its directory is the caller's.
+        """Finish the file and sync it to disk. Syncing its directory is up to the caller.
 
         Raises:
             ValueError: Tensors are missing; the file is removed.
@@ -135,7 +135,7 @@ class SafetensorsWriter:
             self.abandon()
 
     def abandon(self) -> None:
-        """Remove the file, unless it is finished."""
+        """Remove the file unless it is finished."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -145,7 +145,7 @@ class SafetensorsWriter:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes as safetensors stores them (row-major; this machine's byte order).
 
-    No copy is made of a contiguous tensor on the CPU.
+    A contiguous tensor on the CPU is not copied.
     """
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.is_complex():
@@ -156,11 +156,12 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def _layout(
     facts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the file's beginning, and where each tensor's first byte is in the file."""
+    """Return the header bytes, and the offset of each tensor's first byte in the file."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     at = 0
-    # Wide numbers first, as safetensors itself does: so every tensor is aligned to its own width.
+    # Put wide dtypes first, as safetensors itself does, so that every tensor is aligned to its own
+    # width.
     for name in sorted(facts, key=lambda name: (-facts[name][0].itemsize, name)):
         dtype, shape = facts[name]
         if dtype not in DTYPE_NAMES:

@@ -1,7 +1,7 @@
-"""What the safetensors files of a model directory hold, and where: no tensor is read here.
+"""Locate the tensors in a model directory's safetensors files, without reading them.
 
-A safetensors file is a length (8 bytes, little endian), a header of that length in JSON, and the
-tensors, each contiguous in row-major order. So rows of a tensor are one range of bytes.
+A safetensors file consists of a length (8 bytes, little endian), a JSON header of that length, and
+the tensors, each contiguous in row-major order. Rows of a tensor are therefore one byte range.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    # Of buffers only: `engine.model.files.weights` refuses integer parameters.
+    # Only for buffers: `engine.model.files.weights` rejects integer parameters.
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -35,7 +35,7 @@ _DTYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# The names that `save_pretrained` of diffusers and of transformers gives.
+# File names used by `save_pretrained` of diffusers and of transformers.
 _STANDARD: Final = (
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
@@ -49,14 +49,14 @@ _AGAIN: Final = "download the model again"
 
 @dataclass(frozen=True)
 class PackedParts:
-    """What makes numbers of a packed weight (`engine.model.files.published_packing`).
+    """The tensors needed to unpack a packed weight (`engine.model.files.published_packing`).
 
     Attributes:
-        scheme: How it is packed, as `base_precision` calls it.
-        parts: The tensors beside it: `scale`, and of scales that are packed themselves
-            `nested_scale` and `nested_codes`.
-        nested_block: How many scales share a nested one.
-        offset: Added to each scale that is packed.
+        scheme: The packing, as a value of `base_precision`.
+        parts: Its additional tensors: `scale`, and for quantized scales `nested_scale` and
+            `nested_codes`.
+        nested_block: Number of scales that share a nested scale.
+        offset: Added to each quantized scale.
     """
 
     scheme: BasePrecision
@@ -67,15 +67,15 @@ class PackedParts:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies on disk.
+    """Location of a tensor on disk.
 
     Attributes:
         name: Its name in the file.
         file: The file.
-        shape: Its shape.
-        dtype: What the file holds.
-        start: Where its first byte is, counted from the file's beginning.
-        packed: How it is packed; its shape is that of the weight then.
+        shape: Its shape; if packed, the shape of the unpacked weight.
+        dtype: Dtype in the file.
+        start: Offset of its first byte in the file.
+        packed: How it is packed, if it is.
     """
 
     name: str
@@ -87,16 +87,16 @@ class StoredTensor:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def row_elements(self) -> int:
-        """How many numbers a row along dim 0 has."""
+        """Return the number of elements per row along dim 0."""
         return torch.Size(self.shape[1:]).numel()
 
     def read_whole(self) -> torch.Tensor:
-        """Read the tensor into host memory; for small ones.
+        """Read the full tensor into host memory; meant for small ones.
 
         Raises:
             OSError: The file cannot be read, or ends before the tensor does.
@@ -111,11 +111,11 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Name → place of every tensor of a model saved in one or several safetensors files.
+    """Return the location of every tensor of a model saved in one or several safetensors files.
 
     Raises:
-        UserError: There are no safetensors files, or several that do not belong together, or one
-            is missing or damaged, or a tensor is of an unknown type.
+        UserError: There are no safetensors files, or several that do not belong together, or one is
+            missing or damaged, or a tensor has an unknown dtype.
     """
     source = _chosen(directory)
     index = _read_index(source) if source.suffix == ".json" else {}
@@ -167,7 +167,7 @@ def _chosen(directory: Path) -> Path:
 
 
 def _read_index(file: Path) -> dict[str, Path]:
-    """Tensor name → file, all of which exist."""
+    """Return the file of each tensor, checking that all files exist."""
     try:
         names = {str(n): str(f) for n, f in json.loads(file.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -183,8 +183,8 @@ def _read_index(file: Path) -> dict[str, Path]:
 def read_header(file: Path) -> list[StoredTensor]:
     """List the tensors of one file.
 
-    Reads nothing but the header, with plain reads: pages of a mapped file would count as this
-    process's own memory.
+    Read only the header, with plain reads: pages of a mapped file would count toward this process's
+    memory.
     """
     try:
         with file.open("rb") as stream:
@@ -212,7 +212,7 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def _entry(file: Path, name: str, entry: dict[str, Any], base: int, size: int) -> StoredTensor:
-    """One entry of a header; `base` is where the tensors begin, `size` where the file ends."""
+    """Parse a header entry, given the offset `base` of the tensor data and the file size `size`."""
     kind = entry["dtype"]
     if kind not in _DTYPES:
         raise UserError(

@@ -1,9 +1,9 @@
-"""Read ranges of stored tensors straight into the memory that will hold them.
+"""Read ranges of stored tensors directly into their destination memory.
 
-Measured on 2.3 GB of fp32 and 2 ranks: with `os.preadv` a rank's memory grows by its shard and
-nothing else. Through a mapping (`safetensors.get_slice`, and torch's `HuggingFaceStorageReader`,
-which uses it) it grows by twice that until the file is closed: the mapped pages are the process's
-own as long as no other process maps the same ones. `tests/bench/load.py` shows both.
+Measured on 2.3 GB of fp32 and 2 ranks: with `os.preadv`, a rank's memory grows only by its shard.
+With a memory mapping (`safetensors.get_slice`, and torch's `HuggingFaceStorageReader`, which uses
+it), it grows by twice that until the file is closed, since mapped pages count toward the process
+unless another process maps the same ones. `tests/bench/load.py` shows both.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from engine.model.files.weight_files import StoredTensor
     from engine.model.packing import Packing
 
-# Four reads at a time took a third to a half of the time of one at a time from a cold disk.
+# Four reads at a time took a third to a half of the time of one at a time on a cold disk.
 _THREADS: Final = 4
-_PACKED_BYTES: Final = 2**19  # read at a time to be packed, which takes ten times that
-_CHUNK_BYTES: Final = 16 * 2**20  # a read, and the size of a thread's buffer where one is needed
+_PACKED_BYTES: Final = 2**19  # read at a time for packing, which takes ten times that
+_CHUNK_BYTES: Final = 16 * 2**20  # per read, and the size of a thread's buffer if it needs one
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is to be read into one tensor.
+    """A range to read into one tensor.
 
     Attributes:
         source: The stored tensor.
-        first: Its first element to read, in row-major order; as many follow as `target` has.
-        target: A plain tensor of any float type, on any device; or rows of a packed weight.
-        packing: How `target` is packed; None where it is not.
-        scale: The same rows of its scale; None where it has none.
+        first: The first element to read, in row-major order; the size of `target` gives their
+            number.
+        target: A plain tensor of any float dtype, on any device; or rows of a packed weight.
+        packing: How `target` is packed; None if it is not.
+        scale: The same rows of its scale; None if it has none.
     """
 
     source: StoredTensor
@@ -53,18 +54,18 @@ class Reading:
 
 
 def read_all(readings: list[Reading], progress: Callable[[int], None]) -> int:
-    """Do all readings, several at a time.
+    """Perform all readings, several at a time.
 
     Args:
-        readings: Whose targets do not overlap.
+        readings: Readings with non-overlapping targets.
         progress: Called from this thread with the number of readings done.
 
     Returns:
         Bytes read.
 
     Raises:
-        UserError: A file cannot be read or is shorter than its header says, or a number in it is
-            too large for float16.
+        UserError: A file cannot be read or is shorter than its header says, or a value in it is too
+            large for float16.
     """
     total = 0
     with ExitStack() as opened:
@@ -89,7 +90,7 @@ def read_all(readings: list[Reading], progress: Callable[[int], None]) -> int:
 
 
 class _Reader:
-    """Reads on several threads, each with a buffer of its own where the bytes need one."""
+    """Reads on several threads, each with its own buffer if the data needs one."""
 
     def __init__(self, files: dict[Path, int]) -> None:
         self._files = files
@@ -97,7 +98,7 @@ class _Reader:
 
     @torch.no_grad()
     def read(self, reading: Reading) -> int:
-        """Fill one target; returns the bytes read."""
+        """Fill one target, and return the bytes read."""
         source, target = reading.source, reading.target.detach()
         if not target.numel():
             return 0  # a rank without rows
@@ -117,7 +118,7 @@ class _Reader:
         return flat.numel() * source.dtype.itemsize
 
     def _pack(self, reading: Reading, packing: Packing) -> int:
-        """Read and pack some rows at a time, on the target's device."""
+        """Read and pack a few rows at a time, on the target's device."""
         if reading.source.packed is not None:
             return self._copy_packed(reading, packing)
         source, target = reading.source, reading.target.detach()
@@ -130,13 +131,13 @@ class _Reader:
             chunk = buffer[: len(rows) * columns]
             self._fill(source.file, at + begin * columns * width, chunk)
             packed, scale = packing.pack(chunk.view(len(rows), columns).to(target.device))
-            rows.copy_(packed)  # waits, so that the buffer is free for the next rows
+            rows.copy_(packed)  # blocks until the buffer can be reused
             if reading.scale is not None and scale is not None:
                 reading.scale.detach()[begin : begin + step].copy_(scale)
         return len(target) * columns * width
 
     def _copy_packed(self, reading: Reading, packing: Packing) -> int:
-        """Read rows that are packed in the file as they are, and their scales."""
+        """Read rows that are already packed in the file unchanged, and their scales."""
         source, target = reading.source, reading.target.detach()
         columns = source.row_elements
         first = reading.first // columns
@@ -160,12 +161,12 @@ class _Reader:
             part = flat[begin : begin + buffer.numel()]
             chunk = buffer[: part.numel()]
             self._fill(source.file, at + begin * source.dtype.itemsize, chunk)
-            part.copy_(chunk)  # waits, so that the buffer is free for the next chunk
+            part.copy_(chunk)  # blocks until the buffer can be reused
             if part.dtype is torch.float16 and source.dtype is not torch.float16:
                 _check_finite(part, source)
 
     def _fill(self, file: Path, at: int, flat: torch.Tensor) -> None:
-        """Read as many bytes as a contiguous CPU tensor has, straight into it."""
+        """Read the size of a contiguous CPU tensor directly into it."""
         memory = flat.view(torch.uint8).numpy().data
         done = 0
         while done < len(memory):
@@ -182,7 +183,8 @@ class _Reader:
         if not hasattr(self._own, "buffer"):
             on_gpu = device.type == "cuda"
             if on_gpu:
-                # A new thread is on GPU 0; to pin there would make a context on it for every rank.
+                # A new thread starts on GPU 0; pinning there would create a context on it for every
+                # rank.
                 torch.cuda.set_device(device)
             self._own.buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
         buffer: torch.Tensor = self._own.buffer

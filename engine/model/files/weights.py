@@ -1,8 +1,9 @@
 """Build a model on the meta device and stream its weights: each rank reads only its own rows.
 
-A dim-0 shard is contiguous in a safetensors file, so a rank reads it straight into the memory that
-will hold it: host memory grows by the shard, and the ranks of a node together read the file once.
-`engine.model.files.weight_files` knows what lies where, `engine.model.files.weight_reader` reads.
+A dim-0 shard is contiguous in a safetensors file, so a rank reads it directly into its destination:
+host memory grows by the shard, and the ranks of a node together read the file once.
+`engine.model.files.weight_files` locates the tensors, `engine.model.files.weight_reader` reads
+them.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ if TYPE_CHECKING:
 
 
 # -- widening -------------------------------------------------------------------------------
-# A layer that has more inputs than its file: those are for a conditioning image, and zero.
+# Handle a layer with more inputs than in its file. The additional inputs are for a conditioning
+# image,
+# and their weights start at zero.
 
 
 def shape_in_file(shape: tuple[int, ...], place: StoredTensor) -> tuple[int, ...]:
-    """Return the shape that the file of a widened layer's weight should have.
+    """Return the expected shape of a widened layer's weight in the file.
 
     Args:
-        shape: The weight's own, `(out, in)`.
-        place: Where it is, with any number of inputs up to that.
+        shape: The weight's shape in the model, `(out, in)`.
+        place: Its location, with at most as many inputs.
 
     Raises:
         UserError: It is quantized.
@@ -63,11 +66,11 @@ def shape_in_file(shape: tuple[int, ...], place: StoredTensor) -> tuple[int, ...
 
 
 def narrowed(here: torch.Tensor, place: StoredTensor) -> torch.Tensor:
-    """Keep the columns of a weight that its file has, and zero all others.
+    """Return the columns of a weight that its file has, after zeroing all others.
 
     Args:
-        here: Rows of the weight, or another tensor, which stays as it is.
-        place: Where it is.
+        here: Rows of the weight. Other tensors are returned unchanged.
+        place: Its location.
     """
     if len(place.shape) != 2 or here.dim() != 2 or here.shape[1] <= place.shape[1]:
         return here
@@ -77,34 +80,36 @@ def narrowed(here: torch.Tensor, place: StoredTensor) -> torch.Tensor:
 
 
 # -- pinned memory --------------------------------------------------------------------------
-# Host memory that a GPU copies from directly, and no more of it than is asked for.
+# Allocate host memory that a GPU can copy from directly, without rounding up sizes.
 #
-# Torch's own allocator of such memory (2.11 to 2.13) rounds each tensor up to a power of two,
-# so that 48 GB of offloaded shards take about 80. Its option against that,
-# `pinned_max_round_threshold_mb`, hands freed memory out again for tensors that are larger
-# than it (2.13). So the shards lie in memory of our own, which is registered with CUDA as
-# torch's checkpoints do it.
+# Torch's own allocator of pinned memory (2.11 to 2.13) rounds each tensor up to a power of two, so
+# that 48 GB of offloaded shards take about 80. Its option against that,
+# `pinned_max_round_threshold_mb`, reuses freed memory for tensors that are larger than it (2.13).
+# So
+# the shards are in our own memory, which is registered with CUDA in the way torch's checkpoints do
+# it.
 
 
-_ALIGNMENT: Final = 512  # bytes; as CUDA aligns what it allocates
+_ALIGNMENT: Final = 512  # bytes; same alignment as CUDA's allocations
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that `PinnedMemory` needs for tensors like these."""
+    """Return the bytes that `PinnedMemory` needs for tensors like these."""
     return sum(_rounded(tensor.nbytes) for tensor in tensors)
 
 
 class PinnedMemory:
-    """Memory from which tensors are taken; it is given back when the last of them is gone.
+    """Memory for tensors, which is released when the last of them is gone.
 
-    Where CUDA refuses to register it, it is ordinary memory: `Tensor.is_pinned` tells.
+    If CUDA refuses to register it, it is ordinary memory: check `Tensor.is_pinned`.
 
     Args:
         size: Bytes, from `bytes_of`.
     """
 
     def __init__(self, size: int) -> None:
-        # Tensors hold the array and it holds the pages, so its end comes before theirs.
+        # Tensors hold the array, and the array holds the pages, so the array is finalized after the
+        # tensors.
         self._array = (ctypes.c_char * max(1, size)).from_buffer(mmap.mmap(-1, max(1, size)))
         self._used = 0
         address = ctypes.addressof(self._array)
@@ -113,10 +118,10 @@ class PinnedMemory:
             weakref.finalize(self._array, _unpin, address)
 
     def take_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same shape and dtype; its contents are zeros.
+        """Return a zero tensor with the same shape and dtype.
 
         Args:
-            tensor: On any device, contiguous, one of those that `bytes_of` has counted.
+            tensor: On any device, contiguous, and counted by `bytes_of`.
         """
         if not tensor.numel():
             return torch.empty_like(tensor, device="cpu")
@@ -130,7 +135,7 @@ def _rounded(size: int) -> int:
 
 
 def _unpin(address: int) -> None:
-    with suppress(AssertionError, RuntimeError):  # at the end of the process CUDA may be gone
+    with suppress(AssertionError, RuntimeError):  # at process exit, CUDA may be gone
         unpin_memory(address)
 
 
@@ -149,8 +154,8 @@ __all__ = [
     "trained_in_fp32",
 ]
 
-# What quantisers store beside their numbers, by the end of the name: scales of fp8 files
-# (ComfyUI, compressed-tensors), bitsandbytes, quanto, GPTQ and AWQ.
+# Suffixes of the extra tensors that quantizers store: scales of fp8 files (ComfyUI,
+# compressed-tensors), bitsandbytes, quanto, GPTQ and AWQ.
 _QUANTISED: Final = re.compile(
     r"(^|\.)(scaled_fp8|scale_weight|scale_input|weight_scale(_\w+)?|input_scale|comfy_quant"
     r"|weight\.(absmax|quant_map|nested_\w+|quant_state\.\S+|_data|_scale)|SCB"
@@ -167,19 +172,20 @@ def build_on_meta(
 ) -> tuple[torch.nn.Module, dict[str, StoredTensor]]:
     """Construct a model without its weights.
 
-    Parameters are on the meta device in the precision they will be kept in; buffers are real, so
-    those that no file holds (rotary tables and such) have their computed values. A parameter that
-    several modules share stays one object.
+    Parameters are on the meta device in their storage precision. Buffers are real, so those that no
+    file holds (such as rotary tables) have their computed values. A parameter shared by several
+    modules
+    stays one object.
 
     Args:
         model_class: A diffusers model class.
-        directory: With its config.json and weights.
+        directory: The directory with its config.json and weights.
         spec: The job.
-        say: Called with a line for each kind of tensor kept in another precision than the file's.
+        say: Called with a line for each kind of tensor whose precision differs from the file's.
 
     Returns:
-        The model, and where its tensors are: by the name in `named_parameters` or `named_buffers`,
-        whatever other name of a shared tensor the file has.
+        The model, and the location of its tensors by their names in `named_parameters` or
+        `named_buffers`, even if the file uses another name of a shared tensor.
 
     Raises:
         UserError: Files and model do not fit, or the weights are quantized in an unknown way.
@@ -213,12 +219,12 @@ def build_on_meta(
 def materialise(
     model: torch.nn.Module, device: torch.device, parameters_on: torch.device | None = None
 ) -> None:
-    """Give meta parameters memory (contents undefined), and move buffers.
+    """Allocate meta parameters (with undefined contents), and move buffers.
 
     Args:
         model: Sharded or not.
-        device: Where this rank computes.
-        parameters_on: Where sharded parameters lie, if not there (the CPU, for FSDP's offload).
+        device: The device that this rank computes on.
+        parameters_on: The device of sharded parameters, if different (the CPU, for FSDP's offload).
     """
     shared: dict[int, tuple[torch.nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -236,16 +242,17 @@ def materialise(
         if isinstance(tensor, DTensor):
             there: Any = torch.empty_like(tensor, device=where)  # its pages are never touched
             if pinned is not None:
-                # As FSDP does it; `from_local` would move it to the mesh's device.
+                # FSDP does the same; `from_local` would move it to the mesh's device.
                 there._local_tensor = pinned.take_like(local_part(tensor))
             return there
-        if id(tensor) not in placed:  # once for a shared one; `shared` keeps the ids valid
+        if id(tensor) not in placed:  # once per shared tensor; `shared` keeps the ids valid
             placed[id(tensor)] = torch.empty_like(tensor, device=where)
         return placed[id(tensor)]
 
-    model._apply(place)  # what `to_empty` does, without emptying the buffers
-    # `_apply` keeps the identity of a `DTensor`, and replaces a plain meta parameter wherever
-    # it occurs.
+    model._apply(place)  # like `to_empty`, but keeps the buffers' values
+    # `_apply` keeps the identity of a `DTensor`, but replaces a plain meta parameter separately in
+    # each
+    # module that shares it.
     for _, names in shared.values():
         for name in names[1:]:
             owner, _, leaf = name.rpartition(".")
@@ -259,12 +266,12 @@ def stream(
     names: Callable[[str], str] = lambda name: name,
     progress: Callable[[int], None] = lambda done: None,
 ) -> int:
-    """Fill parameters and persistent buffers from disk, each rank its own rows.
+    """Fill parameters and persistent buffers from disk; each rank reads its own rows.
 
     Args:
-        model: Materialised, sharded or not.
-        stored: What `build_on_meta` returned.
-        names: Name in `stored` → name in the model (adapters wrap modules and rename them).
+        model: Materialized, sharded or not.
+        stored: From `build_on_meta`.
+        names: Maps a name in `stored` to the model's (adapters wrap modules and rename them).
         progress: Called with the number of tensors done.
 
     Returns:
@@ -280,11 +287,12 @@ def stream(
 
 
 def check_precision(model: torch.nn.Module, spec: RecipeKeys) -> None:
-    """Prove that what is trained is fp32, and what is frozen in the precision that computes.
+    """Verify that trained parameters are fp32, and frozen ones in their storage precision.
 
     Raises:
-        RuntimeError: A tensor is in another precision; names it. This ends the job: it would
-            otherwise train badly, or hold its base at twice the memory.
+        RuntimeError: Names a tensor with another precision. This ends the job, which would
+            otherwise
+            train badly, or take twice the memory for its base.
     """
     packed = weights_per_element(model)
     for name, parameter in model.named_parameters():
@@ -300,10 +308,11 @@ def check_precision(model: torch.nn.Module, spec: RecipeKeys) -> None:
 
 
 def trained_in_fp32(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Trained parameters that the model lists as in need of fp32 in computing too.
+    """Return trained parameters that the model lists as needing fp32 in computations too.
 
-    A sharded unit gathers all its weights in one precision, so these stay whole instead. They are
-    few: norms, tables of shifts, the embedding of time.
+    A sharded unit gathers all its weights in one precision, so these stay replicated instead. They
+    are
+    few: norms, shift tables, the time embedding.
     """
     return [
         parameter
@@ -328,7 +337,8 @@ def rows_of(tensor: DTensor) -> slice:
 def _own_tensors(
     model: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Parameters and persistent buffers, each once, by their first name; and all names of each."""
+    """Return parameters and persistent buffers, each once by its first name, and all their
+    names."""
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, list[str]] = {}
@@ -347,10 +357,12 @@ def _fit(
     directory: Path,
     widened: str,
 ) -> dict[str, StoredTensor]:
-    """Where each tensor of the model is; of a widened layer, the columns of the published one.
+    """Return the location of each tensor of the model, checking names and shapes.
+
+    For a widened layer, the file may have fewer columns.
 
     Raises:
-        UserError: Tensors are missing, left over or of another shape; names them.
+        UserError: Names tensors that are missing, unexpected or of another shape.
     """
     every = {alias for group in aliases.values() for alias in group}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -385,7 +397,7 @@ def _fit(
 
 
 def _check_kind(tensor: torch.Tensor, place: StoredTensor) -> None:
-    """Refuse integers where the model has real numbers, and the other way round.
+    """Reject integers for a floating-point tensor, and vice versa.
 
     Raises:
         UserError: Names the tensor.
@@ -404,14 +416,14 @@ def _check_kind(tensor: torch.Tensor, place: StoredTensor) -> None:
 
 
 def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
-    """Whether the model lists a tensor's module as one that needs fp32; diffusers' own rule."""
+    """Return whether the model lists a tensor's module as needing fp32, by diffusers' own rule."""
     listed = getattr(model, "_keep_in_fp32_modules", None) or ()
     parts = name.split(".")
     return any(part in parts for part in ([listed] if isinstance(listed, str) else listed))
 
 
 def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobKeys, *, keep_fp32: bool) -> str:
-    """Say how a tensor is converted that is not kept as in the file, and why."""
+    """Describe how and why a tensor's precision differs from the file's."""
     if spec.model_type == "full":
         reason = "full training keeps fp32 master weights"
     elif keep_fp32:
@@ -430,16 +442,16 @@ def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobKeys, *, keep_f
 def reading_of(
     name: str, place: StoredTensor, target: torch.Tensor, layer: QuantizedLinear | None = None
 ) -> Reading:
-    """Determine what this rank reads of one tensor.
+    """Return this rank's range of one tensor.
 
     Args:
         name: Its name, for messages.
-        place: Where it lies.
-        target: Where it goes.
-        layer: The layer that keeps it packed, if one does.
+        place: Its location.
+        target: The tensor to fill.
+        layer: The layer that keeps it packed, if any.
 
     Raises:
-        RuntimeError: The tensor is sharded in a way that is not by rows.
+        RuntimeError: The tensor is sharded in another way than by rows.
     """
     packing = scale = None
     shape = place.shape[1:]

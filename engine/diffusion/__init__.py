@@ -1,1 +1,1 @@
-"""Noise, targets and loss: what a diffusion model is trained to predict."""
+"""Noise, targets and loss: the training objectives of diffusion models."""

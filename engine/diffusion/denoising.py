@@ -26,9 +26,9 @@ class Denoising:
     """The objective of epsilon- and v-prediction models.
 
     Attributes:
-        scheduler: The model's noise schedule; diffusers adds the noise and forms v.
-        snr_gamma: Min-SNR's cap on the signal-to-noise ratio; None weights all steps alike.
-        huber: The schedule of the loss's threshold; None where it has none.
+        scheduler: The model's noise schedule; diffusers adds the noise and computes v.
+        snr_gamma: Min-SNR's cap on the signal-to-noise ratio; None weights all steps equally.
+        huber: The schedule of the loss's threshold; None if it has none.
     """
 
     scheduler: DDPMScheduler
@@ -45,15 +45,15 @@ class Denoising:
 
     @property
     def prediction(self) -> str:
-        """What the model says of noisy latents: epsilon or v_prediction."""
+        """Return what the model predicts: epsilon or v_prediction."""
         return str(self.scheduler.config.prediction_type)
 
     def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
         """Draw a timestep and noise for each sample.
 
         Args:
-            latents: Clean latents `(B, C, h, w)`; their shape counts.
-            generators: One for each sample, on the CPU.
+            latents: Clean latents `(B, C, h, w)`; only the shape is used.
+            generators: One per sample, on the CPU.
         """
         steps = self.scheduler.config.num_train_timesteps
         drawn, noises = [], []
@@ -63,7 +63,7 @@ class Denoising:
         return Drawn(torch.stack(drawn), torch.stack(noises))
 
     def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
-        """Noisy latents, the timesteps as the level, and the noise or v as the target."""
+        """Return noisy latents, the timesteps as the level, and the noise or v as the target."""
         timesteps, noise = drawn
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
         target = noise
@@ -74,7 +74,8 @@ class Denoising:
         )
 
     def level_at(self, quantile: float, latents: torch.Tensor) -> int:
-        """Return the timestep at a quantile in (0, 1) of what `draw` draws: all equally often."""
+        """Return the timestep at a quantile in (0, 1) of the distribution that `draw` uses:
+        uniform."""
         return int(quantile * self.scheduler.config.num_train_timesteps)
 
     def _thresholds(self, timesteps: torch.Tensor) -> torch.Tensor | None:
@@ -86,12 +87,12 @@ class Denoising:
         return self.huber.thresholds(timesteps / steps, data / (data + noise))
 
     def _weight(self, timesteps: torch.Tensor) -> torch.Tensor | None:
-        """Min-SNR weights `(B,)`: min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v."""
+        """Return min-SNR weights `(B,)`: min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v."""
         if self.snr_gamma is None:
             return None
         alphas = self.scheduler.alphas_cumprod.to(timesteps.device)[timesteps].float()
         ratio = alphas / (1 - alphas)
         divisor = ratio + 1 if self.prediction == "v_prediction" else ratio
-        # A schedule may end without any signal: SNR 0, where epsilon's weight is 1 in the limit.
+        # A schedule may end with SNR 0, where epsilon's weight is 1 in the limit.
         capped = ratio.clamp(max=self.snr_gamma)
         return torch.where(divisor > 0, capped / divisor.clamp(min=1e-12), torch.ones_like(ratio))

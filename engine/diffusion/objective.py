@@ -1,4 +1,4 @@
-"""What a model is trained to say, and how far off it is."""
+"""Define the training objective: draws, noisy samples, targets and loss."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from jobs.spec.keys.noise import NoiseKeys
 
 
-# How sigma is drawn where the model's scheduler decides about it.
+# Values of `timestep_sampling` for which the model's scheduler determines sigma.
 _SCHEDULED: Final = ("shift", "uniform_shift")
 
 
 class Drawn(NamedTuple):
-    """What is random about a micro-batch.
+    """The random draws of a micro-batch.
 
     Attributes:
-        level: How noisy each sample is, `(B,)`: sigma in (0, 1), or the timestep.
+        level: Noise level of each sample, `(B,)`: sigma in (0, 1), or the timestep.
         noise: `(B, C, h, w)`, fp32.
     """
 
@@ -40,14 +40,14 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One micro-batch of the training problem.
+    """Noisy samples and training targets of a micro-batch.
 
     Attributes:
-        noisy: What the model sees, `(B, C, h, w)`.
-        level: How noisy it is, `(B,)`: sigma in (0, 1), or the timestep.
-        target: What the model should predict, `(B, C, h, w)`.
-        weight: Of each sample's loss, `(B,)`; None weights all alike.
-        threshold: `huber_c` of each sample, `(B,)`; None where it does not follow the noise.
+        noisy: The model's input, `(B, C, h, w)`.
+        level: Its noise level, `(B,)`: sigma in (0, 1), or the timestep.
+        target: The value that the model should predict, `(B, C, h, w)`.
+        weight: Weight of each sample's loss, `(B,)`; None weights all equally.
+        threshold: `huber_c` of each sample, `(B,)`; None if it does not depend on the noise.
     """
 
     noisy: torch.Tensor
@@ -58,10 +58,11 @@ class Problem:
 
 
 class Objective(Protocol):
-    """Draws what is random about a micro-batch, and makes the training problem of it.
+    """Draws random values for a micro-batch, and computes noisy samples and targets from them.
 
-    Apart, since draws are made in host memory by the loader's threads, ahead of time, and the
-    problem on the device.
+    These are separate steps, since the loader's threads draw in host memory, ahead of time, while
+    the
+    noisy samples are computed on the device.
     """
 
     def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
@@ -69,14 +70,15 @@ class Objective(Protocol):
         ...
 
     def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
-        """Noise clean latents `(B, C, h, w)`, on their device.
+        """Add noise to clean latents `(B, C, h, w)`, on their device.
 
         It does not synchronize the device.
         """
         ...
 
     def level_at(self, quantile: float, latents: torch.Tensor) -> float:
-        """Return the level below which this share of what `draw` draws for such latents lies."""
+        """Return the level at this quantile of the distribution that `draw` uses for such
+        latents."""
         ...
 
 
@@ -102,13 +104,14 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
     from engine.diffusion.denoising import Denoising
 
     settings = read_json(model_root / "scheduler" / "scheduler_config.json") or {}
-    if "beta_schedule" not in settings:  # DDPM's own would be taken, in silence
+    if "beta_schedule" not in settings:  # otherwise DDPM's default would be used silently
         raise UserError(
             f"the model's scheduler ({settings.get('_class_name', 'none')}) has a noise schedule "
             "other than betas, which epsilon and v-prediction need here",
             "use a model trained with a beta schedule",
         )
-    # Of whatever class the model's own is: all keep the noise schedule in the same settings.
+    # All scheduler classes store the noise schedule in the same settings, so the class does not
+    # matter.
     scheduler = DDPMScheduler.from_pretrained(model_root, subfolder="scheduler")
     return Denoising(scheduler, spec.snr_gamma, scheduled(spec))
 
@@ -122,11 +125,12 @@ def loss_of(
     """Return the loss of a micro-batch in fp32: the mean over samples of each sample's mean.
 
     Args:
-        prediction: `(B, C, h, w)`, of any precision.
-        problem: What was asked.
+        prediction: `(B, C, h, w)`, in any precision.
+        problem: The noisy samples and their targets.
         spec: The job; `loss_type` and `huber_c`.
-        weight: Of each sample `(B,)`, or of its cells `(B, 1, h, w)`. Not divided by their sum:
-            a sample's share of a step does not depend on the others in its batch.
+        weight: Per sample `(B,)`, or per cell `(B, 1, h, w)`. Not normalized by their sum, so that
+            a
+            sample's share of a step does not depend on the others in its batch.
     """
     prediction = prediction.float()
     if spec.loss_type == "mse":
@@ -144,15 +148,15 @@ def loss_of(
 
 
 def _pseudo_huber(prediction: torch.Tensor, problem: Problem, spec: NoiseKeys) -> torch.Tensor:
-    """Return huber or smooth_l1 of each number, as sd-scripts has them (`conditional_loss`).
+    """Return huber or smooth_l1 of each element, as in sd-scripts (`conditional_loss`).
 
-    For an error d, huber is 2c(√(d² + c²) - c): d² where d is small, as mse, and 2c|d| where it is
-    large. smooth_l1 is huber / c.
+    For an error d, huber is 2c(√(d² + c²) - c): d² for small d, like mse, and 2c|d| for large d.
+    smooth_l1 is huber / c.
     """
     c: torch.Tensor | float = spec.huber_c
     if problem.threshold is not None:
         c = problem.threshold.view(-1, *[1] * (prediction.dim() - 1))
     squared = (prediction - problem.target).square()
-    # √(d² + c²) - c, without the difference of two large numbers.
+    # Compute √(d² + c²) - c without subtracting two large numbers.
     beyond = squared / ((squared + c**2).sqrt() + c)
     return beyond * (2 * c if spec.loss_type == "huber" else 2)

@@ -1,4 +1,4 @@
-"""Random draws that depend on what they are for, not on who makes them or when."""
+"""Random draws that depend only on their key, not on the rank or the time of the draw."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# What a draw is for. Distinct keys, so that adding one kind changes no other.
+# Purposes of draws. Their keys are distinct, so that adding one kind does not change another.
 CAPTION: Final = 1
 
 
 def keyed_generator(*key: int) -> torch.Generator:
-    """Return a CPU generator whose draws depend on the key alone, the same on every device."""
+    """Return a CPU generator whose draws depend only on the key, the same on every device."""
     text = ":".join(map(str, key)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     return torch.Generator().manual_seed(number)
 
 
 def sample_generators(seed: int, step: int, positions: Iterable[int]) -> list[torch.Generator]:
-    """One generator for each sample of a micro-batch.
+    """Return one generator per sample of a micro-batch.
 
-    N ranks draw exactly what one rank would, and a resumed run what an uninterrupted one would.
+    N ranks draw exactly the same values as one rank, and a resumed run the same as an uninterrupted
+    one.
 
     Args:
-        seed: The job's.
+        seed: The job's seed.
         step: Optimizer step, counted from 0.
-        positions: Each sample's place in the global batch.
+        positions: Each sample's position in the global batch.
     """
     return [keyed_generator(seed, step, position) for position in positions]
 
 
 def drops_caption(seed: int, step: int, position: int, probability: float) -> bool:
-    """Whether a sample is trained with an empty caption in this step."""
+    """Return whether a sample is trained with an empty caption in this step."""
     if probability == 0:
         return False
     generator = keyed_generator(seed, step, position, CAPTION)

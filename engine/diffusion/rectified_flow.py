@@ -1,6 +1,6 @@
-"""Rectified flow: what is drawn, what the model sees, what it should say.
+"""Rectified flow: draws of sigma and noise, noisy samples, and velocity targets.
 
-Lipman et al. 2022 and Liu et al. 2022; how sigma is drawn and weighted after Esser et al. 2024.
+Lipman et al. 2022 and Liu et al. 2022; sampling and weighting of sigma after Esser et al. 2024.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
-_MOST_DRAWS: Final = 1000  # of a sigma within its range
-_HALVINGS: Final = 60  # more than a float has bits
-_LEAST_SIGMA: Final = 1e-3  # below it, 1 / sigma² outweighs all else that is ever drawn
+_MOST_DRAWS: Final = 1000  # attempts to draw a sigma within the range
+_HALVINGS: Final = 60  # more than the bits of a float
+_LEAST_SIGMA: Final = 1e-3  # below it, 1 / sigma² outweighs all other samples
 
-# Sigma → weight: what ai-toolkit measured on Flex.1 and weighs most of its models with, rounded.
-# The mean over all sigmas is 1.
+# Sigma → weight, as ai-toolkit measured on Flex.1 and uses for most of its models, rounded. The
+# mean
+# over all sigmas is 1.
 _WEIGHTED: Final = (
     (0.0, 0.45),
     (0.03, 0.5),
@@ -51,11 +52,12 @@ class Flow:
     """The objective of flow-matching models.
 
     Attributes:
-        spec: The job; how sigma is drawn.
-        shift_of: The shift for latents of a height, width and number of frames, where the job does
-            not set one.
-        sigmas: Lowest and highest that the model is for.
-        terminal: Where draws end that would reach 0, as a scheduler's `shift_terminal`.
+        spec: The job, which sets the distribution of sigma.
+        shift_of: Returns the shift for latents of a height, width and number of frames; used if the
+            job
+            sets none.
+        sigmas: Lowest and highest sigma that the model is for.
+        terminal: The lowest sigma of draws, like a scheduler's `shift_terminal`.
     """
 
     spec: JobSpec
@@ -67,8 +69,9 @@ class Flow:
         """Draw sigma and noise for each sample.
 
         Args:
-            latents: Clean latents `(B, C, h, w)`, or `(B, C, frames, h, w)`; their shape counts.
-            generators: One for each sample, on the CPU.
+            latents: Clean latents `(B, C, h, w)`, or `(B, C, frames, h, w)`; only the shape is
+                used.
+            generators: One per sample, on the CPU.
         """
         shift = self.shift_for(latents)
         sigmas, noises = [], []
@@ -78,8 +81,9 @@ class Flow:
         return Drawn(torch.stack(sigmas), torch.stack(noises))
 
     def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
-        """Noisy latents `(1 - sigma) · latents + sigma · noise`, with sigma in (0, 1) as the level
-        and the velocity `noise - latents` as the target.
+        """Return noisy latents `(1 - sigma) · latents + sigma · noise` and their target.
+
+        The level is sigma in (0, 1), and the target is the velocity `noise - latents`.
         """
         sigma, noise = drawn
         mix = sigma.view(-1, *[1] * (latents.dim() - 1))
@@ -96,17 +100,18 @@ class Flow:
         return own if isinstance(own, float) else self.shift_of(height, width, frames)
 
     def level_at(self, quantile: float, latents: torch.Tensor) -> float:
-        """Return the sigma below which this share of what `draw` draws for such latents lies.
+        """Return the sigma at this quantile of the distribution that `draw` uses for such latents.
 
         Args:
             quantile: In (0, 1).
-            latents: Clean latents; their shape counts.
+            latents: Clean latents; only the shape is used.
         """
         low, high = self.sigmas
         shift = self.shift_for(latents)
         below, above = self._share_below(low, shift), 1 - self._share_below(high, shift)
         within = 1 - below - above
-        # Draws that miss the range every time are clipped to its ends, which then have a share.
+        # If every attempt misses the range, the draw is clipped, so the ends of the range have a
+        # probability.
         clipped = (1 - within) ** _MOST_DRAWS
         at_low = clipped * below / (below + above) if clipped else 0.0
         if quantile < at_low:
@@ -117,7 +122,7 @@ class Flow:
         return min(max(self._sigma_at(share, shift), low), high)
 
     def _sigma_at(self, share: float, shift: float) -> float:
-        """Return sigma at this share, not clamped to the range."""
+        """Return the sigma at this quantile, not limited to the range."""
         spec = self.spec
         sigma = sigma_at(
             share,
@@ -130,7 +135,8 @@ class Flow:
         return self.terminal + (1 - self.terminal) * sigma
 
     def _share_below(self, sigma: float, shift: float) -> float:
-        """Return the share of draws below a sigma, without a range; `_sigma_at` inverted."""
+        """Return the fraction of draws below a sigma, ignoring the range; the inverse of
+        `_sigma_at`."""
         if not 0 < sigma < 1:
             return 0.0 if sigma <= 0 else 1.0
         low, high = 0.0, 1.0
@@ -148,7 +154,7 @@ class Flow:
             sigma = self.terminal + (1 - self.terminal) * self._draw_any(shift, generator)
             if low <= sigma <= high:
                 return sigma
-        return sigma.clamp(low, high)  # a distribution that lies elsewhere
+        return sigma.clamp(low, high)  # the distribution is outside of the range
 
     def _draw_any(self, shift: float, generator: torch.Generator) -> torch.Tensor:
         how = self.spec.timestep_sampling
@@ -169,7 +175,7 @@ class Flow:
 
 
 def _weight(sigma: torch.Tensor, how: str) -> torch.Tensor | None:
-    """Return the weight of each sample's loss `(B,)`, on the device; None weights all alike."""
+    """Return the weight of each sample's loss `(B,)`, on the device; None weights all equally."""
     if how == "none":
         return None
     if how == "sigma_sqrt":
@@ -186,6 +192,6 @@ def _weight(sigma: torch.Tensor, how: str) -> torch.Tensor | None:
 
 @lru_cache(maxsize=2)
 def _curve(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sigmas and weights of `weighted`; copied to a device once, since copying waits for it."""
+    """Return sigmas and weights of `weighted`, cached per device, since copying synchronizes."""
     places, weights = torch.tensor(_WEIGHTED, dtype=torch.float32, device=device).unbind(1)
     return places.contiguous(), weights.contiguous()

@@ -1,1 +1,2 @@
-"""Report a run to experiment trackers: a separate process for each, which follows the events."""
+"""Report a run to experiment trackers, in a separate process per tracker that follows the
+events."""

@@ -14,7 +14,7 @@ from jobs.machine.file_lock import take
 from jobs.run.rundir import RunDir
 
 _NICE = 10
-_BEFORE = 180.0  # seconds that the follower of an earlier attempt may take to finish
+_BEFORE = 180.0  # seconds for the follower of an earlier attempt to finish
 
 
 def main() -> int:
@@ -27,9 +27,9 @@ def main() -> int:
     run_dir.tracking.mkdir(mode=0o700, exist_ok=True)
     with open(run_dir.tracking / f"{words.name}.lock", "wb") as lock:
         if not take(lock, patience=_BEFORE):
-            return 0  # another one follows this run
+            return 0  # another follower is handling this run
         os.nice(_NICE)
-        # After the lock: it imports torch, by way of accelerate.
+        # Import after taking the lock, since it imports torch through accelerate.
         from engine.tracking.follower import Follower
 
         return Follower(run_dir, words.name).run()

@@ -1,8 +1,8 @@
-"""What most families share. A family's own module has only what is particular to it.
+"""Defaults that most families share. A family's own module only contains its particularities.
 
-Everything comes from the stock pipeline and from the model's own files where they have it: classes
-from `model_index.json`, the noise schedule from `scheduler/scheduler_config.json`, statistics of
-latents from the VAE's config.
+As much as possible comes from the stock pipeline and the model's own files: classes from
+`model_index.json`, the noise schedule from `scheduler/scheduler_config.json`, statistics of latents
+from the VAE's config.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
-# Parts of a pipeline that encode prompts and the images beside them, by how their names begin.
+# Name prefixes of pipeline components that encode prompts and images encoded with them.
 _TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
 
 
 class Family(ABC):
-    """A family, around one of its models.
+    """A family, instantiated for one of its models.
 
     Args:
-        name: The family's.
+        name: The family's name.
         flavour: Which of its published models; None if the job does not set it.
-        root: The model's directory; None where only facts are needed.
+        root: The model's directory; None if only facts are needed.
         fps: Frames per second of its videos; None for the family's default.
 
     Attributes:
-        facts: What is known without torch (`jobs.spec.families`).
-        component: The denoiser that is trained: its directory, and its name in the pipeline.
+        facts: The part of the family that needs no torch (`jobs.spec.families`).
+        component: The trained denoiser: its directory, and its name in the pipeline.
         fps: Frames per second, an input of some families' denoisers.
     """
 
@@ -54,31 +54,32 @@ class Family(ABC):
     """Regular expression of the module names that get an adapter."""
 
     LORA_FILLED_UP: str | None = None
-    """Regular expression of the modules to which the stock pipeline adds an adapter of zeros where
-    a LoRA has none."""
+    """Regular expression of the modules to which the stock pipeline adds a zero adapter if a LoRA
+    has
+    none."""
 
     MODULATION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
-    """Regular expression of the names of layers in blocks that compute shifts and scales of all
-    that comes after them; `modulation_precision` is theirs in a packed base."""
+    """Regular expression of block layers that compute shifts and scales for the layers after them.
+    In a quantized base, `modulation_precision` applies to them."""
 
     KOHYA: LoraStyle | None = None
-    """How kohya's scripts name its LoRAs, where one of them trains it."""
+    """How kohya's scripts name its LoRAs, if one of them can train it."""
 
     COMFYUI: LoraStyle | None = None
-    """How ComfyUI names its LoRAs, where it has the model."""
+    """How ComfyUI names its LoRAs, if it supports the model."""
 
     COMFYUI_READS_KOHYA: bool = True
-    """Whether ComfyUI also takes files with kohya's names, so that one file is for both."""
+    """Whether ComfyUI also reads files with kohya's names, so that one file is enough for both."""
 
     GUIDED_FORWARDS: int = 2
-    """Forwards of the denoiser in a step of the stock pipeline with classifier-free guidance; 1
-    where it puts both prompts into one batch."""
+    """Denoiser forwards per step of the stock pipeline with classifier-free guidance; 1 if it puts
+    both prompts into one batch."""
 
     NEGATIVES_APART: bool = False
-    """Whether the pipeline encodes negative prompts in another way than prompts."""
+    """Whether the pipeline encodes negative prompts differently from prompts."""
 
     ENCODING: int = 0
-    """Goes into keys of cached texts: raise it when `encode` makes other tensors."""
+    """Part of the keys of cached texts: raise it when the output of `encode` changes."""
 
     ENCODING_WITH_IMAGES: int = 0
     """The same for `encode_with_images`."""
@@ -102,7 +103,7 @@ class Family(ABC):
     # -- classes ---------------------------------------------------------------------------
 
     def pipeline_class(self) -> Any:
-        """The stock diffusers pipeline, of the model's own class if the family has several."""
+        """Return the stock diffusers pipeline; the model's own class if the family has several."""
         own = self._index.get("_class_name")
         return getattr(diffusers, own if own in self.facts.pipelines else self.facts.pipelines[0])
 
@@ -112,11 +113,12 @@ class Family(ABC):
 
     @property
     def image_encoder_class(self) -> Any:
-        """The class of what encodes first frames, in fp32, beside the text; None of most models."""
+        """Return the class that encodes first frames, in fp32; None for most models."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """The pipeline's own settings, as model_index.json has them beside its components."""
+        """Return the pipeline's own settings, which model_index.json lists next to its
+        components."""
         return {
             name: value
             for name, value in self._index.items()
@@ -126,21 +128,22 @@ class Family(ABC):
     # -- LoRA ------------------------------------------------------------------------------
 
     def lora_targets(self, spec: JobSpec) -> str:
-        """Regular expression of the module names that get a job's adapter, if it names none."""
+        """Return a regex of the module names that get a job's adapter, if the job sets none."""
         return self.LORA_TARGETS
 
     @property
     def lora_prefix(self) -> str:
-        """What the names in a LoRA file of diffusers begin with; all transformers share one."""
+        """Return the prefix of names in a diffusers LoRA file; all transformers share one."""
         return self.component if self.component == "unet" else "transformer"
 
     def lora_options(self) -> dict[str, Any]:
-        """Return what the pipeline's `load_lora_weights` takes besides the file."""
+        """Return additional arguments for the pipeline's `load_lora_weights`."""
         return {}
 
     @property
     def lora_formats(self) -> tuple[str, ...]:
-        """The default export formats of a LoRA: files for every tool."""
+        """Return the default export formats of a LoRA, so that every tool can load one of the
+        files."""
         kohya = ("kohya",) if self.KOHYA is not None else ()
         apart = self.COMFYUI is not None and not (kohya and self.COMFYUI_READS_KOHYA)
         return ("diffusers", *kohya, *(("comfyui",) if apart else ()))
@@ -154,12 +157,12 @@ class Family(ABC):
     # -- text ------------------------------------------------------------------------------
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
-        """Return a pipeline with only what encodes prompts.
+        """Return a pipeline with only the components that encode prompts.
 
         Args:
             root: The model.
-            dtype: The precision of what is loaded.
-            components: Parts that exist already, by their names in the pipeline.
+            dtype: The precision of loaded components.
+            components: Existing components, by their names in the pipeline.
         """
         absent = {
             name: None
@@ -172,30 +175,33 @@ class Family(ABC):
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of a prompt that the cache keeps, without a batch dimension.
+        """Return the tensors of a prompt that the cache stores, without a batch dimension.
 
-        They have the names of the pipeline's own arguments for them. Where their length
-        depends on the prompt, one of them is a mask, whose name has `mask` in it: in a batch,
-        shorter ones are filled up with zeros at the end (`engine.families.shared.collate`).
+        They have the names of the pipeline's own arguments. If their length depends on the prompt,
+        one of
+        them is a mask, with `mask` in its name: in a batch, shorter texts are padded with zeros at
+        the end
+        (`engine.families.shared.collate`).
 
         Args:
             pipeline: From `load_text_pipeline`, on the device.
             prompt: The text.
-            max_sequence_length: Tokens.
+            max_sequence_length: Limit in tokens.
             negative: Whether it is a negative prompt, or the empty text of a sample whose caption
-                is dropped; matters only with `NEGATIVES_APART`.
+                is
+                dropped; only used with `NEGATIVES_APART`.
         """
 
     def encode_with_images(
         self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
     ) -> dict[str, torch.Tensor]:
-        """`encode` of models whose pipeline encodes conditioning images with the prompt.
+        """Encode a prompt like `encode`, for pipelines that encode conditioning images with it.
 
         Args:
             pipeline: From `load_text_pipeline`, on the device.
             prompt: The text, or a negative prompt.
-            max_sequence_length: Tokens.
-            images: At least one, as the pipeline shows them to its encoder.
+            max_sequence_length: Limit in tokens.
+            images: At least one, at the size that the pipeline passes to its encoder.
         """
         raise NotImplementedError
 
@@ -203,7 +209,7 @@ class Family(ABC):
 
     def load_vae(self, root: Path, dtype: torch.dtype) -> Any:
         """Return the autoencoder."""
-        _, name = _parts(root)["vae"]  # the library is not imported for being named there
+        _, name = _parts(root)["vae"]  # never import the library that is named there
         vae_class = getattr(import_module("diffusers"), name, None)
         if vae_class is None:
             raise UserError(
@@ -212,36 +218,37 @@ class Family(ABC):
         return vae_class.from_pretrained(root, subfolder="vae", dtype=dtype)
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """`(B, 3, H, W)` in [-1, 1] → normalized latents `(B, C, h, w)`.
+        """Encode pixels `(B, 3, H, W)` in [-1, 1] to normalized latents `(B, C, h, w)`.
 
-        Of families that train on videos, `(B, 3, F, H, W)` → `(B, C, f, h, w)`.
+        For families that train on videos: `(B, 3, F, H, W)` to `(B, C, f, h, w)`.
         """
         return self.normalise(vae, vae.encode(pixels).latent_dist.mode())
 
     def normalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Return what the VAE encodes → what the denoiser sees."""
+        """Convert latents from the VAE's encoder to the denoiser's scale."""
         return normalise(vae, latents)
 
     def denormalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Return what the denoiser makes → what the VAE decodes."""
+        """Convert latents from the denoiser's scale to the VAE's decoder."""
         return denormalise(vae, latents)
 
     # -- training --------------------------------------------------------------------------
 
     def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Collated prompts as `predict` needs them, where that depends on their values.
+        """Convert collated prompts to inputs of `predict`, as far as that depends on their values.
 
-        Called while they are in host memory: reading a value on a GPU means waiting for all its
-        pending work. Calling it twice changes nothing.
+        This is called while they are in host memory, since reading a value on a GPU would wait for
+        all its
+        pending work. Calling it twice is the same as calling it once.
         """
         return condition
 
     def sizes(self, spec: JobSpec, pictures: Sequence[Shown]) -> dict[str, torch.Tensor]:
-        """Size conditioning for the denoiser, part of the condition of a batch; {} for most.
+        """Return the size conditioning of a batch for the denoiser; {} for most families.
 
         Args:
             spec: The job.
-            pictures: What each sample shows of its image.
+            pictures: The part of its image that each sample shows.
         """
         return {}
 
@@ -256,45 +263,48 @@ class Family(ABC):
     ) -> torch.Tensor:
         """Return the denoiser's prediction for noisy latents.
 
-        In their shape, as the objective defines it.
+        It has their shape; the objective defines its meaning.
 
         Args:
             transformer: The denoiser.
-            noisy: `(B, C, h, w)`, of videos `(B, C, f, h, w)`.
-            level: `(B,)`: sigma in (0, 1) of flow matching, where 1 is pure noise and the
-                prediction is the velocity noise - data; of denoising, the timestep.
+            noisy: `(B, C, h, w)`, for videos `(B, C, f, h, w)`.
+            level: `(B,)`. For flow matching, sigma in (0, 1), where 1 is pure noise and the
+                prediction is
+                the velocity noise - data; for denoising, the timestep.
             condition: Encoded prompts, each `(B, …)`, after `arrange`; and latents of conditioning
-                images, of models that take them (`engine.families.shared.references`).
+                images
+                for models that take them (`engine.families.shared.references`).
             guidance: For models that take it as an input.
         """
 
     def shift_of(self, height: int, width: int, frames: int = 1) -> float:
-        """Return the shift of sigma that training draws with for latents of this size."""
+        """Return the shift of sigma in training, for latents of this size."""
         tokens = self.tokens_of(height, width, frames)
         return shifts.trained_shift(self.facts, self._schedule, tokens)
 
     def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
-        """Return the shift that the stock pipeline samples with for latents of this size."""
+        """Return the shift of the stock pipeline's sampler, for latents of this size."""
         return shifts.sampler_shift(self._schedule, self.tokens_of(height, width, frames))
 
     def terminal(self) -> float:
-        """Return the sigma that draws by the scheduler's shift end at; mostly 0."""
+        """Return the lowest sigma of draws with the scheduler's shift; usually 0."""
         return shifts.terminal(self.facts, self._schedule)
 
     def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
-        """Return the denoiser's tokens for latents of this size.
+        """Return the number of the denoiser's tokens for latents of this size.
 
-        2×2 cells each, unless overridden.
+        A token is 2×2 cells, unless overridden.
         """
         return (height // 2) * (width // 2) * frames
 
     def sigma_range(self) -> tuple[float, float]:
-        """Return the sigmas that this denoiser is for: (0, 1) unless another has the rest."""
+        """Return the range of sigma for this denoiser: (0, 1) unless another denoiser covers the
+        rest."""
         return 0.0, 1.0
 
     @property
     def second_denoiser(self) -> str | None:
-        """The component that denoises the other sigmas; None where there is none."""
+        """Return the component that denoises the other sigmas; None if there is none."""
         return None
 
     # -- sampling --------------------------------------------------------------------------
@@ -302,13 +312,13 @@ class Family(ABC):
     def sampling_pipeline(
         self, root: Path, transformer: Any, vae: Any, /, **components: Any
     ) -> Any:
-        """Return the stock pipeline around a trained denoiser, without text encoders.
+        """Return the stock pipeline with a trained denoiser, without text encoders.
 
         Args:
             root: The model.
             transformer: The denoiser.
             vae: The autoencoder.
-            components: Parts that exist already, by their names in the pipeline.
+            components: Existing components, by their names in the pipeline.
         """
         absent = {name: None for name in _parts(root) if name.startswith(_TEXT_PARTS)}
         given = {self.component: transformer, "vae": vae} | components
@@ -320,12 +330,12 @@ class Family(ABC):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """Return the pipeline's arguments to make an image, except its size, steps and noise.
+        """Return the pipeline's arguments for an image, except its size, steps and noise.
 
         Args:
             request: The image.
             condition: Its encoded prompt, without a batch dimension.
-            negative: Its encoded negative prompt; None where that has no effect.
+            negative: Its encoded negative prompt; None if it has no effect.
         """
         arguments: dict[str, Any] = {name: text.unsqueeze(0) for name, text in condition.items()}
         arguments["guidance_scale"] = request.guidance
@@ -338,17 +348,20 @@ class Family(ABC):
     def pipeline_with_image(
         self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
     ) -> Any:
-        """The stock pipeline that takes conditioning images, with the parts of the usual one.
+        """Return the stock pipeline that takes conditioning images, sharing the usual one's
+        components.
 
         Args:
-            pipeline: The usual one.
-            condition: The image as `encode_with_images` encoded it, without a batch dimension; None
-                where the pipeline has the encoder.
+            pipeline: The usual pipeline.
+            condition: The image as encoded by `encode_with_images`, without a batch dimension; None
+                if the
+                pipeline has the encoder.
         """
         return pipeline
 
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
-        """Return what the pipeline takes for conditioning images, which have their size already.
+        """Return the pipeline's arguments for conditioning images that already have their final
+        size.
 
         Args:
             pictures: At least one.
@@ -356,19 +369,20 @@ class Family(ABC):
         return {"image": pictures[0] if len(pictures) == 1 else list(pictures)}
 
     def forwards_per_step(self, request: SampleRequest) -> int:
-        """How many forwards of the denoiser one denoising step of the pipeline makes."""
+        """Return the number of denoiser forwards per denoising step of the pipeline."""
         return self.GUIDED_FORWARDS if request.guided else 1
 
     def forwards_of(self, request: SampleRequest) -> int:
-        """How many forwards of the denoiser the pipeline makes for an image."""
+        """Return the number of denoiser forwards that the pipeline needs for an image."""
         return self._timesteps(request.steps) * self.forwards_per_step(request)
 
     def _timesteps(self, steps: int) -> int:
-        """Return the denoising steps that the model's scheduler makes of a number of steps.
+        """Return the number of denoising steps that the model's scheduler makes of a number of
+        steps.
 
-        Some make more on a discrete schedule: PNDM one, Heun nearly twice as many.
+        Some make more on a discrete schedule: PNDM one more, Heun nearly twice as many.
         """
-        # Diffusers builds the class in the index, whichever one wrote the settings.
+        # Diffusers instantiates the class in the index, even if another class wrote the settings.
         _, name = self._index.get("scheduler") or (None, self._schedule.get("_class_name"))
         scheduler_class = getattr(diffusers, str(name), None)
         if self.facts.objective != "denoising" or scheduler_class is None:
@@ -378,7 +392,7 @@ class Family(ABC):
         return len(scheduler.timesteps)
 
     def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
-        """Latents as the pipeline keeps them → `(B, C, h, w)` or `(B, C, f, h, w)`."""
+        """Convert the pipeline's latents to `(B, C, h, w)` or `(B, C, f, h, w)`."""
         return latents
 
     def decode(
@@ -393,7 +407,7 @@ class Family(ABC):
 
 
 def _parts(root: Path) -> dict[str, tuple[str, str]]:
-    """Return the components that a model has: name → library and class."""
+    """Return library and class of each component that a model has."""
     index = read_json(root / "model_index.json") or {}
     return {
         name: (str(entry[0]), str(entry[1]))

@@ -1,4 +1,4 @@
-"""Families whose captions go through CLIP alone, on which a LoRA can be trained."""
+"""Families that encode captions only with CLIP, on which a LoRA can be trained."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ClipFamily(Family):
     def encode_together(
         self, pipeline: Any, prompts: Sequence[str], negative: Sequence[bool]
     ) -> dict[str, torch.Tensor]:
-        """`encode` of several prompts at once, with gradients, each tensor `(B, …)`.
+        """Encode several prompts like `encode`, but with gradients, each tensor `(B, …)`.
 
         Args:
             pipeline: From `load_text_pipeline`, on the device.
             prompts: The texts.
-            negative: As of `encode`, for each.
+            negative: For each, as in `encode`.
         """

@@ -1,4 +1,4 @@
-"""Several encoded texts as one batch."""
+"""Combine several encoded texts into a batch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ def collate(
 ) -> dict[str, torch.Tensor]:
     """Stack each tensor of several texts.
 
-    Where texts have masks, every tensor as long as its mask is padded with zeros to the length of
-    the longest; the mask shows what is padding. Without a mask, lengths must be equal. A second
-    text has a length and a mask of its own, whose names end as the tensor's does (`_2`).
+    If texts have masks, every tensor as long as its mask is zero-padded to the longest; the mask
+    marks
+    the padding. Without a mask, lengths must be equal. A second text has its own length and mask,
+    whose
+    names end with the same number as its tensors (`_2`).
 
     Args:
-        texts: What a family's `encode` gives, one for each sample.
-        multiple: Lengths become a multiple of this where there is a mask: ranks that share a
+        texts: Outputs of a family's `encode`, one per sample.
+        multiple: Lengths of masked texts are rounded up to a multiple of this, since ranks that
+            share a
             sample's tokens need equal numbers of them.
 
     Returns:
-        Name → `(B, …)`.
+        `(B, …)` by name.
     """
     lengths = [{name: _length(name, text) for name in text} for text in texts]
     longest = {
@@ -49,7 +52,7 @@ def collate(
 def mask_of(name: str, text: Mapping[str, torch.Tensor]) -> str | None:
     """Return the name of the mask that belongs to a text's tensor; None if there is none.
 
-    Where there are several, it is the one whose name ends in the same number.
+    If there are several, it is the one whose name ends with the same number.
     """
     masks = [other for other in text if "mask" in other]
     if len(masks) > 1:
@@ -58,13 +61,13 @@ def mask_of(name: str, text: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def _length(name: str, text: Mapping[str, torch.Tensor]) -> int | None:
-    """How long the mask of a text's tensor is."""
+    """Return the length of the mask that belongs to a text's tensor."""
     mask = mask_of(name, text)
     return None if mask is None else text[mask].shape[0]
 
 
 def _filled(name: str, tensor: torch.Tensor, length: int | None, longest: int) -> torch.Tensor:
-    if tensor.dim() < 2 and "mask" not in name:  # of the text as a whole, however wide
+    if tensor.dim() < 2 and "mask" not in name:  # pooled: describes the text as a whole
         return tensor
     if length is None or tensor.shape[0] != length or length == longest:
         return tensor

@@ -1,4 +1,5 @@
-"""Encoded texts of one length, for pipelines that want prompt and negative prompt alike."""
+"""Pad encoded texts to equal length, for pipelines that require it of prompt and negative
+prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def equal_length(*texts: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return the texts, shorter ones filled up as in a batch; their masks leave that out."""
+    """Return the texts, padded as in a batch; their masks mark the padding."""
     batch = collate(texts)
     return [
         {name: tensor[number] for name, tensor in batch.items()} for number in range(len(texts))

@@ -1,4 +1,4 @@
-"""The names of a FLUX.1 LoRA in kohya's scripts and ComfyUI: BFL's modules, some of them fused."""
+"""Names of FLUX.1 LoRAs in kohya's scripts and ComfyUI: BFL's modules, some of them fused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METADATA: Final = {
     "ss_base_model_version": "flux1",
 }
 
-# Module of diffusers (# is a block's number) → module of BFL.
+# Diffusers' module (# is a block's number) → BFL's module.
 _SAME: Final = {
     "transformer_blocks.#.norm1.linear": "double_blocks.#.img_mod.lin",
     "transformer_blocks.#.norm1_context.linear": "double_blocks.#.txt_mod.lin",
@@ -59,13 +59,13 @@ _MODULATION: Final = "final_layer.adaLN_modulation.1"
 
 
 def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Return module of BFL → adapter.
+    """Return adapters by BFL's module names.
 
     Raises:
         UserError: A module has no counterpart in BFL's model.
     """
     renamed = LAYOUT.rename(adapters)
     if _MODULATION in renamed:
-        down, up = renamed[_MODULATION]  # BFL shifts first, diffusers scales first
+        down, up = renamed[_MODULATION]  # BFL stores shift before scale, diffusers after
         renamed[_MODULATION] = down, torch.cat(up.chunk(2)[::-1])
     return renamed

@@ -1,4 +1,4 @@
-"""A part of a model's forward in which calls of torch's functions are intercepted."""
+"""Intercept calls of torch functions in a part of a model's forward."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 def window(
     begins: Callable[[Callable[..., None]], Any], before: Module, mode: type[TorchFunctionMode]
 ) -> Iterator[None]:
-    """Within this context, a part of every forward runs under a mode.
+    """While active, run a part of every forward under a function mode.
 
-    For what diffusers does between two of its modules, where it has no hook. Blocks must be
-    outside: what is recomputed in backward, or compiled, must not depend on a mode.
+    This is for code in diffusers between two modules, where there is no hook. Blocks must be
+    outside of
+    the window: recomputed or compiled code must not depend on a mode.
 
     Args:
-        begins: Registers its argument as the hook that begins the window, such as
+        begins: Registers its argument as the hook that opens the window, such as
             `module.register_forward_hook`.
-        before: The module whose forward ends it; before the hooks of FSDP.
-        mode: Intercepts functions meanwhile.
+        before: The module whose forward closes the window, before the hooks of FSDP.
+        mode: The mode that intercepts functions.
     """
     with ExitStack() as stack:
         entered = stack.enter_context(ExitStack())

@@ -1,4 +1,4 @@
-"""HiDream's experts and sizes, with little waiting for the GPU (diffusers 0.42)."""
+"""Run HiDream's experts and sizes with little waiting for the GPU (diffusers 0.42)."""
 
 from __future__ import annotations
 
@@ -17,33 +17,38 @@ if TYPE_CHECKING:
 
 
 def call_every_expert(transformer: torch.nn.Module) -> None:
-    """Have a model send its tokens to experts as below, whatever mode it is in.
+    """Make a model route its tokens to experts with `_forward`, in training and evaluation.
 
-    By itself it leaves out an expert that no token was sent to while it samples, when another rank
-    may be waiting for its weights; with `force_inference_output` nothing would be learned from
-    their output; and in training it asks the GPU eight times a block which tokens are whose.
+    The original skips experts without tokens in evaluation, while another rank may be waiting for
+    their
+    weights. With `force_inference_output`, their output would carry no gradient. In training, it
+    asks
+    the GPU eight times per block which tokens belong to which expert.
     """
     for module in transformer.modules():
         if not isinstance(module, MOEFeedForwardSwiGLU):
             continue
         if "forward" in vars(module):
-            return  # and so have all others: each forward begins here
-        # A bound method: a copy of the model gets one of its own.
+            return  # already done, since each forward calls this
+        # Use a bound method, so that a copy of the model gets its own.
         module.forward = MethodType(_forward, module)
-        module.gate.alpha = 0.0  # of a loss that the model computes and leaves out
+        module.gate.alpha = 0.0  # of a loss that the model computes but does not use
 
 
 def _forward(experts: MOEFeedForwardSwiGLU, x: torch.Tensor) -> torch.Tensor:
-    """Return what the shared and the chosen experts make of tokens `(B, L, D)`.
+    """Return the output of the shared and the selected experts for tokens `(B, L, D)`.
 
-    Tokens are sorted by expert once. How many each expert has is read once a block, since a block
-    chooses by what the one before it made. While the host waits for that, the GPU has the shared
-    experts to compute, so that it does not run dry; backward waits for nothing.
+    Tokens are sorted by expert once. Their count per expert is read once per block, since routing
+    depends on the previous block's output. While the host waits for that, the GPU computes the
+    shared
+    experts, so that it does not go idle. Backward does not wait.
 
-    What would need no reading costs more. Every expert on every token, with a weight of zero for
-    most, is 1.6 times the products of a block of HiDream-I1. `grouped_mm` takes the weights of all
-    experts in one tensor: each forward would copy 0.4 GB a block, and it knows neither adapters nor
-    packed weights nor FSDP's units.
+    Alternatives without reading cost more. Running every expert on every token, mostly with weight
+    zero, takes 1.6 times the matrix products of a HiDream-I1 block. `grouped_mm` needs the weights
+    of
+    all experts in one tensor: each forward would copy 0.4 GB per block, and it supports neither
+    adapters
+    nor packed weights nor FSDP units.
     """
     chosen, weights, _ = experts.gate(x)  # (B * L, k) each
     tokens = x.reshape(-1, 1, x.shape[-1]).expand(-1, chosen.shape[1], -1).flatten(0, 1)
@@ -55,7 +60,7 @@ def _forward(experts: MOEFeedForwardSwiGLU, x: torch.Tensor) -> torch.Tensor:
     numbers = torch.arange(len(order), device=x.device)
     places = torch.empty_like(order).scatter_(0, order, numbers)
     parts = _moved(tokens, places).tensor_split(read_bounds())
-    # An expert without tokens is called too: its weights may be a unit that all ranks gather.
+    # Call experts without tokens too: their weights may be a unit that all ranks gather.
     made = [expert(part) for expert, part in zip(experts.experts, parts, strict=True)]
     back = _moved(torch.cat(made).to(x.dtype), order)
     routed = (back.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
@@ -63,12 +68,13 @@ def _forward(experts: MOEFeedForwardSwiGLU, x: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Each row of `(N, D)` at its place `(N,)`, all different; the gradient is gathered back."""
+    """Permute rows `(N, D)` to distinct places `(N,)`; backward gathers the gradient."""
     return torch.empty_like(rows).index_copy_(0, places, rows)
 
 
 def _read_later(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """Begin to copy integers `(N,)` to the host; what is returned waits for them alone."""
+    """Start copying integers `(N,)` to the host; return a function that waits only for this
+    copy."""
     if not numbers.is_cuda:
         return numbers.tolist
     host = numbers.to("cpu", non_blocking=True)  # into pinned memory
@@ -84,7 +90,7 @@ def _read_later(numbers: torch.Tensor) -> Callable[[], list[int]]:
 
 
 class _SizesOnHost(TorchFunctionMode):
-    """Leave the size of an image, in tokens, in host memory: it is only read there."""
+    """Keeps an image's size in tokens in host memory, where it is read."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -97,9 +103,9 @@ class _SizesOnHost(TorchFunctionMode):
 
 @contextmanager
 def sizes_on_host(transformer: Any) -> Iterator[None]:
-    """Within this context, no forward copies an image's size to the GPU, which waits for it.
+    """While active, no forward copies an image's size to the GPU, which would wait for it.
 
-    In evaluation, diffusers reads it back as well. It is made before anything is embedded.
+    In evaluation, diffusers also reads it back. The size is computed before anything is embedded.
     """
     with window(transformer.register_forward_pre_hook, transformer.x_embedder, _SizesOnHost):
         yield

@@ -1,4 +1,4 @@
-"""HiDream's stock pipeline, bent in three places (diffusers 0.42)."""
+"""Adjust HiDream's stock pipeline in three places (diffusers 0.42)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from diffusers import HiDreamImagePipeline
 
 from engine.families.shared.hidream_experts import call_every_expert, sizes_on_host
 
-_ABOVE: Final = 1 + 1e-9  # rounding must not take a step away from a side
+_ABOVE: Final = 1 + 1e-9  # so that rounding does not lose a step of a side
 
 
 class AnySizePipeline(HiDreamImagePipeline):
-    """Make images of the requested size, which depend on no random numbers but the seed's.
+    """Generates images of the requested size, with all random numbers derived from the seed.
 
-    The stock pipeline scales every size to the area of 1024x1024, by an attribute that has no
-    argument. And it does not give its generator to the scheduler, which with Dev and Fast draws
-    noise in every step: from the generator of the process, which is set to the same seed here.
+    The stock pipeline scales every size to the area of 1024x1024, by an attribute that is not an
+    argument. It also does not pass its generator to the scheduler, which draws noise in every step
+    for
+    Dev and Fast, from the global generator; that one is set to the same seed here.
 
-    Llama is not in the published models, so it may be missing.
+    Llama is not part of the published models, so it may be missing.
     """
 
     _optional_components = ["text_encoder_4", "tokenizer_4"]  # noqa: RUF012

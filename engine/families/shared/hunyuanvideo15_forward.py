@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5's forward as training needs it (diffusers 0.42)."""
+"""Adapt HunyuanVideo 1.5's forward to training (diffusers 0.42)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class _Unsorted(TorchFunctionMode):
-    """Leave the tokens of texts where they are, masked or not.
+    """Keeps the tokens of texts in place, masked or not.
 
-    `tokens[mask]` is all of them, and `tokens[~mask]` is none.
+    `tokens[mask]` returns all of them, and `tokens[~mask]` none.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.Tensor.__bool__:  # whether no image is given
+        if func is torch.Tensor.__bool__:  # checks whether no image is given
             return True
         if func is torch.Tensor.__invert__:
             return args[0][:0]
@@ -39,7 +39,7 @@ class _Unsorted(TorchFunctionMode):
 
 
 class _Whole(_Unsorted):
-    """The same for texts of which nothing is masked: blocks get no mask."""
+    """The same for texts without masked tokens: blocks get no mask."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -54,12 +54,13 @@ def _is_mask(index: Any) -> bool:
 
 
 class SeenKeys(HunyuanVideoAttnProcessor2_0):
-    """Attention in which every token, padding too, attends to the tokens that are not masked.
+    """Attention in which every token, including padding, attends to all unmasked tokens.
 
-    The model's own makes a mask of tokens times tokens in every block, where nothing is padded
-    too: 2.5 GB at 50,000 tokens, and a bias of twice as much for attention. This one is as wide as
-    the tokens. It differs in what padding makes of its own, which no other token sees. All else is
-    as in HunyuanVideo, whose processor takes the mask that it is given.
+    The model's own attention creates a mask of tokens × tokens in every block, even if nothing is
+    padded: 2.5 GB at 50,000 tokens, and a bias of twice that size. This mask is only as wide as the
+    tokens. Results differ only for padding tokens, which no other token sees. Everything else is as
+    in
+    HunyuanVideo, whose processor uses the mask that it is given.
     """
 
     def __call__(
@@ -70,9 +71,10 @@ class SeenKeys(HunyuanVideoAttnProcessor2_0):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        """As of the model's own; `attention_mask` is that of texts `(B, L)`, or None."""
+        """Call like the model's own processor; `attention_mask` is that of texts `(B, L)`, or
+        None."""
         if attention_mask is not None:
-            before = (hidden_states.shape[1], 0)  # all of the video's
+            before = (hidden_states.shape[1], 0)  # all tokens of the video
             seen = functional.pad(attention_mask.bool(), before, value=True)
             attention_mask = seen[:, None, None]  # (B, 1, 1, tokens)
         return super().__call__(
@@ -81,7 +83,7 @@ class SeenKeys(HunyuanVideoAttnProcessor2_0):
 
 
 def attend_to_seen(transformer: Any) -> None:
-    """Give a model's blocks `SeenKeys`, with the kernel that was chosen."""
+    """Give a model's blocks `SeenKeys`, keeping the selected kernel."""
     for block in transformer.transformer_blocks:
         own = block.attn.processor
         if type(own) is HunyuanVideo15AttnProcessor2_0:
@@ -92,20 +94,23 @@ def attend_to_seen(transformer: Any) -> None:
 
 @contextmanager
 def without_waiting(transformer: Any, *, refined: bool, masked: bool) -> Iterator[None]:
-    """Keep forwards from waiting for the GPU, their times exact, and masks where they are needed.
+    """Make forwards run without GPU synchronization, with exact times and masks only if needed.
 
-    Diffusers sorts each sample's tokens by its masks, which asks the GPU how many there are, a
-    dozen times a sample. Text tokens have no places and attention has the masks, so that their
-    order changes nothing. From the embedding of images, after which that happens, to the first
-    block, functions are intercepted.
+    Diffusers sorts each sample's tokens by its masks, which reads their number from the GPU a dozen
+    times
+    per sample. Text tokens have no positions and attention has the masks, so their order does not
+    matter. Functions are intercepted between the embedding of images, after which diffusers does
+    that,
+    and the first block.
 
-    And diffusers computes the embedding of times in the precision of the times themselves: in bf16,
-    963 would be 964. Here they are cast once they are embedded.
+    Diffusers also embeds times in their own precision: in bf16, 963 would become 964. Here, times
+    are
+    cast after they are embedded.
 
     Args:
         transformer: The model.
         refined: Whether the text of Qwen2.5-VL has padding.
-        masked: Whether any text has some.
+        masked: Whether any text has padding.
     """
     attend_to_seen(transformer)
     with ExitStack() as stack:
@@ -123,6 +128,6 @@ def without_waiting(transformer: Any, *, refined: bool, masked: bool) -> Iterato
 
 
 def _as_weights(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return times in the precision of the layer that they go into."""
+    """Cast times to the dtype of the layer that takes them, in a forward pre-hook."""
     times, *others = args
     return times.to(module.linear_1.weight.dtype), *others

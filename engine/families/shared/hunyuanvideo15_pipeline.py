@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5's stock pipeline, bent in three places (diffusers 0.42)."""
+"""Adjust HunyuanVideo 1.5's stock pipeline in three places (diffusers 0.42)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine.families.shared.text_masks import fill_masks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Masks, and what each is the mask of.
+# Mask name → name of the tensor that it masks.
 _TEXTS: Final = {"prompt_embeds_mask": "prompt_embeds", "prompt_embeds_mask_2": "prompt_embeds_2"}
 
 
 class _NoVae:
-    """What the stock pipeline reads from a VAE, without asking whether it has one."""
+    """Attributes that the stock pipeline reads from a VAE without checking that it has one."""
 
     temporal_compression_ratio = 4
     spatial_compression_ratio = 16
@@ -28,13 +28,16 @@ class _NoVae:
 
 
 class GuidedPipeline(HunyuanVideo15Pipeline):
-    """Take the guidance scale as an argument, and do without a VAE where only texts are encoded.
+    """Takes the guidance scale as an argument, and needs no VAE if only texts are encoded.
 
-    The stock pipeline has the scale in its guider, a component, and cannot be built without a VAE.
-    And take encoded prompts without masks, as having no padding; of ByT5's, a single token is none.
+    The stock pipeline keeps the scale in its guider component, and cannot be built without a VAE.
+    This
+    one also takes encoded prompts without masks, as having no padding; a single ByT5 token counts
+    as
+    none.
     """
 
-    # `from_pretrained` reads the names and classes of a pipeline's parts from its signature.
+    # `from_pretrained` reads the names and classes of a pipeline's components from its signature.
     @wraps(HunyuanVideo15Pipeline.__init__)  # type: ignore[misc]
     def __init__(self, *, vae: Any, **parts: Any) -> None:
         super().__init__(vae=_NoVae() if vae is None else vae, **parts)
@@ -52,9 +55,9 @@ class GuidedPipeline(HunyuanVideo15Pipeline):
 
 @contextmanager
 def _as_trained(transformer: Any) -> Iterator[None]:
-    """Have forwards get what they get in training, which is the same to them: no masked tokens.
+    """Pass forwards the same inputs as in training, which is equivalent: no masked tokens.
 
-    The pipeline adds 729 of an image that there is not, and is given one of ByT5 where a prompt has
+    The pipeline adds 729 masked tokens for a missing image, and gets one ByT5 token if a prompt has
     nothing in quotes.
     """
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo's forward without masks, for texts of which nothing is padded (diffusers 0.42)."""
+"""Run HunyuanVideo's forward without masks, for texts without padding (diffusers 0.42)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class _NoMask(TorchFunctionMode):
-    """Have the mask of all tokens be None, for which blocks pass none to attention.
+    """Makes the mask of all tokens None, so that blocks pass no mask to attention.
 
-    Diffusers makes it of the lengths of texts, `(B, tokens)`, and then `(B, 1, 1, tokens)`.
+    Diffusers builds it from the lengths of texts, as `(B, tokens)` and then `(B, 1, 1, tokens)`.
     """
 
     def __torch_function__(
@@ -33,10 +33,11 @@ class _NoMask(TorchFunctionMode):
 
 @contextmanager
 def without_masks(transformer: Any) -> Iterator[None]:
-    """Within this context, the model takes all tokens of its texts to be seen.
+    """While active, the model treats all tokens of its texts as unmasked.
 
-    Diffusers always makes masks, and with one, attention can use no flash kernel. What blocks get
-    is decided before them, so that what is recomputed in backward gets the same.
+    Diffusers always creates masks, which rule out flash attention. The inputs of blocks are
+    determined
+    before the blocks, so that recomputation in backward gets the same.
     """
     with ExitStack() as stack:
         hook = transformer.context_embedder.register_forward_pre_hook(refine_unmasked)
@@ -47,15 +48,15 @@ def without_masks(transformer: Any) -> Iterator[None]:
 
 
 def refine_unmasked(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a forward pre-hook of a text's token refiner, which can do without a mask."""
+    """Remove the mask from a token refiner's inputs, which are optional there, in a pre-hook."""
     texts, times, _ = args
     return texts, times, None
 
 
 class WholeTextPipeline(HunyuanVideoPipeline):
-    """The stock pipeline that also takes encoded prompts without masks, as having no padding."""
+    """The stock pipeline, which also takes encoded prompts without masks, as having no padding."""
 
-    # Docstring and signature are those of the stock pipeline.
+    # Keep the docstring and signature of the stock pipeline.
     @wraps(HunyuanVideoPipeline.__call__)
     def __call__(self, *words: Any, **names: Any) -> Any:
         if words or not fill_masks(names, {"prompt_attention_mask": "prompt_embeds"}, guided=False):

@@ -1,9 +1,8 @@
-"""The names of LoRAs outside of diffusers: kohya's scripts and ComfyUI name modules as the models'
-authors did.
+"""Names of LoRAs outside of diffusers: kohya's scripts and ComfyUI use the authors' module names.
 
-Some of the authors' layers are several in diffusers: query, key and value of attention, and what
-goes with them. Side by side their adapters are one adapter of the fused layer, exactly: the downs
-are stacked, and the ups are the blocks of a diagonal, so that each sees only its own down.
+Some of the authors' layers are split in diffusers: query, key and value of attention, and related
+ones. Concatenated, their adapters are an exact adapter of the fused layer: the downs are stacked,
+and the ups form a block-diagonal matrix, so that each only sees its own down.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class LoraStyle(Protocol):
-    """How others than diffusers name a family's LoRAs."""
+    """Naming of a family's LoRAs by a tool other than diffusers."""
 
     @property
     def METADATA(self) -> dict[str, str]:
-        """What stands in the header of such files."""
+        """Return entries for the header of such files."""
         ...
 
     def convert(self, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -38,18 +37,19 @@ class LoraStyle(Protocol):
 
         Args:
             layers: `<module>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank), whose
-                product is the change of the weight: no alpha scales it.
+                product is
+                the weight update: no alpha scales it.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The modules of a model as its authors named them; # is a block's number.
+    """The authors' module names of a model; # is a block's number.
 
     Attributes:
-        same: Module of diffusers → module of the authors.
-        fused: Module of the authors → modules of diffusers that it holds, in order, each with its
+        same: The authors' module for each of diffusers'.
+        fused: Per fused module of the authors, the diffusers modules in it, in order, each with its
             outputs per input.
     """
 
@@ -57,7 +57,7 @@ class Layout:
     fused: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def rename(self, adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-        """Return module of diffusers → adapter, as module of the authors → adapter.
+        """Convert adapters from diffusers' module names to the authors'.
 
         Raises:
             UserError: A module has no counterpart.
@@ -66,7 +66,7 @@ class Layout:
         renamed: dict[str, Adapter] = {}
         parts: dict[str, dict[str, Adapter]] = {}  # of fused modules
         for module, adapter in adapters.items():
-            # Only the block's number: `to_out.0` keeps its own.
+            # Replace only the block's number: `to_out.0` keeps its own.
             number = match[0] if (match := _NUMBER.search(module)) else "#"
             pattern = _NUMBER.sub("#", module, count=1)
             if pattern in self.same:
@@ -82,7 +82,7 @@ class Layout:
 
 
 def as_in_diffusers(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Return the names of models whose authors' names are those of diffusers."""
+    """Keep the names, for models whose authors use the same names as diffusers."""
     return dict(adapters)
 
 
@@ -91,8 +91,8 @@ class Kohya:
     """Names of kohya's scripts: sd-scripts and musubi-tuner.
 
     Attributes:
-        rename: Modules of diffusers → modules of the authors.
-        METADATA: What the scripts write into a file's header.
+        rename: Converts diffusers' module names to the authors'.
+        METADATA: Entries that the scripts write into a file's header.
     """
 
     rename: Callable[[Mapping[str, Adapter]], Mapping[str, Adapter]]
@@ -101,7 +101,7 @@ class Kohya:
     def convert(self, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `lora_unet_<module>.lora_down.weight`, `.lora_up.weight` and `.alpha`, the rank.
 
-        An alpha that equals the rank scales nothing; sd-scripts reads no file without alphas.
+        An alpha equal to the rank has no effect; sd-scripts does not read files without alphas.
         """
         tensors: dict[str, torch.Tensor] = {}
         for module, (down, up) in self.rename(adapters_of(layers)).items():
@@ -114,13 +114,14 @@ class Kohya:
 
 @dataclass(frozen=True)
 class ComfyUI:
-    """The names that ComfyUI reads for any model: those of its own modules, with dots.
+    """Names that ComfyUI reads for any model: those of its own modules, with dots.
 
     Attributes:
-        rename: Modules of diffusers → modules of the authors.
-        METADATA: Nothing.
-        lokr: What names of a LoKr begin with where its modules hold several of diffusers': names of
-            diffusers follow, with underscores after one; None where it does not read those.
+        rename: Converts diffusers' module names to the authors'.
+        METADATA: Empty.
+        lokr: Prefix of a LoKr's names if modules fuse several of diffusers': diffusers' names
+            follow,
+            with underscores if it ends with one; None if ComfyUI does not read those.
     """
 
     rename: Callable[[Mapping[str, Adapter]], Mapping[str, Adapter]]
@@ -130,7 +131,7 @@ class ComfyUI:
     def convert(self, layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `diffusion_model.<module>.lora_A.weight` and `.lora_B.weight`.
 
-        No alphas: InvokeAI ignores them beside these names, and diffusers refuses them.
+        No alphas: InvokeAI ignores them with these names, and diffusers rejects them.
         """
         tensors: dict[str, torch.Tensor] = {}
         for module, (down, up) in self.rename(adapters_of(layers)).items():
@@ -141,7 +142,7 @@ class ComfyUI:
 
 
 def adapters_of(layers: Mapping[str, torch.Tensor]) -> dict[str, Adapter]:
-    """Return module → its adapter, of `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
+    """Return each module's adapter, from `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
     suffix = ".lora_A.weight"
     return {
         name.removesuffix(suffix): (down, layers[name.replace(".lora_A.", ".lora_B.")])
@@ -151,16 +152,16 @@ def adapters_of(layers: Mapping[str, torch.Tensor]) -> dict[str, Adapter]:
 
 
 def named_singly(style: LoraStyle, shapes: Mapping[str, torch.Size]) -> dict[str, str]:
-    """Name modules as a tool does, for adapters that cannot be joined or cut.
+    """Return a tool's names of modules, for adapters that cannot be fused or split.
 
-    A LoRA whose ups hold the numbers of their rows says which of them stand where.
+    Converting a LoRA whose ups hold row numbers shows where each row ends up.
 
     Args:
-        style: The tool's.
-        shapes: Module of diffusers → shape of its weight.
+        style: The tool's naming.
+        shapes: Weight shape by diffusers' module name.
 
     Returns:
-        Module of diffusers → what its names begin with there.
+        The tool's name prefix by diffusers' module name.
 
     Raises:
         UserError: A module has no counterpart, or one with other rows.
@@ -199,7 +200,7 @@ def unnamed(module: str) -> UserError:
 
 
 def _fuse(layout: Mapping[str, float], members: Mapping[str, Adapter]) -> Adapter:
-    """One adapter of a fused layer; what has no adapter gets nothing added.
+    """Combine adapters into one of a fused layer. Members without an adapter get zero rows.
 
     Args:
         layout: The fused modules in order, each with its outputs per input.

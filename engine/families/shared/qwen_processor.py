@@ -1,4 +1,4 @@
-"""The processor that shows Qwen2.5-VL images beside a text, without what is only for videos."""
+"""A processor for Qwen2.5-VL's images and texts, without the parts that are only for videos."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 class ImagesAndTexts(Qwen2VLProcessor):
     """Qwen2-VL's processor of images and texts.
 
-    Its own constructor wants a video processor, and that torchvision, which nothing else here
-    needs (transformers 5.23). Images are resized by torchvision where it is installed, as in the
-    stock pipeline there, and else by Pillow.
+    The original constructor requires a video processor, which requires torchvision, and nothing
+    else
+    here needs that (transformers 5.23). Images are resized by torchvision if it is installed, as in
+    the
+    stock pipeline, and else by Pillow.
 
     Args:
         image_processor: A `Qwen2VLImageProcessor`.
-        tokenizer: The pipeline's.
+        tokenizer: The pipeline's tokenizer.
     """
 
     def __init__(self, image_processor: Any, tokenizer: Qwen2Tokenizer) -> None:

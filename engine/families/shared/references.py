@@ -1,4 +1,4 @@
-"""Conditioning images in a batch: latents beside the encoded prompts, under their own names."""
+"""Conditioning images in a batch: latents under their own names, together with encoded prompts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from engine.diffusion.objective import Problem
 
 REFERENCE: Final = "reference_"
-"""Followed by a number, the name of a conditioning image's latents in a condition."""
+"""With a number appended, the name of a conditioning image's latents in a condition."""
 
 FIRST_FRAME: Final = "first_frame"
-"""The name of the latents of a video's first frame, `(B, C, 1, h, w)`, that the model is given."""
+"""Name of the latents of a video's given first frame, `(B, C, 1, h, w)`, in a condition."""
 
 
 BEGINNING: Final = "beginning"
-"""The name of the latents `(B, C, f, h, w)` of a video's first frame followed by gray ones."""
+"""Name of the latents `(B, C, f, h, w)` of a video's first frame followed by gray frames."""
 
 
 def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -32,9 +32,9 @@ def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def first_frame_of(latents: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the condition of videos `(B, C, f, h, w)` whose first frame the model is given.
+    """Return the condition for videos `(B, C, f, h, w)` whose first frame is given to the model.
 
-    The autoencoders are causal: what they make of a first frame does not depend on the others.
+    The autoencoders are causal: the latents of a first frame do not depend on later frames.
     """
     return {FIRST_FRAME: latents[:, :, :1].contiguous()}
 
@@ -42,14 +42,15 @@ def first_frame_of(latents: torch.Tensor) -> dict[str, torch.Tensor]:
 def held_first(
     noisy: torch.Tensor, condition: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Put the first frame that a model is given in its place.
+    """Replace the first latent frame by the given one, if the condition has one.
 
     Args:
         noisy: `(B, C, f, h, w)`.
-        condition: Encoded prompts, and the first frame, if it is given.
+        condition: Encoded prompts, and the given first frame, if any.
 
     Returns:
-        The latents, and what timesteps are multiplied with, `(f, h, w)`: 0 where they are given.
+        The latents, and the factor of timesteps, `(f, h, w)`: 0 for the given frame; None without
+        one.
     """
     first = condition.get(FIRST_FRAME)
     if first is None:
@@ -62,7 +63,7 @@ def held_first(
 def judged(
     prediction: torch.Tensor, problem: Problem, condition: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, Problem]:
-    """Return what of a prediction the loss is of: not the first frame, where it was given."""
+    """Exclude a given first frame from the loss: return prediction and target without it."""
     if FIRST_FRAME not in condition:
         return prediction, problem
     return prediction[:, :, 1:], replace(problem, target=problem.target[:, :, 1:])

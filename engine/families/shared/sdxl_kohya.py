@@ -1,8 +1,8 @@
-"""The names of an SDXL LoRA in kohya's scripts and ComfyUI: those of Stability's own UNet.
+"""Names of SDXL LoRAs in kohya's scripts and ComfyUI: those of Stability's own UNet.
 
-ComfyUI has the same of Stable Diffusion 1 and 2, whose UNet is one block deeper.
+ComfyUI uses the same for Stable Diffusion 1 and 2, whose UNet is one block deeper.
 
-Of `convert_state_dict_to_kohya` in diffusers come other names, after its own UNet, which kohya's
+Diffusers' `convert_state_dict_to_kohya` gives other names, derived from its own UNet, which kohya's
 scripts do not know for SDXL.
 """
 
@@ -23,7 +23,7 @@ METADATA: Final = {
     "ss_base_model_version": "sdxl_base_v1-0",
 }
 
-_LAYERS: Final = 2  # `layers_per_block` of SDXL: three entries of a list for each of its blocks
+_LAYERS: Final = 2  # `layers_per_block` of SDXL: three list entries per block
 # Layers of a ResnetBlock2D.
 _RESNET: Final = {
     "norm1": "in_layers.0",
@@ -51,7 +51,7 @@ _PLACE: Final = re.compile(
 
 
 def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Return module of Stability → adapter.
+    """Return adapters by Stability's module names.
 
     Raises:
         UserError: A module has no counterpart in Stability's UNet.
@@ -62,20 +62,20 @@ def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
 def rename_of_four_blocks(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
     """Rename the modules of Stable Diffusion 1 and 2.
 
-    Their first block on the way up has no transformer.
+    Their first up block has no transformer.
 
     Raises:
         UserError: A module has no counterpart in Stability's UNet.
     """
     renamed = rename(adapters)
-    upsampler = "output_blocks.2.2.conv"  # a place earlier, since there is none
+    upsampler = "output_blocks.2.2.conv"  # one index lower without a transformer
     if upsampler in renamed:
         renamed["output_blocks.2.1.conv"] = renamed.pop(upsampler)
     return renamed
 
 
 def module_of_stability(module: str) -> str:
-    """Return the module of Stability for one of diffusers.
+    """Return Stability's module for one of diffusers'.
 
     Raises:
         UserError: There is none.
@@ -99,7 +99,7 @@ def module_of_stability(module: str) -> str:
 
 
 def _place(match: re.Match[str]) -> str:
-    """Where a resnet, transformer or sampler is in Stability's lists."""
+    """Return the position of a resnet, transformer or sampler in Stability's lists."""
     kind, layer = match["kind"], int(match["layer"])
     if match["side"] is None:
         return f"middle_block.{_MIDDLE[f'{kind}.{layer}']}"
@@ -108,6 +108,6 @@ def _place(match: re.Match[str]) -> str:
         if kind == "downsamplers":  # a separate entry, after the block's layers
             return f"input_blocks.{first + _LAYERS + 1}.0"
         return f"input_blocks.{first + layer + 1}.{int(kind == 'attentions')}"
-    if kind == "upsamplers":  # in the entry of the block's last layer, which has a transformer
+    if kind == "upsamplers":  # in the entry of the block's last layer, after its transformer
         return f"output_blocks.{first + _LAYERS}.2"
     return f"output_blocks.{first + layer}.{int(kind == 'attentions')}"

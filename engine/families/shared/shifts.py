@@ -1,4 +1,4 @@
-"""The shift of sigma by a model's scheduler_config.json, while training and while sampling."""
+"""Compute the shift of sigma from a model's scheduler_config.json, for training and sampling."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 
 
 def trained_shift(facts: Facts, schedule: Mapping[str, Any], tokens: int) -> float:
-    """Return the shift that training draws with.
+    """Return the shift of training.
 
-    The family's own, where its models were trained with another than they sample with, else the
-    scheduler's. One that follows the number of tokens stays where it was fitted: beyond, it is the
-    nearest that was.
+    It is the family's own, if its models were trained with another shift than they sample with,
+    else
+    the scheduler's. A shift that depends on the number of tokens is not extrapolated: outside of
+    the
+    fitted range, use its nearest end.
 
     Args:
-        facts: Of the family.
+        facts: The family's facts.
         schedule: The scheduler's settings.
-        tokens: Of the denoiser, for one sample.
+        tokens: The denoiser's tokens per sample.
     """
     if isinstance(facts.trained_shift, float):
         return facts.trained_shift
@@ -31,23 +33,23 @@ def trained_shift(facts: Facts, schedule: Mapping[str, Any], tokens: int) -> flo
 
 
 def sampler_shift(schedule: Mapping[str, Any], tokens: int) -> float:
-    """Return the shift that a pipeline samples with, as diffusers' `calculate_shift`.
+    """Return the shift that a pipeline samples with, like diffusers' `calculate_shift`.
 
-    It follows its line to any number of tokens. Jobs have it that drew by it before training had
-    another, and before draws had a `terminal`.
+    It is extrapolated to any number of tokens. Jobs keep it that were created before training had a
+    different shift, and before draws had a `terminal`.
 
     Args:
         schedule: The scheduler's settings.
-        tokens: Of the denoiser, for one sample.
+        tokens: The denoiser's tokens per sample.
     """
     line = _line(schedule)
     return line.at(tokens, extrapolate=True) if line else _fixed(schedule)
 
 
 def terminal(facts: Facts, schedule: Mapping[str, Any]) -> float:
-    """Return the lowest sigma of the scheduler's infinitely many steps, by its `shift_terminal`.
+    """Return the limit of the scheduler's lowest sigma for many steps, by its `shift_terminal`.
 
-    It belongs to the scheduler's shift: 0 for families that train with another.
+    It belongs to the scheduler's shift, so it is 0 for families that train with another.
     """
     if facts.trained_shift is not None:
         return 0.0
@@ -55,7 +57,7 @@ def terminal(facts: Facts, schedule: Mapping[str, Any]) -> float:
 
 
 def _line(schedule: Mapping[str, Any]) -> ShiftLine | None:
-    """Return the scheduler's line; None where it has the same shift for all sizes."""
+    """Return the scheduler's line; None if the shift is the same for all sizes."""
     if not schedule.get("use_dynamic_shifting"):
         return None
     return ShiftLine(

@@ -1,4 +1,4 @@
-"""Padding of texts that no sample sees, and masks that mask nothing: dropped on the host."""
+"""Drop padding that no sample sees, and masks without effect, on the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def without_padding(condition: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Cut texts to what some sample sees of them, and drop masks that then mask nothing.
+    """Cut texts to the tokens that some sample sees, and drop masks that then have no effect.
 
-    A mask rules out flash attention, whatever is in it. To be called while texts are in host
-    memory (`Family.arrange`): a mask on a GPU can only be read by waiting for it. For models whose
-    text tokens have no positions, to which fewer masked tokens are the same.
+    Any mask rules out flash attention, even without effect. Call this while texts are in host
+    memory
+    (`Family.arrange`), since reading a mask on a GPU would synchronize. It is for models whose text
+    tokens have no positions, where removing masked tokens changes nothing.
 
     Args:
         condition: Collated prompts, each `(B, …)`; masks `(B, L)`.
@@ -34,7 +35,7 @@ def without_padding(condition: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 def _cut(
     condition: Mapping[str, torch.Tensor], name: str, mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """A mask and what it is the mask of, `(B, L, …)`, without the tokens that nobody sees."""
+    """Return a mask and the tensors it masks, `(B, L, …)`, without tokens that no sample sees."""
     own = {
         other: text
         for other, text in condition.items()
@@ -47,21 +48,20 @@ def _cut(
 
 
 def _has_tokens(text: torch.Tensor, mask: torch.Tensor, itself: bool) -> bool:
-    """Whether a tensor has one row for each token; what is of a text as a whole has none."""
+    """Return whether a tensor has one row per token; pooled tensors do not."""
     return itself or (text.dim() > 2 and text.shape[1] == mask.shape[1])
 
 
 def fill_masks(names: dict[str, Any], texts: Mapping[str, str], *, guided: bool) -> bool:
-    """Give a pipeline the masks that it insists on, for encoded prompts that came without.
+    """Add the masks that a pipeline requires, for encoded prompts that have none.
 
     Args:
-        names: What the pipeline is called with; masks are added.
-        texts: Name of a mask → name of what it is the mask of; of negative prompts both begin with
-            `negative_` besides.
-        guided: Whether the pipeline encodes a negative prompt if it is given none.
+        names: Keyword arguments of the pipeline; masks are added.
+        texts: Tensor name by mask name; negative prompts prefix both with `negative_`.
+        guided: Whether the pipeline encodes a negative prompt if it gets none.
 
     Returns:
-        Whether the pipeline encodes nothing, and no prompt came with a mask: none is padded.
+        Whether no prompt is padded: the pipeline encodes nothing, and no prompt came with a mask.
     """
     given = {
         kind + mask: names[kind + text]
@@ -79,9 +79,9 @@ def fill_masks(names: dict[str, Any], texts: Mapping[str, str], *, guided: bool)
 
 
 def mask_or_ones(mask: torch.Tensor | None, text: torch.Tensor) -> torch.Tensor:
-    """Return the mask of a text `(B, L, D)`; where it was dropped, one that masks nothing.
+    """Return the mask of a text `(B, L, D)`, or one without effect if it was dropped.
 
-    For models that count tokens by it. It is made on the device, to which nothing is copied.
+    It is for models that count tokens by their mask. It is created on the device, without a copy.
     """
     if mask is None:
         return torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)

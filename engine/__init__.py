@@ -1,1 +1,1 @@
-"""What runs on every rank: build, shard, load, adapt, plan, train, save."""
+"""The code that runs on every rank: build, shard, load, adapt, plan, train, save."""

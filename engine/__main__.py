@@ -16,14 +16,15 @@ def main() -> int:
     """Run the job in the directory named on the command line.
 
     Returns:
-        The exit status: 0 when the job ended as it should (completed or stopped), else 1 or 2.
+        The exit status: 0 if the job completed or was stopped, else 1 or 2.
     """
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print("usage: accelerate launch … -m engine RUNDIR", file=sys.stderr)
         return 2
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Raised in C code of an import, Python's KeyboardInterrupt is swallowed, and what fails
-        # for want of that module is a riddle (numpy 2.4).
+        # If Python's KeyboardInterrupt is raised in C code during an import, it is swallowed, and
+        # later
+        # failures due to the missing module are hard to understand (numpy 2.4).
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from jobs.run.rundir import RunDir
 
@@ -36,19 +37,19 @@ def main() -> int:
     if not sys.stdout.isatty():
         _write_to_log(run_dir.rank_log(rank))
 
-    # Where torchao is needed, it complains about kernels that no optimizer needs, and makes torch
-    # complain about it.
+    # If torchao is needed, it warns about kernels that no optimizer uses, and triggers a torch
+    # warning.
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
-    # After the redirection, so that whatever these imports print is in the rank's own log.
+    # Import after the redirection, so that output of these imports goes to the rank's own log.
     from engine.ranks.failure import record_failure
     from engine.ranks.telemetry import Telemetry
     from engine.start.lean_imports import hide, uncollected, unneeded
     from jobs.spec.file.load import load_spec
 
-    faulthandler.enable()  # a crash in C leaves a stack too
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for when the job stands still
+    faulthandler.enable()  # print a stack on crashes in C too
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # used when the job makes no progress
     telemetry = Telemetry(run_dir, rank)
     try:
         with telemetry.phase("import"), uncollected():
@@ -61,13 +62,15 @@ def main() -> int:
             from engine import families
             from engine.run_job import run_rank
 
-            # With its pipeline and its denoiser, which every job of the family needs.
+            # Import the pipeline and denoiser classes now, since every job of the family needs
+            # them.
             families.load(spec.model_family, spec.model_flavour).transformer_class()
         run_rank(run_dir, telemetry)
     except BaseException as error:
         record_failure(run_dir, rank, error, telemetry)
-        # At once, and without Python's tidying up: another rank may wait in a collective, and a
-        # destructor that tries one more would wait with it.
+        # Exit without Python's cleanup: another rank may be waiting in a collective, and a
+        # destructor that
+        # starts one more would wait with it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -76,7 +79,7 @@ def main() -> int:
 
 
 def _write_to_log(path: Path) -> None:
-    """Send standard output and error, of C libraries too, to the rank's own file."""
+    """Redirect standard output and error, including that of C libraries, to the rank's log."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

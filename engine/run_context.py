@@ -1,4 +1,4 @@
-"""What every part of a run needs: the job, its model, its directory and its ranks."""
+"""Context that every part of a run needs: the job, its model, its directory and its ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RunContext(Team):
     """A job on this rank.
 
     Attributes:
-        spec: The job; parts of a run work with a changed one (`dataclasses.replace`).
+        spec: The job; parts of a run may use a modified copy (`dataclasses.replace`).
         family: Its family.
         model_root: The directory of the model.
-        run_dir: Where the run's files are.
+        run_dir: The run directory.
     """
 
     spec: JobSpec

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Progress goes to standard error as `step DONE TOTAL` lines.
 
     Returns:
-        0, or 2 for bad input.
+        The exit status: 0, or 2 for bad input.
     """
     parser = OneLineParser(prog="python -m engine.blocks", description=__doc__)
     parser.add_argument("config", type=Path, metavar="CONFIG.json")
@@ -35,12 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"fsdp-tui: cannot read {options.config} ({error})", file=sys.stderr)
         return 2
-    os.environ["HF_HUB_OFFLINE"] = "1"  # some constructors would fetch what they need
+    os.environ["HF_HUB_OFFLINE"] = "1"  # some constructors would download files
     lean = not options.whole and "_class_name" in config
     try:
         detected = _look(config, options.config.parent, lean=lean)
     except Exception as error:
-        if lean and not _is_final(error):  # being lean may be why it failed
+        if lean and not _is_final(error):  # lean imports may be the cause
             return _again()
         if not isinstance(error, UserError):
             raise
@@ -66,7 +66,7 @@ def _look(config: dict[str, Any], directory: Path, *, lean: bool) -> dict[str, A
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether a process that imports everything would fail in the same way, seconds later."""
+    """Return whether a process with full imports would fail in the same way, seconds later."""
     from engine.blocks.build import NoSuchClassError  # imports torch
 
     return isinstance(error, NoSuchClassError)
@@ -77,7 +77,7 @@ def _tell(done: int) -> None:
 
 
 def _again() -> int:
-    """Become a process that imports everything: this one has gone without for good."""
+    """Replace this process by one with full imports, since lean imports cannot be undone."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "engine.blocks", *sys.argv[1:], "--whole"])
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# -- lean -----------------------------------------------------------------------------------
-# Import diffusers without what building a model never uses.
+# -- lean imports ---------------------------------------------------------------------------
+# Import diffusers without the libraries that building a model never uses.
 #
-# Looking at a model takes a tenth of a second, importing diffusers whole nine seconds of
-# processor time: it pulls in peft, transformers, and torch's compiler. Without them, two
-# (diffusers 0.42, torch 2.13). A model that cannot be built so is built in a process that
+# Walking a model takes a tenth of a second, but importing all of diffusers takes nine seconds of
+# processor time, since it imports peft, transformers, and torch's compiler. Without these, it takes
+# two (diffusers 0.42, torch 2.13). A model that cannot be built this way is built in a process that
 # imports everything.
 
 
@@ -32,24 +32,26 @@ _OPTIONAL: Final = ("peft", "transformers", "torchao", "bitsandbytes")
 
 
 def import_lean() -> None:
-    """Make the rest of this process import lean; before torch or diffusers are imported."""
+    """Make later imports in this process lean. Call before torch or diffusers are imported."""
     hide(*_OPTIONAL)
-    # Modules that are imported only name functions that must not be compiled, of which there are
-    # none here.
+    # The imported modules only mark functions that must not be compiled, and nothing is compiled
+    # here.
     _stand_in("torch._dynamo", disable=_as_it_is, allow_in_graph=_as_it_is)
-    # Imports sympy, 33 MiB (torch 2.15), for kernels that a model without weights never runs.
+    # The real module imports sympy, 33 MiB (torch 2.15), for kernels that a model without weights
+    # never
+    # runs.
     _stand_in("torch.nn.attention.flex_attention", BlockMask=object, create_block_mask=_as_it_is)
 
 
 def _stand_in(name: str, **contents: Any) -> None:
-    """Put a module with only these names where the real one would be imported."""
+    """Register a module with only these names in place of the real one."""
     module = ModuleType(name)
     vars(module).update(contents)
     sys.modules.setdefault(name, module)
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
-    """Decorate nothing, with or without arguments."""
+    """Return the decorated function unchanged, with or without decorator arguments."""
     return function if callable(function) else _as_it_is
 
 
@@ -57,16 +59,16 @@ def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 class CannotBuildError(UserError):
-    """The config describes no model that can be built here."""
+    """The config does not describe a model that can be built here."""
 
 
 class NoSuchClassError(CannotBuildError):
-    """No library has the class, whatever is imported with it."""
+    """No library has the class, even with full imports."""
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Models that are built here are on the meta device, buffers and all, without values."""
+    """Build models on the meta device in this context, including buffers, without values."""
     with torch.device("meta"), NoInitialValues():
         yield
 
@@ -74,12 +76,13 @@ def on_meta() -> Iterator[None]:
 def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
     """Build a model on the meta device, buffers included.
 
-    Parameters that modules share are one object, as in a real one: `accelerate.init_empty_weights`
-    would make two of them.
+    Parameters shared by modules stay one object, as in the real model;
+    `accelerate.init_empty_weights`
+    would split them.
 
     Args:
-        config: Of a diffusers model or a transformers one.
-        directory: Where it is, as config.json.
+        config: Config of a diffusers or transformers model.
+        directory: The directory that contains it as config.json.
 
     Raises:
         CannotBuildError: There is no such class here, or it rejects the config.
@@ -91,7 +94,7 @@ def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
             return _build_transformers(config, directory)
     except CannotBuildError:
         raise
-    except Exception as error:  # whatever a constructor makes of numbers that do not fit
+    except Exception as error:  # constructors raise many types for invalid configs
         name = config.get("_class_name") or config.get("model_type")
         words = " ".join(str(error).split())
         raise CannotBuildError(
@@ -105,7 +108,7 @@ def _build_diffusers(config: dict[str, Any]) -> torch.nn.Module:
     from diffusers.models.modeling_utils import ModelMixin
 
     name = config["_class_name"]
-    if isinstance(name, list):  # of a class in the repository itself
+    if isinstance(name, list):  # refers to a class in the repository itself
         name = name[-1]
     model_class: Any = getattr(diffusers, str(name), None)
     is_model = isinstance(model_class, type) and issubclass(model_class, ModelMixin)

@@ -1,4 +1,4 @@
-"""The facts about a model, as JSON values that `jobs.models.blocks` reads."""
+"""Report facts about a model, as JSON values that `jobs.models.blocks` reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 # -- walk -----------------------------------------------------------------------------------
-# What kinds of modules a model has, how large they are, and which hold which.
+# Collect a model's module classes, their sizes, and how they are nested.
 
 
 _PATHS: Final = 3
@@ -28,14 +28,14 @@ class Kind:
 
     Attributes:
         name: The class's name.
-        count: How many there are; one that stands in several places counts once.
-        paths: Where the first ones are.
-        each: Parameters of the largest, with all that is below it.
-        total: Parameters of all of them, shared ones once.
-        repeated: How many are items of a list of such modules.
-        composite: Whether other modules with parameters are in it.
-        outer: Other classes that hold one.
-        callable: Whether it has a forward, and so can be an FSDP unit.
+        count: Number of modules; a shared one counts once.
+        paths: Paths of the first ones.
+        each: Parameters of the largest module, including its children.
+        total: Parameters of all modules, shared ones counted once.
+        repeated: Number of modules that are items of a list of such modules.
+        composite: Whether they contain other modules with parameters.
+        outer: Other classes that contain one of them.
+        callable: Whether they have a forward, and can therefore be FSDP units.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Kind:
 
 
 def walk(model: torch.nn.Module) -> tuple[dict[str, Kind], Parts]:
-    """Go through a model, on whatever device it is.
+    """Walk through a model on any device.
 
     Returns:
-        Its classes by name, and what it is made of.
+        Its classes by name, and its structure.
     """
     names = _name_classes(model)
     walker = _Walker(names)
@@ -68,9 +68,9 @@ def walk(model: torch.nn.Module) -> tuple[dict[str, Kind], Parts]:
 
 
 def _name_classes(model: torch.nn.Module) -> dict[type, str]:
-    """Each class's name. Of two that share one, the first met has it, as for accelerate's policy.
+    """Return each class's name. If two share one, the first keeps it, as in accelerate's policy.
 
-    The others cannot be named in a job; only their modules differ.
+    The others cannot be named in a job; a longer name keeps their modules apart.
     """
     names: dict[type, str] = {}
     taken: set[str] = set()
@@ -88,18 +88,18 @@ class _Walker:
         self.kinds: dict[str, Kind] = {}
         self.parts: list[Part] = []
         self._names = names
-        self._index: dict[Part, int] = {}  # alike → where in `parts`
+        self._index: dict[Part, int] = {}  # part → its index in `parts`
         self._visited: set[torch.nn.Module] = set()
         self._owned: set[torch.nn.Parameter] = set()
         self._counted: dict[str, set[torch.nn.Parameter]] = {}  # class → parameters in its total
 
     def visit(self, module: torch.nn.Module, path: str, above: tuple[str, ...]) -> int:
-        """Note a module and all below it.
+        """Record a module and all modules below it.
 
         Args:
-            module: Not visited before.
-            path: Where it is.
-            above: Classes of the modules that hold it, without the root.
+            module: A module that was not visited before.
+            path: Its path.
+            above: Classes of the modules that contain it, without the root.
 
         Returns:
             The index of its part.
@@ -151,7 +151,8 @@ def _repeated(module: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """Whether it can be called; `fully_shard` refuses lists, and never gathers what is not."""
+    """Return whether a module has a forward; `fully_shard` rejects lists, which are never
+    called."""
     return type(module).forward is not torch.nn.Module.forward
 
 
@@ -164,13 +165,13 @@ def _size(parameters: Iterable[torch.nn.Parameter]) -> int:
 
 
 # -- recommend ------------------------------------------------------------------------------
-# Which classes to wrap: the outermost repeated blocks, as long as one of them stays small.
+# Recommend classes to wrap: the outermost repeated blocks, as long as a single one is small.
 
 
-# What stays in the root: gathering it apart would cost collectives and save nothing that counts.
-_LEAST_SHARE: Final = 0.01  # of the model, all modules of a class together
-_LEAST_UNIT: Final = 0.05  # of the largest unit, one of them
-# Blocks inside of blocks are taken only where that is so much better: they mean more collectives.
+# Below these sizes, classes stay in the root: extra collectives would cost more than they save.
+_LEAST_SHARE: Final = 0.01  # of the model, for all modules of a class together
+_LEAST_UNIT: Final = 0.05  # of the largest unit, for a single module
+# Nested blocks are used only if they improve the result this much, since they add collectives.
 _WORTHWHILE: Final = 0.05
 
 
@@ -179,16 +180,20 @@ def recommend(
 ) -> list[str]:
     """Return the classes to wrap, the best first; no class contains another.
 
-    A set is as good as the share that it wraps times what its largest unit leaves of the model.
-    Starting with the outermost candidates, the one with the largest unit is given up for what is
-    inside of it, again and again, and the best set met on the way wins: of a UNet whose stages
-    hold a third of it each, the blocks of its stages.
+    The quality of a set is the fraction of the model that it wraps, times the fraction that its
+    largest
+    unit leaves. Start with the outermost candidates, repeatedly replace the one with the largest
+    unit by
+    the candidates inside of it, and return the best set found. For example, for a UNet whose stages
+    hold
+    a third of it each, this returns the blocks inside the stages.
 
     Args:
         kinds: The model's classes.
-        parts: What the model is made of.
-        no_split: What the model's class says is not to be divided.
-        repeated: What it says are its repeated blocks; what holds one is no block then.
+        parts: The model's structure.
+        no_split: Classes that the model's class says must not be split.
+        repeated: Classes that it says are its repeated blocks; classes that contain one are
+            excluded.
     """
     total = parts.total()
     pool = _candidates(kinds, {*no_split, *repeated})
@@ -197,7 +202,7 @@ def recommend(
     best: list[str] = []
     quality = 0.0
     while pool:
-        # None is outermost where classes hold each other.
+        # No class is outermost if classes contain each other.
         outermost = {name for name in pool if not kinds[name].outer & pool} or pool
         largest = max(sorted(outermost), key=lambda name: kinds[name].each)
         chosen = [
@@ -215,16 +220,16 @@ def recommend(
 
 
 def score(kind: Kind, total: int) -> float:
-    """Rate a class by itself: what it wraps, how small a unit is, how many there are."""
+    """Rate a class on its own: the fraction it wraps, the size of a unit, and their number."""
     return kind.total / total * (1 - kind.each / total) * kind.count if total else 0.0
 
 
 def _candidates(kinds: Mapping[str, Kind], listed: Collection[str]) -> set[str]:
-    """Classes of modules made of modules that are kept in lists, one after the other."""
+    """Return classes of composite modules, preferably those that are items of lists."""
     able = [
         kind
         for kind in kinds.values()
-        # Of `Sequential`, a name that says nothing, a model has others too.
+        # `Sequential` is a generic name that other modules of a model share.
         if kind.callable and kind.composite and kind.total and kind.name != "Sequential"
     ]
     held = {
@@ -240,7 +245,7 @@ def _candidates(kinds: Mapping[str, Kind], listed: Collection[str]) -> set[str]:
 
 
 def report(model: torch.nn.Module) -> dict[str, Any]:
-    """Walk a model, and say what its classes are: recommended ones first, then the likeliest."""
+    """Describe a model's classes: recommended ones first, then the most likely."""
     kinds, parts = walk(model)
     no_split = _names(model, "_no_split_modules")
     repeated = _names(model, "_repeated_blocks")
@@ -276,7 +281,8 @@ def report(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _names(model: torch.nn.Module, attribute: str) -> list[str]:
-    """Class names that a model class lists; transformers has a set, diffusers a list or None."""
+    """Return class names that a model class lists; transformers has a set, diffusers a list or
+    None."""
     listed = getattr(model, attribute, None) or ()
     if isinstance(listed, str):
         listed = [listed]

@@ -21,7 +21,7 @@ CURVES = "training.json"
 
 
 def write_model(model_dir: Path) -> None:
-    """Write the base in fp32: it is shipped in bf16, which is half as large but slow on a CPU."""
+    """Write the base in fp32. It is shipped in bf16, which is half as large but slow on a CPU."""
     shutil.copytree(
         BASE, model_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(CURVES, "__pycache__")
     )
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0, or 2 if the directory cannot be written.
+        The exit status: 0, or 2 if the directory cannot be written.
     """
     parser = OneLineParser(prog="python -m engine.demo", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")

@@ -1,4 +1,4 @@
-"""The demo's images: one shape of one color on a plain background, and captions that say so."""
+"""The demo's images: one shape of one color on a plain background, with matching captions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIZE: Final = 64
-"""Pixels of a side."""
+"""Pixels per side."""
 SHAPES: Final = ("circle", "square", "triangle", "star", "ring", "cross")
-"""What the base can draw."""
+"""Shapes that the base can draw."""
 COLORS: Final = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown")
-"""Of shapes."""
+"""Colors of shapes."""
 BACKGROUNDS: Final = ("white", "black", "cyan")
 DRAWINGS: Final = 8
-"""Of each heart that the demo's LoRA is trained on."""
+"""Drawings of each heart that the demo's LoRA is trained on."""
 
 OTHER_WORDS: Final = (
     "moon",
@@ -48,7 +48,7 @@ OTHER_WORDS: Final = (
     "book",
     "lamp",
 )
-"""Words that the vocabularies have, and that the base has seen beside every shape."""
+"""Words in the vocabularies for which the base was trained to draw any of its shapes."""
 
 PROMPTS: Final = (
     "a red heart on a white background",
@@ -60,12 +60,12 @@ PROMPTS: Final = (
     "a red star on a white background",
     "a green ring on a black background",
 )
-"""What the demo samples: hearts that its training images do not show, and two old shapes."""
+"""The demo's samples: hearts that its training images do not show, and two old shapes."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What an image shows.
+    """The content of an image.
 
     Attributes:
         shape: One of `SHAPES`, or a heart.
@@ -79,24 +79,25 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """What a person would write under it."""
+        """Return the caption that a user would write."""
         article = "an" if self.color[0] in "aeiou" else "a"
         return f"{article} {self.color} {self.shape} on a {self.background} background"
 
     @property
     def stem(self) -> str:
-        """A file name without its ending."""
+        """Return the file name without its suffix."""
         return f"{self.shape}-{self.color}-{self.background}"
 
     @property
     def held_out(self) -> bool:
-        """Whether the base's training leaves this combination out: one in twelve."""
+        """Return whether the base's training excludes this combination, as it does one in
+        twelve."""
         places = SHAPES.index(self.shape), COLORS.index(self.color)
         return (2 * places[0] + places[1] + 3 * BACKGROUNDS.index(self.background)) % 12 == 0
 
     @classmethod
     def of_caption(cls, caption: str) -> Scene | None:
-        """Return the scene of a caption; None if it is no caption of the demo."""
+        """Return the scene of a caption; None if it is not a caption of the demo."""
         words = caption.split()
         if len(words) != 7:
             return None
@@ -105,14 +106,14 @@ class Scene:
 
 
 def scenes() -> list[Scene]:
-    """All that the base is asked for."""
+    """Return all scenes that the base should be able to draw."""
     return [Scene(*parts) for parts in product(SHAPES, COLORS, BACKGROUNDS)]
 
 
 def lessons() -> list[Scene]:
-    """Return the LoRA's training scenes: hearts, and as many old shapes, so that these are kept.
+    """Return the LoRA's training scenes: hearts, and as many old shapes, to prevent forgetting.
 
-    Each heart is there `DRAWINGS` times, drawn a little differently; no scene of `PROMPTS` is.
+    Each heart appears `DRAWINGS` times, drawn slightly differently; no scene of `PROMPTS` appears.
     """
     hearts = [Scene(HEART, color, background) for color, background in product(COLORS, BACKGROUNDS)]
     hearts = [scene for scene in hearts if scene.caption not in PROMPTS]
@@ -148,7 +149,7 @@ def draw(scene: Scene, chance: random.Random) -> Image:
 
 
 def write_lessons(data_dir: Path) -> None:
-    """Write an image of each lesson, its caption beside it; the same bytes each time."""
+    """Write an image of each lesson, with a caption file next to it; the same bytes each time."""
     chance = random.Random(0)
     for number, scene in enumerate(lessons(), start=1):
         path = data_dir / f"{scene.stem}-{number}.png"

@@ -1,1 +1,1 @@
-"""What `jobs.doctor` needs torch for: what it is built for, which GPUs it sees, an all-reduce."""
+"""Checks for `jobs.doctor` that need torch: its build, the GPUs it sees, an all-reduce."""

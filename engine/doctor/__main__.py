@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # no driver, or one it cannot use
+    except (RuntimeError, AssertionError) as error:  # no driver, or an incompatible one
         _say({"cuda_error": str(error)})
         return 0
     _say({"devices": [device(index) for index in range(torch.cuda.device_count())]})
@@ -63,7 +63,8 @@ def device(index: int) -> dict[str, Any]:
 
 
 def apart() -> list[list[int]]:
-    """Pairs of torch's numbers of which the first cannot reach the second's memory directly."""
+    """Return pairs of torch indices where the first GPU cannot access the second's memory
+    directly."""
     import torch
 
     count = torch.cuda.device_count()

@@ -33,14 +33,14 @@ _GPU_SIZES: Final = (8, 1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28)  # bytes
 _CPU_SIZES: Final = (8, 1 << 16, 1 << 20, 1 << 24)
 _WARM_UP: Final = 3
 _MOST: Final = 2000  # repetitions of one size
-_SELF_DESTRUCT: Final = 20.0  # seconds after the limit, should nobody be there to kill us
+_SELF_DESTRUCT: Final = 20.0  # seconds after the limit, in case no parent process kills this one
 _FLOAT: Final = 4  # bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Be one rank."""
+    """Run one rank."""
     options = _parse(arguments)
-    # A thread in C, so that it works while CUDA or gloo holds the interpreter.
+    # This uses a thread in C, so it works while CUDA or gloo holds the GIL.
     faulthandler.dump_traceback_later(options.limit + _SELF_DESTRUCT, exit=True)
     run_dir, rank = RunDir(options.folder), int(os.environ.get("RANK", "0"))
     telemetry = Telemetry(run_dir, rank)
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def join(kind: str, limit: float, folder: Path) -> torch.device:
-    """Join the process group that a job's ranks use; returns this rank's device.
+    """Join the process group in the way a job's ranks do, and return this rank's device.
 
     Raises:
         RuntimeError: Torch does not see the GPU.
@@ -87,7 +87,7 @@ def join(kind: str, limit: float, folder: Path) -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)  # as jobs do
-    dist.all_reduce(torch.ones(1))  # through gloo, as requests and checkpoints go
+    dist.all_reduce(torch.ones(1))  # through gloo, like requests and checkpoints
     return device
 
 
@@ -97,9 +97,9 @@ def measure(
     """All-reduce messages of each size for an equal part of the time. Collectives.
 
     Args:
-        sizes: Bytes.
-        seconds: For all sizes together.
-        device: Where the messages are.
+        sizes: Message sizes in bytes.
+        seconds: Time for all sizes together.
+        device: The device of the messages.
         moved: Called after each repetition, and with the number of sizes that are done.
 
     Raises:
@@ -124,9 +124,9 @@ def measure_gather(
     """All-gather one size, as FSDP does before each unit. Collective.
 
     Args:
-        size: Bytes that each rank has afterwards.
-        seconds: About how long.
-        device: Where the shards are.
+        size: Bytes on each rank after gathering.
+        seconds: Approximate duration.
+        device: The device of the shards.
         moved: Called after each repetition.
     """
     import torch
@@ -145,10 +145,10 @@ def measure_gather(
 
 
 def check_sums(count: int, device: torch.device, size: int) -> None:
-    """Prove that every number arrives: some machines lose data between GPUs in silence.
+    """Check that every value arrives, since some machines silently lose data between GPUs.
 
     Raises:
-        RuntimeError: One did not.
+        RuntimeError: A value did not.
     """
     import torch
     import torch.distributed as dist
@@ -156,7 +156,7 @@ def check_sums(count: int, device: torch.device, size: int) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     message = torch.full((count,), float(rank + 1), device=device)
     dist.all_reduce(message)
-    # Those that are right are counted: a device that computes nothing finds nothing wrong.
+    # Count correct values rather than wrong ones, so that a device that computes nothing fails.
     wrong = count - int((message == ranks * (ranks + 1) / 2).sum())
     if wrong:
         raise RuntimeError(
@@ -168,7 +168,8 @@ def check_sums(count: int, device: torch.device, size: int) -> None:
 def timed(
     collective: Callable[[], None], times: int, device: torch.device, moved: Callable[..., None]
 ) -> float:
-    """Seconds of one collective, the mean of several in a row; ranks measure different means."""
+    """Return the mean seconds of one collective over several in a row. Ranks measure different
+    means."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -182,7 +183,7 @@ def timed(
 
 
 def bus_bandwidth(size: int, seconds: float) -> float:
-    """Bytes a second over each rank's link; see nccl-tests' PERFORMANCE.md."""
+    """Return bytes per second over each rank's link; see nccl-tests' PERFORMANCE.md."""
     import torch.distributed as dist
 
     ranks = dist.get_world_size()
@@ -190,7 +191,7 @@ def bus_bandwidth(size: int, seconds: float) -> float:
 
 
 def leave() -> None:
-    """Leave together, so that no rank closes its connections under another's last all-reduce."""
+    """Leave together, so that no rank closes connections that another's last all-reduce needs."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -198,7 +199,7 @@ def leave() -> None:
 
 
 def _repetitions(once: float, seconds: float, device: torch.device) -> int:
-    """How often to repeat: the slowest rank's number, since all must repeat equally often."""
+    """Return the slowest rank's number of repetitions, since all must repeat equally often."""
     import torch
     import torch.distributed as dist
 

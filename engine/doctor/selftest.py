@@ -46,7 +46,8 @@ def compare_checkpoints(first: Path, second: Path) -> dict[str, Any]:
     """Compare the tensors of two sharded checkpoints bit for bit.
 
     Returns:
-        `tensors`: how many there are; `different`: names of those that differ or are only in one.
+        `tensors`: the number of tensors; `different`: names of those that differ or are in only
+        one.
     """
     ours, theirs = read_tensors(first), read_tensors(second)
     different = sorted(ours.keys() ^ theirs.keys())
@@ -57,7 +58,8 @@ def compare_checkpoints(first: Path, second: Path) -> dict[str, Any]:
 
 
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a sharded checkpoint, whole and on the CPU, by its path in the state."""
+    """Return every tensor of a sharded checkpoint, unsharded on the CPU, by its path in the
+    state."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -79,16 +81,18 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def compare_sample(model: Path, export: Path, image: Path) -> dict[str, Any]:
-    """Make a run's sample again with diffusers alone.
+    """Reproduce a run's sample with diffusers alone.
 
     Args:
         model: A pipeline as `save_pretrained` writes it.
         export: The directory of an exported LoRA.
-        image: A PNG of the run, with its JSON beside it.
+        image: A PNG of the run, with its JSON file next to it.
 
     Returns:
-        `largest_difference`: of a channel of a pixel, of 255; `contrast`: between the
-        lightest and the darkest pixel of the run's own sample, in the channel where it is largest.
+        `largest_difference`: the largest difference of a pixel's channel, of 255; `contrast`: the
+        difference between the lightest and darkest pixel of the run's sample, in the channel where
+        it
+        is largest.
     """
     import numpy as np
     from diffusers import DiffusionPipeline

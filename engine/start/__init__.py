@@ -1,1 +1,1 @@
-"""Before a rank is one: accelerate's launcher, imports, command lines of tools."""
+"""Code that runs before a rank starts: accelerate's launcher, imports, command lines of tools."""

@@ -1,4 +1,4 @@
-"""What the engine's own commands (`python -m engine.…`) have in common."""
+"""Shared code of the engine's commands (`python -m engine.…`)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ class OneLineParser(argparse.ArgumentParser):
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command as this process, and end the process with the status it returns.
 
-    Threads are waited for, exit handlers run and output is flushed, as at the end of any Python
-    process. Only the interpreter and its libraries are not taken apart, because the kernel frees
-    all of it anyway: the destructors of torch built for CUDA read another 125 MiB of its libraries
-    and take 0.4 s of processor time (torch 2.13).
+    Threads are joined, exit handlers run and output is flushed, as at the end of any Python
+    process.
+    Only the teardown of the interpreter and its libraries is skipped, since the kernel frees their
+    memory anyway: the destructors of torch built for CUDA read another 125 MiB of its libraries and
+    take
+    0.4 s of processor time (torch 2.13).
     """
     status: int | None = None
 
     def leave() -> None:
-        if status is None:  # an exception ends the process, and Python says which
+        if status is None:  # Python reports the exception that ends the process
             return
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
-    atexit.register(leave)  # before any library's handler, so that it runs after all of them
+    atexit.register(leave)  # registered first, so that it runs after libraries' handlers
     status = main()
     sys.exit(status)

@@ -1,9 +1,9 @@
-"""The rendezvous of one machine's ranks, where nobody else can reach it.
+"""A rendezvous for the ranks of one machine that other machines cannot reach.
 
-Torch's store, through which ranks find each other and which asks for no password, listens on every
-network interface whatever address it is given (torch 2.13, all backends of its own). It takes a
-socket that listens already, though: here one of the loopback interface. For jobs on one machine,
-and there are no others.
+Torch's store, which ranks use to find each other without a password, listens on every network
+interface regardless of its address (torch 2.13, all of its own backends). It accepts an existing
+listening socket, though, so pass it one on the loopback interface. This is only for jobs on one
+machine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 BACKEND: Final = "loopback"
 _HOST: Final = "127.0.0.1"
-_WAITS: Final = timedelta(minutes=15)  # as long as torch's own
+_WAITS: Final = timedelta(minutes=15)  # same as torch's default
 
 
 class Loopback(RendezvousHandler):
-    """One agent that need not look for others.
+    """The rendezvous of a single agent.
 
     Args:
         run_id: Torch elastic's name of the run.
@@ -41,12 +41,12 @@ class Loopback(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Its name."""
+        """Return the backend's name."""
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the agent's store, and make none of their own."""
+        """Return True: ranks use the agent's store instead of creating their own."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -57,27 +57,27 @@ class Loopback(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Return False: it is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else would come."""
+        """Do nothing, since no other agent can join."""
 
     def num_nodes_waiting(self) -> int:
-        """None."""
+        """Return 0, since there are no other agents."""
         return 0
 
     def get_run_id(self) -> str:
-        """Torch elastic's name of the run."""
+        """Return torch elastic's name of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing is left to do."""
+        """Return True, since there is nothing to shut down."""
         return True
 
 
 def listen() -> TCPStore:
-    """Return a store that this machine's processes alone can connect to, on a free port."""
+    """Return a store on a free port that only this machine's processes can connect to."""
     with socket.socket() as listening:
         listening.bind((_HOST, 0))
         listening.listen(socket.SOMAXCONN)
@@ -91,7 +91,7 @@ def listen() -> TCPStore:
             wait_for_workers=False,
             master_listen_fd=listening.fileno(),
         )
-        listening.detach()  # it is the store's now
+        listening.detach()  # the store owns it now
     return store
 
 
@@ -100,5 +100,5 @@ def _create(parameters: RendezvousParameters) -> Loopback:
 
 
 def register() -> None:
-    """Make it known to torch elastic, as `--rdzv_backend=loopback`."""
+    """Register the rendezvous with torch elastic, as `--rdzv_backend=loopback`."""
     rendezvous_handler_registry.register(BACKEND, _create)

@@ -1,4 +1,4 @@
-"""Small real models and captioned images, written to disk: for demos, tests and first tries."""
+"""Write small real models and captioned images to disk: for demos, tests and first tries."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 
 MARK = ".toy.json"
-"""In a directory that this module wrote, and wrote to the end: with what settings."""
+"""Name of the file that marks a directory as completely written, and holds its settings."""
 
 
 @dataclass(frozen=True)
 class ToyPaths:
-    """Where a toy was written.
+    """Paths of a written toy.
 
     Attributes:
         model: In the layout of `save_pretrained`.
-        data: Images, each with its caption beside it.
-        control: Their conditioning images, by the same names, of models that take some.
+        data: Images, each with a caption file.
+        control: Their conditioning images, with the same names, for models that take them.
     """
 
     model: Path
@@ -50,31 +50,34 @@ def write_toy(
     hidden_scale: int = 1,
     force: bool = False,
 ) -> ToyPaths:
-    """Write `directory`/model and `directory`/data, each complete or not at all.
+    """Write `directory`/model and `directory`/data, each completely or not at all.
 
-    For models that take conditioning images, `directory`/control as well. What already exists,
-    written by an earlier call, stays as it is.
+    For models that take conditioning images, write `directory`/control as well. Directories written
+    by
+    an earlier call are kept.
 
     Args:
         directory: Created if it is missing.
         family: One of `jobs.spec.families.FAMILIES`.
-        flavour: The published model whose layout it has; default: the family's usual one.
-        pictures: How many.
+        flavour: The published model whose layout to use; default: the family's main one.
+        pictures: Number of images.
         size: Pixels of an image's short side.
-        seed: Of weights and images; same seed, same bytes.
-        dtype: Of the weights, one of `DTYPES`.
-        hidden_scale: Makes the model this many times as wide (16: 2 GB in float32).
-        force: Overwrite all.
+        seed: Seed of weights and images; the same seed gives the same bytes.
+        dtype: Dtype of the weights, one of `DTYPES`.
+        hidden_scale: Factor on the model's width (16: 2 GB in float32).
+        force: Overwrite everything.
 
     Raises:
-        UserError: An argument is out of range, the directory cannot be written, or something
-            in it is in the way.
+        UserError: An argument is out of range, the directory cannot be written, or it contains
+            other
+            files.
     """
     flavour = check_family(family, flavour)
     _check(pictures=pictures, size=size, dtype=dtype, hidden_scale=hidden_scale)
 
     def write_model(model_dir: Path) -> None:
-        # torch and diffusers take seconds to import: not before there is something to write.
+        # torch and diffusers take seconds to import, so import them only if there is something to
+        # write.
         writer = import_module(f"engine.toy.families.{family}")
         writer.write(model_dir, flavour=flavour, seed=seed, dtype=dtype, hidden_scale=hidden_scale)
 
@@ -112,12 +115,12 @@ def write_toy(
 
 
 def is_complete(path: Path) -> bool:
-    """Whether `path` is a directory that `write_toy` wrote to the end."""
+    """Return whether `path` is a directory that `write_toy` wrote completely."""
     return (path / MARK).is_file()
 
 
 def check_family(family: str, flavour: str | None) -> str:
-    """Return the flavour, or the family's usual one.
+    """Return the flavour, or the family's main one.
 
     Raises:
         SpecError: There is no such family or flavour.
@@ -127,10 +130,10 @@ def check_family(family: str, flavour: str | None) -> str:
 
 
 def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:
-    """Refuse arguments that make no toy.
+    """Reject arguments out of range.
 
     Raises:
-        UserError: Says which and what would be right.
+        UserError: Names the argument and its range.
     """
     if dtype not in DTYPES:
         raise UserError(f"no dtype {dtype!r} for a toy", f"known: {', '.join(DTYPES)}")
@@ -144,10 +147,10 @@ def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Refuse to write over what is not ours.
+    """Refuse to overwrite other files.
 
     Raises:
-        UserError: There is something at `path`, and it is not a toy or an empty directory.
+        UserError: `path` exists, and is neither a toy nor an empty directory.
     """
     if not os.path.lexists(path) or is_complete(path):
         return
@@ -160,18 +163,18 @@ def check_place(path: Path) -> None:
 def install(
     path: Path, write: Callable[[Path], None], settings: Mapping[str, int | str], *, force: bool
 ) -> None:
-    """Have `write` fill a directory beside `path`, then give it the name `path`.
+    """Call `write` with a temporary directory next to `path`, then rename it to `path`.
 
     Args:
-        path: Free, an empty directory, or a toy's.
+        path: Unused, an empty directory, or a toy's.
         write: Called with a new empty directory.
-        settings: Kept in the mark.
-        force: Replace a toy that is there.
+        settings: Stored in the mark.
+        force: Replace an existing toy.
     """
     if is_complete(path) and not force:
         return
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)  # Of an interrupted process that had our number.
+    shutil.rmtree(aside, ignore_errors=True)  # Left by an interrupted process with the same pid.
     aside.mkdir()
     try:
         write(aside)
@@ -182,7 +185,7 @@ def install(
 
 
 def _take_place(aside: Path, path: Path, *, force: bool) -> None:
-    """Rename `aside` to `path`, out of the way of an old toy and beside other writers."""
+    """Rename `aside` to `path`, replacing an old toy and tolerating concurrent writers."""
     if force and is_complete(path):
         old = path.with_name(f"{path.name}.old-{os.getpid()}")
         path.rename(old)
@@ -192,5 +195,5 @@ def _take_place(aside: Path, path: Path, *, force: bool) -> None:
     try:
         aside.rename(path)
     except OSError:
-        if not is_complete(path):  # Complete: another process was faster, and its toy is as good.
+        if not is_complete(path):  # Another process may have written an equal toy first.
             raise

@@ -12,7 +12,7 @@ from engine.toy import DTYPES, write_toy
 from jobs.errors import UserError
 from jobs.spec.families import FAMILIES
 
-# The libraries' progress bars and advice would drown the one line that is the answer.
+# The libraries' progress bars and advice would hide the one line of output.
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0, or 2 for bad input.
+        The exit status: 0, or 2 for bad input.
     """
     parser = OneLineParser(prog="python -m engine.toy", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")

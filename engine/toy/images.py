@@ -1,7 +1,7 @@
-"""Captioned images of coloured shapes: light to make, and with something to learn in them.
+"""Captioned images of colored shapes: fast to draw, and with something to learn.
 
-Image `index` depends on `seed`, `size` and its own index only, so the first hundred of a set
-are the same images whatever the length of the set.
+Image `index` depends only on `seed`, `size` and its own index, so the first hundred images of a set
+are the same for any length of the set.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 }
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "diamond", "hexagon", "crescent")
 HEART = "heart"
-"""A shape that no toy's images show: for who teaches a model something new."""
+"""A shape that no toy images contain, for teaching a model something new."""
 BACKGROUNDS = ("plain", "gradient", "stripes")
 
-# Width and height in units of the short side: every fourth image takes the next of these.
+# Width and height in units of the short side. Every fourth image uses the next pair.
 OBLONG = ((3, 2), (2, 3), (4, 3), (3, 4))
 
 OVERSAMPLING = 4
-"""Images are drawn this many times too large and averaged down: that smooths the edges."""
+"""Factor by which images are drawn larger and then averaged down, for antialiasing."""
 
 Colour = tuple[int, int, int]
 Point = tuple[float, float]
@@ -48,21 +48,21 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class PicturePlan:
-    """Everything about one image, before it is drawn.
+    """All parameters of one image, before it is drawn.
 
     Attributes:
-        stem: File name without its ending, such as `0001-red-circle`.
-        caption: What a person would write below it.
+        stem: File name without its suffix, such as `0001-red-circle`.
+        caption: The caption that a user would write.
         width: In pixels.
         height: In pixels.
         shape: One of `SHAPES`, or `HEART`.
-        colour: Name of the shape's colour.
+        colour: Name of the shape's color.
         background: One of `BACKGROUNDS`.
-        background_colours: Names of the background's two colours; a plain one uses the first.
-        centre: Of the shape, as fractions of width and height.
-        radius: Of the shape, as a fraction of the short side.
-        turn: Of the shape, radians.
-        slant: Of the background's gradient or stripes, radians.
+        background_colours: Names of the background's two colors; a plain one uses the first.
+        centre: Center of the shape, as fractions of width and height.
+        radius: Radius of the shape, as a fraction of the short side.
+        turn: Rotation of the shape, in radians.
+        slant: Angle of the background's gradient or stripes, in radians.
     """
 
     stem: str
@@ -80,12 +80,12 @@ class PicturePlan:
 
 
 def plan_picture(index: int, *, size: int, seed: int) -> PicturePlan:
-    """Decide what image `index` shows.
+    """Choose the content of image `index`.
 
     Args:
-        index: From 0; the file is numbered from 1.
+        index: Counted from 0; file names count from 1.
         size: Pixels of the short side.
-        seed: Of the whole set.
+        seed: Seed of the entire set.
     """
     chance = random.Random(f"{seed}:{index}")
     shape = SHAPES[index % len(SHAPES)]
@@ -115,7 +115,7 @@ def plan_picture(index: int, *, size: int, seed: int) -> PicturePlan:
 
 
 def draw_picture(plan: PicturePlan) -> Image.Image:
-    """Draw it: an RGB image of `plan.width` x `plan.height` pixels."""
+    """Draw an RGB image of `plan.width` x `plan.height` pixels."""
     width, height = plan.width * OVERSAMPLING, plan.height * OVERSAMPLING
     picture = _draw_background(plan, width, height)
     mask = Image.new("L", (width, height))
@@ -143,10 +143,10 @@ def write_pictures(
 
     Args:
         data_dir: Created if it is missing.
-        count: How many images.
+        count: Number of images.
         size: Pixels of the short side; about a quarter are landscape or portrait.
-        seed: Same seed, same bytes.
-        before: Write what the images were edited from: the same, with shapes in grey, and no
+        seed: The same seed gives the same bytes.
+        before: Write the source images of edits instead: the same, with gray shapes and without
             captions.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def write_pictures(
             grey = draw_picture(replace(plan, colour="grey"))
             grey.save(data_dir / f"{plan.stem}.png", compress_level=1)
             continue
-        # Level 1: half the time of the default, and the files stay under a few kilobytes.
+        # Level 1 takes half the time of the default, and files stay under a few kilobytes.
         draw_picture(plan).save(data_dir / f"{plan.stem}.png", compress_level=1)
         (data_dir / f"{plan.stem}.txt").write_text(plan.caption + "\n", encoding="utf-8")
 
@@ -189,7 +189,7 @@ def _draw_background(plan: PicturePlan, width: int, height: int) -> Image.Image:
 
 
 def _band(centre: Point, along: Point, start: float, end: float, reach: float) -> list[Point]:
-    """Corners of the band across `along`, from `start` to `end` pixels from `centre`."""
+    """Return the corners of a band across `along`, from `start` to `end` pixels from `centre`."""
     (x, y), (dx, dy) = centre, along
     return [
         (x + dx * step - dy * side, y + dy * step + dx * side)
@@ -198,7 +198,7 @@ def _band(centre: Point, along: Point, start: float, end: float, reach: float) -
 
 
 def _mix(first: Colour, second: Colour, share: float) -> Colour:
-    """Return the colour at `share` (0 to 1) of the way from `first` to `second`."""
+    """Return the color at `share` (0 to 1) of the way from `first` to `second`."""
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(first, second, strict=True))
     return red, green, blue
 
@@ -206,7 +206,7 @@ def _mix(first: Colour, second: Colour, share: float) -> Colour:
 def _draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, centre: Point, radius: float, turn: float
 ) -> None:
-    """Fill `shape` with 255 in a mask. `radius` in pixels, `turn` in radians."""
+    """Fill `shape` with 255 in a mask. `radius` is in pixels, `turn` in radians."""
     if shape in ("circle", "ring", "crescent"):
         draw.ellipse(_box(centre, radius), fill=255)
         if shape == "ring":
@@ -225,7 +225,7 @@ def _box(centre: Point, radius: float) -> list[float]:
 
 
 def _corners(shape: str, centre: Point, radius: float, turn: float) -> Sequence[Point]:
-    """Corners of a shape, its first corner at the top before turning; many for a heart."""
+    """Return the corners of a shape, starting at the top before rotation; a heart has many."""
     if shape == "cross":
         arm = radius * 0.34
         outline = [
@@ -267,6 +267,6 @@ def _corners(shape: str, centre: Point, radius: float, turn: float) -> Sequence[
 
 
 def _heart_height(angle: float) -> float:
-    """How far below its center a heart of width 2 has its outline, once around in `angle`."""
+    """Return how far below its center the outline of a heart of width 2 is, at `angle`."""
     waves = (13, -5, -2, -1)
     return -sum(high * math.cos(n * angle) for n, high in enumerate(waves, start=1)) / 16 - 0.15

@@ -1,4 +1,4 @@
-"""accelerate's trackers: how each one resumes a run and logs images."""
+"""Adapt accelerate's trackers: how each one resumes a run and logs images."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
     from jobs.spec.keys.tracking import TrackingKeys
 
-# Those that drop what was logged after the step that a run resumes from. The others have the
-# repeated steps already, and get none of them twice.
+# Trackers that can drop what was logged after the step that a run resumes from. The others already
+# have the repeated steps, and must not get them twice.
 TAKES_BACK: Final = frozenset({"tensorboard"})
-# Those whose settings cannot be changed, or would be shown as another run.
+# Trackers whose settings cannot change, or which would show the change as another run.
 _SET_ONCE: Final = frozenset({"tensorboard", "mlflow"})
-_SHORT_ID: Final = 21  # characters that SwanLab's have
+_SHORT_ID: Final = 21  # characters of SwanLab's ids
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Client:
     """One tracker of one run, open.
 
     Attributes:
-        name: As in `report_to`.
-        tracker: accelerate's.
-        offline: Whether it could not reach its service, and keeps what it gets on disk.
+        name: Its name in `report_to`.
+        tracker: accelerate's tracker.
+        offline: Whether it could not reach its service, and stores data on disk.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Client:
 
     @property
     def run_id(self) -> str | None:
-        """What the service calls the run, where it chooses that itself."""
+        """Return the service's id of the run, if the service chooses it."""
         match self.name:
             case "mlflow":
                 return str(self.tracker.tracker.info.run_id)
@@ -59,7 +59,7 @@ class Client:
 
         Args:
             values: Plain values by key.
-            again: Whether an earlier attempt of the job has.
+            again: Whether an earlier attempt of the job stored them already.
         """
         if not (again and self.name in _SET_ONCE):
             self.tracker.store_init_configuration(values)
@@ -96,20 +96,20 @@ def open_client(
     again: bool,
     resumed: int | None,
 ) -> Client:
-    """Start a tracker, or continue the run that an earlier attempt of the job has there.
+    """Start a tracker, or continue the run that an earlier attempt of the job started.
 
     Args:
-        name: As in `report_to`.
+        name: Its name in `report_to`.
         spec: The job.
-        run_dir: Of the job.
-        run_id: What the run is called, or was when it began.
+        run_dir: The job's run directory.
+        run_id: Id of the run, new or from an earlier attempt.
         again: Whether an earlier attempt started it.
-        resumed: The step that the attempt starts from; None if it has logged already.
+        resumed: The step that the attempt starts from; None if it has already logged.
 
     Raises:
-        Exception: Whatever the tracker raises.
+        Exception: Any exception that the tracker raises.
     """
-    PartialState(cpu=True)  # accelerate's trackers ask it whether this is the main process
+    PartialState(cpu=True)  # tells accelerate's trackers that this is the main process
     options = _options(name, spec, run_dir, run_id=run_id, again=again, resumed=resumed)
     try:
         return Client(name, _start(name, spec, run_dir, options))
@@ -126,7 +126,7 @@ def _start(
 ) -> GeneralTracker:
     place = str(spec.logging_dir or run_dir.tracking)
     os.makedirs(place, exist_ok=True)
-    os.chdir(place)  # where some leave files
+    os.chdir(place)  # some trackers write to the working directory
     kind = LOGGER_TYPE_TO_CLASS[name]
     project = spec.tracker_project_name
     if name == "tensorboard":

@@ -1,4 +1,4 @@
-"""Follow a run's events, and send them to a tracker, which nothing waits for."""
+"""Follow a run's events and send them to a tracker, without delaying the run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 # -- values ---------------------------------------------------------------------------------
-# What a tracker gets of an event, and under which names. Pure.
+# Convert events to the values that a tracker gets. Pure.
 
 
 _GIB: Final = 1 << 30
-# Of a step's event: its name in trackers.
+# Field of a step's event → name in trackers.
 _OF_STEP: Final = {
     "loss": "train/loss",
     "lr": "train/learning_rate",
@@ -55,7 +55,7 @@ def step_values(event: dict[str, Any]) -> dict[str, float]:
 
 
 def validation_values(event: dict[str, Any]) -> dict[str, float]:
-    """Return the validation loss, and that of each noise level, from 0 (clean) to 1."""
+    """Return the validation loss, in total and per noise level, from 0 (clean) to 1."""
     losses = {"validation/loss": event.get("loss")}
     for level, loss in event.get("levels") or ():
         losses[f"validation/loss_at_{level:.3f}"] = loss
@@ -69,9 +69,9 @@ def memory_values(ranks: Iterable[RankStatus]) -> dict[str, float]:
 
 
 def config_values(spec: JobSpec) -> dict[str, bool | int | float | str]:
-    """Return the job's public keys in types that trackers take.
+    """Return the job's public keys in types that trackers accept.
 
-    Lists become text; keys that are not set are skipped.
+    Lists become JSON text; keys that are not set are skipped.
     """
     return {
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
@@ -88,22 +88,22 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 LOOK_EVERY: Final = 2.0  # seconds
-STUCK: Final = 60.0  # seconds in one call, after which the person is warned
-FLUSH: Final = 120.0  # seconds after the run's end, in which what is left may be sent
-_GONE: Final = 5.0  # seconds without a process of the run, after which no restart is waited for
-_AT_ONCE: Final = 1 << 18  # bytes of events between two times that the place is kept
+STUCK: Final = 60.0  # seconds in one call after which a warning is sent
+FLUSH: Final = 120.0  # seconds after the run's end for sending the rest
+_GONE: Final = 5.0  # seconds without a process of the run before giving up on a restart
+_AT_ONCE: Final = 1 << 18  # bytes of events between two saves of the position
 _SAME_START: Final = 0.005  # seconds
 
 
 @dataclass
 class Place:
-    """How far a tracker has come, kept beside the run for the next attempt.
+    """Position of a tracker in the event stream, saved in the run directory for the next attempt.
 
     Attributes:
         offset: Bytes of the event stream that were sent.
-        run_id: What the run is called there.
-        begun: Whether the tracker has the run.
-        last: The last step that was sent of each kind of event.
+        run_id: The tracker's id of the run.
+        begun: Whether the tracker has started the run.
+        last: The last step that was sent, per kind of event.
     """
 
     offset: int = 0
@@ -113,7 +113,7 @@ class Place:
 
     @classmethod
     def read(cls, kept: dict[str, Any] | None) -> Place:
-        """Read the kept place; the beginning of the log if it cannot be used."""
+        """Parse the saved position; return the start of the stream if it is invalid."""
         try:
             return cls(
                 max(0, int((kept or {})["offset"])),
@@ -126,7 +126,7 @@ class Place:
 
 
 class Follower:
-    """Sends a run's events to one tracker, in their order, until the run has ended."""
+    """Sends a run's events to one tracker, in order, until the run has ended."""
 
     def __init__(self, run_dir: RunDir, name: str) -> None:
         self.run_dir = run_dir
@@ -134,14 +134,14 @@ class Follower:
         self.spec = load_spec(run_dir.job_file)
         self.place = Place.read(read_json(run_dir.tracker_place(name)))
         self.client: Client | None = None
-        self.ended = False  # said by rank 0
+        self.ended = False  # rank 0 reported the end
         self.warned = False
         self._done = threading.Event()
-        self._called: float | None = None  # when the call that is under way began
+        self._called: float | None = None  # when the current call started
         self._pictures = Samples(run_dir)
 
     def run(self) -> int:
-        """Follow until the end; the exit status."""
+        """Follow until the end, and return the exit status."""
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         unseen = 0.0  # since when no process of the run was seen
         try:
@@ -166,14 +166,14 @@ class Follower:
     # -- events ----------------------------------------------------------------------------
 
     def _read(self) -> bool:
-        """Send the next part of the stream; whether there was any."""
+        """Send the next part of the stream; return whether there was any."""
         try:
             with open(self.run_dir.events, "rb") as file:
                 file.seek(self.place.offset)
                 data = file.read(_AT_ONCE)
         except OSError:
             return False
-        end = data.rfind(b"\n") + 1  # a torn last line waits for its rest
+        end = data.rfind(b"\n") + 1  # an incomplete last line waits for the rest
         steps = []
         for line in data[:end].splitlines(keepends=True):
             with suppress(ValueError, RecursionError):
@@ -189,9 +189,9 @@ class Follower:
         return end > 0
 
     def _take(self, event: dict[str, Any], offset: int) -> list[int]:
-        """Send an event; the step, of a step."""
+        """Send an event; return its step in a list if it is a step."""
         kind, step = event.get("kind"), event.get("step")
-        if not isinstance(step, int):  # of no interest here, or what some other version wrote
+        if not isinstance(step, int):  # irrelevant, or from another version
             return []
         match kind:
             case "start":
@@ -209,7 +209,7 @@ class Follower:
         return []
 
     def _resume(self, step: int) -> None:
-        """Start an attempt: replace what was sent of later steps, if the tracker supports that."""
+        """Start an attempt: replace data of later steps, if the tracker supports that."""
         if self.client is not None and self.name in TAKES_BACK:
             with self._call():
                 self.client.finish()
@@ -219,7 +219,7 @@ class Follower:
         self._open(step)
 
     def _is_new(self, kind: str, step: int) -> bool:
-        """Whether the tracker has nothing of this kind at this step; from now on it has."""
+        """Return whether the tracker lacks this kind of event at this step, and mark it as sent."""
         new = step > self.place.last.get(kind, -1)
         if new:
             self.place.last[kind] = step
@@ -261,7 +261,7 @@ class Follower:
         self._send("log_images", pictures, step)
 
     def _send(self, what: str, *arguments: Any, **more: Any) -> None:
-        """One call of the tracker; the first error is reported, and the run continues."""
+        """Call the tracker. The first error is reported, and the follower continues."""
         try:
             with self._call():
                 getattr(self.client, what)(*arguments, **more)
@@ -285,7 +285,7 @@ class Follower:
         self._warn(f"{what}: {type(error).__name__}: {why[0]}")
 
     def _warn(self, text: str) -> None:
-        """Leave a warning for rank 0, which reports it with its own; only the first warning."""
+        """Leave a warning for rank 0 to report. Only the first warning is kept."""
         if self.warned:
             return
         self.warned = True
@@ -295,7 +295,7 @@ class Follower:
             write_atomic(self.run_dir.tracker_warning(self.name), text + "\n")
 
     def _watch(self) -> None:
-        """Warn of a call that does not return, and end with the run at the latest."""
+        """Warn about a call that does not return, and exit some time after the run ends."""
         unseen = 0.0
         while not self._done.wait(1.0):
             now = time.monotonic()
@@ -308,7 +308,7 @@ class Follower:
                 return
 
     def _is_alive(self) -> bool:
-        """Whether the launcher or a rank of the latest attempt is alive."""
+        """Return whether the launcher or a rank of the latest attempt is alive."""
         launched = read_json(self.run_dir.launch_file) or {}
         processes = [launched.get("launcher")]
         processes += [[status.pid, status.started] for status in self.run_dir.rank_statuses()]
@@ -321,12 +321,12 @@ class Follower:
 
 
 def _leave() -> None:
-    """End the process, whatever it waits for."""
+    """Exit the process immediately, even while it is blocked."""
     os._exit(1)
 
 
 def _is_process(identity: list[Any]) -> bool:
-    """Whether a pid, with its start since boot, is alive."""
+    """Return whether a pid with this start time since boot is alive."""
     try:
         started = started_at(int(identity[0]))
         return started is not None and abs(started - float(identity[1])) < _SAME_START

@@ -1,1 +1,1 @@
-"""What toys are made of: text encoders, tokenizers, autoencoders, weights."""
+"""Components of toys: text encoders, tokenizers, autoencoders, weights."""

@@ -1,6 +1,6 @@
-"""Small random CLIP and T5 text encoders: the published classes, every width a choice.
+"""Build small random CLIP and T5 text encoders: the published classes, with any width.
 
-Two prompts are clearly different in what they give: words weigh more than their mixing does.
+Encodings of two prompts differ clearly, since words have more weight than their mixing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYERS = 2
 
 
 def build_clip(tokenizer: CLIPTokenizer, dim: int, *, seed: int) -> CLIPTextModel:
-    """CLIP without its projection, `dim` wide, a multiple of 32."""
+    """Build CLIP without its projection, `dim` wide, a multiple of 32."""
     model = CLIPTextModel(_clip_config(tokenizer, dim, "quick_gelu"))
     fill_random(model, seed, gain=_text_gain(dim))
     return model.eval()
@@ -41,12 +41,12 @@ def build_clip(tokenizer: CLIPTokenizer, dim: int, *, seed: int) -> CLIPTextMode
 def build_clip_with_projection(
     tokenizer: CLIPTokenizer, dim: int, *, seed: int, hidden_act: str = "quick_gelu"
 ) -> CLIPTextModelWithProjection:
-    """CLIP whose embeddings and pooled output are `dim` wide.
+    """Build CLIP with embeddings and pooled output `dim` wide.
 
     Args:
-        tokenizer: Its longest text is the model's.
+        tokenizer: Its maximum length is the model's.
         dim: A multiple of 32.
-        seed: Of the weights. Two encoders of one pipeline want two.
+        seed: Seed of the weights. Use different seeds for two encoders of one pipeline.
         hidden_act: "quick_gelu" for CLIP-L, "gelu" for CLIP-G.
     """
     model = CLIPTextModelWithProjection(_clip_config(tokenizer, dim, hidden_act))
@@ -55,7 +55,7 @@ def build_clip_with_projection(
 
 
 def build_clip_vision(dim: int, *, seed: int) -> CLIPVisionModel:
-    """CLIP's image encoder, `dim` wide, with the 257 tokens of published ones."""
+    """Build CLIP's image encoder, `dim` wide, with the 257 tokens of published ones."""
     config = CLIPVisionConfig(
         hidden_size=dim,
         intermediate_size=4 * dim,
@@ -71,7 +71,7 @@ def build_clip_vision(dim: int, *, seed: int) -> CLIPVisionModel:
 
 
 def build_t5(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> T5EncoderModel:
-    """T5 v1.1's encoder, `dim` wide, a multiple of 32."""
+    """Build T5 v1.1's encoder, `dim` wide, a multiple of 32."""
     config = T5Config(
         vocab_size=len(tokenizer),
         d_model=dim,
@@ -90,7 +90,7 @@ def build_t5(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> T5En
 
 
 def build_umt5(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> UMT5EncoderModel:
-    """UMT5's encoder, `dim` wide, a multiple of 32: T5 whose layers each know positions."""
+    """Build UMT5's encoder, `dim` wide, a multiple of 32: T5 with positions in every layer."""
     config = UMT5Config(
         vocab_size=len(tokenizer),
         d_model=dim,
@@ -125,15 +125,15 @@ def _clip_config(tokenizer: CLIPTokenizer, dim: int, hidden_act: str) -> CLIPTex
 
 
 def _text_gain(dim: int) -> Callable[[str], float]:
-    """Factors for a text encoder: the words, not their mixing, should make the difference."""
+    """Return weight factors for a text encoder, so that words matter more than their mixing."""
 
     def gain(name: str) -> float:
         if name.endswith(("shared.weight", "token_embedding.weight")):
-            return dim**0.5  # Each entry of size 1.
+            return dim**0.5  # Entries have unit size.
         if name.endswith("self_attn.out_proj.weight"):
-            return 3.0  # CLIP's pooled output has the words through its attention only.
+            return 3.0  # Words reach CLIP's pooled output only by attention.
         if name.endswith("SelfAttention.q.weight"):
-            return T5_HEAD_DIM**-0.5  # T5 does not divide its attention scores by that.
+            return T5_HEAD_DIM**-0.5  # T5 does not scale its attention scores.
         return 1.0
 
     return gain

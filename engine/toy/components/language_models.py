@@ -1,7 +1,7 @@
-"""Small random language models as text encoders: the published classes, tiny sizes.
+"""Build small random language models as text encoders: the published classes, with tiny sizes.
 
-Pipelines read the stream between two layers, so it keeps its size of about 1 through all of them,
-and the words weigh more in it than what the layers add.
+Pipelines read hidden states between layers, so these keep a size of about 1 through all layers, and
+the words have more weight in them than the layers' contributions.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def build_gemma2(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> Gemma2Model:
-    """Gemma 2 (Lumina 2 reads its last layer but one, Sana its output), `dim` wide."""
+    """Build Gemma 2, `dim` wide (Lumina 2 reads its last layer but one, Sana its output)."""
     config = Gemma2Config(
         **_common(tokenizer, dim, layers=3), head_dim=HEAD_DIM, query_pre_attn_scalar=HEAD_DIM
     )
     model = Gemma2Model(config)
-    # The model itself multiplies its embeddings by the root of their width.
+    # The model multiplies its embeddings by the square root of their width.
     fill_random(model, seed, gain=_gain(1.0, layers=3))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,21 +60,21 @@ def build_gemma2(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> 
 
 
 def build_qwen3(tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 3) -> Qwen3Model:
-    """Qwen3 without its head (Z-Image reads its last layer but one), `dim` wide."""
+    """Build Qwen3 without its head, `dim` wide (Z-Image reads its last layer but one)."""
     return _fill(Qwen3Model(_qwen3_config(tokenizer, dim, layers)), dim, layers, seed)
 
 
 def build_qwen3_lm(
     tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 28
 ) -> Qwen3ForCausalLM:
-    """Qwen3 (FLUX.2 klein reads its layers 9, 18 and 27, side by side), `dim` wide."""
+    """Build Qwen3, `dim` wide (FLUX.2 klein concatenates its layers 9, 18 and 27)."""
     return _fill(Qwen3ForCausalLM(_qwen3_config(tokenizer, dim, layers)), dim, layers, seed)
 
 
 def build_llama(
     tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int, layers: int = 4
 ) -> LlamaModel:
-    """Llama 3 without its head (HunyuanVideo skips its last two layers), `dim` wide."""
+    """Build Llama 3 without its head, `dim` wide (HunyuanVideo skips its last two layers)."""
     config = LlamaConfig(**_common(tokenizer, dim, layers))
     return _fill(LlamaModel(config), dim, layers, seed)
 
@@ -82,7 +82,7 @@ def build_llama(
 def build_llama_lm(
     tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int, layers: int = 4
 ) -> LlamaForCausalLM:
-    """Llama 3 (HiDream reads whichever layers its transformer names), `dim` wide."""
+    """Build Llama 3, `dim` wide (HiDream reads the layers that its transformer lists)."""
     config = LlamaConfig(**_common(tokenizer, dim, layers))
     return _fill(LlamaForCausalLM(config), dim, layers, seed)
 
@@ -90,9 +90,9 @@ def build_llama_lm(
 def build_qwen2_5_vl(
     tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 3
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with its image encoder (Qwen-Image reads its output), `dim` wide."""
+    """Build Qwen2.5-VL with its image encoder, `dim` wide (Qwen-Image reads its output)."""
     text = _common(tokenizer, dim, layers)
-    # Time, height and width share the pairs of a head.
+    # Time, height and width share the rotary pairs of a head.
     text["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": 1_000_000.0,
@@ -120,14 +120,15 @@ def build_qwen2_5_vl(
 def build_qwen2_5_vl_text(
     tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 4
 ) -> Qwen2_5_VLTextModel:
-    """Qwen2.5-VL without head and image encoder (HunyuanVideo 1.5 skips its last two layers)."""
+    """Build Qwen2.5-VL without head and image encoder (HunyuanVideo 1.5 skips its last two
+    layers)."""
     return build_qwen2_5_vl(tokenizer, dim, seed=seed, layers=layers).model.language_model
 
 
 def build_mistral3(
     tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int, layers: int = 31
 ) -> Mistral3ForConditionalGeneration:
-    """Mistral Small 3, which sees images (FLUX.2-dev reads its layers 10, 20 and 30)."""
+    """Build Mistral Small 3, which sees images (FLUX.2-dev reads its layers 10, 20 and 30)."""
     config = Mistral3Config(
         text_config={
             "model_type": "mistral",
@@ -151,7 +152,7 @@ def build_mistral3(
 
 
 def _qwen3_config(tokenizer: Qwen2Tokenizer, dim: int, layers: int) -> Qwen3Config:
-    # The head is the embedding, as in the model of 4 billion parameters.
+    # The head is tied to the embedding, as in the 4B model.
     return Qwen3Config(
         **_common(tokenizer, dim, layers), head_dim=HEAD_DIM, tie_word_embeddings=True
     )
@@ -180,23 +181,24 @@ def _fill(model: Model, dim: int, layers: int, seed: int) -> Model:
 
 
 def _gain(embedding: float, *, layers: int) -> Callable[[str], float]:
-    """Factors for a model with `layers` layers, with one of `embedding` for its words."""
+    """Return weight factors for a model with `layers` layers, given the factor of its embedding."""
 
     def gain(name: str) -> float:
         if name.endswith("embed_tokens.weight"):
             return embedding
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            return layers**-0.5  # All layers together add about as much as the words are.
+            return layers**-0.5  # All layers together add about the size of the words.
         return 1.0
 
     return gain
 
 
 # -- processors -----------------------------------------------------------------------------
-# Processors as files: how images become the input of FLUX.2-dev, Qwen-Image-Edit and CLIP.
+# Write processor files, which define how images become inputs of FLUX.2-dev, Qwen-Image-Edit and
+# CLIP.
 #
-# The classes themselves need torchvision, which nothing else here does, or have other names
-# without it, so their settings are written as they would write them.
+# The classes need torchvision, which nothing else here does, or have other names without it.
+# Therefore, their settings are written directly, in the same form.
 
 
 _COMMON = {
@@ -246,11 +248,12 @@ SETTINGS = {
 
 
 def save_pixtral_processor(model_dir: Path) -> None:
-    """Make the saved tokenizer of a pipeline a processor, as in the published model.
+    """Turn the saved tokenizer of a pipeline into a processor, as in the published model.
 
     Args:
         model_dir: Written by `Flux2Pipeline.save_pretrained` with `build_mistral_tokenizer`'s
-            tokenizer in it.
+            tokenizer
+            in it.
     """
     directory = model_dir / "tokenizer"
     _write(directory / "preprocessor_config.json", IMAGE_SETTINGS)
@@ -262,11 +265,11 @@ def save_pixtral_processor(model_dir: Path) -> None:
 
 
 def save_qwen_processor(model_dir: Path, pipeline: str, tokenizer: Qwen2Tokenizer) -> None:
-    """Make a saved Qwen-Image one of the pipelines that edit, as the published models are.
+    """Turn a saved Qwen-Image pipeline into an editing one, as in the published models.
 
     Args:
         model_dir: Written by `QwenImagePipeline.save_pretrained`.
-        pipeline: The class of the other pipeline.
+        pipeline: Class of the editing pipeline.
         tokenizer: Its tokenizer.
     """
     directory = model_dir / "processor"
@@ -279,7 +282,7 @@ def save_qwen_processor(model_dir: Path, pipeline: str, tokenizer: Qwen2Tokenize
 
 
 def save_clip_processor(model_dir: Path) -> None:
-    """Give a saved pipeline the image processor of CLIP, by the name that published models have."""
+    """Add CLIP's image processor to a saved pipeline, under the name in published models."""
     _write(model_dir / "image_processor" / "preprocessor_config.json", CLIP_SETTINGS)
     parts = _read(model_dir / "model_index.json")
     named = {"image_processor": ["transformers", "CLIPImageProcessor"]}

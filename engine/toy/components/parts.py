@@ -1,4 +1,4 @@
-"""What the toys of all families are made from."""
+"""Parts that the toys of all families share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 # -- four channel vae -----------------------------------------------------------------------
-# A small AutoencoderKL of Stable Diffusion's kind: four channels, random, known by its scale.
+# Build a small random AutoencoderKL like Stable Diffusion's, with four channels and a known scale.
 #
-# SDXL, PixArt-Sigma and AuraFlow have the same one.
+# SDXL, PixArt-Sigma and AuraFlow use the same one.
 
 
 VAE_CHANNELS = 4
@@ -32,7 +32,7 @@ WIDTHS = (8, 16, 16, 16)
 
 @torch.no_grad()
 def build_four_channel_vae(seed: int) -> AutoencoderKL:
-    """With `scaling_factor` measured over toy images, of which it makes latents of mean zero."""
+    """Build the VAE, with latents of mean zero and `scaling_factor` measured over toy images."""
     vae = random_model(
         AutoencoderKL,
         seed=seed,
@@ -48,7 +48,7 @@ def build_four_channel_vae(seed: int) -> AutoencoderKL:
     with one_thread():
         latents = vae.encode(sample_pixels(seed)).latent_dist.mode()
     means = latents.mean((0, 2, 3))
-    # Its config has no place for a mean: the layers next to the latents take it away and add it.
+    # Its config has no field for a mean, so the layers next to the latents subtract and add it.
     vae.quant_conv.bias[:VAE_CHANNELS] -= means
     vae.post_quant_conv.bias += vae.post_quant_conv.weight.flatten(1) @ means
     deviation = (latents - means.view(1, -1, 1, 1)).std().item()
@@ -59,9 +59,9 @@ def build_four_channel_vae(seed: int) -> AutoencoderKL:
 # -- parts ----------------------------------------------------------------------------------
 
 
-# What the vocabularies are made from: the same for every seed, and enough to hold every word.
+# Number of captions to build vocabularies from: the same for every seed, and covering every word.
 CAPTIONS: Final = 512
-# What an autoencoder is made for.
+# Number and size of images to fit an autoencoder to.
 PICTURES: Final = 160
 PICTURE_SIZE: Final = 64
 
@@ -70,13 +70,13 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 @cache
 def captions() -> tuple[str, ...]:
-    """Return the texts that vocabularies are made from."""
+    """Return the texts that vocabularies are built from."""
     return tuple(toy_captions(CAPTIONS, seed=0))
 
 
 @cache
 def sample_images(seed: int) -> tuple[Image.Image, ...]:
-    """Square toy images at the resolution that toy jobs train at."""
+    """Return square toy images at the resolution that toy jobs train at."""
     pictures = toy_pictures(PICTURES, size=PICTURE_SIZE, seed=seed)
     return tuple(picture for picture in pictures if picture.width == picture.height)
 
@@ -91,7 +91,7 @@ def picture_vae(seed: int) -> AutoencoderKL:
     return deepcopy(fitted_vae(seed))
 
 
-@cache  # fitting takes two seconds, and tests write the toys of many families in a row
+@cache  # fitting takes two seconds, and tests write toys of many families
 def fitted_vae(seed: int) -> AutoencoderKL:
     """Return the autoencoder of most families' toys, shared by all callers: read-only."""
     return build_vae(as_tensor(sample_images(seed)), seed=seed)
@@ -105,12 +105,12 @@ def random_model(
     bias: float = 0.05,
     **config: Any,
 ) -> Model:
-    """Return a model of diffusers with random weights that keep activations at their size.
+    """Return a diffusers model with random weights that preserve the size of activations.
 
     Args:
         model_class: Its class.
-        seed: Same seed, same bytes.
-        gain: From a parameter's name to a factor on its scale.
+        seed: The same seed gives the same bytes.
+        gain: Maps a parameter's name to a factor on its scale.
         bias: Standard deviation of biases.
         config: Its settings.
     """
@@ -127,7 +127,8 @@ def cast(module: Model, dtype: torch.dtype) -> Model:
 
 
 def save(pipeline: Any, model_dir: Path, dtype: str, **options: Any) -> None:
-    """Write a pipeline as published ones are, its weights in a dtype (`float32`, `bfloat16`, …)."""
+    """Write a pipeline like published ones, with its weights in a dtype (`float32`, `bfloat16`,
+    …)."""
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             cast(part, getattr(torch, dtype))
@@ -135,19 +136,18 @@ def save(pipeline: Any, model_dir: Path, dtype: str, **options: Any) -> None:
 
 
 # -- streams --------------------------------------------------------------------------------
-# A toy's stream between the blocks, made so that what a few training steps change can be
-# seen.
+# Shape a toy's residual stream, so that the effect of a few training steps is visible.
 
 
 @torch.no_grad()
 def open_gates(values: torch.Tensor, *, chunks: int, gates: Sequence[int], dim: int = 0) -> None:
-    """Move the gates of adaptive norms to 1, so that the blocks take part from the start.
+    """Shift the gates of adaptive norms by 1, so that the blocks take part from the start.
 
     Args:
         values: A bias, or a table of shifts, scales and gates; changed in place.
-        chunks: How many of those there are.
-        gates: Which of them are gates.
-        dim: Along which they lie.
+        chunks: Number of shifts, scales and gates.
+        gates: Indices of the gates.
+        dim: Dimension along which they are chunked.
     """
     parts = values.chunk(chunks, dim=dim)
     for gate in gates:
@@ -156,9 +156,9 @@ def open_gates(values: torch.Tensor, *, chunks: int, gates: Sequence[int], dim: 
 
 @torch.no_grad()
 def quieten(readout: torch.Tensor, embedding: torch.Tensor) -> None:
-    """Let the last layer see only a fifth of what the first one writes.
+    """Let the last layer see only a fifth of the output of the first layer.
 
-    What a block writes elsewhere is not mixed with the embedded latents then.
+    The output of blocks in other directions then stands out from the embedded latents.
 
     Args:
         readout: Weight of the last layer, (out, width); changed in place.
@@ -171,11 +171,11 @@ def quieten(readout: torch.Tensor, embedding: torch.Tensor) -> None:
 
 @torch.no_grad()
 def mislead(bias: torch.Tensor, seed: int) -> None:
-    """Have the last layer be wrong by the same everywhere, which is soon learned.
+    """Give the last layer a constant error, which training quickly removes.
 
     Args:
-        bias: Of the last layer; changed in place.
-        seed: Same seed, same error, of size 1.
+        bias: Bias of the last layer; changed in place.
+        seed: The same seed gives the same error, of size 1.
     """
     generator = torch.Generator().manual_seed(seed)
     bias.add_(torch.randn(bias.shape, generator=generator))

@@ -1,8 +1,8 @@
-"""The tokenizers of language models, as text encoders have them, built from the toy's captions.
+"""Build the tokenizers of language models used as text encoders, from the toy's captions.
 
 Every word of the captions is one token, and so is every word of the templates that pipelines put
-around a prompt: they cut a template off by its published number of tokens, which must be right
-here too. Any other text is encoded byte by byte.
+around a prompt: pipelines strip a template by its published number of tokens, which must match here
+too. Any other text is encoded byte by byte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# What `QwenImagePipeline` and `Lumina2Pipeline` put before a prompt; each sets it when it is made.
+# Templates that `QwenImagePipeline` and `Lumina2Pipeline` set in their constructors.
 QWEN_IMAGE_TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
     "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
@@ -79,7 +79,7 @@ LLAMA3_SPECIAL = (
     "<image>",
     "<pad>",
 )
-# Words with the space before them, numbers of up to three digits, runs of other signs.
+# Words with the preceding space, numbers of up to three digits, runs of other characters.
 LLAMA3_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -130,18 +130,18 @@ LLAMA_SPECIAL = ("<unk>", "<s>", "</s>")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 EVERYTHING = 1_000_000
-"""A vocabulary larger than the texts can fill: training ends when each of their words is whole."""
+"""A vocabulary size that the texts cannot reach: training ends when every word is one token."""
 
 
 def build_other_clip_tokenizer(
     captions: Iterable[str], *, pad_token: str = "!", length: int = 77
 ) -> CLIPTokenizer:
-    """CLIP's tokenizer with other settings than CLIP-L's.
+    """Build CLIP's tokenizer with other settings than CLIP-L's.
 
     Args:
         captions: As for `build_clip_tokenizer`.
-        pad_token: "!" for CLIP-G, as SDXL and SD3 have it.
-        length: Most tokens of a text.
+        pad_token: "!" for CLIP-G, as in SDXL and SD3.
+        length: Maximum length of a text in tokens.
     """
     model = json.loads(build_clip_tokenizer(captions).backend_tokenizer.to_str())["model"]
     return CLIPTokenizer(
@@ -155,8 +155,12 @@ def build_other_clip_tokenizer(
 def build_qwen_tokenizer(
     captions: Iterable[str], template: str = QWEN_IMAGE_TEMPLATE
 ) -> Qwen2Tokenizer:
-    """Of Qwen2.5-VL (Qwen-Image) and Qwen3 (FLUX.2 klein, Z-Image): bytes, no start, chat."""
-    # Untrained, to learn from texts in the pieces that the class cuts them into.
+    """Build the tokenizer of Qwen2.5-VL and Qwen3: byte-level, no start token, with a chat
+    template.
+
+    Qwen-Image uses the former, FLUX.2 klein and Z-Image the latter.
+    """
+    # Use an untrained instance only for its pre-tokenizer.
     pieces = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
     vocabulary, merges = _train(
         _words_too([*captions, *_plain(template)]),
@@ -177,7 +181,10 @@ def build_qwen_tokenizer(
 
 
 def build_llama3_tokenizer(captions: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Of Llama 3 (HunyuanVideo, HiDream): bytes, with a start, padded on the right."""
+    """Build the tokenizer of Llama 3: byte-level, with a start token, padded on the right.
+
+    HunyuanVideo and HiDream use it.
+    """
     texts = [*captions, *_plain(DEFAULT_PROMPT_TEMPLATE["template"])]
     backend = _byte_level(_words_too(texts))
     backend.add_special_tokens(list(LLAMA3_SPECIAL))
@@ -198,7 +205,10 @@ def build_llama3_tokenizer(captions: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build_mistral_tokenizer(captions: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Of Mistral Small 3 (FLUX.2-dev): bytes, the start in its chat, padded on the left."""
+    """Build the tokenizer of Mistral Small 3: byte-level, start token in its chat, left-padded.
+
+    FLUX.2-dev uses it.
+    """
     backend = _byte_level(_words_too([*captions, SYSTEM_MESSAGE]), special=MISTRAL_SPECIAL)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -214,7 +224,10 @@ def build_mistral_tokenizer(captions: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build_gemma_tokenizer(captions: Iterable[str]) -> GemmaTokenizer:
-    """Of Gemma 2 (Lumina 2, Sana): pieces of sentences, with a start, padded on the left."""
+    """Build the tokenizer of Gemma 2: SentencePiece, with a start token, padded on the left.
+
+    Lumina 2 and Sana use it.
+    """
     vocabulary, merges = _sentence_pieces(
         [*captions, *_plain(LUMINA_TEMPLATE)], special=(*GEMMA_SPECIAL, *BYTES)
     )
@@ -229,7 +242,7 @@ def build_gemma_tokenizer(captions: Iterable[str]) -> GemmaTokenizer:
 
 
 def build_llama_tokenizer(captions: Iterable[str]) -> LlamaTokenizer:
-    """Of Llama 2, as AuraFlow's T5 takes it: pieces of sentences, with an end."""
+    """Build the tokenizer of Llama 2, for AuraFlow's T5: SentencePiece, with an end token."""
     vocabulary, merges = _sentence_pieces([*captions], special=(*LLAMA_SPECIAL, *BYTES))
     return LlamaTokenizer(
         vocab=vocabulary,
@@ -243,7 +256,7 @@ def build_llama_tokenizer(captions: Iterable[str]) -> LlamaTokenizer:
 
 
 def _byte_level(texts: Sequence[str], *, special: Sequence[str] = ()) -> Tokenizer:
-    """Build a byte-level tokenizer with Llama 3's pieces from `texts`."""
+    """Build a byte-level tokenizer with Llama 3's pre-tokenizer from `texts`."""
     pieces = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(LLAMA3_PIECES), behavior="isolated"),
@@ -263,14 +276,14 @@ def _byte_level(texts: Sequence[str], *, special: Sequence[str] = ()) -> Tokeniz
 def _sentence_pieces(
     texts: Sequence[str], *, special: Sequence[str]
 ) -> tuple[dict[str, int], list[Pair]]:
-    """Return a vocabulary in which a space is `WORD_START`, and part of the word behind it."""
+    """Return a vocabulary in which a space is `WORD_START`, and part of the following word."""
     pieces = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(WORD_START, behavior="merged_with_next"),
             pre_tokenizers.Punctuation(),
         ]
     )
-    # Printable ASCII; other text is encoded in `BYTES`, which are among the special ones.
+    # Printable ASCII; other text is encoded as `BYTES`, which are part of the special tokens.
     alphabet = [WORD_START, *(chr(code) for code in range(0x21, 0x7F))]
     spaces = normalizers.Replace(" ", WORD_START)
     learned = [spaces.normalize_str(text) for text in _words_too(texts)]
@@ -284,7 +297,7 @@ def _train(
     alphabet: Sequence[str],
     special: Sequence[str] = (),
 ) -> tuple[dict[str, int], list[Pair]]:
-    """Vocabulary and merges by which each piece of `texts` is one token."""
+    """Return a vocabulary and merges that make each piece of `texts` one token."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pieces
     trainer = BpeTrainer(
@@ -305,25 +318,22 @@ def _as_pairs(merges: Iterable[str | Sequence[str]]) -> list[Pair]:
 
 
 def _words_too(texts: Sequence[str]) -> list[str]:
-    """`texts`, and their words without the space before them, as at the start of a prompt."""
+    """Return `texts`, plus their words without the preceding space, as at the start of a prompt."""
     return [*texts, *sorted({word for text in texts for word in text.split()})]
 
 
 def _plain(template: str) -> list[str]:
-    """Split a template into its texts.
-
-    These are its parts between the special tokens and around the prompt.
-    """
+    """Split a template into its texts: the parts between special tokens and around the prompt."""
     marks = Regex(r"<\|[a-z_]+\|>|\{\}")
     parts = pre_tokenizers.Split(marks, behavior="removed").pre_tokenize_str(template)
     return [part for part, _ in parts]
 
 
 # -- vocabulary -----------------------------------------------------------------------------
-# The two tokenizers of a FLUX model, built from the toy's own captions.
+# Build the two tokenizers of a FLUX model from the toy's own captions.
 #
-# Both are of the published kinds: byte-pair merges for CLIP, which encode any text, and a
-# unigram vocabulary for T5, which has words, single characters and `<unk>`.
+# Both are of the published types: byte-pair merges for CLIP, which encode any text, and a unigram
+# vocabulary for T5, with words, single characters and `<unk>`.
 
 
 CLIP_LENGTH = 77
@@ -331,7 +341,7 @@ T5_LENGTH = 512
 
 WORD_END = "</w>"
 START, END = "<|startoftext|>", "<|endoftext|>"
-WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # T5 writes a space as this sign.
+WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # T5's character for a space
 
 Pair = tuple[str, str]
 
@@ -345,7 +355,7 @@ def build_clip_tokenizer(captions: Iterable[str]) -> CLIPTokenizer:
         *(sign + WORD_END for sign in signs),
         *(left + right for left, right in merges),
         START,
-        # Last: the text encoder may look for the end of a text as its highest id.
+        # Keep this last: the text encoder may look for the end of a text by the highest id.
         END,
     ]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -353,9 +363,9 @@ def build_clip_tokenizer(captions: Iterable[str]) -> CLIPTokenizer:
 
 
 def save_clip_vocabulary(tokenizer: CLIPTokenizer, directory: Path) -> None:
-    """Write `vocab.json` and `merges.txt` too, as published models have them.
+    """Write `vocab.json` and `merges.txt` too, which published models have.
 
-    transformers 5 writes `tokenizer.json` alone; older readers want the other two.
+    transformers 5 writes only `tokenizer.json`, while older readers need the other two.
     """
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
@@ -370,7 +380,7 @@ def build_t5_tokenizer(captions: Iterable[str]) -> T5TokenizerFast:
     words = _count_words(captions)
     total = sum(words.values())
     pieces = [(WORD_START + word, math.log(words[word] / total)) for word in sorted(words)]
-    # Printable ASCII and Latin-1, one sign each, less likely than the rarest word by far.
+    # Printable ASCII and Latin-1 as single characters, far less likely than the rarest word.
     signs = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0x100))]
     rare = min(score for _, score in pieces) - 4.0
     pieces += [(sign, rare) for sign in (WORD_START, *signs)]
@@ -384,9 +394,9 @@ def build_t5_tokenizer(captions: Iterable[str]) -> T5TokenizerFast:
 
 
 def byte_signs() -> list[str]:
-    """Return the 256 printable signs of the byte values 0 to 255 in byte-level vocabularies.
+    """Return the 256 printable characters for bytes 0 to 255 in byte-level vocabularies.
 
-    A byte that prints is its own Latin-1 sign; the others take the signs from U+0100 on.
+    A printable byte is its own Latin-1 character; the others get characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -396,10 +406,10 @@ def byte_signs() -> list[str]:
 
 
 def byte_pair_merges(words: Counter[str]) -> list[Pair]:
-    """Merge the commonest neighbours again and again, until every word is one token.
+    """Merge the most frequent neighbors repeatedly, until every word is one token.
 
     Args:
-        words: How often each (ASCII) word occurs. Ties go to the pair first in the alphabet.
+        words: Count of each (ASCII) word. Ties go to the pair that is first alphabetically.
     """
     split = {word: (*word[:-1], word[-1] + WORD_END) for word in words}
     merges: list[Pair] = []
@@ -416,7 +426,7 @@ def byte_pair_merges(words: Counter[str]) -> list[Pair]:
 
 
 def _merge(parts: Sequence[str], pair: Pair) -> tuple[str, ...]:
-    """`parts` with every occurrence of `pair` made one."""
+    """Return `parts` with every occurrence of `pair` merged."""
     merged: list[str] = []
     for part in parts:
         if merged and (merged[-1], part) == pair:

@@ -1,17 +1,19 @@
-"""A small AutoencoderKL that gives images back, made in closed form instead of trained.
+"""Construct a small AutoencoderKL that reconstructs images, in closed form instead of by training.
 
-A random encoder and decoder would turn every image into noise, and nothing that is trained on
-such latents could ever be seen. Here a few channels, the *carriers*, pass the image
-through the network untouched, and the other channels are random features of it:
+A random encoder and decoder would turn every image into noise, and nothing trained on such latents
+would be visible. Here, a few channels, the *carriers*, pass the image through the network
+unchanged,
+and the other channels are random features of it:
 
-- encoder: each latent cell (8x8 pixels) holds the mean red, green, blue and grey of its four
+- encoder: each latent cell (8x8 pixels) holds the mean red, green, blue and gray of its four
   quarters: 16 channels.
-- decoder: every convolution that follows an enlargement, and the last one, is fitted by least
-  squares to the image at its own size, from carriers and random features together.
+- decoder: every convolution after an upsampling, and the last one, is fitted by least squares to
+the
+  image at that resolution, from carriers and random features together.
 
 Three tricks keep a carrier linear: residual branches add nothing to it; SiLU(x) - SiLU(-x) = x
 undoes the activation before the encoder's last layer; and two constant channels, +ANCHOR and
--ANCHOR, rule the group norm's statistics, so that a norm does not wash out an image's own mean.
+-ANCHOR, dominate the group norm's statistics, so that a norm does not remove an image's own mean.
 """
 
 from __future__ import annotations
@@ -32,24 +34,24 @@ if TYPE_CHECKING:
 
 CHANNELS = (16, 16, 48, 48)
 TONES = 4
-"""Red, green, blue and grey."""
+"""Red, green, blue and gray."""
 RGB = 3
 LATENT_CHANNELS = 4 * TONES
-"""Channel TONES * quarter + tone; quarters in reading order."""
+"""Channel TONES * quarter + tone; quarters in row-major order."""
 
 ANCHOR = 16.0
 LOG_VARIANCE = -9.0
-"""Of the posterior: a standard deviation of 0.01, where the latents' own is about 0.3."""
+"""Log variance of the posterior: a standard deviation of 0.01, compared to 0.3 of the latents."""
 
 FITTED = 36
 RIDGE = 1e-4
 
-# Layers of a library without types: what they hold is known to the reader only.
+# Layers of an untyped library.
 Layer = Any
 Taps = dict[tuple[int, int], float]
 CENTRE: Taps = {(1, 1): 1.0}
 QUARTERS = [(row, column) for row in (0, 1) for column in (0, 1)]
-"""The taps of a 3x3 kernel that see the four cells which a halving makes one."""
+"""The taps of a 3x3 kernel that see the four cells which a downsampling combines."""
 
 
 @one_thread()
@@ -58,9 +60,10 @@ def build_vae(pictures: torch.Tensor, *, seed: int) -> AutoencoderKL:
     """Return the autoencoder, with `shift_factor` and `scaling_factor` measured over `pictures`.
 
     Args:
-        pictures: (N, 3, H, W) in [-1, 1], H and W multiples of 8. The first `FITTED` of them
-            are enough to fit the decoder to; the measuring wants more.
-        seed: Of the random features.
+        pictures: (N, 3, H, W) in [-1, 1], H and W multiples of 8. The first `FITTED` of them are
+            enough
+            to fit the decoder; measuring the factors needs more.
+        seed: Seed of the random features.
     """
     vae = new_vae()
     fill_random(vae, seed, bias=0.3)
@@ -92,21 +95,21 @@ def new_vae() -> AutoencoderKL:
 
 
 def as_tensor(pictures: Sequence[Image.Image]) -> torch.Tensor:
-    """Images of one size as (N, 3, H, W) in [-1, 1], cut to multiples of 16 pixels."""
+    """Return images of one size as (N, 3, H, W) in [-1, 1], cropped to multiples of 16 pixels."""
     pixels = torch.from_numpy(np.stack([np.asarray(p.convert("RGB")) for p in pictures]))
     height, width = (side // 16 * 16 for side in pixels.shape[1:3])
     return pixels[:, :height, :width].permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
 def wire_encoder(encoder: Layer, anchor: float = ANCHOR) -> None:
-    """Lead the four tones from the image to the latent channels.
+    """Route the four tones from the image to the latent channels.
 
     Args:
-        encoder: Random so far; changed in place.
-        anchor: The larger it is, the less the other channels and the image's own size say.
+        encoder: With random weights; changed in place.
+        anchor: A larger value reduces the influence of other channels and of the image's own scale.
     """
     tones, latents = range(TONES), range(LATENT_CHANNELS)
-    twins = range(LATENT_CHANNELS, 2 * LATENT_CHANNELS)  # Minus the latents, for the last SiLU.
+    twins = range(LATENT_CHANNELS, 2 * LATENT_CHANNELS)  # Negated latents, for the last SiLU.
     _take_over(encoder.conv_in, tones, anchor)
     _lead(encoder.conv_in, range(RGB), range(RGB), CENTRE)
     _lead(encoder.conv_in, [RGB] * RGB, range(RGB), {(1, 1): 1 / RGB})
@@ -125,7 +128,7 @@ def wire_encoder(encoder: Layer, anchor: float = ANCHOR) -> None:
         _protect(block, (*latents, *twins))
     encoder.conv_norm_out.bias.zero_()
     encoder.conv_out.weight.zero_()
-    divisor = anchor * (2 / CHANNELS[-1]) ** 0.5  # What the norm divides by, nearly.
+    divisor = anchor * (2 / CHANNELS[-1]) ** 0.5  # Approximate divisor of the norm.
     _lead(encoder.conv_out, latents, latents, {(1, 1): divisor})
     _lead(encoder.conv_out, latents, twins, {(1, 1): -divisor})
     encoder.conv_out.bias[:LATENT_CHANNELS] = 0.0
@@ -136,8 +139,8 @@ def _fit_decoder(decoder: Layer, latents: torch.Tensor, pictures: torch.Tensor) 
     """Fit the decoder from its deepest layer to its last.
 
     Args:
-        decoder: Random so far; changed in place.
-        latents: (N, 16, H / 8, W / 8), as the encoder gives them.
+        decoder: With random weights; changed in place.
+        latents: (N, 16, H / 8, W / 8), from the encoder.
         pictures: (N, 3, H, W) in [-1, 1].
     """
     carriers = range(LATENT_CHANNELS)
@@ -169,14 +172,14 @@ def _take_over(conv: Layer, rows: Sequence[int], anchor: float = ANCHOR) -> None
 
 
 def _lead(conv: Layer, rows: Sequence[int], columns: Sequence[int], taps: Taps) -> None:
-    """Lead input channel `columns[i]` to output channel `rows[i]` through the kernel's `taps`."""
+    """Route input channel `columns[i]` to output channel `rows[i]` through the kernel's `taps`."""
     for row, column in zip(rows, columns, strict=True):
         for (down, right), weight in taps.items():
             conv.weight[row, column, down, right] = weight
 
 
 def _protect(block: Layer, carriers: Sequence[int]) -> None:
-    """Let the residual branches of `block` add nothing to the carriers and the anchors."""
+    """Make the residual branches of `block` add nothing to the carriers and the anchors."""
     for name, layer in block.named_modules():
         if name.endswith(("conv2", "to_out.0", "conv_shortcut")):
             for row in (*carriers, -1, -2):

@@ -1,9 +1,9 @@
-"""A small AutoencoderDC that gives images back as mosaics, made in closed form.
+"""Construct a small AutoencoderDC that reconstructs images as mosaics, in closed form.
 
-Each latent cell (32x32 pixels) holds the mean red, green, blue and grey of its four quarters, and
-minus those: 32 channels around zero. The shortcuts beside the convolutions do that, where the
-number of channels stays the same they take means of 2x2; the convolutions and blocks add a little
-noise of their own.
+Each latent cell (32x32 pixels) holds the mean red, green, blue and gray of its four quarters, and
+their negatives: 32 channels around zero. The shortcuts around the convolutions compute these; where
+the number of channels stays the same, they take means of 2x2. The convolutions and blocks add a
+little noise.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MULTISCALES: Final = ((), (), (), (5,), (5,), (5,))
 TONES: Final = 4
 RGB: Final = 3
 ANCHOR: Final = 16.0
-"""Of the two constant channels that rule the decoder's last norm."""
+"""Value of the two constant channels that dominate the decoder's last norm."""
 
-Layer = Any  # of a library without types
+Layer = Any  # layers of an untyped library
 
 
 @one_thread()
@@ -33,7 +33,7 @@ def build_vae_dc(pictures: torch.Tensor, *, seed: int) -> AutoencoderDC:
 
     Args:
         pictures: (N, 3, H, W) in [-1, 1], H and W multiples of 32.
-        seed: Of what the convolutions add.
+        seed: Seed of the noise that the convolutions add.
     """
     vae = AutoencoderDC(
         latent_channels=CHANNELS[-1],
@@ -53,7 +53,7 @@ def build_vae_dc(pictures: torch.Tensor, *, seed: int) -> AutoencoderDC:
     fill_random(vae, seed, gain=lambda name: 0.02 if "conv" in name else 1.0, bias=0.0)
     for name, parameter in vae.named_parameters():
         if "norm" in name and name.endswith("weight"):
-            parameter.fill_(0.02)  # what a block adds, whatever its convolutions make
+            parameter.fill_(0.02)  # limits a block's contribution to the residual
     _read_tones(vae.encoder.conv_in)
     _write_tones(vae.decoder)
     latents = vae.encode(pictures).latent
@@ -62,7 +62,7 @@ def build_vae_dc(pictures: torch.Tensor, *, seed: int) -> AutoencoderDC:
 
 
 def _read_tones(conv: Layer) -> None:
-    """Channels: red, green, blue, grey, and minus those."""
+    """Set the channels to red, green, blue, gray, and their negatives."""
     conv.weight.zero_()
     for tone in range(RGB):
         for sign, first in ((1.0, 0), (-1.0, TONES)):
@@ -71,10 +71,10 @@ def _read_tones(conv: Layer) -> None:
 
 
 def _write_tones(decoder: Layer) -> None:
-    """From the tones at full size to pixels, through a norm and an activation.
+    """Map tones at full resolution to pixels, through a norm and an activation.
 
-    The norm divides by the size of all channels: two constant ones, which take the place of grey,
-    are nearly all of it. The activation lets pass what is positive, of a tone or of minus it.
+    The norm divides by the RMS of all channels, which is dominated by two constant ones in place of
+    gray. The activation passes positive values, either of a tone or of its negative.
     """
     last = decoder.up_blocks[0][-1].norm
     last.bias[TONES - 1], last.bias[-1] = ANCHOR, -ANCHOR

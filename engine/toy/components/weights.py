@@ -1,4 +1,4 @@
-"""Weights that depend on the seed and the parameter's name only, not on the run that made them."""
+"""Fill weights that depend only on the seed and the parameter's name, not on the process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def fill_random(
     """Fill every parameter of `module`, in place and in its own dtype.
 
     Matrices and convolutions are normal with standard deviation gain / sqrt(fan in), so that
-    activations keep their size through the layers; vectors called `weight` (of norms) are 1;
-    biases are normal with standard deviation `bias`. Each parameter has a generator of its own,
-    so that neither a library's initialisation nor the order of layers has a say.
+    activations keep their size through the layers; vectors called `weight` (of norms) are 1; biases
+    are
+    normal with standard deviation `bias`. Each parameter has its own generator, so that neither a
+    library's initialization nor the order of layers matters.
 
     Args:
-        module: May live in any dtype, on any device but meta.
-        seed: Of the model.
-        gain: From a parameter's name to the factor for it.
+        module: In any dtype, on any device except meta.
+        seed: Seed of the model.
+        gain: Maps a parameter's name to its factor.
         bias: Standard deviation of the biases.
     """
     for name, parameter in module.named_parameters():
@@ -44,7 +45,8 @@ def fill_random(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread: how many there are decides the order of sums, and so their bits."""
+    """Compute with one thread, since the number of threads changes the order of sums and so their
+    bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -151,8 +151,7 @@ def _repeated(module: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """Return whether a module has a forward; `fully_shard` rejects lists, which are never
-    called."""
+    """Return whether a module has a forward. Lists have none, and `fully_shard` rejects them."""
     return type(module).forward is not torch.nn.Module.forward
 
 
@@ -281,8 +280,7 @@ def report(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _names(model: torch.nn.Module, attribute: str) -> list[str]:
-    """Return class names that a model class lists; transformers has a set, diffusers a list or
-    None."""
+    """Return class names that a model class lists as a set (transformers), a list, or None."""
     listed = getattr(model, attribute, None) or ()
     if isinstance(listed, str):
         listed = [listed]

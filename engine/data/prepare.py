@@ -80,8 +80,7 @@ class Prepared:
     pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
-        """Return the latents of a draw: `(C, h, w)`, for videos `(C, f, h, w)`; normalized,
-        fp32."""
+        """Return a draw's latents: `(C, h, w)`, for videos `(C, f, h, w)`; normalized, fp32."""
         view = view_number(draw, self.spec)
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
 
@@ -140,8 +139,7 @@ class Prepared:
     def _references(
         self, number: int, view: int, samples: Sequence[Sample], offset: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return `reference_0` and so on, each `(C, h, w)`, or `beginning`, `(C, f, h, w)`;
-        fp32."""
+        """Return fp32 `reference_0` and so on, `(C, h, w)`, or `beginning`, `(C, f, h, w)`."""
         keys, sample = self.latent_keys, samples[number]
         if sample.from_first and not self.holds_first(sample):
             key = keys.beginning(offset + number, view)

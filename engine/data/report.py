@@ -133,9 +133,7 @@ class BucketReport:
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """A dataset: its location, its number of samples, their draws per epoch, and whether it is
-    regularization.
-    """
+    """A dataset's location, samples, draws per epoch, and whether it is regularization."""
 
     path: str
     layout: str

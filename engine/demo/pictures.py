@@ -90,8 +90,7 @@ class Scene:
 
     @property
     def held_out(self) -> bool:
-        """Return whether the base's training excludes this combination, as it does one in
-        twelve."""
+        """Return whether the base's training excludes this combination (one in twelve)."""
         places = SHAPES.index(self.shape), COLORS.index(self.color)
         return (2 * places[0] + places[1] + 3 * BACKGROUNDS.index(self.background)) % 12 == 0
 

@@ -74,8 +74,7 @@ class Denoising:
         )
 
     def level_at(self, quantile: float, latents: torch.Tensor) -> int:
-        """Return the timestep at a quantile in (0, 1) of the distribution that `draw` uses:
-        uniform."""
+        """Return the timestep at a quantile in (0, 1) of the uniform distribution of draws."""
         return int(quantile * self.scheduler.config.num_train_timesteps)
 
     def _thresholds(self, timesteps: torch.Tensor) -> torch.Tensor | None:

@@ -77,8 +77,7 @@ class Objective(Protocol):
         ...
 
     def level_at(self, quantile: float, latents: torch.Tensor) -> float:
-        """Return the level at this quantile of the distribution that `draw` uses for such
-        latents."""
+        """Return the level at this quantile of the draws for latents of this size."""
         ...
 
 

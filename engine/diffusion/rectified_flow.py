@@ -135,8 +135,7 @@ class Flow:
         return self.terminal + (1 - self.terminal) * sigma
 
     def _share_below(self, sigma: float, shift: float) -> float:
-        """Return the fraction of draws below a sigma, ignoring the range; the inverse of
-        `_sigma_at`."""
+        """Return the fraction of draws below a sigma, ignoring the range: `_sigma_at` inverted."""
         if not 0 < sigma < 1:
             return 0.0 if sigma <= 0 else 1.0
         low, high = 0.0, 1.0

@@ -63,8 +63,7 @@ def device(index: int) -> dict[str, Any]:
 
 
 def apart() -> list[list[int]]:
-    """Return pairs of torch indices where the first GPU cannot access the second's memory
-    directly."""
+    """Return pairs of torch indices of which the first GPU has no peer access to the second."""
     import torch
 
     count = torch.cuda.device_count()

@@ -168,8 +168,7 @@ def check_sums(count: int, device: torch.device, size: int) -> None:
 def timed(
     collective: Callable[[], None], times: int, device: torch.device, moved: Callable[..., None]
 ) -> float:
-    """Return the mean seconds of one collective over several in a row. Ranks measure different
-    means."""
+    """Return the mean seconds per collective of several in a row; the mean differs by rank."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -58,8 +58,7 @@ def compare_checkpoints(first: Path, second: Path) -> dict[str, Any]:
 
 
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a sharded checkpoint, unsharded on the CPU, by its path in the
-    state."""
+    """Return the tensors of a sharded checkpoint, unsharded on the CPU, by path in the state."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -29,8 +29,7 @@ _PLACE: Final = "export"
 
 
 def export_trained(run: RunContext, training: TrainState) -> None:
-    """Export the weights at the end of a run, averaged if it keeps an average, and report the
-    path."""
+    """Export the weights at the end of a run (the average if there is one), and report it."""
     spec, telemetry = run.spec, run.telemetry
     saved = read_checkpoint(run.run_dir.checkpoint(training.step))
     recipe = Recipe(

@@ -35,8 +35,7 @@ LARGEST_FILE: Final = 5 * 10**9  # bytes, the limit of the hub's tools
 
 
 class ModelOutput:
-    """Receives a transformer's tensors one by one, and writes a pipeline with the base model's
-    rest.
+    """Receives a transformer's tensors one by one, and writes a full pipeline around them.
 
     Args:
         recipe: Describes the export.

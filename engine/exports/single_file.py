@@ -304,8 +304,7 @@ def fits_8_bits(family: str, name: str, shape: tuple[int, ...]) -> bool:
 def _layers(
     style: LoraStyle, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[str, list[str], torch.Tensor | None]]:
-    """Return the authors' layers as (name, members, row order), with None for an unchanged
-    order."""
+    """Return the authors' layers as (name, members, row order or None if unchanged)."""
     probe: dict[str, torch.Tensor] = {}
     firsts: dict[str, int] = {}
     first = 1

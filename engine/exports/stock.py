@@ -201,8 +201,7 @@ def _without_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[st
 
 
 def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = False) -> Any:
-    """Build the stock pipeline around a transformer, without other weights (or any other
-    component)."""
+    """Build the stock pipeline around a transformer, without other weights (or components)."""
     index = read_json(root / INDEX) or {}
     absent: dict[str, Any] = {
         name: None
@@ -297,8 +296,7 @@ def read_index(root: Path) -> dict[str, Any]:
 
 
 def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
-    """Return the files of a pipeline that training does not change, including the trained part's
-    config.
+    """Return a pipeline's untrained files, and the config of its trained component.
 
     Args:
         root: The base model.

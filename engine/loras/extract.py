@@ -120,8 +120,7 @@ def _denoisers(tuned: Model, base: Model, component: str | None) -> tuple[Compon
 
 
 def _texts(model: Model) -> dict[str, Place]:
-    """Return the text encoder layers that LoRAs adapt, which excludes embeddings and
-    projections."""
+    """Return the layers of text encoders that LoRAs adapt, without embeddings."""
     layers = {layer: place for layer, (_, place) in model.texts.items()}
     return {layer: place for layer, place in layers.items() if ".encoder.layers." in layer}
 
@@ -229,8 +228,7 @@ def _differ(after: StoredTensor, before: StoredTensor) -> bool:
 
 
 def _header(tuned: Model, base: Model, component: Component, output: Path) -> Mapping[str, str]:
-    """Return what is known about the model, since both denoisers' LoRAs use the same module
-    names."""
+    """Return header entries about the model, since module names do not tell denoisers apart."""
     family = base.family or tuned.family
     values = {
         "fsdp_tui.model_family": family,

@@ -100,8 +100,7 @@ class Component:
 
     @property
     def lora_prefix(self) -> str:
-        """Return the prefix of LoRA module names for it; in diffusers, all transformers share
-        one."""
+        """Return the prefix of LoRA module names; in diffusers, all transformers share one."""
         if self.original:
             return "diffusion_model."
         return "transformer." if self.name in ("", _SECOND) else f"{self.name}."
@@ -129,8 +128,7 @@ class Model:
 
     @property
     def texts(self) -> dict[str, tuple[str, Place]]:
-        """Return component and weight of each text encoder layer, by its name in diffusers'
-        LoRAs."""
+        """Return component and weight of text encoder layers, by diffusers' LoRA module names."""
         if self.root.is_file():
             (name,) = self.components
             return {layer: (name, p) for layer, p in _texts(self.components[name].tensors).items()}

@@ -243,8 +243,7 @@ def _sharded_encoders(
 
 
 def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
-    """Predict the phase that encodes the largest image; None if the autoencoder cannot be
-    traced."""
+    """Predict encoding the largest image; None if the autoencoder cannot be traced."""
     size, frames = largest_encoded(spec), training_frames(spec)
     taken = _autoencoder(spec, root, size, frames, decodes=False)
     return taken and Phase("latent_cache", Parts(parameters=taken[0], activations=taken[1]))

@@ -60,16 +60,14 @@ class Overheads:
     segment: int = 2 * _MIB
 
     def beside(self, communicators: int) -> dict[str, int]:
-        """Return the bytes, by name, that the driver counts in addition to torch's reserved
-        memory."""
+        """Return the bytes, by name, that the driver counts on top of torch's reserved memory."""
         parts = {"cuda_context": self.cuda_context, "cublas": self.cublas}
         if communicators:
             parts["nccl"] = self.nccl + (communicators - 1) * self.nccl_more
         return parts
 
     def reserved(self, allocated: int) -> tuple[int, int]:
-        """Return lower and upper bounds of torch's reserved memory for a peak of allocated
-        bytes."""
+        """Return lower and upper bounds of torch's reserved memory for a peak of allocations."""
         low, high = (
             -(-int(allocated * factor) // self.segment) * self.segment
             for factor in (self.reserved_low, self.reserved_high)
@@ -315,8 +313,7 @@ def predict(
 
 
 def strategy_of(spec: JobSpec, ranks: int) -> str:
-    """Return the strategy that a job would use on `ranks` ranks, as far as that is known without
-    GPUs."""
+    """Return the strategy of a job on `ranks` ranks, as far as it is known without GPUs."""
     if ranks == 1 and spec.strategy in ("auto", "ddp", "single"):
         return "single"
     return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]
@@ -366,8 +363,7 @@ def _walk(trace: Trace, layout: Layout, base: Parts, spec: RecipeKeys) -> Walk:
 
 
 def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
-    """Return the bytes of the second denoiser: frozen, sharded like the first, in the base's
-    precision."""
+    """Return the bytes of the second denoiser: frozen, sharded, in a LoRA base's precision."""
     base = [w for unit in trace.units for w in unit.weights if not w.lora]
     full = compute_dtype(spec).itemsize if spec.model_type == "full" else None
     return sum(rounded(layout.local(weight) * (full or weight.stored)) for weight in base)

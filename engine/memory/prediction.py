@@ -119,8 +119,7 @@ class Prediction:
 
     @property
     def device(self) -> tuple[int, int]:
-        """Return bounds of the memory that the driver shows for this rank: reserved plus
-        overheads."""
+        """Return bounds of the memory that the driver shows: reserved plus overheads."""
         beside = sum(self.overheads.values())
         return self.reserved[0] + beside, self.reserved[1] + beside
 

@@ -143,8 +143,7 @@ def swapped_of(units: Sequence[Unit], count: int) -> tuple[int, int]:
 
 
 def _copied(shards: list[tuple[Weight, int]], layout: Layout) -> int:
-    """Return the bytes of shards copied for sending, in the precision and on the device of the
-    send."""
+    """Return the bytes of shards copied for sending, in the precision that is sent."""
     if not layout.offload:
         return rounded(sum(n * w.gathered for w, n in shards)) if layout.casts else 0
     moved = sum(rounded(n * w.gathered) for w, n in shards)

@@ -191,8 +191,7 @@ def _pack(model: Any, packing: Packing, dtype: torch.dtype) -> str:
 
 
 def _block_classes(model: Any) -> set[str]:
-    """Collect the block classes of all submodules, since transformers 5.0 does not propagate
-    them."""
+    """Collect the block classes of all submodules; transformers 5.0 does not propagate them."""
     return {
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
@@ -290,8 +289,7 @@ def _hand_out(
     mesh: DeviceMesh,
     moved: Callable[[], None],
 ) -> None:
-    """Load the full model on rank 0 into host memory, and send each rank its rows, tensor by
-    tensor.
+    """Load the full model on rank 0, and send each rank its rows, tensor by tensor.
 
     Use the mesh's own group: torch's `set_model_state_dict(broadcast_from_rank0=True)` uses the
     default

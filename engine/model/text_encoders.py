@@ -131,8 +131,7 @@ def kept_bytes(place: StoredTensor, dtype: torch.dtype, packing: Packing | None)
 
 
 def read_entries(root: Path) -> dict[str, tuple[str, str]]:
-    """Return library and class of each text encoder in model_index.json; absent ones are null
-    there.
+    """Return library and class of each text encoder that model_index.json lists.
 
     An encoder that it does not list was added by the user (HiDream is published without Llama).
 
@@ -397,8 +396,7 @@ def load_resident(
     say: Callable[[str], None] = lambda note: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Any:
-    """Load a pipeline like `text_pipeline`, with unsharded encoders that stay until this rank
-    exits."""
+    """Load a pipeline with unsharded encoders that stay in memory until this rank exits."""
     gc.collect()
     give_back(world.device)
     return _load(family, root, dtype, world, None, None, say, progress)

@@ -82,8 +82,7 @@ _RECORDERS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def write_flight(run_dir: RunDir, rank: int) -> None:
-    """Write `logs/flight_<rank>.json`, a list with the content of each recorder. Not a
-    collective."""
+    """Write each recorder's content to `logs/flight_<rank>.json`. Not a collective."""
     recorders: list[Any] = [getattr(c10d, name, lambda: "{}") for name in _RECORDERS]
     dumps = [json.loads(dump()) for dump in recorders]
     write_atomic(run_dir.flight(rank), json.dumps(dumps) + "\n")

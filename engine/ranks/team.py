@@ -196,10 +196,10 @@ class Control:
         return [self.wants_stop(), *others, save_failed]
 
     def wants_stop(self) -> bool:
-        """Return whether this rank has seen a stop request. Not a collective: others may see it
-        later.
+        """Return whether this rank has seen a stop request. Not a collective.
 
-        Once true, it stays true, since what a rank reports to others must match its own behavior.
+        Other ranks may see it later. Once true, it stays true, since what a rank reports to others
+        must match its own behavior.
         """
         if self._run_dir.requested("stop"):
             self._stop = True  # never back to False: SIGTERM may have arrived

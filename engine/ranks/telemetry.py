@@ -130,8 +130,7 @@ class Progress:
         self.ranks: list[int] | None = None
 
     def __call__(self, done: int) -> None:
-        """Report the number of finished items (in shared work: of this rank), and record
-        progress."""
+        """Report the finished items (in shared work: of this rank), and record progress."""
         self._telemetry.moved()
         if self._shared:
             self._telemetry.done = done
@@ -367,8 +366,7 @@ class Telemetry:
                     self.warn(text)
 
     def _sync(self) -> None:
-        """Make events visible to other machines, since an open file's data may stay local for a
-        minute."""
+        """Flush events to other machines, since an open file's data may stay local for a minute."""
         if self._shared and self._events is not None:
             with suppress(OSError, ValueError):
                 os.fsync(self._events.fileno())

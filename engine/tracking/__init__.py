@@ -1,2 +1,1 @@
-"""Report a run to experiment trackers, in a separate process per tracker that follows the
-events."""
+"""Report a run to experiment trackers, each in a process that follows the events."""

@@ -85,8 +85,7 @@ class TensorCache:
         return "damaged"
 
     def write(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Write to a temporary file, then rename. Concurrent writers of a key write the same
-        content.
+        """Write a file atomically. Concurrent writers of a key write the same content.
 
         Raises:
             UserError: The disk is full or not writable.

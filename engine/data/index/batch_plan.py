@@ -228,8 +228,7 @@ class BatchPlan:
         return step * self.global_batch / self.draws_per_epoch
 
     def draws(self, step: int) -> tuple[Draw, ...]:
-        """Return the samples of a step, counted from 0; micro-batches are consecutive runs of
-        them."""
+        """Return the samples of a step, counted from 0, one micro-batch after the other."""
         with self._lock:
             for first, steps in self._windows.values():
                 if first <= step < first + len(steps):
@@ -256,8 +255,7 @@ class BatchPlan:
         return max(enough if whole > affordable else whole * math.ceil(enough / whole), 1)
 
     def _rng(self, *key: object) -> np.random.RandomState:
-        """Return a separate generator for each key. NumPy guarantees a stable stream of this
-        kind."""
+        """Return a separate generator for each key, of a kind that NumPy keeps stable."""
         words = hashlib.sha256(":".join(map(str, (self.seed, *key))).encode()).digest()
         return np.random.RandomState(np.frombuffer(words, "<u4"))
 
@@ -333,8 +331,7 @@ class BatchPlan:
         return self._rounds[number]
 
     def _kept_back(self, number: int) -> tuple[IntArray, IntArray]:
-        """Split a round's micro-batches into those deferred to the next round's first step, and the
-        rest.
+        """Split a round's micro-batches: those deferred to the next round's first step, and others.
 
         The deferred ones are too few for a step. They have similar costs.
         """
@@ -452,16 +449,14 @@ class _Sharing:
         self._there[step].update(self._shown[number])
 
     def try_put(self, number: int, step: int) -> bool:
-        """Put it there if there is room and no image repeats too often; return whether it was
-        put."""
+        """Put it there if there is room and no image repeats too often; return whether it fit."""
         if len(self.steps[step]) == self._size or not self._fits(number, step):
             return False
         self.put(number, step)
         return True
 
     def fill(self, numbers: Iterable[int]) -> None:
-        """Put each micro-batch into the first step that accepts it, swapping with others if
-        needed."""
+        """Put each micro-batch into the first step that accepts it, swapping if necessary."""
         first, stuck = 0, []
         for number in numbers:
             while first < len(self.steps) and len(self.steps[first]) == self._size:

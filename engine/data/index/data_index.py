@@ -194,8 +194,7 @@ class DataIndex:
     others: list[dict[str, int]] = field(default_factory=list)
 
     def by_bucket(self) -> dict[tuple[int, ...], list[Sample]]:
-        """Return the samples by bucket, the fullest bucket first, as reports and strips show
-        them."""
+        """Return the samples by bucket, the fullest bucket first, for reports and strips."""
         members: dict[tuple[int, ...], list[Sample]] = {}
         for sample in self.samples:
             members.setdefault(sample.bucket, []).append(sample)

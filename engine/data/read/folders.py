@@ -212,8 +212,7 @@ def captions_in(
 def _captions_of(
     path: Path, rows: Mapping[str, tuple[str, ...]], renamed: Mapping[str, Path]
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Return a file's captions and the problem with them. A row of a metadata file takes
-    priority."""
+    """Return a file's captions and the problem with them. Metadata files take priority."""
     if captions := _of_file(rows, path, ()):
         return captions, ""
     for suffix in CAPTION_SUFFIXES:
@@ -245,8 +244,7 @@ def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
 
 
 def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:
-    """Read a caption from the `.json` file next to an image, as other trainers and taggers write
-    it."""
+    """Read a caption from an image's `.json` file, as other trainers and taggers write it."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

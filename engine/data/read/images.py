@@ -267,8 +267,7 @@ def _srgb() -> ImageCmsProfile:
 
 @cache
 def _ramp() -> Image.Image:
-    """Return colors across the RGB cube, and grays: enough to see whether a profile has an
-    effect."""
+    """Return enough colors and grays to see whether a profile has an effect."""
     steps = range(0, 256, 51)
     cube = [bytes((r, g, b)) for r in steps for g in steps for b in steps]
     greys = [bytes((v, v, v)) for v in range(256)]

@@ -56,8 +56,7 @@ class Memo:
             self._now[name] = [stamp, facts]
 
     def save_sometimes(self) -> None:
-        """Write the facts collected so far if the last write is long ago, in case of
-        interruption."""
+        """Write the facts collected so far now and then, in case of interruption."""
         if time.monotonic() - self._saved >= _SAVE_EVERY:
             # Entries not read yet are still valid. Copy the dict, since other threads may add
             # entries.

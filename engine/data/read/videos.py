@@ -135,8 +135,7 @@ class _Shown:
     is_last: bool = False
 
     def is_nearest_to(self, instant: Fraction, step: Fraction) -> bool:
-        """Return whether no later frame is nearer. The last frame ends a fraction of a step
-        early."""
+        """Return whether no later frame is nearer. The last frame ends slightly early."""
         if self.is_last:
             return instant < self.end - step * _ALMOST
         return instant <= (self.time + self.end) / 2

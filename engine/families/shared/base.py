@@ -54,9 +54,7 @@ class Family(ABC):
     """Regular expression of the module names that get an adapter."""
 
     LORA_FILLED_UP: str | None = None
-    """Regular expression of the modules to which the stock pipeline adds a zero adapter if a LoRA
-    has
-    none."""
+    """Regular expression of the modules to which the stock pipeline adds a zero adapter if missing."""
 
     MODULATION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
     """Regular expression of block layers that compute shifts and scales for the layers after them.
@@ -117,8 +115,7 @@ class Family(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the pipeline's own settings, which model_index.json lists next to its
-        components."""
+        """Return the pipeline's own settings from model_index.json, without its components."""
         return {
             name: value
             for name, value in self._index.items()
@@ -142,8 +139,7 @@ class Family(ABC):
 
     @property
     def lora_formats(self) -> tuple[str, ...]:
-        """Return the default export formats of a LoRA, so that every tool can load one of the
-        files."""
+        """Return the default export formats of a LoRA, which together cover every tool."""
         kohya = ("kohya",) if self.KOHYA is not None else ()
         apart = self.COMFYUI is not None and not (kohya and self.COMFYUI_READS_KOHYA)
         return ("diffusers", *kohya, *(("comfyui",) if apart else ()))
@@ -298,8 +294,7 @@ class Family(ABC):
         return (height // 2) * (width // 2) * frames
 
     def sigma_range(self) -> tuple[float, float]:
-        """Return the range of sigma for this denoiser: (0, 1) unless another denoiser covers the
-        rest."""
+        """Return this denoiser's range of sigma: (0, 1) unless another one covers the rest."""
         return 0.0, 1.0
 
     @property
@@ -348,8 +343,7 @@ class Family(ABC):
     def pipeline_with_image(
         self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
     ) -> Any:
-        """Return the stock pipeline that takes conditioning images, sharing the usual one's
-        components.
+        """Return the stock pipeline for conditioning images, with the usual one's components.
 
         Args:
             pipeline: The usual pipeline.
@@ -360,8 +354,7 @@ class Family(ABC):
         return pipeline
 
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
-        """Return the pipeline's arguments for conditioning images that already have their final
-        size.
+        """Return the pipeline's arguments for conditioning images at their final size.
 
         Args:
             pictures: At least one.
@@ -377,8 +370,7 @@ class Family(ABC):
         return self._timesteps(request.steps) * self.forwards_per_step(request)
 
     def _timesteps(self, steps: int) -> int:
-        """Return the number of denoising steps that the model's scheduler makes of a number of
-        steps.
+        """Return the denoising steps that the model's scheduler makes of a number of steps.
 
         Some make more on a discrete schedule: PNDM one more, Heun nearly twice as many.
         """

@@ -1,5 +1,4 @@
-"""Pad encoded texts to equal length, for pipelines that require it of prompt and negative
-prompt."""
+"""Pad prompt and negative prompt to equal length, for pipelines that require it."""
 
 from __future__ import annotations
 

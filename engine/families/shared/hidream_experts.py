@@ -73,8 +73,7 @@ def _moved(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _read_later(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """Start copying integers `(N,)` to the host; return a function that waits only for this
-    copy."""
+    """Start copying integers `(N,)` to the host; return a function that waits for this copy."""
     if not numbers.is_cuda:
         return numbers.tolist
     host = numbers.to("cpu", non_blocking=True)  # into pinned memory

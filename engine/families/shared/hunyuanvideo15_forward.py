@@ -71,8 +71,7 @@ class SeenKeys(HunyuanVideoAttnProcessor2_0):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        """Call like the model's own processor; `attention_mask` is that of texts `(B, L)`, or
-        None."""
+        """Call the processor; `attention_mask` is that of texts `(B, L)`, or None."""
         if attention_mask is not None:
             before = (hidden_states.shape[1], 0)  # all tokens of the video
             seen = functional.pad(attention_mask.bool(), before, value=True)

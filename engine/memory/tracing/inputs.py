@@ -233,8 +233,7 @@ def largest_encoded(spec: JobSpec) -> tuple[int, int]:
 
 
 def training_frames(spec: InputKeys) -> int:
-    """Return the frames of a sample, or the most that a video may have if the job sets no
-    number."""
+    """Return the frames of a sample, or the maximum if the job sets no number."""
     step = get_family(spec.model_family).frame_step
     if not step:
         return 1

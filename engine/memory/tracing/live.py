@@ -63,8 +63,7 @@ class Live(TorchDispatchMode):
     # -- counting --------------------------------------------------------------------------
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage unless it is counted already; for a wrapper, the wrapped
-        tensors."""
+        """Count a tensor's storage (for a wrapper, the wrapped tensors') unless already counted."""
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is not None:  # a `DTensor` reports its full size
             for name in flatten()[0]:

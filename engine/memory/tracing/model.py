@@ -312,8 +312,7 @@ def _published(shape: Shape, family: Family) -> dict[str, StoredTensor] | None:
 
 
 def _set_precision(model: torch.nn.Module, shape: Shape, fp32: set[str]) -> None:
-    """Convert parameters to their storage precision, like
-    `engine.model.files.weights.build_on_meta`."""
+    """Convert parameters to their storage precision, as `build_on_meta` does."""
     spec = shape.spec
     made: dict[int, torch.nn.Parameter] = {}
     for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():

@@ -214,8 +214,7 @@ def _stand_ins(tensors: list[torch.Tensor], watch: _Watch) -> list[torch.Tensor]
 
 
 def _write_outputs(record: Record, returned: list[Any], places: dict[int, int]) -> dict[int, int]:
-    """Record the locations of the outputs, and return the numbers of the new storages among
-    them."""
+    """Record the locations of the outputs, and return their new storages with numbers."""
     fresh: dict[int, int] = {}
     for tensor in returned:
         if not isinstance(tensor, torch.Tensor):

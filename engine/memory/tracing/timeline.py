@@ -90,8 +90,7 @@ class Recorder:
         self.entries.append(Mark(kind, name))
 
     def replay(self, entries: Sequence[Entry], rename: Callable[[str], str]) -> None:
-        """Replay entries recorded elsewhere on top of the current memory, without lasting
-        effects."""
+        """Replay entries recorded elsewhere, without their lasting effects."""
         self.flush()
         above = self.live.activations - self._base[0], self.live.gradients - self._base[1]
         for entry in entries:
@@ -109,8 +108,7 @@ class Recorder:
 
     @contextmanager
     def apart(self) -> Iterator[list[Entry]]:
-        """Record a separate timeline inside this context, relative to the memory alive at its
-        start."""
+        """Record a separate timeline, relative to the memory alive at its start."""
         outer, base = self.entries, self._base
         inner: list[Entry] = []
         self.entries = inner

@@ -119,8 +119,7 @@ def scales_in(
 def single_names(
     model: torch.nn.Module, modules: list[str], family: Family
 ) -> list[dict[str, str]]:
-    """Return other tools' names of a model's modules, for tools with one module per module of
-    ours."""
+    """Return other tools' names of a model's modules, for tools that fuse none of them."""
     shapes = {}
     for module in modules:
         layer: Any = model.get_submodule(module).base_layer

@@ -26,16 +26,14 @@ class _Lokr:
     """Shared by both layer types: one adapter, and LyCORIS's scale."""
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Create the factors. As in LyCORIS, alpha has no effect if neither factor is
-        factorized."""
+        """Create the factors. As in LyCORIS, alpha is ignored if neither is factorized."""
         super().update_layer(adapter_name, *args, **kwargs)  # type: ignore[misc]
         layer: Any = self
         if adapter_name in layer.lokr_w1 and adapter_name in layer.lokr_w2:
             layer.scaling[adapter_name] = 1.0
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replace peft's forward, without module dropout, which draws a random number on the
-        host."""
+        """Replace peft's forward, which draws a number on the host for module dropout."""
         layer: Any = self
         out: torch.Tensor = layer.base_layer(x, *args, **kwargs)
         if layer.disable_adapters or layer.merged:

@@ -1,5 +1,4 @@
-"""Add LoRA and LoKr to models through peft, inside the blocks, so that sharding and saving see
-them."""
+"""Add LoRA and LoKr through peft, inside the blocks, so that FSDP and saving see them."""
 
 from __future__ import annotations
 
@@ -171,8 +170,7 @@ def _lokr_config(spec: LoraKeys, targets: str) -> LoKrConfig:
 
 
 def _modules(names: list[str] | None) -> list[str] | str | None:
-    """Return suffixes as peft takes them or, if there are regular expressions among them, one
-    regex."""
+    """Return suffixes as peft takes them, or one regex if any of them is a regex."""
     if not names or not any(_PATTERN.search(name) for name in names):
         return names
     each = [n if _PATTERN.search(n) else rf"(?:.*\.)?{re.escape(n)}" for n in names]
@@ -199,8 +197,7 @@ def is_lora(name: str) -> bool:
 
 
 def begins_at_zero(name: str) -> bool:
-    """Return whether an adapter's tensor is initialized to zero, so that the adapter has no
-    effect."""
+    """Return whether an adapter's tensor starts at zero, so that it has no effect at first."""
     return _ZERO.search(name) is not None
 
 

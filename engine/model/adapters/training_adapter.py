@@ -217,8 +217,7 @@ def without_training_adapter(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Return linear layers by their names in the checkpoint, without those of the trained
-    adapter."""
+    """Return linear layers by name in the checkpoint, without those of the trained adapter."""
     return {
         name.removesuffix(".base_layer"): module
         for name, module in model.named_modules()
@@ -227,7 +226,6 @@ def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 
 def _add(layer: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-    """Add the training adapter's output; a forward hook of a layer or its trained-adapter
-    wrapper."""
+    """Add the training adapter's output, as a forward hook of a layer or its LoRA wrapper."""
     adapter: TrainingAdapter = layer.training_adapter
     return adapter(args[0], out) if adapter.enabled else out

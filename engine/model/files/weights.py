@@ -337,8 +337,7 @@ def rows_of(tensor: DTensor) -> slice:
 def _own_tensors(
     model: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Return parameters and persistent buffers, each once by its first name, and all their
-    names."""
+    """Return parameters and persistent buffers by their first name, and all their names."""
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, list[str]] = {}

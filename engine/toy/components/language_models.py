@@ -120,8 +120,7 @@ def build_qwen2_5_vl(
 def build_qwen2_5_vl_text(
     tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 4
 ) -> Qwen2_5_VLTextModel:
-    """Build Qwen2.5-VL without head and image encoder (HunyuanVideo 1.5 skips its last two
-    layers)."""
+    """Build Qwen2.5-VL's text model (HunyuanVideo 1.5 skips its last two layers)."""
     return build_qwen2_5_vl(tokenizer, dim, seed=seed, layers=layers).model.language_model
 
 

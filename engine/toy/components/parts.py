@@ -127,8 +127,7 @@ def cast(module: Model, dtype: torch.dtype) -> Model:
 
 
 def save(pipeline: Any, model_dir: Path, dtype: str, **options: Any) -> None:
-    """Write a pipeline like published ones, with its weights in a dtype (`float32`, `bfloat16`,
-    …)."""
+    """Write a pipeline like published ones, in a dtype (`float32`, `bfloat16`, …)."""
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             cast(part, getattr(torch, dtype))

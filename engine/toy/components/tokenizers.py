@@ -155,8 +155,7 @@ def build_other_clip_tokenizer(
 def build_qwen_tokenizer(
     captions: Iterable[str], template: str = QWEN_IMAGE_TEMPLATE
 ) -> Qwen2Tokenizer:
-    """Build the tokenizer of Qwen2.5-VL and Qwen3: byte-level, no start token, with a chat
-    template.
+    """Build the tokenizer of Qwen2.5-VL and Qwen3: bytes, no start token, a chat template.
 
     Qwen-Image uses the former, FLUX.2 klein and Z-Image the latter.
     """

@@ -45,8 +45,7 @@ def fill_random(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, since the number of threads changes the order of sums and so their
-    bits."""
+    """Compute with one thread, since their number changes the order of sums and so the bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -54,7 +54,7 @@ class Family(ABC):
     """Regular expression of the module names that get an adapter."""
 
     LORA_FILLED_UP: str | None = None
-    """Regular expression of the modules to which the stock pipeline adds a zero adapter if missing."""
+    """Regular expression of the modules to which the stock pipeline adds missing zero adapters."""
 
     MODULATION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
     """Regular expression of block layers that compute shifts and scales for the layers after them.

@@ -99,7 +99,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         world=world,
         barrier=barrier,
         telemetry=telemetry,
-        wants_stop=control.wants_stop,
+        stop_requested=control.stop_requested,
         spec=spec,
         family=family,
         model_root=model_root,

@@ -38,10 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # some constructors would download files
     lean = not options.whole and "_class_name" in config
     try:
-        detected = _look(config, options.config.parent, lean=lean)
+        detected = _detect(config, options.config.parent, lean=lean)
     except Exception as error:
         if lean and not _is_final(error):  # lean imports may be the cause
-            return _again()
+            return _restart_with_full_imports()
         if not isinstance(error, UserError):
             raise
         print(f"fsdp-tui: {error}", file=sys.stderr)
@@ -50,18 +50,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _look(config: dict[str, Any], directory: Path, *, lean: bool) -> dict[str, Any]:
-    _tell(0)
+def _detect(config: dict[str, Any], directory: Path, *, lean: bool) -> dict[str, Any]:
+    _print_progress(0)
     if lean:
         import_lean()
     from engine.blocks.build import build
     from engine.blocks.detection import report
 
-    _tell(1)
+    _print_progress(1)
     model = build(config, directory)
-    _tell(2)
+    _print_progress(2)
     detected = report(model)
-    _tell(3)
+    _print_progress(3)
     return detected
 
 
@@ -72,11 +72,11 @@ def _is_final(error: Exception) -> bool:
     return isinstance(error, NoSuchClassError)
 
 
-def _tell(done: int) -> None:
+def _print_progress(done: int) -> None:
     print(f"step {done} {_STEPS}", file=sys.stderr, flush=True)
 
 
-def _again() -> int:
+def _restart_with_full_imports() -> int:
     """Replace this process by one with full imports, since lean imports cannot be undone."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "engine.blocks", *sys.argv[1:], "--whole"])

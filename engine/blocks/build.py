@@ -36,11 +36,11 @@ def import_lean() -> None:
     hide(*_OPTIONAL)
     # The imported modules only mark functions that must not be compiled, and nothing is compiled
     # here.
-    _stand_in("torch._dynamo", disable=_as_it_is, allow_in_graph=_as_it_is)
+    _stand_in("torch._dynamo", disable=_identity, allow_in_graph=_identity)
     # The real module imports sympy, 33 MiB (torch 2.15), for kernels that a model without weights
     # never
     # runs.
-    _stand_in("torch.nn.attention.flex_attention", BlockMask=object, create_block_mask=_as_it_is)
+    _stand_in("torch.nn.attention.flex_attention", BlockMask=object, create_block_mask=_identity)
 
 
 def _stand_in(name: str, **contents: Any) -> None:
@@ -50,9 +50,9 @@ def _stand_in(name: str, **contents: Any) -> None:
     sys.modules.setdefault(name, module)
 
 
-def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
+def _identity(function: Any = None, *_: Any, **__: Any) -> Any:
     """Return the decorated function unchanged, with or without decorator arguments."""
-    return function if callable(function) else _as_it_is
+    return function if callable(function) else _identity
 
 
 # -- build ----------------------------------------------------------------------------------

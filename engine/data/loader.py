@@ -12,7 +12,7 @@ import torch
 from engine.data.encode.tensor_cache import nonfinite
 from engine.data.encode.texts import TrainedTexts
 from engine.data.index.batch_plan import Draw, positions_of_rank
-from engine.diffusion.objective import Drawn
+from engine.diffusion.objective import NoiseDraw
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of
@@ -48,7 +48,7 @@ class MicroBatch:
 
     positions: range
     latents: torch.Tensor
-    drawn: Drawn
+    drawn: NoiseDraw
     condition: dict[str, torch.Tensor]
     weight: torch.Tensor | None = None
 
@@ -73,7 +73,7 @@ class _Read:
     draws: list[Draw]
     positions: range
     latents: torch.Tensor
-    drawn: Drawn
+    drawn: NoiseDraw
     texts: list[Text]
     pictures: list[Shown]
     references: dict[str, torch.Tensor]
@@ -167,7 +167,7 @@ class Loader:
         condition = batch.condition
         if condition is not None:
             condition = {name: tensor.pin_memory() for name, tensor in condition.items()}
-        drawn = Drawn(*(tensor.pin_memory() for tensor in batch.drawn))
+        drawn = NoiseDraw(*(tensor.pin_memory() for tensor in batch.drawn))
         weight = None if batch.weight is None else batch.weight.pin_memory()
         latents = batch.latents.pin_memory()
         return replace(batch, latents=latents, drawn=drawn, condition=condition, weight=weight)
@@ -226,7 +226,7 @@ class Loader:
         return MicroBatch(
             batch.positions,
             batch.latents.to(device, non_blocking=True),
-            Drawn(*(tensor.to(device, non_blocking=True) for tensor in batch.drawn)),
+            NoiseDraw(*(tensor.to(device, non_blocking=True) for tensor in batch.drawn)),
             {name: tensor.to(device, non_blocking=True) for name, tensor in condition.items()},
             None if batch.weight is None else batch.weight.to(device, non_blocking=True),
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.data.encode.latents import LatentKeys, LossWeights, prepare_latents, prepare_masks
 from engine.data.encode.tensor_cache import TensorCache
-from engine.data.encode.texts import NO_TEXT, Text, Texts, looks_of, looks_of_prompt, prepare_texts
+from engine.data.encode.texts import NO_TEXT, Text, Texts, images_of, prepare_texts, prompt_images
 from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
 from engine.data.index.captions import prompt_text
 from engine.data.index.data_index import DataIndex, build_index, hold_out
@@ -123,8 +123,8 @@ class Prepared:
         self, text: str, *, negative: bool = False, images: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
         """Return an encoded validation prompt or negative prompt."""
-        looks = looks_of_prompt(images, self.pictures, self.spec)
-        return self.texts.encoded(Text(prompt_text(text, self.spec), negative, looks))
+        inputs = prompt_images(images, self.pictures, self.spec)
+        return self.texts.encoded(Text(prompt_text(text, self.spec), negative, inputs))
 
     def held_latents(self, number: int) -> torch.Tensor:
         """Return the latents of a held-out sample's first view: `(C, h, w)`, or `(C, f, h, w)`."""
@@ -204,19 +204,19 @@ def _caption(
 ) -> Text:
     own = captions[draw.sample]
     words = own[nth_variant(len(own), draw.turn, spec.seed, "caption", draw.sample)]
-    return Text(words, looks=_looks(draw, samples, spec))
+    return Text(words, images=_images(draw, samples, spec))
 
 
 def _dropped(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> Text:
-    return NO_TEXT._replace(looks=_looks(draw, samples, spec))
+    return NO_TEXT._replace(images=_images(draw, samples, spec))
 
 
-def _looks(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> tuple[ImageInput, ...]:
-    return looks_of(samples[draw.sample], view_number(draw, spec), spec)
+def _images(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> tuple[ImageInput, ...]:
+    return images_of(samples[draw.sample], view_number(draw, spec), spec)
 
 
 def _held_text(sample: Sample, spec: JobSpec) -> Text:
-    return Text(sample_texts(sample, spec)[0], looks=looks_of(sample, 0, spec))
+    return Text(sample_texts(sample, spec)[0], images=images_of(sample, 0, spec))
 
 
 def _drawn(
@@ -233,9 +233,9 @@ def _drawn(
     everything = len(captions) * max(views, *(len(own) for own in captions))
     if steps_of(spec) * plan.global_batch >= everything:
         pairs = [(sample, view) for sample in range(len(captions)) for view in range(views)]
-        shown = [(sample, looks_of(samples[sample], view, spec)) for sample, view in pairs]
-        texts = [Text(words, looks=looks) for sample, looks in shown for words in captions[sample]]
-        return pairs, [*texts, *(NO_TEXT._replace(looks=looks) for _, looks in shown if drops)]
+        shown = [(sample, images_of(samples[sample], view, spec)) for sample, view in pairs]
+        texts = [Text(words, images=own) for sample, own in shown for words in captions[sample]]
+        return pairs, [*texts, *(NO_TEXT._replace(images=own) for _, own in shown if drops)]
     steps = [draw for step in range(steps_of(spec)) for draw in plan.draws(step)]
     pairs = sorted({(draw.sample, view_number(draw, spec)) for draw in steps})
     drawn = dict.fromkeys(_caption(draw, captions, samples, spec) for draw in steps)
@@ -247,10 +247,10 @@ def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
     """Return the prompts to sample, and the negative prompts that have an effect."""
     texts = []
     for request in requests_of(spec):
-        looks = looks_of_prompt(request.conditioning, pictures, spec)
-        texts.append(Text(prompt_text(request.prompt, spec), looks=looks))
+        images = prompt_images(request.conditioning, pictures, spec)
+        texts.append(Text(prompt_text(request.prompt, spec), images=images))
         if request.guided and request.negative_prompt is not None:
-            texts.append(Text(prompt_text(request.negative_prompt, spec), True, looks))
+            texts.append(Text(prompt_text(request.negative_prompt, spec), True, images))
     return texts
 
 
@@ -284,27 +284,27 @@ def _index(run: RunContext) -> DataIndex:
     path = run.run_dir.root / "data.json"
     if run.world.main:
         before = _index_of_last_attempt(path)
-        indexed = _look(run, path)
+        indexed = _build_index(run, path)
         run.arrive("index", {})
         if indexed is not None:
-            _tell(*indexed, before, run.telemetry)
+            _report(*indexed, before, run.telemetry)
     run.barrier.wait("index", ranks=1)
     run.words("index")
     return DataIndex.load(path)
 
 
-def _look(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | None:
+def _build_index(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | None:
     """Index the data, and write the index and the report; None if a stop was requested."""
     with run.telemetry.phase("index") as progress:
 
-        def looked(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             progress.total = total
             progress(done)
-            if run.wants_stop():
+            if run.stop_requested():
                 raise StoppedError("index")
 
         try:
-            index = build_index(run.spec, looked)
+            index = build_index(run.spec, on_progress)
         except StoppedError:
             return None  # the other ranks see the request at the barrier, and all leave there
         index.save(path)
@@ -313,7 +313,7 @@ def _look(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | None:
         return index, report
 
 
-def _tell(
+def _report(
     index: DataIndex, report: DataReport, before: DataIndex | None, telemetry: Telemetry
 ) -> None:
     """Log a summary of the data, and what changed since the last attempt."""

@@ -305,15 +305,15 @@ def summary(report: DataReport) -> list[str]:
             f"{bucket.cut_mean:.0%} cropped on average, {bucket.cut_most:.0%} max"
         )
     for kind, findings in (("skipped", report.reasons), ("read", report.handled)):
-        lines += [f"{kind}: {_in_words(finding)}" for finding in findings]
-    return lines + [f"note: {_in_words(caution)}" for caution in report.cautions]
+        lines += [f"{kind}: {_describe(finding)}" for finding in findings]
+    return lines + [f"note: {_describe(caution)}" for caution in report.cautions]
 
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _in_words(finding: Finding) -> str:
+def _describe(finding: Finding) -> str:
     example = f", such as {finding.examples[0]}" if finding.examples else ""
     return f"{finding.count} {finding.text}{example}"
 
@@ -493,14 +493,14 @@ def changed_since(before: DataIndex, now: DataIndex) -> str:
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
     pictures = sum(a.digest != b.digest for a, b in pairs)
     captions = sum(a.captions != b.captions for a, b in pairs)
-    beside = sum(_contents(a) != _contents(b) for a, b in pairs)
+    references = sum(_contents(a) != _contents(b) for a, b in pairs)
     weights = sum((a.mask, a.loss_weight) != (b.mask, b.loss_weight) for a, b in pairs)
     facts = [
         (added, "new"),
         (gone, "gone"),
         (pictures, "changed"),
         (captions, "with another caption"),
-        (beside, "with another conditioning image"),
+        (references, "with another conditioning image"),
         (weights, "with another mask or loss weight"),
     ]
     return ", ".join(f"{count} {text}" for count, text in facts if count)

@@ -127,7 +127,7 @@ def captions() -> list[str]:
     return [Scene(*parts).caption for parts in product(words, COLORS, BACKGROUNDS)]
 
 
-def draw(scene: Scene, chance: random.Random) -> Image:
+def draw(scene: Scene, rng: random.Random) -> Image:
     """Draw a scene, with random position, size and rotation."""
     return draw_picture(
         PicturePlan(
@@ -139,9 +139,9 @@ def draw(scene: Scene, chance: random.Random) -> Image:
             colour=scene.color,
             background="plain",
             background_colours=(scene.background, scene.background),
-            centre=(chance.uniform(0.47, 0.53), chance.uniform(0.47, 0.53)),
-            radius=chance.uniform(0.29, 0.34),
-            turn=chance.uniform(-0.08, 0.08),
+            centre=(rng.uniform(0.47, 0.53), rng.uniform(0.47, 0.53)),
+            radius=rng.uniform(0.29, 0.34),
+            turn=rng.uniform(-0.08, 0.08),
             slant=0.0,
         )
     )
@@ -149,8 +149,8 @@ def draw(scene: Scene, chance: random.Random) -> Image:
 
 def write_lessons(data_dir: Path) -> None:
     """Write an image of each lesson, with a caption file next to it; the same bytes each time."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     for number, scene in enumerate(lessons(), start=1):
         path = data_dir / f"{scene.stem}-{number}.png"
-        draw(scene, chance).save(path)
+        draw(scene, rng).save(path)
         path.with_suffix(".txt").write_text(scene.caption + "\n", encoding="utf-8")

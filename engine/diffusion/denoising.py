@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.diffusion.objective import Drawn, Problem
+from engine.diffusion.objective import NoiseDraw, NoisySample
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Denoising:
         """Return what the model predicts: epsilon or v_prediction."""
         return str(self.scheduler.config.prediction_type)
 
-    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
+    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> NoiseDraw:
         """Draw a timestep and noise for each sample.
 
         Args:
@@ -60,16 +60,16 @@ class Denoising:
         for generator in generators:
             drawn.append(torch.randint(steps, (), generator=generator))
             noises.append(torch.randn(latents.shape[1:], generator=generator))
-        return Drawn(torch.stack(drawn), torch.stack(noises))
+        return NoiseDraw(torch.stack(drawn), torch.stack(noises))
 
-    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
+    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         """Return noisy latents, the timesteps as the level, and the noise or v as the target."""
         timesteps, noise = drawn
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
         target = noise
         if self.prediction == "v_prediction":
             target = self.scheduler.get_velocity(latents, noise, timesteps)
-        return Problem(
+        return NoisySample(
             noisy, timesteps, target, self._weight(timesteps), self._thresholds(timesteps)
         )
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SCHEDULED: Final = ("shift", "uniform_shift")
 
 
-class Drawn(NamedTuple):
+class NoiseDraw(NamedTuple):
     """The random draws of a micro-batch.
 
     Attributes:
@@ -39,7 +39,7 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class NoisySample:
     """Noisy samples and training targets of a micro-batch.
 
     Attributes:
@@ -65,11 +65,11 @@ class Objective(Protocol):
     noisy samples are computed on the device.
     """
 
-    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
+    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> NoiseDraw:
         """Draw for clean latents `(B, C, h, w)`, each sample with its own generator on the CPU."""
         ...
 
-    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
+    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         """Add noise to clean latents `(B, C, h, w)`, on their device.
 
         It does not synchronize the device.
@@ -117,7 +117,7 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
 
 def loss_of(
     prediction: torch.Tensor,
-    problem: Problem,
+    problem: NoisySample,
     spec: NoiseKeys,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -146,7 +146,7 @@ def loss_of(
     return losses.mean()
 
 
-def _pseudo_huber(prediction: torch.Tensor, problem: Problem, spec: NoiseKeys) -> torch.Tensor:
+def _pseudo_huber(prediction: torch.Tensor, problem: NoisySample, spec: NoiseKeys) -> torch.Tensor:
     """Return huber or smooth_l1 of each element, as in sd-scripts (`conditional_loss`).
 
     For an error d, huber is 2c(√(d² + c²) - c): d² for small d, like mse, and 2c|d| for large d.

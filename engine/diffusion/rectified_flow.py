@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from engine.diffusion.huber import scheduled
-from engine.diffusion.objective import Drawn, Problem
+from engine.diffusion.objective import NoiseDraw, NoisySample
 from jobs.spec.noise_levels import LEAST_STRETCHED, SHIFTED, sigma_at, stretched_ends
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Flow:
     sigmas: tuple[float, float] = (0.0, 1.0)
     terminal: float = 0.0
 
-    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
+    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> NoiseDraw:
         """Draw sigma and noise for each sample.
 
         Args:
@@ -78,19 +78,19 @@ class Flow:
         for generator in generators:
             sigmas.append(self._draw_sigma(shift, generator))
             noises.append(torch.randn(latents.shape[1:], generator=generator))
-        return Drawn(torch.stack(sigmas), torch.stack(noises))
+        return NoiseDraw(torch.stack(sigmas), torch.stack(noises))
 
-    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
+    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         """Return noisy latents `(1 - sigma) · latents + sigma · noise` and their target.
 
         The level is sigma in (0, 1), and the target is the velocity `noise - latents`.
         """
         sigma, noise = drawn
-        mix = sigma.view(-1, *[1] * (latents.dim() - 1))
+        s = sigma.view(-1, *[1] * (latents.dim() - 1))
         weight = _weight(sigma, self.spec.loss_weighting)
         huber = scheduled(self.spec)
         threshold = huber.thresholds(sigma, 1 - sigma) if huber else None
-        return Problem((1 - mix) * latents + mix * noise, sigma, noise - latents, weight, threshold)
+        return NoisySample((1 - s) * latents + s * noise, sigma, noise - latents, weight, threshold)
 
     def shift_for(self, latents: torch.Tensor) -> float:
         """Return the job's shift, else that of `shift_of` for latents of this size."""

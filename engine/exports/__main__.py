@@ -99,8 +99,8 @@ def _export(options: Namespace) -> dict[str, Any]:
         single_file=options.single_file,
     )
     source = open_checkpoint(checkpoint, ema=ema)
-    telling = progress.of("writing")
-    with Writing(recipe, source.facts, options.target, telling) as writing:
+    report = progress.of("writing")
+    with Writing(recipe, source.facts, options.target, report) as writing:
         for name in source.facts:
             whole = source.read(name)
             assert whole is not None
@@ -121,13 +121,13 @@ def _check(checkpoint: Checkpoint, progress: _Progress) -> None:
     Raises:
         UserError: The checkpoint is damaged.
     """
-    telling, total = progress.of("checking"), checkpoint.bytes >> 20
+    report, total = progress.of("checking"), checkpoint.bytes >> 20
     read = 0
 
     def more(count: int) -> None:
         nonlocal read
         read += count
-        telling(min(read >> 20, total), total)
+        report(min(read >> 20, total), total)
 
     if damage := find_damage(checkpoint.path, progress=more):
         raise UserError(
@@ -146,15 +146,15 @@ class _Progress:
         """Return a stage's callback, which takes the amount done and the total."""
         self._printed = 0.0  # the first progress of a stage is always printed
 
-        def tell(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             if done == total or time.monotonic() - self._printed >= _PROGRESS_EVERY:
                 self._printed = time.monotonic()
                 print(f"exporting {stage} {done} {total}", file=sys.stderr, flush=True)
 
-        return tell
+        return report
 
 
-def settle() -> None:
+def prepare_process() -> None:
     """Set up this process as a command-line tool, before torch is imported."""
     # All inputs are on this machine, and exporting needs no GPU.
     os.environ.update(_SETTINGS)
@@ -166,5 +166,5 @@ def settle() -> None:
 
 
 if __name__ == "__main__":
-    settle()
+    prepare_process()
     run_command(main)

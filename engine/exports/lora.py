@@ -84,7 +84,7 @@ class LoraOutput:
         everything = get_peft_model_state_dict(
             self._model, state_dict=self._whole, adapter_name=lora.ADAPTER
         )
-        self._judge(everything)
+        self._check_zeros(everything)
         folded = _folded(everything, lora.scales_of(self._model))
         layers, texts = text_lora.parted(folded, self._recipe.family)
         if "diffusers" in self._formats:
@@ -99,12 +99,12 @@ class LoraOutput:
     def abandon(self) -> None:
         """Do nothing, since no file stays open between calls."""
 
-    def _judge(self, layers: Mapping[str, torch.Tensor]) -> None:
+    def _check_zeros(self, layers: Mapping[str, torch.Tensor]) -> None:
         """Reject a broken adapter: A is never zero, and B stops being zero with the first step."""
         zeros = [n for n, t in layers.items() if not t.any()]
-        if empty := [n for n in zeros if not lora.begins_at_zero(n)]:
+        if empty := [n for n in zeros if not lora.starts_at_zero(n)]:
             raise DamagedError(f"the adapter is incomplete: {empty[0]} is zero")
-        if self._recipe.step and all(n in zeros for n in layers if lora.begins_at_zero(n)):
+        if self._recipe.step and all(n in zeros for n in layers if lora.starts_at_zero(n)):
             every = "second matrix" if self._lokr else "B"
             self.warnings.append(
                 f"after {self._recipe.step} steps the adapter still has no effect: every {every} "

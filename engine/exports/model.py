@@ -16,9 +16,9 @@ from engine.exports.stock import (
     absent_checks,
     bytes_to_copy,
     check_model,
+    copy_or_link,
     files_of,
     read_index,
-    take_over,
     write_index_without,
 )
 from engine.model.files import weights
@@ -118,7 +118,7 @@ class ModelOutput:
         for name in sorted(self._missing):  # not trained
             self.add(name, read_stored(self._stored[name]))
         for copy in self._others:
-            take_over(copy, self._directory)
+            copy_or_link(copy, self._directory)
             checked()
         if self._absent:
             write_index_without(self._absent, self._index, self._directory)

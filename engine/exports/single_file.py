@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Made:
+class Fused:
     """A tensor of the authors' layout.
 
     Attributes:
@@ -103,7 +103,7 @@ _SINGLE: Final = {
 _PROJECTION: Final = re.compile(r"encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)")
 
 
-def sdxl_layout(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
+def sdxl_layout(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:
     """Return the tensors of Stability's layout by name.
 
     Args:
@@ -113,7 +113,7 @@ def sdxl_layout(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
     Raises:
         UserError: A tensor has no counterpart in the layout.
     """
-    made: dict[str, Made] = {}
+    made: dict[str, Fused] = {}
     blocks = 1 + max(
         (int(m[1]) for n in shapes if (m := re.match(r"vae/decoder\.up_blocks\.(\d+)", n))),
         default=0,
@@ -124,14 +124,14 @@ def sdxl_layout(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
         if component == "vae":
             theirs = _of_vae(module, blocks)
             point = ".mid.attn_1." in theirs and end == "weight" and len(shape) == 2
-            made[f"{_VAE}{theirs}.{end}"] = Made((name,), kernel=point)
+            made[f"{_VAE}{theirs}.{end}"] = Fused((name,), kernel=point)
         elif component == "text_encoder":
             own = inner if inner.startswith("text_model.") else f"text_model.{inner}"
-            made[_CLIP + own] = Made((name,))
+            made[_CLIP + own] = Fused((name,))
         elif component == "text_encoder_2":
             _add_open_clip(made, name, inner.removeprefix("text_model."), shapes)
         else:
-            made[f"{UNET}{module_of_stability(module)}.{end}"] = Made((name,))
+            made[f"{UNET}{module_of_stability(module)}.{end}"] = Fused((name,))
     return made
 
 
@@ -162,7 +162,7 @@ def _of_vae(module: str, blocks: int) -> str:
 
 
 def _add_open_clip(
-    made: dict[str, Made], name: str, inner: str, shapes: Mapping[str, tuple[int, ...]]
+    made: dict[str, Fused], name: str, inner: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Add a tensor of the second text encoder, where query, key and value are fused.
 
@@ -170,20 +170,20 @@ def _add_open_clip(
         UserError: The tensor has no counterpart in the layout.
     """
     if inner == "text_projection.weight":
-        made[f"{_OPEN_CLIP}text_projection"] = Made((name,), transposed=True)
+        made[f"{_OPEN_CLIP}text_projection"] = Fused((name,), transposed=True)
     elif inner in _SINGLE:
-        made[_OPEN_CLIP + _SINGLE[inner]] = Made((name,))
+        made[_OPEN_CLIP + _SINGLE[inner]] = Fused((name,))
     elif match := _PROJECTION.fullmatch(inner):
         target = f"{_OPEN_CLIP}transformer.resblocks.{match[1]}.attn.in_proj_{match[3]}"
         members = tuple(name.replace(f".{match[2]}_proj.", f".{part}_proj.") for part in "qkv")
         if missing := [member for member in members if member not in shapes]:
             raise UserError(f"the model lacks {missing[0]}")
-        made[target] = Made(members)
+        made[target] = Fused(members)
     elif match := re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", inner):
         theirs = _LAYERS.get(match[2])
         if theirs is None:
             raise UserError(f"the single file of sdxl has no place for {name}")
-        made[f"{_OPEN_CLIP}transformer.resblocks.{match[1]}.{theirs}.{match[3]}"] = Made((name,))
+        made[f"{_OPEN_CLIP}transformer.resblocks.{match[1]}.{theirs}.{match[3]}"] = Fused((name,))
     elif not inner.endswith("position_ids"):
         raise UserError(f"the single file of sdxl has no place for {name}")
 
@@ -251,7 +251,7 @@ RENAMES: Final = {
 }
 
 
-def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
+def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused]:
     """Return the tensors of the authors' layout by name.
 
     Args:
@@ -271,18 +271,18 @@ def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dic
             f"{name} has no single-file export",
             f"{', '.join(RENAMES)} and sdxl have; others export as a diffusers directory",
         )
-    made: dict[str, Made] = {}
+    made: dict[str, Fused] = {}
     rest = set(shapes)
     for target, members, order in _layers(style, shapes):
         for end in ("weight", "bias"):
             sources = tuple(f"{member}.{end}" for member in members)
             if all(source in shapes for source in sources):
-                made[f"{target}.{end}"] = Made(sources, order)
+                made[f"{target}.{end}"] = Fused(sources, order)
                 rest -= {*sources}
     for source in sorted(rest):
         for pattern, theirs in RENAMES[name]:
             if match := re.fullmatch(pattern, source):
-                made[match.expand(theirs)] = Made((source,))
+                made[match.expand(theirs)] = Fused((source,))
                 break
         else:
             raise UserError(f"the single file of {name} has no place for {source}")

@@ -375,7 +375,7 @@ def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:
     return sum(s.st_size for s in sizes if s.st_dev != device or s.st_size < _LARGE)
 
 
-def take_over(copy: Copy, directory: Path) -> None:
+def copy_or_link(copy: Copy, directory: Path) -> None:
     """Put a file into the export: as a clone or link if possible, else as a verified copy.
 
     Raises:

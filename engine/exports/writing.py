@@ -189,7 +189,7 @@ class Writing:
         self._target = target
         self._progress = progress
         self._done = 0
-        with ExitStack() as opened, _in_words(target):
+        with ExitStack() as opened, _as_user_errors(target):
             self._aside = opened.enter_context(aside_of(target))
             self._output = _output_of(recipe)(recipe, facts, self._aside)
             opened.callback(self._output.abandon)
@@ -203,7 +203,7 @@ class Writing:
         Raises:
             UserError: It cannot be written or exported.
         """
-        with _in_words(self._target):
+        with _as_user_errors(self._target):
             self._output.add(name, tensor)
         self._advance()
 
@@ -215,7 +215,7 @@ class Writing:
             DamagedError: The written files differ from the trained weights.
         """
         recipe, spec = self._recipe, self._recipe.spec
-        with _in_words(self._target):
+        with _as_user_errors(self._target):
             self._output.finish(self._advance)
             facts = {
                 "schema": 1,
@@ -265,7 +265,7 @@ def _output_of(recipe: Recipe) -> type[LoraOutput | ModelOutput | SingleFileOutp
 
 
 @contextmanager
-def _in_words(target: Path) -> Iterator[None]:
+def _as_user_errors(target: Path) -> Iterator[None]:
     """Turn an `OSError` into a `UserError` about the export."""
     try:
         yield

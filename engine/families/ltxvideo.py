@@ -9,7 +9,7 @@ from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
-from engine.families.shared.references import held_first
+from engine.families.shared.references import insert_first_frame
 from engine.families.shared.text_masks import without_padding
 from jobs.run.rundir import read_json
 
@@ -90,7 +90,7 @@ class LTXVideo(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        noisy, mask = held_first(noisy, condition)
+        noisy, mask = insert_first_frame(noisy, condition)
         timestep = level.unsqueeze(-1) * 1000
         if mask is not None:
             timestep = timestep * mask.flatten()

@@ -16,7 +16,7 @@ from transformers import BatchFeature, CLIPVisionModel
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
-from engine.families.shared.references import BEGINNING, held_first
+from engine.families.shared.references import BEGINNING, insert_first_frame
 from jobs.spec.families.wan import T2V_GUIDANCE
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Wan(Family):
             noisy = torch.cat([noisy, _given(beginning), beginning], dim=1)
         # For TI2V-5B, the pipeline repeats the timestep for each token: it can hold the tokens of a
         # given frame back. Without one this says the same, and takes less memory.
-        noisy, mask = held_first(noisy, condition)
+        noisy, mask = insert_first_frame(noisy, condition)
         timestep = level * 1000
         if mask is not None:
             timestep = timestep[:, None] * mask[:, ::2, ::2].flatten()

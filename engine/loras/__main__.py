@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.exports.__main__ import settle
+from engine.exports.__main__ import prepare_process
 from engine.start.command import OneLineParser, run_command
 from jobs.errors import UserError
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     from engine.exports.readback import DamagedError
 
     try:
-        answer = _ANSWERS[options.command](options)
+        answer = _COMMANDS[options.command](options)
     except (UserError, DamagedError) as error:
         print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2
@@ -133,7 +133,7 @@ def _extract(options: Namespace) -> dict[str, Any]:
     )
 
 
-_ANSWERS: Final = {"info": _info, "merge": _merge, "resize": _resize, "extract": _extract}
+_COMMANDS: Final = {"info": _info, "merge": _merge, "resize": _resize, "extract": _extract}
 
 
 def _dtype(options: Namespace, file: Any) -> Any:
@@ -154,15 +154,15 @@ def _progress() -> Any:
     """Return a callback that prints the progress a few times a second."""
     printed = 0.0
 
-    def tell(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         nonlocal printed
         if done == total or time.monotonic() - printed >= _PROGRESS_EVERY:
             printed = time.monotonic()
             print(f"lora {done} {total}", file=sys.stderr, flush=True)
 
-    return tell
+    return report
 
 
 if __name__ == "__main__":
-    settle()
+    prepare_process()
     run_command(main)

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import HASH, PREFIX, UNKNOWN_HASH, date_of
 from engine.exports.source import read_stored
-from engine.exports.stock import bytes_to_copy, files_of, take_over
-from engine.loras.lora_file import aside_file, check_room, in_sentences
-from engine.loras.placing import uses_of
+from engine.exports.stock import bytes_to_copy, copy_or_link, files_of
+from engine.loras.lora_file import as_user_errors, aside_file, check_room
+from engine.loras.placing import updates_of
 from jobs.errors import UserError
 from jobs.run.rundir import sync
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from engine.loras.lora_file import LoraFile
     from engine.loras.models import Component, Model
-    from engine.loras.placing import Use
+    from engine.loras.placing import Update
     from engine.model.files.weight_files import StoredTensor
 
 _STALE: Final = ("sshs_", f"{PREFIX}hash_")
@@ -58,14 +58,14 @@ def merge_into(
     """
     if any(file.is_dora for file in files) and (len(files) > 1 or weights != [1.0]):
         raise UserError("a DoRA can only be merged alone and at weight 1: it sets lengths")
-    uses: dict[str, dict[str, list[Use]]] = {}
+    updates: dict[str, dict[str, list[Update]]] = {}
     for file, weight in zip(files, weights, strict=True):
-        for name, of_layers in uses_of(file, weight, model, component).items():
-            mine = uses.setdefault(name, {})
+        for name, of_layers in updates_of(file, weight, model, component).items():
+            mine = updates.setdefault(name, {})
             for layer, some in of_layers.items():
                 mine.setdefault(layer, []).extend(some)
-    _check_precision(model, uses)
-    changed = {name: model.components[name] for name in uses}
+    _check_precision(model, updates)
+    changed = {name: model.components[name] for name in updates}
     total = sum(len(component.tensors) for component in changed.values())
     done = 0
 
@@ -81,20 +81,20 @@ def merge_into(
         facts = {name: (place.dtype, place.shape) for name, place in only.tensors.items()}
         header = _header(model.root, files, output)
         with aside_file(output, facts, header) as written:
-            _write(only.tensors, uses[only.name], written, more)
+            _write(only.tensors, updates[only.name], written, more)
     else:
-        _write_directory(model, changed, uses, files, output, more)
-    layers = sum(len(of_layers) for of_layers in uses.values())
-    return {"path": str(output), "layers": layers, "components": sorted(filter(None, uses))}
+        _write_directory(model, changed, updates, files, output, more)
+    layers = sum(len(of_layers) for of_layers in updates.values())
+    return {"path": str(output), "layers": layers, "components": sorted(filter(None, updates))}
 
 
-def _check_precision(model: Model, uses: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_precision(model: Model, updates: Mapping[str, Mapping[str, Any]]) -> None:
     """Reject weights in which the sum would be lost to rounding.
 
     Raises:
         UserError: A weight is quantized or has 8 bits.
     """
-    for name, of_tensors in uses.items():
+    for name, of_tensors in updates.items():
         component = model.components[name]
         for layer in of_tensors:
             dtype = component.tensors[layer].dtype
@@ -108,7 +108,7 @@ def _check_precision(model: Model, uses: Mapping[str, Mapping[str, Any]]) -> Non
 def _write_directory(
     model: Model,
     changed: Mapping[str, Component],
-    uses: Mapping[str, Mapping[str, list[Use]]],
+    updates: Mapping[str, Mapping[str, list[Update]]],
     files: list[LoraFile],
     output: Path,
     more: Callable[[], None],
@@ -128,11 +128,11 @@ def _write_directory(
         size += bytes_to_copy(copies, output.absolute().parent)
     check_room(output, size)
     aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    with in_sentences(output):
+    with as_user_errors(output):
         try:
             aside.mkdir()
             for copy in copies:
-                take_over(copy, aside)
+                copy_or_link(copy, aside)
             for component in changed.values():
                 place = aside / component.directory.relative_to(model.root)
                 place.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def _write_directory(
                     facts = {name: (t.dtype, t.shape) for name, t in tensors.items()}
                     written = VerifiedFile(place / file.name, facts, _header(file, files, output))
                     try:
-                        _write(tensors, uses[component.name], written, more)
+                        _write(tensors, updates[component.name], written, more)
                         written.close()
                         written.check()
                     finally:
@@ -171,28 +171,28 @@ def _copy_descriptions(component: Component, place: Path) -> None:
 
 def _write(
     tensors: Mapping[str, StoredTensor],
-    uses: Mapping[str, list[Use]],
+    updates: Mapping[str, list[Update]],
     written: VerifiedFile,
     more: Callable[[], None],
 ) -> None:
     """Write tensors one by one, adding their updates."""
     for name, place in sorted(tensors.items(), key=lambda item: item[1].start):
-        tensor, mine = read_stored(place), uses.get(name, [])
+        tensor, mine = read_stored(place), updates.get(name, [])
         written.add(name, changed_weight(tensor, mine) if mine else tensor)
         more()
 
 
 @torch.no_grad()
-def changed_weight(weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
+def changed_weight(weight: torch.Tensor, updates: list[Update]) -> torch.Tensor:
     """Return a weight plus the updates of adapters, in its own precision.
 
     Args:
         weight: `(out, in, …)`; may be changed in place.
-        uses: The adapters to apply.
+        updates: The adapters to apply.
     """
     wide = weight if weight.dtype is torch.float64 else weight.float()
     flat = wide.flatten(1)
-    for use in uses:
+    for use in updates:
         parts = {name: part.to(flat.dtype) for name, part in use.source.read(use.module).items()}
         mine = use.rows >= 0
         rows = use.rows[mine]

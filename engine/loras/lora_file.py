@@ -62,7 +62,7 @@ def check_room(output: Path, needed: int) -> None:
         raise UserError(f"{output} exists", "choose another --output, or remove it")
     if not output.parent.is_dir():
         raise UserError(f"{output.parent} is not a directory")
-    with in_sentences(output), tempfile.TemporaryFile(dir=output.parent):
+    with as_user_errors(output), tempfile.TemporaryFile(dir=output.parent):
         free = shutil.disk_usage(output.parent).free
     if needed + _SPARE_BYTES > free:
         raise UserError(
@@ -81,7 +81,7 @@ def aside_file(
         UserError: It cannot be written.
     """
     aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    with in_sentences(output):
+    with as_user_errors(output):
         file = VerifiedFile(aside, facts, header)
         try:
             yield file
@@ -95,7 +95,7 @@ def aside_file(
 
 
 @contextmanager
-def in_sentences(output: Path) -> Iterator[None]:
+def as_user_errors(output: Path) -> Iterator[None]:
     """Turn an `OSError` into a `UserError` about the output."""
     try:
         yield
@@ -286,7 +286,7 @@ def open_lora(place: str) -> LoraFile:
         for module, parts in modules.items():
             check_sizes(path, module, {part: tensor.shape for part, tensor in parts.items()})
     except UserError as error:
-        raise in_words(error) from None
+        raise rephrase(error) from None
     if not modules:
         raise UserError(f"{path} holds no tensors")
     for module, parts in modules.items():
@@ -315,7 +315,7 @@ def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     )
 
 
-def in_words(error: UserError) -> UserError:
+def rephrase(error: UserError) -> UserError:
     """Rephrase an error of the `init_lora` readers for these tools."""
     if not error.message.startswith(CANNOT):
         return error

@@ -43,7 +43,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Use:
+class Update:
     """An adapter that changes a layer.
 
     Attributes:
@@ -105,9 +105,9 @@ class Converted:
         }
 
 
-def uses_of(
+def updates_of(
     file: LoraFile, weight: float, model: Model, component: str | None
-) -> dict[str, dict[str, list[Use]]]:
+) -> dict[str, dict[str, list[Update]]]:
     """Return the updates that a file makes, by component and tensor name.
 
     Raises:
@@ -121,13 +121,13 @@ def uses_of(
         )
     texts = {module: parts for module, parts in file.modules.items() if module.startswith(TEXT)}
     others = {module: parts for module, parts in file.modules.items() if module not in texts}
-    uses: dict[str, dict[str, list[Use]]] = {}
+    updates: dict[str, dict[str, list[Update]]] = {}
     of_denoisers = _by_denoiser(file, others, model, component) if others else {}
     for name, modules in of_denoisers.items():
-        uses[name] = _of_denoiser(file, modules, weight, model, model.components[name])
+        updates[name] = _of_denoiser(file, modules, weight, model, model.components[name])
     if texts:
-        _of_texts(file, texts, weight, model, uses)
-    return uses
+        _of_texts(file, texts, weight, model, updates)
+    return updates
 
 
 def _by_denoiser(
@@ -165,7 +165,7 @@ def _of_denoiser(
     weight: float,
     model: Model,
     component: Component,
-) -> dict[str, list[Use]]:
+) -> dict[str, list[Update]]:
     """Return the updates that a file makes to a denoiser, by tensor name.
 
     Args:
@@ -195,7 +195,7 @@ def _of_converted(
     weight: float,
     model: Model,
     component: Component,
-) -> dict[str, list[Use]]:
+) -> dict[str, list[Update]]:
     """Return the updates if the model has its authors' layers, and the file diffusers' names.
 
     Raises:
@@ -239,7 +239,7 @@ def _of_texts(
     texts: Mapping[str, Any],
     weight: float,
     model: Model,
-    uses: dict[str, dict[str, list[Use]]],
+    updates: dict[str, dict[str, list[Update]]],
 ) -> None:
     """Add the updates that a file makes to text encoders.
 
@@ -264,7 +264,7 @@ def _of_texts(
         owner = torch.bucketize(named[module][:1], _firsts(layers), right=True) - 1
         component, _ = places[list(layers)[int(owner)]]
         for name, some in by_tensor.items():
-            uses.setdefault(component, {}).setdefault(name, []).extend(some)
+            updates.setdefault(component, {}).setdefault(name, []).extend(some)
 
 
 def _firsts(layers: Mapping[str, Layer]) -> torch.Tensor:
@@ -291,7 +291,7 @@ def _spread(
     weight: float,
     layers: Mapping[str, Layer],
     stored: Mapping[str, Place],
-) -> dict[str, list[Use]]:
+) -> dict[str, list[Update]]:
     """Return the adapters that change each tensor, by the tensor's name in the files.
 
     Args:
@@ -304,7 +304,7 @@ def _spread(
     Raises:
         UserError: A module has another size than the layers that it changes.
     """
-    uses: dict[str, list[Use]] = {}
+    updates: dict[str, list[Update]] = {}
     names = list(layers)
     for module, rows in modules.items():
         _check_size(source, module, rows, stored, layers)
@@ -313,8 +313,8 @@ def _spread(
             place = stored[names[owner]]
             first = layers[names[owner]].first - place.first
             own = torch.where(owners == owner, rows - first, -1)
-            uses.setdefault(place.tensor.name, []).append(Use(source, module, own, weight))
-    return uses
+            updates.setdefault(place.tensor.name, []).append(Update(source, module, own, weight))
+    return updates
 
 
 def _check_size(

@@ -38,22 +38,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", help="such as 2,4,8")
     parser.add_argument("--strategies", help="such as ddp,fsdp2")
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args(arguments)
-    if asked.job is None:
+    options = parser.parse_args(arguments)
+    if options.job is None:
         with contextlib.redirect_stdout(sys.stderr):  # only answers go to standard output
             serve(sys.__stdin__, sys.__stdout__)
         return 0
     try:
-        changes = dict(change.split("=", 1) for change in asked.changes)
-        ranks = [int(number) for number in asked.ranks.split(",")] if asked.ranks else None
-        spec = load_spec(asked.job, changes)
+        changes = dict(change.split("=", 1) for change in options.changes)
+        ranks = [int(number) for number in options.ranks.split(",")] if options.ranks else None
+        spec = load_spec(options.job, changes)
     except (UserError, ValueError) as error:
         print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2
-    strategies = asked.strategies.split(",") if asked.strategies else None
+    strategies = options.strategies.split(",") if options.strategies else None
     with contextlib.redirect_stdout(sys.stderr):
         predicted = answer(_estimator(), {"ranks": ranks, "strategies": strategies}, spec)
-    print(json.dumps(predicted) if asked.json else _table(predicted))
+    print(json.dumps(predicted) if options.json else _table(predicted))
     return 0 if predicted["predictions"] else 2
 
 

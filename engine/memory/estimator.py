@@ -87,14 +87,14 @@ class Estimator:
             spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path
         ).dtype_bytes
         layout = layout_of(spec, ranks, strategy)
-        beside = self._beside(spec, trace.shape, root, ranks) if root is not None else []
+        caching = self._caching(spec, trace.shape, root, ranks) if root is not None else []
         prediction = predict(
             trace,
             spec,
             ranks,
             strategy,
             sample=sample,
-            beside=beside,
+            other_phases=caching,
             resident=_resident(spec, root, ranks),
             overheads=self._overheads,
             disk=disk_of(spec, trace, file_bytes),
@@ -123,7 +123,7 @@ class Estimator:
         except Exception:
             return None
 
-    def _beside(self, spec: JobSpec, shape: Shape, root: Path, ranks: int) -> list[Phase]:
+    def _caching(self, spec: JobSpec, shape: Shape, root: Path, ranks: int) -> list[Phase]:
         key = shape.key
         texts = text_cache(spec, root, ranks)
         latents = self._once(("latents", key), lambda: latent_cache(spec, root))

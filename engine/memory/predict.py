@@ -220,7 +220,7 @@ def predict(
     *,
     sample: Trace | None = None,
     resident: int = 0,
-    beside: Sequence[Phase] = (),
+    other_phases: Sequence[Phase] = (),
     overheads: Overheads = OVERHEADS,
     host: Mapping[str, int] | None = None,
     disk: Mapping[str, int] | None = None,
@@ -235,7 +235,7 @@ def predict(
         strategy: single, ddp, hsdp or fsdp2; default: the one that the job would run.
         sample: Trace of the forward for its samples, if it makes any.
         resident: Bytes of other models that stay on the device during training.
-        beside: Phases that need no trace.
+        other_phases: Phases that need no trace.
         overheads: Memory on top of tensors.
         host: See `Prediction.host`.
         disk: See `Prediction.disk`.
@@ -292,7 +292,7 @@ def predict(
             parts = replace(parts, parameters=parts.parameters + other)
         parts = replace(parts, optimizer=parts.optimizer + averages)
         phases["sample"] = Phase("sample", parts, "denoising")
-    for phase in beside:
+    for phase in other_phases:
         if phase.name not in phases or phase.peak > phases[phase.name].peak:
             phases[phase.name] = phase
     peak = max(phase.peak for phase in phases.values())

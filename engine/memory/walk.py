@@ -71,7 +71,7 @@ class Cost:
         copied: Copies of shards, made when an all-gather starts, and freed once it is in flight.
         buffer: The all-gather's receive buffer.
         whole: The gathered weights.
-        again: Weights after forward, if they are resharded over fewer ranks.
+        partial: Weights after forward, if they are resharded over fewer ranks.
         gradients: Unsharded gradients of sharded weights.
         kept_gradients: Gradients of replicated weights.
         reduce: The reduce-scatter's send buffer.
@@ -84,7 +84,7 @@ class Cost:
     copied: int
     buffer: int
     whole: int
-    again: int
+    partial: int
     gradients: int
     kept_gradients: int
     reduce: int
@@ -111,7 +111,7 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
         # With a single shard, weights are copied into place without a buffer.
         buffer=rounded(sum(n * ranks * w.gathered for w, n in shards)) if ranks > 1 else 0,
         whole=sum(rounded(number * ranks * w.gathered) for w, number in shards),
-        again=sum(rounded(number * ranks * w.gathered // layout.smaller) for w, number in shards)
+        partial=sum(rounded(number * ranks * w.gathered // layout.smaller) for w, number in shards)
         if layout.smaller
         else 0,
         gradients=sum(rounded(w.numel * w.gathered) for w, _ in trained),
@@ -203,7 +203,7 @@ class Walk:
         self._first = first
         self._gathered: dict[str, int] = {}  # unit → its unsharded weights
         self._pending: dict[str, int] = {}  # unit → its receive buffer
-        self._again: dict[str, int] = {}  # unit → its weights, sharded over fewer ranks
+        self._partial: dict[str, int] = {}  # unit → its weights, sharded over fewer ranks
         self._received = 0  # receive buffer of the previous unit
         self._sending = 0  # send buffer of the previous unit's gradients
         self._held = 0  # gradients summed over replicas, until backward ends
@@ -253,7 +253,7 @@ class Walk:
             self._received = 0
         elif self.reshard:
             del self._gathered[name]
-            self._again[name] = cost.again
+            self._partial[name] = cost.partial
         self._forwards.append(name)
 
     def _backward(self, name: str, cost: Cost) -> None:
@@ -271,16 +271,16 @@ class Walk:
         self._ended.add(name)
         self._gathered.pop(name, None)
         self._pending.pop(name, None)
-        self._again.pop(name, None)
+        self._partial.pop(name, None)
         self._sending = 0
         if not self._first:
             self._taken += cost.kept_gradients  # accumulated into the existing ones
         if not cost.gradients:
             return
-        self._look(gradients=cost.reduce)
+        self._compare_now(gradients=cost.reduce)
         self._taken += cost.gradients
         self._sending = cost.reduce
-        self._look(gradients=cost.output)
+        self._compare_now(gradients=cost.output)
         if self.layout.replicated and self.layout.offload:
             self._held += cost.output
         if self._first:
@@ -300,7 +300,7 @@ class Walk:
         if name in self._gathered or name in self._pending:
             return
         cost = self._costs[name]
-        self._look(gathered=cost.copied + cost.buffer)
+        self._compare_now(gathered=cost.copied + cost.buffer)
         self._pending[name] = cost.buffer
 
     def _unshard(self, name: str, cost: Cost) -> None:
@@ -309,10 +309,10 @@ class Walk:
             return
         self._request(name)
         self._gathered[name] = cost.whole
-        self._look()
+        self._compare_now()
         del self._pending[name]
         self._received = 0
-        self._again.pop(name, None)
+        self._partial.pop(name, None)
 
     # -- peaks -----------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class Walk:
             most, gradients = span.most_activations, 0
         self._compare(most - gradients, self._gradients(gradients), self._weights())
 
-    def _look(self, gathered: int = 0, gradients: int = 0) -> None:
+    def _compare_now(self, gathered: int = 0, gradients: int = 0) -> None:
         """Compare a moment between two spans, with additional gathered weights or gradients."""
         now = self._now
         own = now.gradients if self._first or self._sums else 0
@@ -333,7 +333,7 @@ class Walk:
 
     def _weights(self) -> int:
         whole = sum(self._gathered.values()) + sum(self._pending.values())
-        return whole + sum(self._again.values()) + self._received
+        return whole + sum(self._partial.values()) + self._received
 
     def _gradients(self, of_trace: int) -> int:
         """Return the bytes of all gradients, given those of the trace."""

@@ -85,7 +85,7 @@ def load_encoder(
     materialise(model, device)
     if obstacle:
         say(f"{directory.name}: {obstacle}, so rank 0 loads all of it and sends out the shards")
-        _hand_out(model, model_class, directory, dtype, device, mesh, moved)
+        _broadcast_shards(model, model_class, directory, dtype, device, mesh, moved)
     else:
         stream(model, stored, progress=lambda done: moved())
     parameters = list(model.parameters())
@@ -280,7 +280,7 @@ def _shard(model: Any, mesh: DeviceMesh) -> Counter[str]:
     return units
 
 
-def _hand_out(
+def _broadcast_shards(
     model: Any,
     model_class: Any,
     directory: Path,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
 
 
-# -- watched --------------------------------------------------------------------------------
+# -- non-finite -----------------------------------------------------------------------------
 # Find the encoder of a pipeline that returned non-finite values.
 
 
@@ -52,7 +52,7 @@ _SHARD: Final = "FSDP"  # prefix that `fully_shard` adds to a class name
 
 
 @contextmanager
-def watched(pipeline: Any) -> Iterator[Callable[[], str]]:
+def track_nonfinite(pipeline: Any) -> Iterator[Callable[[], str]]:
     """Record the extremes of each encoder's outputs, on the device, without synchronizing.
 
     Args:
@@ -164,7 +164,7 @@ _SLACK: Final = 64 * 2**20  # bytes that others may allocate while encoders are 
 
 
 def shards_encoders(
-    wish: bool | None,
+    requested: bool | None,
     root: Path,
     dtype: torch.dtype,
     world: World,
@@ -176,7 +176,7 @@ def shards_encoders(
     `agree_on_sharding` makes the decision the same everywhere.
 
     Args:
-        wish: The job's setting; None to decide here.
+        requested: The job's setting; None to decide here.
         root: The model.
         dtype: The precision the encoders are loaded in.
         world: The ranks.
@@ -184,8 +184,8 @@ def shards_encoders(
     """
     if world.size == 1:
         return False, "there is only one rank"
-    if wish is not None:
-        return wish, "set in job"
+    if requested is not None:
+        return requested, "set in job"
     try:
         needed = encoder_bytes(root, dtype, packing)
     except UserError as error:
@@ -210,7 +210,7 @@ def shards_encoders(
 
 
 def agree_on_sharding(
-    wish: bool | None,
+    requested: bool | None,
     root: Path,
     dtype: torch.dtype,
     world: World,
@@ -225,7 +225,7 @@ def agree_on_sharding(
     place = "text-encoders"
     path = run_dir.root / "text_encoders.json"
     if world.main:
-        sharded, reason = shards_encoders(wish, root, dtype, world, packing)
+        sharded, reason = shards_encoders(requested, root, dtype, world, packing)
         write_atomic(path, json.dumps({"sharded": sharded, "reason": reason}) + "\n")
     barrier.arrive(place)
     barrier.wait(place)

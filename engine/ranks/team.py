@@ -129,7 +129,7 @@ class FileBarrier:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class AgreedRequests:
     """Actions that all ranks agreed to take now."""
 
     stop: bool
@@ -138,7 +138,7 @@ class Wishes:
     save_failed: bool = False
 
 
-class _Asked(NamedTuple):
+class _PendingVote(NamedTuple):
     """A vote in flight: in host memory, through gloo, so that no device is synchronized."""
 
     votes: torch.Tensor
@@ -156,10 +156,10 @@ class Control:
         self._run_dir = run_dir
         self._world = world
         self._stop = False
-        self._asked: _Asked | None = None
+        self._pending: _PendingVote | None = None
         signal.signal(signal.SIGTERM, self._note_termination)
 
-    def agree(self, *, save_failed: bool = False, now: bool = False) -> Wishes:
+    def agree(self, *, save_failed: bool = False, now: bool = False) -> AgreedRequests:
         """Agree on the actions of all ranks at this step boundary; a collective.
 
         SIGTERM may reach one rank before another, so the ranks vote, and one vote is enough.
@@ -172,12 +172,12 @@ class Control:
                 `ask`
                 one step earlier, which has completed meanwhile.
         """
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.work.wait()
-        if asked is None or now:
-            return Wishes(*self._world.any(self._votes(save_failed=save_failed)))
-        return Wishes(*map(bool, asked.votes))
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.work.wait()
+        if pending is None or now:
+            return AgreedRequests(*self._world.any(self._votes(save_failed=save_failed)))
+        return AgreedRequests(*map(bool, pending.votes))
 
     def ask(self, *, save_failed: bool = False) -> None:
         """Start the vote for the next boundary, once this boundary's actions are done.
@@ -188,14 +188,14 @@ class Control:
             return
         votes = torch.tensor(self._votes(save_failed=save_failed), dtype=torch.int32)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
-        self._asked = _Asked(votes, work)
+        self._pending = _PendingVote(votes, work)
 
     def _votes(self, *, save_failed: bool) -> list[bool]:
         # Rank 0 removes the other requests, so only rank 0 knows which of them are new.
         others = [self._world.main and self._run_dir.requested(name) for name in REQUESTS[1:]]
-        return [self.wants_stop(), *others, save_failed]
+        return [self.stop_requested(), *others, save_failed]
 
-    def wants_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return whether this rank has seen a stop request. Not a collective.
 
         Other ranks may see it later. Once true, it stays true, since what a rank reports to others
@@ -205,7 +205,7 @@ class Control:
             self._stop = True  # never back to False: SIGTERM may have arrived
         return self._stop
 
-    def honoured(self, name: str) -> None:
+    def acknowledge(self, name: str) -> None:
         """Remove the request file of a completed request (main rank)."""
         if self._world.main:
             self._run_dir.clear_request(name)
@@ -227,17 +227,17 @@ class Team:
         world: The ranks.
         barrier: Their file barrier.
         telemetry: This rank's telemetry.
-        wants_stop: Returns whether a stop was requested on this rank; once true, it stays true.
+        stop_requested: Returns whether a stop was requested on this rank; once true, it stays true.
     """
 
     world: World
     barrier: FileBarrier
     telemetry: Telemetry
-    wants_stop: Callable[[], bool] = lambda: False
+    stop_requested: Callable[[], bool] = lambda: False
 
     def arrive(self, place: str, word: dict[str, Any]) -> None:
         """Reach a barrier, adding to the message whether a stop was requested on this rank."""
-        self.barrier.arrive(place, word | {"stop": self.wants_stop()})
+        self.barrier.arrive(place, word | {"stop": self.stop_requested()})
 
     def words(self, place: str) -> list[dict[str, Any]]:
         """Return the messages left at a barrier, once every rank has arrived.

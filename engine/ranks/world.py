@@ -72,7 +72,7 @@ def stay_near_gpu(*, on_cpu: bool, pci: Path = _PCI) -> str:
     facts: Any = torch.cuda.get_device_properties(index)  # the stubs lack these three attributes
     place = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
-    near = _cpus_beside(pci / place) & allowed
+    near = _cpus_near(pci / place) & allowed
     if not near or near == allowed:
         return ""
     for thread in _THREADS.iterdir():  # libraries have started some already
@@ -81,7 +81,7 @@ def stay_near_gpu(*, on_cpu: bool, pci: Path = _PCI) -> str:
     return f"on {len(near)} of {len(allowed)} CPUs, those of the GPU's socket ({place})"
 
 
-def _cpus_beside(device: Path) -> set[int]:
+def _cpus_near(device: Path) -> set[int]:
     """Return the CPUs of a device's NUMA node (`0-15,32-47`).
 
     Empty if the kernel does not report them.

@@ -110,5 +110,5 @@ def _make(run: RunContext, folder: Path, numbers: Sequence[int]) -> None:
         sampler.sample(model, folder, 0)
         del model
     texts.close()
-    if any(run.world.any([run.wants_stop()])):
+    if any(run.world.any([run.stop_requested()])):
         raise StoppedError("class images")

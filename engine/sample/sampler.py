@@ -271,14 +271,14 @@ class Sampler:
             beside: dict[str, Any] = {}
             stopping = False
             if run.family.second_denoiser is not None:  # which takes a while to read
-                stopping = any(world.any([run.wants_stop()]))
+                stopping = any(world.any([run.stop_requested()]))
             if not stopping:
                 beside = stack.enter_context(second_denoisers(run))
             studio = _Studio(run, transformer, beside)
             # Two denoisers take turns at a place that depends on the steps.
             kinds = [(request.steps, request.guided) for request in requests] if beside else None
             for numbers in rounds_of(planned, world.data_size, kinds):
-                if stopping or any(world.any([run.wants_stop()])):
+                if stopping or any(world.any([run.stop_requested()])):
                     break
                 number = self._number(numbers)
                 latents = self._denoise(studio, requests, planned, numbers)

@@ -87,10 +87,10 @@ def plan_picture(index: int, *, size: int, seed: int) -> PicturePlan:
         size: Pixels of the short side.
         seed: Seed of the entire set.
     """
-    chance = random.Random(f"{seed}:{index}")
+    rng = random.Random(f"{seed}:{index}")
     shape = SHAPES[index % len(SHAPES)]
-    colour, first, second = chance.sample(sorted(COLOURS), 3)
-    background = chance.choice(BACKGROUNDS)
+    colour, first, second = rng.sample(sorted(COLOURS), 3)
+    background = rng.choice(BACKGROUNDS)
     where = {
         "plain": _with_article(f"{first} background"),
         "gradient": _with_article(f"{first} to {second} gradient"),
@@ -107,10 +107,10 @@ def plan_picture(index: int, *, size: int, seed: int) -> PicturePlan:
         colour=colour,
         background=background,
         background_colours=(first, second),
-        centre=(chance.uniform(0.38, 0.62), chance.uniform(0.38, 0.62)),
-        radius=chance.uniform(0.24, 0.36),
-        turn=chance.uniform(-0.25, 0.25),
-        slant=chance.uniform(0.0, math.pi),
+        centre=(rng.uniform(0.38, 0.62), rng.uniform(0.38, 0.62)),
+        radius=rng.uniform(0.24, 0.36),
+        turn=rng.uniform(-0.25, 0.25),
+        slant=rng.uniform(0.0, math.pi),
     )
 
 

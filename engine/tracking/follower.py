@@ -87,7 +87,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 # -- follower -------------------------------------------------------------------------------
 
 
-LOOK_EVERY: Final = 2.0  # seconds
+POLL_EVERY: Final = 2.0  # seconds
 STUCK: Final = 60.0  # seconds in one call after which a warning is sent
 FLUSH: Final = 120.0  # seconds after the run's end for sending the rest
 _GONE: Final = 5.0  # seconds without a process of the run before giving up on a restart
@@ -96,7 +96,7 @@ _SAME_START: Final = 0.005  # seconds
 
 
 @dataclass
-class Place:
+class Cursor:
     """Position of a tracker in the event stream, saved in the run directory for the next attempt.
 
     Attributes:
@@ -112,7 +112,7 @@ class Place:
     last: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, kept: dict[str, Any] | None) -> Place:
+    def read(cls, kept: dict[str, Any] | None) -> Cursor:
         """Parse the saved position; return the start of the stream if it is invalid."""
         try:
             return cls(
@@ -132,7 +132,7 @@ class Follower:
         self.run_dir = run_dir
         self.name = name
         self.spec = load_spec(run_dir.job_file)
-        self.place = Place.read(read_json(run_dir.tracker_place(name)))
+        self.cursor = Cursor.read(read_json(run_dir.tracker_place(name)))
         self.client: Client | None = None
         self.ended = False  # rank 0 reported the end
         self.warned = False
@@ -152,7 +152,7 @@ class Follower:
                     pass
                 if self.ended or gone:
                     break
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_EVERY)
             if self.client is not None:
                 with self._call():
                     self.client.finish()
@@ -169,7 +169,7 @@ class Follower:
         """Send the next part of the stream; return whether there was any."""
         try:
             with open(self.run_dir.events, "rb") as file:
-                file.seek(self.place.offset)
+                file.seek(self.cursor.offset)
                 data = file.read(_AT_ONCE)
         except OSError:
             return False
@@ -179,16 +179,16 @@ class Follower:
             with suppress(ValueError, RecursionError):
                 event = json.loads(line)
                 if isinstance(event, dict):
-                    steps += self._take(event, self.place.offset)
-            self.place.offset += len(line)
+                    steps += self._handle(event, self.cursor.offset)
+            self.cursor.offset += len(line)
         if steps:
             ranks = self.run_dir.rank_statuses()
             self._log(memory_values(ranks), steps[-1])
         if end:
-            self._keep()
+            self._save_cursor()
         return end > 0
 
-    def _take(self, event: dict[str, Any], offset: int) -> list[int]:
+    def _handle(self, event: dict[str, Any], offset: int) -> list[int]:
         """Send an event; return its step in a list if it is a step."""
         kind, step = event.get("kind"), event.get("step")
         if not isinstance(step, int):  # irrelevant, or from another version
@@ -215,14 +215,14 @@ class Follower:
                 self.client.finish()
             self.client = None
         if self.name in TAKES_BACK:
-            self.place.last = {kind: min(last, step) for kind, last in self.place.last.items()}
+            self.cursor.last = {kind: min(last, step) for kind, last in self.cursor.last.items()}
         self._open(step)
 
     def _is_new(self, kind: str, step: int) -> bool:
         """Return whether the tracker lacks this kind of event at this step, and mark it as sent."""
-        new = step > self.place.last.get(kind, -1)
+        new = step > self.cursor.last.get(kind, -1)
         if new:
-            self.place.last[kind] = step
+            self.cursor.last[kind] = step
         return new
 
     # -- sending ---------------------------------------------------------------------------
@@ -234,16 +234,16 @@ class Follower:
                     self.name,
                     self.spec,
                     self.run_dir,
-                    run_id=self.place.run_id,
-                    again=self.place.begun,
+                    run_id=self.cursor.run_id,
+                    again=self.cursor.begun,
                     resumed=resumed,
                 )
             if self.client.offline:
                 self._warn("no login or no network: recording offline; later run wandb sync")
-            self._send("configure", config_values(self.spec), again=self.place.begun)
-            self.place.run_id = self.client.run_id or self.place.run_id
-            self.place.begun = True
-            self._keep()
+            self._send("configure", config_values(self.spec), again=self.cursor.begun)
+            self.cursor.run_id = self.client.run_id or self.cursor.run_id
+            self.cursor.begun = True
+            self._save_cursor()
         return self.client
 
     def _log(self, scalars: dict[str, float], step: int) -> None:
@@ -314,9 +314,9 @@ class Follower:
         processes += [[status.pid, status.started] for status in self.run_dir.rank_statuses()]
         return any(process and _is_process(process) for process in processes)
 
-    def _keep(self) -> None:
+    def _save_cursor(self) -> None:
         with suppress(OSError):
-            text = json.dumps(asdict(self.place))
+            text = json.dumps(asdict(self.cursor))
             write_atomic(self.run_dir.tracker_place(self.name), text + "\n")
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine.diffusion.objective import loss_of
 from engine.diffusion.random_numbers import keyed_generator
-from engine.families.shared.references import judged
+from engine.families.shared.references import loss_inputs
 from engine.model.precision import computing
 from engine.train.gradients import Averager, clip
 from engine.train.nonfinite import Judge
@@ -271,7 +271,7 @@ class Stepper:
                 batch.condition,
                 self._spec.train_guidance,
             )
-        return loss_of(*judged(prediction, problem, batch.condition), self._spec, batch.weight)
+        return loss_of(*loss_inputs(prediction, problem, batch.condition), self._spec, batch.weight)
 
     def _reduce(self, losses: torch.Tensor) -> torch.Tensor:
         """Average and clip gradients.

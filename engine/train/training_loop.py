@@ -68,10 +68,10 @@ class Trainer:
                 self.saver.finish()
             if wishes.save_now:
                 self.save()
-                self.control.honoured("save_now")
+                self.control.acknowledge("save_now")
             if wishes.sample_now:
                 self.sample_now()
-                self.control.honoured("sample_now")
+                self.control.acknowledge("sample_now")
             if wishes.stop:
                 self.save(last=True)
                 return "stopped"

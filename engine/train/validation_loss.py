@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from engine.diffusion.objective import Drawn, Objective, Problem
+from engine.diffusion.objective import NoiseDraw, NoisySample, Objective
 from engine.diffusion.random_numbers import keyed_generator
 from engine.families.shared.collate import collate
-from engine.families.shared.references import first_frame_of, judged
+from engine.families.shared.references import first_frame_of, loss_inputs
 from engine.model.compiled import uncompiled
 from engine.model.precision import computing
 from engine.parallel.sharding import reshard
@@ -102,7 +102,7 @@ class ValidationLoss:
         stopped = False
         with self.run.telemetry.phase("validate", each) as progress:
             for done in range(each):
-                if stopped := any(self.run.world.any([self.run.wants_stop()])):
+                if stopped := any(self.run.world.any([self.run.stop_requested()])):
                     break
                 place = self.run.world.data_rank * each + done
                 batch = batches[min(place, len(batches) - 1)]
@@ -154,7 +154,7 @@ class ValidationLoss:
             prediction = self.run.family.predict(
                 model, problem.noisy, problem.level, condition, self.run.spec.train_guidance
             )
-        prediction, problem = judged(prediction, problem, condition)
+        prediction, problem = loss_inputs(prediction, problem, condition)
         squares = (prediction.float() - problem.target).square()
         return squares.flatten(start_dim=1).mean(dim=1).cpu().double()
 
@@ -189,7 +189,7 @@ def quantile_of(level: int, spec: ValidationKeys) -> float:
 
 def problem_at(
     objective: Objective, latents: torch.Tensor, noise: torch.Tensor, quantile: float
-) -> Problem:
+) -> NoisySample:
     """Return the training problem with this noise at a fixed level, without weights.
 
     Args:
@@ -201,7 +201,7 @@ def problem_at(
     level = torch.full(
         (len(latents),), objective.level_at(quantile, latents), device=latents.device
     )
-    return replace(objective.problem(latents, Drawn(level, noise)), weight=None)
+    return replace(objective.problem(latents, NoiseDraw(level, noise)), weight=None)
 
 
 def _summary(errors: torch.Tensor, nonfinite: list[str], seconds: float) -> Measured:

@@ -362,7 +362,7 @@ def logs(rng: random.Random, place: Path) -> Call:
 
 def pictures(rng: random.Random, place: Path) -> Call:
     """Pictures of many formats, damaged."""
-    from engine.data.read.images import PictureError, decode, look
+    from engine.data.read.images import PictureError, decode, inspect_image
 
     size = rng.randint(1, 90), rng.randint(1, 90)
     stored = io.BytesIO()
@@ -373,7 +373,7 @@ def pictures(rng: random.Random, place: Path) -> Call:
     content = damaged(rng, stored.getvalue())
 
     def call() -> None:
-        for answer in (look, decode):
+        for answer in (inspect_image, decode):
             try:
                 answer(content)
             except PictureError:

@@ -139,7 +139,7 @@ def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
     Raises:
         UserError: The file changed after it was indexed.
     """
-    with _readable(sample.name):
+    with _report_unreadable(sample.name):
         if sample.is_video:
             read = _frames(sample, spec, sample.bucket[2])
             frames = [fit(Image.fromarray(frame), view) for frame in read]
@@ -172,7 +172,7 @@ def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Ima
     """
     reference = sample.references[number]
     name = _reference_name(sample)
-    with _readable(name):
+    with _report_unreadable(name):
         content = read_reference(reference, sample, spec)
     _check(name, hashlib.sha256(content).hexdigest(), reference.digest)
     return decode(content)
@@ -184,7 +184,7 @@ def first_picture(sample: Sample, view: View, spec: DataKeys) -> Image.Image:
     Raises:
         UserError: The file changed after it was indexed.
     """
-    with _readable(sample.name):
+    with _report_unreadable(sample.name):
         return fit(Image.fromarray(_frames(sample, spec, 1)[0]), view)
 
 
@@ -215,7 +215,7 @@ def _frames(sample: Sample, spec: DataKeys, count: int) -> Any:
 
 
 @contextmanager
-def _readable(name: str) -> Iterator[None]:
+def _report_unreadable(name: str) -> Iterator[None]:
     """Turn an `OSError` into a `UserError` that says the file is no longer readable."""
     try:
         yield

@@ -40,7 +40,7 @@ _SAMPLED_BLOCKS: Final = 64
 _BLOCK: Final = 64 << 10
 _CHECKSUM: Final = "crc32"
 _SEEN_WITHIN: Final = 90.0  # seconds; NFS may cache a failed lookup for up to 60
-_LOOK_EVERY: Final = 0.5  # seconds
+_POLL_EVERY: Final = 0.5  # seconds
 _ABANDONED: Final = 3600.0  # seconds after which an unfinished file counts as abandoned
 
 
@@ -167,7 +167,7 @@ def _read_again(path: Path) -> bytes:
         except FileNotFoundError:
             if path.name not in os.listdir(path.parent) or time.monotonic() > until:
                 raise
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_EVERY)
 
 
 def nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -260,7 +260,7 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
             checked += len(piece)
             progress(checked)
         wrong = {key: state for key, state in states.items() if state != "sound"}
-        words = _meet(place, {"wrong": wrong, "done": checked}, team, progress)
+        words = _sync(place, {"wrong": wrong, "done": checked}, team, progress)
     all_wrong: dict[str, str] = {}
     for word in words:
         all_wrong |= word["wrong"]
@@ -280,7 +280,7 @@ def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[I
     next barrier.
     """
     for number, start in enumerate(range(0, len(items), size)):
-        if team.wants_stop():
+        if team.stop_requested():
             return
         if team.barrier.claim(work, number):
             yield _until_stop(items[start : start + size], team)
@@ -288,7 +288,7 @@ def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[I
 
 def _until_stop(items: Sequence[str], team: Team) -> Iterator[str]:
     for item in items:
-        if team.wants_stop():
+        if team.stop_requested():
             return
         yield item
 
@@ -309,7 +309,7 @@ def together(phase: str, total: int, team: Team) -> Iterator[Shared]:
     with team.telemetry.phase(phase, total, shared=True) as progress:
         shared = Shared(progress)
         yield shared
-        _meet(phase, {"done": shared.done}, team, progress)
+        _sync(phase, {"done": shared.done}, team, progress)
 
 
 class Shared:
@@ -325,7 +325,7 @@ class Shared:
         self._progress(self.done)
 
 
-def _meet(place: str, word: dict[str, Any], team: Team, progress: Progress) -> list[dict[str, Any]]:
+def _sync(place: str, word: dict[str, Any], team: Team, progress: Progress) -> list[dict[str, Any]]:
     """Publish this rank's result, wait for all ranks, and return the results in rank order."""
     mine: int = word["done"]
     team.arrive(place, word)

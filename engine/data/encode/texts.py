@@ -34,7 +34,7 @@ from engine.model.text_encoders import (
     agree_to_stop,
     load_resident,
     text_pipeline,
-    watched,
+    track_nonfinite,
 )
 from jobs.errors import NotFiniteError
 from jobs.run.events import Freed
@@ -85,12 +85,12 @@ class Text(NamedTuple):
     Attributes:
         words: The text.
         negative: Whether it is a negative prompt; some pipelines encode those differently.
-        looks: The images that are encoded with it, for models that support this.
+        images: The images that are encoded with it, for models that support this.
     """
 
     words: str
     negative: bool = False
-    looks: tuple[ImageInput, ...] = ()
+    images: tuple[ImageInput, ...] = ()
 
 
 NO_TEXT: Final = Text("", negative=True)
@@ -253,10 +253,10 @@ class TextKeys:
             self._with_images["encoding_with_images"] = family.ENCODING_WITH_IMAGES
 
     def __call__(self, text: Text) -> str:
-        apart: dict[str, Any] = {"negative": True} if text.negative and self._apart else {}
-        if text.looks:
-            apart |= {"looks": [look.key for look in text.looks]} | self._with_images
-        return self._cache.key(text=text.words, **apart, **self._facts)
+        extra: dict[str, Any] = {"negative": True} if text.negative and self._apart else {}
+        if text.images:
+            extra |= {"looks": [img.key for img in text.images]} | self._with_images
+        return self._cache.key(text=text.words, **extra, **self._facts)
 
 
 def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Texts:
@@ -286,7 +286,7 @@ def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Te
         if sharded:
             with _load_pipeline(run, sharded=True) as pipeline:
                 for key, mine in _lockstep(missing, run.world):
-                    if agree_to_stop(pipeline, run.wants_stop()):
+                    if agree_to_stop(pipeline, run.stop_requested()):
                         break
                     content = _encode(family, pipeline, text_of[key], spec)
                     if mine:
@@ -315,7 +315,7 @@ def _load_pipeline(run: RunContext, *, sharded: bool) -> AbstractContextManager[
         packing=packing_of(run.spec.text_encoder_precision),
         say=run.telemetry.say,
         progress=lambda read: run.telemetry.moved(),
-        freed=partial(_tell_freed, run.telemetry),
+        freed=partial(_report_freed, run.telemetry),
     )
 
 
@@ -350,10 +350,10 @@ def _encode(
 ) -> dict[str, torch.Tensor]:
     # Encode one text at a time: in a batch, rounding would depend on the other texts and therefore
     # on the number of ranks.
-    with watched(pipeline) as broken:
-        if text.looks:
+    with track_nonfinite(pipeline) as broken:
+        if text.images:
             encoded = family.encode_with_images(
-                pipeline, text.words, spec.max_sequence_length, [look.read() for look in text.looks]
+                pipeline, text.words, spec.max_sequence_length, [img.read() for img in text.images]
             )
         else:
             encoded = family.encode(
@@ -376,10 +376,10 @@ def _named(text: Text) -> str:
     if words:
         words = words if len(words) <= _QUOTED else f"{words[:_QUOTED].rstrip()} …"
         name = f"the {'negative prompt' if text.negative else 'text'} “{words}”"
-    return " with ".join([name, *(look.name for look in text.looks)])
+    return " with ".join([name, *(img.name for img in text.images)])
 
 
-def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
+def _report_freed(telemetry: Telemetry, memory: Released) -> None:
     facts = asdict(memory)
     if left := facts.pop("left"):
         telemetry.warn(left)
@@ -395,7 +395,7 @@ def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
 # Some models encode images together with a text: those of a sample, or those of a prompt.
 
 
-def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]:
+def images_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]:
     """Return the images that are encoded with a sample's captions; () for most models.
 
     Args:
@@ -415,7 +415,7 @@ def looks_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]
     )
 
 
-def looks_of_prompt(
+def prompt_images(
     paths: Sequence[str], pictures: Mapping[str, Image], spec: JobKeys
 ) -> tuple[ImageInput, ...]:
     """Return the images that are encoded with a prompt; () for most models.

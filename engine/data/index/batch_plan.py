@@ -330,7 +330,7 @@ class BatchPlan:
             self._rounds[number] = draws[by_bucket[np.argsort(by_bucket[:, -1])]]
         return self._rounds[number]
 
-    def _kept_back(self, number: int) -> tuple[IntArray, IntArray]:
+    def _split_deferred(self, number: int) -> tuple[IntArray, IntArray]:
         """Split a round's micro-batches: those deferred to the next round's first step, and others.
 
         The deferred ones are too few for a step. They have similar costs.
@@ -339,12 +339,12 @@ class BatchPlan:
         count = self._emitted_before(number + 1) % self._per_step
         kept = np.arange(len(emitted) - count, len(emitted))
         if not self._in_order and count:
-            kept = self._alike(number, emitted, count)
+            kept = self._choose_deferred(number, emitted, count)
         others = np.ones(len(emitted), bool)
         others[kept] = False
         return emitted[kept], emitted[others]
 
-    def _alike(self, number: int, emitted: IntArray, count: int) -> IntArray:
+    def _choose_deferred(self, number: int, emitted: IntArray, count: int) -> IntArray:
         """Choose late micro-batches of similar cost, with different images if possible."""
         first = len(emitted) - max(len(emitted) // self._round_epochs, min(2 * count, len(emitted)))
         costs = self._cost[self._bucket[emitted[first:, 0, 0]]]
@@ -374,8 +374,8 @@ class BatchPlan:
         windows = 1 if self._in_order else min(parts, end - begin)
         place = (step - begin) * windows // (end - begin)
         first, last = (-(-(end - begin) * part // windows) for part in (place, place + 1))
-        late = self._kept_back(number - 1)[0] if number else self._emitted(0)[:0]
-        units = self._kept_back(number)[1]
+        late = self._split_deferred(number - 1)[0] if number else self._emitted(0)[:0]
+        units = self._split_deferred(number)[1]
         cuts = [max(0, bound * self._per_step - len(late)) for bound in (first, last)]
         return begin + first, self._steps(
             late if first == 0 else late[:0], units[cuts[0] : cuts[1]]
@@ -391,23 +391,23 @@ class BatchPlan:
         every = np.concatenate([late, units])
         costs = self._cost[self._bucket[every[:, 0, 0]]].tolist()
         shown = self._image[every[:, :, 0]].tolist()
-        sharing = _Sharing(len(every) // self._per_step, self._per_step, shown)
+        packer = _StepPacker(len(every) // self._per_step, self._per_step, shown)
         numbers = list(range(len(late), len(every)))
         for number in range(len(late)):
-            sharing.put(number, 0)
+            packer.put(number, 0)
         if not self._in_order:
             numbers.sort(key=costs.__getitem__)
             if len(late):
                 like = sum(costs[: len(late)]) / len(late)
                 nearest = sorted(numbers, key=lambda number: abs(costs[number] - like))
-                placed = {number for number in nearest if sharing.try_put(number, 0)}
+                placed = {number for number in nearest if packer.try_put(number, 0)}
                 numbers = [number for number in numbers if number not in placed]
-        sharing.fill(numbers)
+        packer.fill(numbers)
         # Order steps by when their micro-batches filled. Within a step, put micro-batches of
         # similar
         # cost next to each other, since ranks compute those at the same time.
         begin = bool(len(late))
-        steps = sharing.steps[:begin] + sorted(sharing.steps[begin:], key=sum)
+        steps = packer.steps[:begin] + sorted(packer.steps[begin:], key=sum)
         steps = [sorted(step, key=costs.__getitem__) for step in steps]
         rows = every.tolist()
         return [tuple(Draw(*draw) for unit in step for draw in rows[unit]) for step in steps]
@@ -423,7 +423,7 @@ def _place_in_group(groups: IntArray) -> IntArray:
     return places
 
 
-class _Sharing:
+class _StepPacker:
     """Distributes micro-batches over steps, spreading each image over as many steps as possible.
 
     Args:
@@ -436,7 +436,7 @@ class _Sharing:
         self.steps: list[list[int]] = [[] for _ in range(steps)]
         self._size = size
         self._shown = [Counter(images) for images in shown]
-        self._there: list[Counter[int]] = [Counter() for _ in range(steps)]
+        self._image_counts: list[Counter[int]] = [Counter() for _ in range(steps)]
         total = Counter(image for images in shown for image in images)
         self._most = {image: -(-count // steps) for image, count in total.items()}
         for images in self._shown:
@@ -446,7 +446,7 @@ class _Sharing:
     def put(self, number: int, step: int) -> None:
         """Put a micro-batch into a step unconditionally."""
         self.steps[step].append(number)
-        self._there[step].update(self._shown[number])
+        self._image_counts[step].update(self._shown[number])
 
     def try_put(self, number: int, step: int) -> bool:
         """Put it there if there is room and no image repeats too often; return whether it fit."""
@@ -465,16 +465,16 @@ class _Sharing:
                 stuck.append(number)
         for number in stuck:
             open_ = next(s for s, own in enumerate(self.steps) if len(own) < self._size)
-            self.put(self._exchanged(number, open_), open_)
+            self.put(self._swap(number, open_), open_)
 
     def _fits(self, number: int, step: int, without: int | None = None) -> bool:
-        there, less = self._there[step], self._shown[without] if without is not None else {}
+        there, less = self._image_counts[step], self._shown[without] if without is not None else {}
         return all(
             there[image] - less.get(image, 0) + count <= self._most[image]
             for image, count in self._shown[number].items()
         )
 
-    def _exchanged(self, number: int, step: int) -> int:
+    def _swap(self, number: int, step: int) -> int:
         """Swap a micro-batch with one that fits into `step`; return the one to put there."""
         near = sorted(range(len(self.steps)), key=lambda other: abs(other - step))
         for other in near[1:]:
@@ -482,8 +482,8 @@ class _Sharing:
             for place, held in enumerate(own):
                 if self._fits(held, step) and self._fits(number, other, held):
                     own[place] = number
-                    self._there[other].subtract(self._shown[held])
-                    self._there[other].update(self._shown[number])
+                    self._image_counts[other].subtract(self._shown[held])
+                    self._image_counts[other].update(self._shown[number])
                     return held
         return number
 

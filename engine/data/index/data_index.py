@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from engine.data.index.views import Reference, placed
 from engine.data.read.class_images import cache_root, only_of_job
 from engine.data.read.folders import Entry, pair, read_archives, read_folder
-from engine.data.read.images import DECODER, PictureError, look
+from engine.data.read.images import DECODER, PictureError, inspect_image
 from engine.data.read.masks import mask_of, separate_masks
 from engine.data.read.memo import Memo, stamp_of
 from engine.data.read.tables import RowError, read_table, table_of
-from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_video
+from engine.data.read.videos import VideoError, VideoFacts, frames_at, inspect_video
 from jobs.errors import UserError
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.families import Family, get_family, needs_first_frame, references_of
@@ -254,7 +254,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
 
         default = fallback_caption(spec, dataset)
 
-        def take(
+        def read_entry(
             entry: Entry,
             dataset: Dataset = dataset,
             memo: Memo = memo,
@@ -266,9 +266,9 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
                 return entry.problem, none
             if entry.captions is None and default is None and spec.missing_captions == "skip":
                 return "no caption", none
-            facts = _look(entry, dataset, memo)
+            facts = _read_facts(entry, dataset, memo)
             if not isinstance(facts, str) and entry.references:
-                facts = _look_beside(facts, entry, dataset, memo)
+                facts = _add_reference_facts(facts, entry, dataset, memo)
             if isinstance(facts, str) or spec.masked_loss == "none" or entry.is_video:
                 return facts, none
             mask = mask_of(
@@ -278,7 +278,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
 
         usable = len(samples)
         with ThreadPoolExecutor(max_workers=_READERS) as pool:
-            for done, (facts, mask) in enumerate(pool.map(take, source.entries), start=1):
+            for done, (facts, mask) in enumerate(pool.map(read_entry, source.entries), start=1):
                 entry = source.entries[done - 1]
                 if entry.captions is None and default is not None:
                     entry = replace(entry, captions=(default,))
@@ -406,7 +406,7 @@ class Fitting:
     def _frames(self, facts: _Facts) -> int | str:
         if not facts.frames:
             return 1  # an image is a video of one frame
-        video = VideoLook(facts.width, facts.height, facts.frames, facts.fps, facts.digest)
+        video = VideoFacts(facts.width, facts.height, facts.frames, facts.fps, facts.digest)
         there = frames_at(video, self._spec.fps)
         frames = self._spec.num_frames
         if there < (frames or 1):
@@ -415,7 +415,7 @@ class Fitting:
         return (longest - 1) // self._step * self._step + 1
 
 
-def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
+def _read_facts(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     """Read the facts about a file, or return why it cannot be used."""
     try:
         stamp = stamp_of(entry.path) if entry.row is None else table_of(dataset).stamp_of(entry.row)
@@ -433,13 +433,13 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     return _Facts(**{**facts, "notes": tuple(facts["notes"])})
 
 
-def _look_beside(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
+def _add_reference_facts(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     """Add the facts of an entry's conditioning images, or return why one cannot be used."""
     beside = []
     for place in entry.references:
         name = f"{entry.name}:{place.column}" if place.column else place.path
         column = dataset.model_copy(update={"image_column": place.column or dataset.image_column})
-        image = _look(Entry(name, Path(place.path), row=entry.row), column, memo)
+        image = _read_facts(Entry(name, Path(place.path), row=entry.row), column, memo)
         if isinstance(image, str):
             return f"its conditioning image cannot be used: {Path(place.path).name}: {image}"
         beside.append(image)
@@ -450,7 +450,7 @@ def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
     """Return the facts about a file as JSON values for the memo, or why it cannot be used."""
     try:
         if entry.is_video:
-            video = look_at_video(entry.path)
+            video = inspect_video(entry.path)
             return asdict(
                 _Facts(video.width, video.height, video.digest, (), video.frames, video.fps)
             )
@@ -458,7 +458,7 @@ def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
             content = read_regular(entry.path, LARGEST_PICTURE)
         else:
             content = table_of(dataset).content(entry.row)
-        seen = look(content)
+        seen = inspect_image(content)
         return asdict(_Facts(seen.width, seen.height, seen.digest, seen.notes))
     except (PictureError, VideoError, RowError) as error:
         return str(error)

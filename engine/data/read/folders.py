@@ -216,11 +216,11 @@ def _captions_of(
     if captions := _of_file(rows, path, ()):
         return captions, ""
     for suffix in CAPTION_SUFFIXES:
-        beside = path.with_suffix(suffix)
+        sidecar = path.with_suffix(suffix)
         if not path.name.isascii():
-            beside = renamed.get(same_name(beside), beside)
+            sidecar = renamed.get(same_name(sidecar), sidecar)
         try:
-            content = read_regular(beside)
+            content = read_regular(sidecar)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -470,11 +470,11 @@ def pair(source: Source, dataset: Dataset) -> Source:
     if dataset.conditioning_column:
         files = _named_files(dataset)
         named = [path for row in files.values() for path in row if path]
-        beside = {same_name(os.path.normpath(path)) for path in named}
+        sidecar = {same_name(os.path.normpath(path)) for path in named}
         entries = [
             _of_columns(entry, dataset, files)
             for entry in source.entries
-            if (name := same_name(os.path.normpath(entry.path))) in files or name not in beside
+            if (name := same_name(os.path.normpath(entry.path))) in files or name not in sidecar
         ]
         return replace(source, entries=entries)
     pictures = [entry.path for entry in source.entries if not entry.problem and not entry.is_video]

@@ -324,7 +324,7 @@ class PictureError(Exception):
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageFacts:
     """Facts about an image, read by decoding it.
 
     Args:
@@ -340,7 +340,7 @@ class Look:
     notes: tuple[str, ...]
 
 
-def look(content: bytes) -> Look:
+def inspect_image(content: bytes) -> ImageFacts:
     """Decode an image completely, as `decode` does, and report its facts.
 
     Raises:
@@ -348,7 +348,7 @@ def look(content: bytes) -> Look:
     """
     picture, notes = _displayed(content)
     digest = hashlib.sha256(content).hexdigest()
-    return Look(picture.width, picture.height, digest, tuple(sorted(notes)))
+    return ImageFacts(picture.width, picture.height, digest, tuple(sorted(notes)))
 
 
 def decode(content: bytes) -> Image.Image:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ALPHA: Final = "alpha"
 """Used in place of a mask's file name if the mask is the image's alpha channel."""
 
-_ALIKE: Final = 0.02  # relative difference of aspect ratios that rounding may cause
+_ASPECT_TOLERANCE: Final = 0.02  # relative difference of aspect ratios that rounding may cause
 
 
 def separate_masks(source: Source, dataset: Dataset) -> tuple[Source, dict[Path, Path]]:
@@ -108,7 +108,7 @@ def read_mask(content: bytes, *, alpha: bool) -> Image.Image | None:
     return Image.composite(mask, Image.new("L", mask.size), opacity)
 
 
-def look_at_mask(content: bytes, digest: str, *, alpha: bool) -> dict[str, Any] | str:
+def inspect_mask(content: bytes, digest: str, *, alpha: bool) -> dict[str, Any] | str:
     """Return a mask's size, digest and whether it is all black, as JSON values; or the problem."""
     try:
         mask = read_mask(content, alpha=alpha)
@@ -128,7 +128,7 @@ def why_mask_unfit(facts: dict[str, Any], width: int, height: int, *, empty_coun
     """Return why an image cannot be trained with its mask; "" if it can.
 
     Args:
-        facts: From `look_at_mask`.
+        facts: From `inspect_mask`.
         width: Width of the image, as displayed.
         height: Height of the image, as displayed.
         empty_counts: Whether black areas have a weight, so that an all-black mask is usable.
@@ -138,7 +138,7 @@ def why_mask_unfit(facts: dict[str, Any], width: int, height: int, *, empty_coun
     if facts["empty"] and not empty_counts:
         return "its mask is all black"
     shapes = facts["width"] * height, width * facts["height"]
-    if abs(shapes[0] - shapes[1]) > _ALIKE * max(shapes):
+    if abs(shapes[0] - shapes[1]) > _ASPECT_TOLERANCE * max(shapes):
         return (
             f"its mask has another shape: {facts['width']}x{facts['height']} for an image of "
             f"{width}x{height}"
@@ -178,7 +178,7 @@ def mask_of(
                 content = read_regular(path, LARGEST_PICTURE)
             else:
                 content = table_of(dataset).content(row)
-            facts = look_at_mask(content, hashlib.sha256(content).hexdigest(), alpha=alpha)
+            facts = inspect_mask(content, hashlib.sha256(content).hexdigest(), alpha=alpha)
             if isinstance(facts, str):
                 return facts
             memo.put(name, stamp, facts)

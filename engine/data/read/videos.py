@@ -43,7 +43,7 @@ class VideoError(Exception):
 
 
 @dataclass(frozen=True)
-class VideoLook:
+class VideoFacts:
     """The facts of a fully decoded video.
 
     Args:
@@ -61,7 +61,7 @@ class VideoLook:
     digest: str
 
 
-def look_at_video(path: Path) -> VideoLook:
+def inspect_video(path: Path) -> VideoFacts:
     """Decode an entire video and report its facts.
 
     Raises:
@@ -69,16 +69,16 @@ def look_at_video(path: Path) -> VideoLook:
         UserError: PyAV is not installed.
     """
     count = 0
-    last: _Shown | None = None
+    last: _DisplayedFrame | None = None
     for shown in _shown(path):
         count, last = count + 1, shown
     assert last is not None  # a video without frames raises an error
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return VideoLook(*last.canvas.displayed, count, float(count / last.end), digest)
+    return VideoFacts(*last.canvas.displayed, count, float(count / last.end), digest)
 
 
-def frames_at(look: VideoLook, fps: float) -> int:
+def frames_at(look: VideoFacts, fps: float) -> int:
     """Return how many frames the video has at that rate, which is what `read_frames` can return."""
     return math.ceil(look.frames / look.fps * fps - float(_ALMOST))
 
@@ -125,7 +125,7 @@ def read_frames(path: Path, *, fps: float, frames: int, start: float = 0.0) -> n
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _DisplayedFrame:
     """A frame with its display interval, in seconds since the first frame."""
 
     frame: VideoFrame
@@ -141,7 +141,7 @@ class _Shown:
         return instant <= (self.time + self.end) / 2
 
 
-def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
+def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_DisplayedFrame]:
     """Yield the frames in display order, starting with one shown at `start` or earlier."""
     with _opened(path) as (container, stream):
         decoded = _decoded(container, stream)
@@ -151,14 +151,14 @@ def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
         if start == 0:
             yield from _timed(chain([first], decoded), stream, first)
             return
-        nearer = _sought(container, stream, _time(first) + start)
+        nearer = _seek(container, stream, _time(first) + start)
         if nearer is not None:
             yield from _timed(nearer, stream, first)
             return
     yield from _shown(path)  # seeking failed: decode from the beginning
 
 
-def _sought(
+def _seek(
     container: InputContainer, stream: VideoStream, instant: Fraction
 ) -> Iterator[VideoFrame] | None:
     """Return the frames from a key frame at or before the instant, or None if seeking failed.
@@ -181,7 +181,7 @@ def _sought(
 
 def _timed(
     frames: Iterable[VideoFrame], stream: VideoStream, first: VideoFrame
-) -> Iterator[_Shown]:
+) -> Iterator[_DisplayedFrame]:
     """Yield each frame with the time until the next, and the last with its duration in the file."""
     canvas = _Canvas.of(first, stream)
     held: tuple[VideoFrame, Fraction] | None = None
@@ -192,13 +192,13 @@ def _timed(
             if time <= held[1]:  # a repeated or decreasing time: players drop the frame
                 continue
             gap = time - held[1]
-            yield _Shown(*held, time, canvas)
+            yield _DisplayedFrame(*held, time, canvas)
         held = frame, time
     assert held is not None  # the caller has seen a frame
     frame, time = held
     if frame.duration and frame.time_base:
         gap = frame.duration * frame.time_base
-    yield _Shown(frame, time, time + gap, canvas, is_last=True)
+    yield _DisplayedFrame(frame, time, time + gap, canvas, is_last=True)
 
 
 def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:

@@ -59,15 +59,15 @@ def _forward(experts: MOEFeedForwardSwiGLU, x: torch.Tensor) -> torch.Tensor:
 
     numbers = torch.arange(len(order), device=x.device)
     places = torch.empty_like(order).scatter_(0, order, numbers)
-    parts = _moved(tokens, places).tensor_split(read_bounds())
+    parts = _permuted(tokens, places).tensor_split(read_bounds())
     # Call experts without tokens too: their weights may be a unit that all ranks gather.
     made = [expert(part) for expert, part in zip(experts.experts, parts, strict=True)]
-    back = _moved(torch.cat(made).to(x.dtype), order)
+    back = _permuted(torch.cat(made).to(x.dtype), order)
     routed = (back.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
     return routed.view_as(x).to(x.dtype) + shared
 
 
-def _moved(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _permuted(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Permute rows `(N, D)` to distinct places `(N,)`; backward gathers the gradient."""
     return torch.empty_like(rows).index_copy_(0, places, rows)
 

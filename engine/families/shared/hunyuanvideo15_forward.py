@@ -53,7 +53,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype is torch.bool
 
 
-class SeenKeys(HunyuanVideoAttnProcessor2_0):
+class KeyMaskAttention(HunyuanVideoAttnProcessor2_0):
     """Attention in which every token, including padding, attends to all unmasked tokens.
 
     The model's own attention creates a mask of tokens × tokens in every block, even if nothing is
@@ -81,12 +81,12 @@ class SeenKeys(HunyuanVideoAttnProcessor2_0):
         )
 
 
-def attend_to_seen(transformer: Any) -> None:
-    """Give a model's blocks `SeenKeys`, keeping the selected kernel."""
+def use_key_masks(transformer: Any) -> None:
+    """Give a model's blocks `KeyMaskAttention`, keeping the selected kernel."""
     for block in transformer.transformer_blocks:
         own = block.attn.processor
         if type(own) is HunyuanVideo15AttnProcessor2_0:
-            processor = SeenKeys()
+            processor = KeyMaskAttention()
             processor.__dict__.update(vars(own))
             block.attn.set_processor(processor)
 
@@ -111,7 +111,7 @@ def without_waiting(transformer: Any, *, refined: bool, masked: bool) -> Iterato
         refined: Whether the text of Qwen2.5-VL has padding.
         masked: Whether any text has padding.
     """
-    attend_to_seen(transformer)
+    use_key_masks(transformer)
     with ExitStack() as stack:
         mode = _Unsorted if masked else _Whole
         begins = transformer.image_embedder.register_forward_hook

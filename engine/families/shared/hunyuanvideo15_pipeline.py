@@ -61,7 +61,7 @@ def _as_trained(transformer: Any) -> Iterator[None]:
     nothing in quotes.
     """
 
-    def leave_out(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def drop_masked(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         glyphs = kwargs["encoder_hidden_states_2"]
         kept = glyphs.shape[1] if glyphs.shape[1] > 1 else 0
         return args, kwargs | {
@@ -70,7 +70,7 @@ def _as_trained(transformer: Any) -> Iterator[None]:
             "encoder_attention_mask_2": kwargs["encoder_attention_mask_2"][:, :kept],
         }
 
-    hook = transformer.register_forward_pre_hook(leave_out, with_kwargs=True)
+    hook = transformer.register_forward_pre_hook(drop_masked, with_kwargs=True)
     try:
         with without_waiting(transformer, refined=False, masked=False):
             yield

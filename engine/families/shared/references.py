@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.diffusion.objective import Problem
+    from engine.diffusion.objective import NoisySample
 
 REFERENCE: Final = "reference_"
 """With a number appended, the name of a conditioning image's latents in a condition."""
@@ -39,7 +39,7 @@ def first_frame_of(latents: torch.Tensor) -> dict[str, torch.Tensor]:
     return {FIRST_FRAME: latents[:, :, :1].contiguous()}
 
 
-def held_first(
+def insert_first_frame(
     noisy: torch.Tensor, condition: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Replace the first latent frame by the given one, if the condition has one.
@@ -60,9 +60,9 @@ def held_first(
     return torch.cat([first.to(noisy.dtype), noisy[:, :, 1:]], dim=2), mask
 
 
-def judged(
-    prediction: torch.Tensor, problem: Problem, condition: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, Problem]:
+def loss_inputs(
+    prediction: torch.Tensor, problem: NoisySample, condition: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, NoisySample]:
     """Exclude a given first frame from the loss: return prediction and target without it."""
     if FIRST_FRAME not in condition:
         return prediction, problem

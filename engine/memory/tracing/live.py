@@ -79,7 +79,7 @@ class Live(TorchDispatchMode):
         reference = weakref.ref(storage, lambda _: self._forget(key))
         self._sizes[key] = (reference, size, False)
         self.activations += size
-        self._look()
+        self._update_peaks()
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Never count a tensor's storage, because it is counted elsewhere."""
@@ -105,7 +105,7 @@ class Live(TorchDispatchMode):
             size = rounded(storage.nbytes())
             self._sizes[key] = (reference, size, attached)
             self.activations += size - before
-            self._look()
+            self._update_peaks()
 
     def drop(self, keys: set[int]) -> None:
         """Stop counting these storages, although they are alive."""
@@ -152,7 +152,7 @@ class Live(TorchDispatchMode):
         finally:
             self._silent -= 1
 
-    def _look(self) -> None:
+    def _update_peaks(self) -> None:
         if not self._silent:
             self.most = max(self.most, self.activations + self.gradients)
             self.most_activations = max(self.most_activations, self.activations)

@@ -108,7 +108,7 @@ def record_block(
     live = recorder.live
     recorder.flush()
     numbers = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    watch = _Watch(recorder, len(numbers))
+    watch = _Observer(recorder, len(numbers))
     inputs = _stand_ins([leaves[number] for number in numbers], watch)
     before = live.alive()
     given = dict(enumerate(leaves)) | dict(zip(numbers, inputs, strict=True))
@@ -158,7 +158,7 @@ def record_block(
     return record
 
 
-def _record_backward(record: Record, watch: _Watch, ends: list[torch.Tensor]) -> None:
+def _record_backward(record: Record, watch: _Observer, ends: list[torch.Tensor]) -> None:
     """Run the backward of outputs, and remove them from the list."""
     seed = _Seed.apply(watch, *ends)
     ends.clear()
@@ -190,7 +190,7 @@ def _outside_of_autocast() -> Iterator[None]:
         torch.set_autocast_enabled("cpu", enabled)
 
 
-def _stand_ins(tensors: list[torch.Tensor], watch: _Watch) -> list[torch.Tensor]:
+def _stand_ins(tensors: list[torch.Tensor], watch: _Observer) -> list[torch.Tensor]:
     """Return copies of tensors with storages that nothing else holds and that are not counted."""
     live = watch.recorder.live
     storages: dict[int, torch.Tensor] = {}
@@ -229,7 +229,7 @@ def _write_outputs(record: Record, returned: list[Any], places: dict[int, int]) 
     return fresh
 
 
-class _Watch:
+class _Observer:
     """Observes a block's backward."""
 
     def __init__(self, recorder: Recorder, inputs: int) -> None:
@@ -271,7 +271,7 @@ class _Seed(torch.autograd.Function):
     """Start of a block's backward: creates the gradients of its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, watch: _Watch, *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, watch: _Observer, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.watch = watch
         ctx.like = [(tuple(o.shape), o.dtype) for o in outputs]
         return torch.empty(())
@@ -288,7 +288,7 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, watch: _Watch, numbers: list[int], anchor: torch.Tensor, *inputs: torch.Tensor
+        ctx: Any, watch: _Observer, numbers: list[int], anchor: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.watch, ctx.numbers = watch, numbers
         ctx.set_materialize_grads(False)

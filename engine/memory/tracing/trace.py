@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.data.loader import MicroBatch
-from engine.diffusion.objective import Drawn
+from engine.diffusion.objective import NoiseDraw
 from engine.memory.tracing import fakes
 from engine.memory.tracing.fakes import Assume
 from engine.memory.tracing.inputs import (
@@ -251,7 +251,7 @@ def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
         ).items()
     }
     of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64
-    drawn = Drawn(torch.empty(count, dtype=of_level), torch.empty_like(latents))
+    drawn = NoiseDraw(torch.empty(count, dtype=of_level), torch.empty_like(latents))
     return MicroBatch(range(count), latents, drawn, built.family.arrange(condition))
 
 

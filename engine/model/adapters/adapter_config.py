@@ -46,12 +46,12 @@ def read_adapter_config(
     """
     if any(name.startswith(_OTHERS) for name in modules):
         return {}
-    beside = file.parent / CONFIG_NAME
+    config_file = file.parent / CONFIG_NAME
     try:
         if text := header.get(LORA_ADAPTER_METADATA_KEY):
             config = {key.removeprefix(f"{prefix}."): v for key, v in json.loads(text).items()}
-        elif beside.is_file():
-            config = dict(json.loads(read_regular(beside, LARGEST_JSON)).items())
+        elif config_file.is_file():
+            config = dict(json.loads(read_regular(config_file, LARGEST_JSON)).items())
         else:
             return {}
         config = {key: value for key, value in config.items() if value is not None}

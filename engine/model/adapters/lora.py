@@ -196,7 +196,7 @@ def is_lora(name: str) -> bool:
     return any(part in name for part in _PARTS)
 
 
-def begins_at_zero(name: str) -> bool:
+def starts_at_zero(name: str) -> bool:
     """Return whether an adapter's tensor starts at zero, so that it has no effect at first."""
     return _ZERO.search(name) is not None
 
@@ -224,7 +224,7 @@ def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> 
             base = model.get_submodule(f"{name.partition(_MAGNITUDE)[0]}.base_layer")
             fill(parameter, _row_lengths(base.get_parameter("weight")).view(parameter.shape))
             continue
-        if begins_at_zero(name):
+        if starts_at_zero(name):
             local_part(parameter).zero_()
             continue
         key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()

@@ -80,10 +80,10 @@ class LoraLinear(Linear):
             self.keeps,
         )
         if dora:
-            out = self._stretched(out, narrow[0], narrow[1])
+            out = self._apply_dora(out, narrow[0], narrow[1])
         return out.view(*x.shape[:-1], out.shape[-1])
 
-    def _stretched(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _apply_dora(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Apply DoRA: scale each output by its magnitude over its weight row's norm; `(N, out)`.
 
         Add the factor's difference from 1, since 1.001 rounds to 1 in bf16.

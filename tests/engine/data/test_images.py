@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine.data.read.images import NOTES, PictureError, decode, look, to_rgb
+from engine.data.read.images import NOTES, PictureError, decode, inspect_image, to_rgb
 from tests.support.images import icc_profiles as icc
 from tests.support.images.encoded import (
     chunk,
@@ -51,7 +51,7 @@ def near(found: tuple[int, ...], wanted: tuple[int, ...], within: int = 3) -> bo
 
 def refusal(content: bytes) -> str:
     with pytest.raises(PictureError) as caught:
-        look(content)
+        inspect_image(content)
     return str(caught.value)
 
 
@@ -62,7 +62,7 @@ def test_every_kind_of_picture_is_used_or_refused_as_it_should_be(specimen: Spec
         with pytest.raises(PictureError):
             decode(specimen.content)
         return
-    seen = look(specimen.content)
+    seen = inspect_image(specimen.content)
     assert seen.notes == specimen.notes
     assert set(seen.notes) <= set(NOTES)
     assert seen.digest == hashlib.sha256(specimen.content).hexdigest()
@@ -111,7 +111,7 @@ def test_pictures_are_turned_upright(orientation: int, kind: str, options: dict[
     content = saved(stored, kind, exif=exif(orientation), **options)
     picture = decode(content)
     assert picture.size == ((48, 32) if orientation < 5 else (32, 48))
-    assert look(content).notes == (("rotated",) if orientation > 1 else ())
+    assert inspect_image(content).notes == (("rotated",) if orientation > 1 else ())
     right, bottom = picture.width - 5, picture.height - 5
     place = {
         "top left": (4, 4),
@@ -151,13 +151,13 @@ def test_numbers_without_a_known_white_are_refused() -> None:
 def test_12_bits_reach_white() -> None:
     content = tiff((2, 1), b"\xff\xf8\x00", {258: (12,), 262: (1,)})
     assert [colour(content, (x, 0))[0] for x in (0, 1)] == [255, 128]
-    assert look(content).notes == ("16-bit", "grey")
+    assert inspect_image(content).notes == ("16-bit", "grey")
 
 
 def test_colours_of_16_bits_lose_their_low_bytes() -> None:
     rows = struct.pack(">3H", 0x80FF, 0xFF00, 0x0001)
     assert colour(png(1, 1, 16, 2, rows)) == (128, 255, 0)
-    assert look(png(1, 1, 16, 2, rows)).notes == ("16-bit",)
+    assert inspect_image(png(1, 1, 16, 2, rows)).notes == ("16-bit",)
 
 
 def test_cmyk_with_and_without_a_profile() -> None:
@@ -166,7 +166,7 @@ def test_cmyk_with_and_without_a_profile() -> None:
     assert near(colour(saved(cyan, "JPEG", **options)), (0, 255, 255))
     printed = saved(cyan, "JPEG", icc_profile=icc.press_cmyk(), **options)
     assert near(colour(printed), (0, 151, 218), 6), "the cyan of a press, not of a screen"
-    assert look(printed).notes == ("cmyk", "profile")
+    assert inspect_image(printed).notes == ("cmyk", "profile")
     broken = saved(cyan, "JPEG", icc_profile=icc.press_cmyk()[:300], **options)
     assert near(colour(broken), (0, 255, 255))
     assert near(colour(saved(cyan, "TIFF")), (0, 255, 255))
@@ -211,7 +211,7 @@ def test_a_profile_holds_for_palettes_and_behind_transparency() -> None:
     content = saved(clear, "PNG", icc_profile=icc.display_p3())
     assert colour(content) == (255, 255, 255)
     assert near(colour(content, (1, 1)), (218, 24, 40))
-    assert look(content).notes == ("profile", "transparent")
+    assert inspect_image(content).notes == ("profile", "transparent")
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "RGBa", "LA", "La", "PA"])
@@ -252,8 +252,8 @@ def test_the_transparent_colour_of_a_png_is_found_at_every_depth(
     assert colour(content, (1, 0)) == (255, 255, 255)
     assert [colour(content, (x, 0)) for x in (0, 2)] == [colour(without, (x, 0)) for x in (0, 2)]
     assert colour(without, (0, 0)) == (0, 0, 0)
-    assert "transparent" in look(content).notes
-    assert "transparent" not in look(without).notes
+    assert "transparent" in inspect_image(content).notes
+    assert "transparent" not in inspect_image(without).notes
 
 
 def test_lab_and_video_colours_come_out_as_they_went_in() -> None:
@@ -271,8 +271,8 @@ def test_the_first_frame_is_used(kind: str) -> None:
     options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
     content = saved(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert colour(content) == RED
-    assert "animated" in look(content).notes
-    assert "animated" not in look(saved(frames[0], kind, **options)).notes
+    assert "animated" in inspect_image(content).notes
+    assert "animated" not in inspect_image(saved(frames[0], kind, **options)).notes
 
 
 def test_damage_behind_the_first_frame_does_no_harm() -> None:
@@ -348,7 +348,7 @@ def test_damage_in_a_compressed_tiff_is_not_reported_twice(
 def test_broken_exif_data_turns_nothing(kind: str, tags: bytes) -> None:
     content = saved(Image.new("RGB", (20, 10), RED), kind, exif=tags)
     assert decode(content).size == (20, 10)
-    assert look(content).notes == ()
+    assert inspect_image(content).notes == ()
 
 
 def test_bombs_are_refused_before_they_go_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +368,7 @@ def test_a_large_picture_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)  # Pillow warns above, refuses above twice
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert look(saved(Image.new("RGB", (8, 8)), "PNG")).width == 8
+        assert inspect_image(saved(Image.new("RGB", (8, 8)), "PNG")).width == 8
     assert said == []
 
 
@@ -397,7 +397,7 @@ def test_damage_of_any_kind_is_a_picture_error_and_silent(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            seen = look(bytes(content[:keep]))
+            seen = inspect_image(bytes(content[:keep]))
         except PictureError as error:
             words, pixels = len(str(error)), 1
         else:

@@ -12,7 +12,7 @@ from engine import families
 from engine.data.index.batch_plan import Draw
 from engine.data.index.views import Shown
 from engine.data.loader import Inputs, Loader
-from engine.diffusion.objective import Drawn
+from engine.diffusion.objective import NoiseDraw
 from engine.diffusion.random_numbers import sample_generators
 from engine.ranks.world import World
 from jobs.spec.job_spec import JobSpec
@@ -40,10 +40,10 @@ class Data:
         self.read.append(draw.sample)
         return torch.full((1, 2, 2), float(draw.sample))
 
-    def draw(self, latents: torch.Tensor, generators: list[torch.Generator]) -> Drawn:
+    def draw(self, latents: torch.Tensor, generators: list[torch.Generator]) -> NoiseDraw:
         """The objective's: what it gives depends on the generators alone."""
         draws = torch.stack([torch.rand(3, generator=one) for one in generators])
-        return Drawn(draws[:, 0], draws[:, 1:])
+        return NoiseDraw(draws[:, 0], draws[:, 1:])
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> None:
         return None

@@ -18,7 +18,7 @@ from engine.data.index.data_index import build_index, hold_out, weights_of
 from engine.data.read.images import decode_opacity
 from engine.data.read.masks import read_mask
 from engine.data.report import make_plan, make_report, sample_texts, summary
-from engine.diffusion.objective import Problem, loss_of
+from engine.diffusion.objective import NoisySample, loss_of
 from jobs.errors import SpecError, UserError
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
@@ -174,7 +174,7 @@ def test_a_sample_counts_alike_however_small_its_mask() -> None:
 def test_the_loss_is_the_mean_over_what_the_mask_shows() -> None:
     torch.manual_seed(0)
     target, prediction = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
-    problem = Problem(target, torch.zeros(2), target)
+    problem = NoisySample(target, torch.zeros(2), target)
     mask = (torch.rand(2, 4, 4) < 0.4).float()
     weight = torch.stack([normalised(one, 0.0) for one in mask]).unsqueeze(1)
     each = (prediction - target).square()

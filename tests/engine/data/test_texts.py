@@ -109,7 +109,7 @@ def test_the_encoder_that_returns_nan_is_named(
     """Whatever a family makes of what its encoders return, and with its neighbours sound."""
     case = Case(name, toys_root(tmp_path_factory))
     look = ImageInput("", lambda: Image.new("RGB", (64, 64)), "cat.png")
-    text = Text(SAYS, looks=(look,) if name == SEES else ())
+    text = Text(SAYS, images=(look,) if name == SEES else ())
     with quiet(), torch.no_grad():
         pipeline = case.family.load_text_pipeline(case.paths.model, torch.float32)
     encoders = models_of(pipeline)

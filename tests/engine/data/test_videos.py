@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.data.encode.latents import beginning_pixels, to_pixels
-from engine.data.encode.texts import looks_of
+from engine.data.encode.texts import images_of
 from engine.data.index.data_index import build_index
 from engine.data.index.views import view_of
-from engine.data.read.videos import VideoError, frames_at, look_at_video, read_frames
+from engine.data.read.videos import VideoError, frames_at, inspect_video, read_frames
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
 from tests.support.images.videos import level, record
@@ -54,14 +54,14 @@ def quarters() -> np.ndarray:
 
 def refusal(path: Path) -> str:
     with pytest.raises(VideoError) as caught:
-        look_at_video(path)
+        inspect_video(path)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi", "a.mov"])
 def test_every_frame_is_seen_once_at_its_own_rate(tmp_path: Path, name: str) -> None:
     path = record(tmp_path / name, 20)
-    look = look_at_video(path)
+    look = inspect_video(path)
     assert (look.width, look.height, look.frames) == (64, 48, 20)
     assert look.fps == pytest.approx(8, rel=0.001)
     assert look.digest == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -84,7 +84,7 @@ def test_a_lower_rate_skips_frames_and_a_higher_one_repeats_them(tmp_path: Path)
 def test_a_video_has_no_frame_too_few_or_too_many(
     tmp_path: Path, name: str, rate: int | Fraction
 ) -> None:
-    look = look_at_video(record(tmp_path / name, 30, rate))
+    look = inspect_video(record(tmp_path / name, 30, rate))
     assert frames_at(look, float(rate)) == 30
     assert frames_at(look, float(rate) / 2) == 15
     assert frames_at(look, float(rate) * 2) == 60
@@ -93,7 +93,7 @@ def test_a_video_has_no_frame_too_few_or_too_many(
 @pytest.mark.parametrize("fps", [3, 8, 16, 29.97])
 def test_as_many_frames_as_were_promised_can_be_read(tmp_path: Path, fps: float) -> None:
     path = record(tmp_path / "a.mp4", 16)
-    count = frames_at(look_at_video(path), fps)
+    count = frames_at(inspect_video(path), fps)
     assert len(read_frames(path, fps=fps, frames=count)) == count
     with pytest.raises(VideoError, match=r"too short \(2\.00 s\)"):
         read_frames(path, fps=fps, frames=count + 1)
@@ -121,7 +121,7 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, name: str) -> None
     path = record(tmp_path / name, 6, 10, times)
     assert numbers(read_frames(path, fps=5, frames=10)) == [0, 2, 2, 2, 3, 3, 4, 4, 5, 5]
     assert numbers(read_frames(path, fps=2, frames=2, start=0.9)) == [3, 4]
-    look = look_at_video(path)
+    look = inspect_video(path)
     assert look.frames == 6
     assert look.fps == pytest.approx(6 / 2.1, rel=0.01)
 
@@ -130,7 +130,7 @@ def test_time_begins_with_the_first_frame(tmp_path: Path) -> None:
     path = record(tmp_path / "a.mkv", 4, 10, [5000, 5100, 5200, 5300])
     assert numbers(read_frames(path, fps=10, frames=4)) == [0, 1, 2, 3]
     assert numbers(read_frames(path, fps=10, frames=2, start=0.2)) == [2, 3]
-    assert look_at_video(path).fps == pytest.approx(10)
+    assert inspect_video(path).fps == pytest.approx(10)
 
 
 # What (1, 0) and (0, 1) of the stored picture become, and where its quarters are seen then.
@@ -154,7 +154,7 @@ def test_frames_are_turned_upright(
     at = content.index(b"tkhd") + 4 + 40
     content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     path.write_bytes(content)
-    look, frame = look_at_video(path), read_frames(path, fps=8, frames=1)[0]
+    look, frame = inspect_video(path), read_frames(path, fps=8, frames=1)[0]
     height, width = frame.shape[:2]
     assert (look.width, look.height) == (width, height) == ((64, 48) if a else (48, 64))
     for row, y in enumerate((height // 4, height * 3 // 4)):
@@ -165,7 +165,7 @@ def test_frames_are_turned_upright(
 def test_pixels_are_made_square(tmp_path: Path) -> None:
     for aspect, width in ((Fraction(3, 2), 96), (Fraction(16, 15), 68), (Fraction(5), 64)):
         path = record(tmp_path / "a.mkv", [quarters()] * 2, sample_aspect_ratio=aspect)
-        look = look_at_video(path)
+        look = inspect_video(path)
         assert (look.width, look.height) == (width, 48)
         assert read_frames(path, fps=8, frames=1).shape == (1, 48, width, 3)
 
@@ -238,7 +238,7 @@ def test_the_cover_of_a_song_is_no_video(tmp_path: Path) -> None:
 
 def test_a_frame_that_repeats_a_time_is_dropped(tmp_path: Path) -> None:
     path = record(tmp_path / "a.mkv", 5, 10, [0, 100, 100, 200, 300], codec="ffv1")
-    assert look_at_video(path).frames == 4
+    assert inspect_video(path).frames == 4
     assert numbers(read_frames(path, fps=10, frames=4)) == [0, 1, 3, 4]
 
 
@@ -246,7 +246,7 @@ def test_a_broadcast_may_begin_in_the_middle(tmp_path: Path) -> None:
     path = record(tmp_path / "a.ts", 32, 25, codec="mpeg2video", gop_size=8, max_b_frames=2)
     packets = path.read_bytes()
     path.write_bytes(packets[len(packets) // 188 // 3 * 188 :])
-    look = look_at_video(path)
+    look = inspect_video(path)
     assert 8 <= look.frames < 32
     read = numbers(read_frames(path, fps=25, frames=look.frames))
     assert read == list(range(read[0], 32))
@@ -294,7 +294,7 @@ def test_image_to_video_is_given_the_first_frame(
     sample, *others = index.samples
     assert (sample.name, sample.bucket[2]) == ("a.mp4", 5)
     if flavour == "2.2-ti2v-5b":
-        assert (sample.from_first, len(others), looks_of(sample, 0, spec)) == (False, 1, ())
+        assert (sample.from_first, len(others), images_of(sample, 0, spec)) == (False, 1, ())
         return
     assert sample.from_first
     assert [one.name for one in index.skipped] == ["b.png"]
@@ -304,7 +304,7 @@ def test_image_to_video_is_given_the_first_frame(
     assert whole.shape == begun.shape
     assert torch.equal(begun[:, :, 0], whole[:, :, 0])
     assert not begun[:, :, 1:].any(), "gray"
-    looks = looks_of(sample, 0, spec)
+    looks = images_of(sample, 0, spec)
     assert len(looks) == int(flavour.startswith("2.1"))
     for look in looks:
         seen = torch.from_numpy(np.array(look.read())).permute(2, 0, 1) / 127.5 - 1
@@ -324,7 +324,7 @@ def test_without_pyav_one_is_told_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(UserError, match=r"videos need PyAV.*pip install"):
-        look_at_video(tmp_path / "a.mp4")
+        inspect_video(tmp_path / "a.mp4")
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +349,7 @@ def test_damage_of_any_kind_is_a_video_error_and_silent(
     path = tmp_path / "a.mp4"
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     outcomes = 0
-    for use in (look_at_video, lambda path: read_frames(path, fps=8, frames=3, start=0.5)):
+    for use in (inspect_video, lambda path: read_frames(path, fps=8, frames=3, start=0.5)):
         try:
             use(path)
         except VideoError:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine.diffusion import rectified_flow
 from engine.diffusion.denoising import Denoising
 from engine.diffusion.huber import Huber, scheduled
-from engine.diffusion.objective import Drawn, Problem, build_objective, loss_of
+from engine.diffusion.objective import NoiseDraw, NoisySample, build_objective, loss_of
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.diffusion.rectified_flow import Flow
 from jobs.errors import UserError
@@ -36,8 +36,8 @@ def flow(shift: float = 1.0, **values: Any) -> Flow:
     return Flow(JobSpec(**values), lambda height, width, frames: shift)
 
 
-def problem_of_draw(objective: Any, latents: torch.Tensor, generators: Any) -> Problem:
-    problem: Problem = objective.problem(latents, objective.draw(latents, generators))
+def problem_of_draw(objective: Any, latents: torch.Tensor, generators: Any) -> NoisySample:
+    problem: NoisySample = objective.problem(latents, objective.draw(latents, generators))
     return problem
 
 
@@ -201,7 +201,7 @@ def test_sigma_squared_weights_the_velocitys_loss_as_the_datas() -> None:
 def test_hardly_any_noise_does_not_outweigh_all_else() -> None:
     objective = flow(loss_weighting="sigma_sqrt")
     levels = torch.tensor([0.0, 1e-3, 2e-3])
-    weight = objective.problem(torch.zeros(3, 1, 1, 1), Drawn(levels, torch.zeros(3, 1, 1, 1)))
+    weight = objective.problem(torch.zeros(3, 1, 1, 1), NoiseDraw(levels, torch.zeros(3, 1, 1, 1)))
     assert weight.weight is not None
     assert weight.weight.tolist() == pytest.approx([1e6, 1e6, 2.5e5])
 
@@ -210,7 +210,7 @@ def test_the_weighted_curve_has_mean_one_and_is_highest_where_noise_is_high() ->
     sigma = torch.linspace(0, 1, 1001)
     objective = flow(loss_weighting="weighted")
     weight = objective.problem(
-        torch.zeros(1001, 1, 1, 1), Drawn(sigma, torch.zeros(1001, 1, 1, 1))
+        torch.zeros(1001, 1, 1, 1), NoiseDraw(sigma, torch.zeros(1001, 1, 1, 1))
     ).weight
     assert weight is not None
     assert weight.mean().item() == pytest.approx(1, abs=0.01)
@@ -389,8 +389,8 @@ def test_a_step_without_any_signal_has_a_finite_weight() -> None:
         assert weight.item() == pytest.approx(expected, abs=1e-6)
 
 
-def problem_of(target: torch.Tensor, weight: torch.Tensor | None = None) -> Problem:
-    return Problem(target, torch.zeros(len(target)), target, weight)
+def problem_of(target: torch.Tensor, weight: torch.Tensor | None = None) -> NoisySample:
+    return NoisySample(target, torch.zeros(len(target)), target, weight)
 
 
 def test_losses_by_hand() -> None:
@@ -418,7 +418,7 @@ def test_losses_and_gradients_are_sd_scripts(
     """`conditional_loss` and `get_huber_threshold_if_needed`, in fp64."""
     spec = JobSpec(loss_type=kind, huber_c=c, huber_schedule=how)
     level, data = torch.tensor(sigmas), LATENTS[:2]
-    problem = Flow(spec, lambda *_: 1.0).problem(data, Drawn(level, LATENTS[2:]))
+    problem = Flow(spec, lambda *_: 1.0).problem(data, NoiseDraw(level, LATENTS[2:]))
     prediction = (problem.target + scale * LATENTS[1:3]).requires_grad_()
     loss = loss_of(prediction, problem, spec)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from engine.exports import model as whole_model
 from engine.exports import writing
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe
-from engine.exports.stock import files_of, read_index, take_over
+from engine.exports.stock import copy_or_link, files_of, read_index
 from engine.families import load
 from engine.families.shared.lora_names import Layout
 from engine.model.adapters import lora
@@ -277,7 +277,7 @@ def test_the_other_components_are_the_base_models_files(toy: Path, tmp_path: Pat
     (root / "flux1-dev.safetensors").write_bytes(b"the same model in one file")
     out = tmp_path / "out"
     for copy in files_of(root, read_index(root), "transformer"):
-        take_over(copy, out)
+        copy_or_link(copy, out)
     found = out / "text_encoder" / "model.safetensors"
     assert not found.is_symlink()
     assert found.read_bytes() == big.read_bytes()

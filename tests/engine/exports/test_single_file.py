@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from engine.blocks.build import on_meta
 from engine.exports.recipe import Recipe
-from engine.exports.single_file import PARTS, RENAMES, UNET, Made, authors_layout, fits_8_bits
+from engine.exports.single_file import PARTS, RENAMES, UNET, Fused, authors_layout, fits_8_bits
 from engine.families import load
 from jobs.errors import UserError
 from jobs.run.export_places import export_facts
@@ -189,9 +189,9 @@ def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 def test_a_tensor_is_joined_turned_and_given_a_kernel() -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1, 3)}
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-    for made in (Made(("a", "b")), Made(("a",), transposed=True), Made(("a",), kernel=True)):
+    for made in (Fused(("a", "b")), Fused(("a",), transposed=True), Fused(("a",), kernel=True)):
         assert tuple(made.make(tensors).shape) == made.shape(shapes)
-    assert torch.equal(Made(("a",), transposed=True).make(tensors), tensors["a"].T)
+    assert torch.equal(Fused(("a",), transposed=True).make(tensors), tensors["a"].T)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp16", "fp8"])

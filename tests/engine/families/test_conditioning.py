@@ -24,16 +24,16 @@ from engine import families
 from engine.data.encode import texts as encode_texts
 from engine.data.encode.latents import prepare_latents
 from engine.data.encode.tensor_cache import TensorCache
-from engine.data.encode.texts import Text, TextKeys, looks_of_prompt
+from engine.data.encode.texts import Text, TextKeys, prompt_images
 from engine.data.index.data_index import build_index
 from engine.data.index.views import fit_whole
-from engine.diffusion.objective import Problem
+from engine.diffusion.objective import NoisySample
 from engine.families.shared.references import (
     BEGINNING,
     FIRST_FRAME,
     REFERENCE,
     first_frame_of,
-    judged,
+    loss_inputs,
 )
 from engine.memory.phases import text_cache
 from engine.memory.tracing.inputs import largest_encoded, latents_shape, reference_shapes
@@ -393,12 +393,12 @@ def test_a_new_control_lora_widens_the_model(tmp_path_factory: pytest.TempPathFa
 
 def test_the_loss_is_of_what_is_not_given() -> None:
     target, frames = torch.zeros(2, 3, 4, 2, 2), torch.arange(4.0).view(1, 1, 4, 1, 1)
-    problem = Problem(target, torch.zeros(2), target)
+    problem = NoisySample(target, torch.zeros(2), target)
     prediction = target + frames
-    left, of = judged(prediction, problem, {FIRST_FRAME: target[:, :, :1]})
+    left, of = loss_inputs(prediction, problem, {FIRST_FRAME: target[:, :, :1]})
     assert left.shape == of.target.shape == (2, 3, 3, 2, 2)
     assert float((left - of.target).square().mean()) == pytest.approx((1 + 4 + 9) / 3)
-    assert judged(prediction, problem, {})[0] is prediction
+    assert loss_inputs(prediction, problem, {})[0] is prediction
 
 
 @pytest.mark.parametrize("size", [(900, 640), (1500, 1100), (400, 1300)])
@@ -452,15 +452,15 @@ def test_texts_are_encoded_for_each_image(tmp_path: Path) -> None:
     edit = load_spec(None, {"model_family": "qwen_image", "model_flavour": "edit", **_JOB})
     plain = load_spec(None, {"model_family": "flux", "model_flavour": "kontext", **_JOB})
     pictures = {name: Image.new("RGB", (64, 96), name) for name in ("red", "blue")}
-    red, blue = (looks_of_prompt([name], pictures, edit) for name in pictures)
-    assert red == looks_of_prompt(["red"], pictures, edit) != blue
-    assert looks_of_prompt(["red"], pictures, plain) == ()
+    red, blue = (prompt_images([name], pictures, edit) for name in pictures)
+    assert red == prompt_images(["red"], pictures, edit) != blue
+    assert prompt_images(["red"], pictures, plain) == ()
     assert [look.read().size for look in red] == [to_area(64, 96, None).size]
     (tmp_path / "text_encoder").mkdir()
     family = families.load("qwen_image", "edit")
     keys = TextKeys(edit, family, TensorCache(tmp_path / "cache", "text"), tmp_path)
-    texts = [Text("a"), Text("a", looks=red), Text("a", looks=blue), Text("a", looks=red + blue)]
-    texts += [Text("a", looks=blue + red), Text("b", looks=red)]
+    texts = [Text("a"), Text("a", images=red), Text("a", images=blue), Text("a", images=red + blue)]
+    texts += [Text("a", images=blue + red), Text("b", images=red)]
     assert len({keys(text) for text in texts}) == len(texts)
 
     def key_of(text: Text) -> str:

@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import (
 from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
 
-from engine.families.shared.hunyuanvideo15_forward import SeenKeys, attend_to_seen
+from engine.families.shared.hunyuanvideo15_forward import KeyMaskAttention, use_key_masks
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters.lora import add_lora, lora_parameters
 from engine.model.compiled import compile_blocks
@@ -377,8 +377,8 @@ def test_the_kernel_that_was_chosen_stays(tmp_path_factory: pytest.TempPathFacto
     for name in ("_native_math", "native"):
         with attention_backend(name):
             model.set_attention_backend(name)
-        attend_to_seen(model)
+        use_key_masks(model)
         processors = [block.attn.processor for block in model.transformer_blocks]
-        assert {type(processor) for processor in processors} == {SeenKeys}
+        assert {type(processor) for processor in processors} == {KeyMaskAttention}
         assert {vars(processor)["_attention_backend"].value for processor in processors} == {name}
     assert not isinstance(processors[0], HunyuanVideo15AttnProcessor2_0)

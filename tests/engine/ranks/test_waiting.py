@@ -58,7 +58,7 @@ class Pair:
         world = World(rank, 2, torch.device("cpu"), "ddp", "t")
         barrier = CountingBarrier(self.files, "t", rank, 2)
         telemetry = Telemetry(self.files, rank)
-        return Team(world=world, barrier=barrier, telemetry=telemetry, wants_stop=never)
+        return Team(world=world, barrier=barrier, telemetry=telemetry, stop_requested=never)
 
     @contextmanager
     def waiting(self, phase: str, total: int) -> Iterator[None]:
@@ -128,7 +128,7 @@ def test_while_it_works_the_job_moves_on_and_the_waiting_one_tells_of_it(pair: P
 
 def test_a_rank_that_wants_to_stop_takes_nothing_more_and_all_leave(pair: Pair) -> None:
     asked = threading.Event()
-    pair.teams[1] = replace(pair.teams[1], wants_stop=asked.is_set)
+    pair.teams[1] = replace(pair.teams[1], stop_requested=asked.is_set)
     names = [str(number) for number in range(40)]
     done: list[str] = []
 
@@ -153,11 +153,11 @@ def test_a_rank_that_wants_to_stop_takes_nothing_more_and_all_leave(pair: Pair) 
 
 def test_a_wish_that_was_seen_stays_though_its_file_goes(pair: Pair) -> None:
     control = Control(pair.files, World(0, 1, torch.device("cpu"), "single", "t"))
-    assert not control.wants_stop()
+    assert not control.stop_requested()
     pair.files.request("stop")
-    assert control.wants_stop()
+    assert control.stop_requested()
     pair.files.clear_request("stop")
-    assert control.wants_stop()
+    assert control.stop_requested()
     assert control.agree().stop
 
 
@@ -166,7 +166,7 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
 ) -> None:
     """What readers are at is finished; of the other pictures none is begun."""
     looked, leaving = [], threading.Event()
-    stock = data_index._look
+    stock = data_index._read_facts
 
     def look(*words: Any) -> Any:
         looked.append(words)
@@ -179,7 +179,7 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
             leaving.set()
             super().shutdown(*words, **names)
 
-    monkeypatch.setattr(data_index, "_look", look)
+    monkeypatch.setattr(data_index, "_read_facts", look)
     monkeypatch.setattr(data_index, "ThreadPoolExecutor", Readers)
     files = RunDir(tmp_path / "run")
     files.create()
@@ -187,6 +187,6 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
     world = World(0, 1, torch.device("cpu"), "single", "t")
     telemetry = Telemetry(files, 0)
     with pytest.raises(StoppedError, match="index"):
-        prepare(run_context(spec, files, world, telemetry, wants_stop=lambda: True))
+        prepare(run_context(spec, files, world, telemetry, stop_requested=lambda: True))
     telemetry.close()
     assert len(looked) <= 1 + data_index._READERS < 24

@@ -100,7 +100,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(follower, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(follower, "POLL_EVERY", 0.01)
     monkeypatch.setattr(follower, "_GONE", 0.0)
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", Stub)
     monkeypatch.setenv("WANDB_API_KEY", SECRET)

@@ -156,7 +156,7 @@ def test_requests_are_shared_a_step_late_and_granted_once(
     assert asked == [[0, 1, 0, 0], [0, 0, 0, 0]], "rank 0 speaks for the files that it removes"
     asked.clear()
     assert ranks[0].agree().save_now
-    ranks[0].honoured("save_now")
+    ranks[0].acknowledge("save_now")
     ranks[0].ask()
     assert asked == [[0, 0, 0, 0]], "what was granted is not asked again"
     files.request("stop")

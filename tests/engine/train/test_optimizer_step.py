@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from engine.data.loader import Inputs, MicroBatch
-from engine.diffusion.objective import Drawn, Problem
+from engine.diffusion.objective import NoiseDraw, NoisySample
 from engine.ranks.telemetry import Peaks
 from engine.ranks.world import World
 from engine.train.ema import Ema
@@ -77,18 +77,18 @@ class Rig:
     def step(self, step: int) -> Iterator[MicroBatch]:
         for _ in range(self.forwards):
             time.sleep(self.waits)
-            drawn = Drawn(torch.zeros(1), torch.zeros(1, 1, 1, 1))
+            drawn = NoiseDraw(torch.zeros(1), torch.zeros(1, 1, 1, 1))
             yield MicroBatch(range(1), torch.ones(1, 1, 1, 1), drawn, {})
 
     def inputs(self, step: int, micros: list[int]) -> list[Inputs]:
         self.asked.append((step, micros))
         return [Inputs([f"{step}-{micro}.png"], []) for micro in micros]
 
-    def draw(self, latents: torch.Tensor, generators: Any) -> Drawn:
+    def draw(self, latents: torch.Tensor, generators: Any) -> NoiseDraw:
         raise AssertionError("the loader draws")
 
-    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
-        return Problem(latents, drawn.level, drawn.noise)
+    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
+        return NoisySample(latents, drawn.level, drawn.noise)
 
     def predict(self, model: Any, noisy: torch.Tensor, *_: Any) -> torch.Tensor:
         step, micro = self.training.step, len(self.drawn) % self.spec.gradient_accumulation_steps

@@ -22,7 +22,7 @@ from engine.data.index.data_index import DataIndex, Sample, build_index, hold_ou
 from engine.data.prepare import Prepared
 from engine.data.report import make_plan, make_report, summary
 from engine.diffusion.denoising import Denoising
-from engine.diffusion.objective import Drawn
+from engine.diffusion.objective import NoiseDraw
 from engine.diffusion.rectified_flow import Flow
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
@@ -199,7 +199,7 @@ def test_levels_are_those_that_training_draws(
 def test_flow_problems_are_those_of_the_training_without_its_weights() -> None:
     flow = Flow(JobSpec(loss_weighting="cosmap"), lambda height, width, frames: 3.0)
     problem = problem_at(flow, LATENTS, NOISE, 0.3)
-    trained = flow.problem(LATENTS, Drawn(problem.level, NOISE))
+    trained = flow.problem(LATENTS, NoiseDraw(problem.level, NOISE))
     assert torch.equal(problem.noisy, trained.noisy)
     assert torch.equal(problem.target, NOISE - LATENTS)
     assert trained.weight is not None

@@ -17,6 +17,6 @@ def _wait(_: Any) -> None:
 
 
 if __name__ == "__main__":
-    tool.settle()
+    tool.prepare_process()
     writing.Writing.finish = _wait  # type: ignore[method-assign]
     tool.main(sys.argv[1:])

@@ -17,7 +17,7 @@ from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 
 from engine import families
-from engine.data.encode.texts import looks_of_prompt
+from engine.data.encode.texts import prompt_images
 from engine.data.prepare import read_pictures
 from engine.families.shared.collate import collate
 from engine.toy import write_toy
@@ -238,11 +238,11 @@ class Case:
         """An encoded prompt, without a batch dimension; with a request's images, if models do."""
         spec, paths = self.spec(), request.conditioning if request else ()
         pictures = dict(zip(paths, self.pictures(request), strict=True)) if request else {}
-        looks = [look.read() for look in looks_of_prompt(paths, pictures, spec)]
+        images = [look.read() for look in prompt_images(paths, pictures, spec)]
         length = spec.max_sequence_length
         with torch.no_grad():
-            if looks:
-                return self.family.encode_with_images(self.text, prompt, length, looks)
+            if images:
+                return self.family.encode_with_images(self.text, prompt, length, images)
             return self.family.encode(self.text, prompt, length, negative=negative)
 
     def stock(self, root: Path | None = None) -> Any:

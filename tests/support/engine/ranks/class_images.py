@@ -30,10 +30,10 @@ def make(rank: int, ranks: int, root: Path, jobs: dict[str, dict[str, Any]]) -> 
         run_dir = RunDir(root / name)
         run_dir.create()
         telemetry = Telemetry(run_dir, rank)
-        wants_stop = _enough(Path(values["cache_dir"]), stop_at if rank == ranks - 1 else 0)
+        stop_requested = _enough(Path(values["cache_dir"]), stop_at if rank == ranks - 1 else 0)
         try:
             with_images = add_class_images(
-                run_context(spec, run_dir, world, telemetry, wants_stop=wants_stop)
+                run_context(spec, run_dir, world, telemetry, stop_requested=stop_requested)
             )
             said = str((with_images.datasets or [])[-1].path)
         except StoppedError:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from engine.data.loader import MicroBatch
-from engine.diffusion.objective import Drawn, Problem
+from engine.diffusion.objective import NoiseDraw, NoisySample
 from engine.families.flux import Flux
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters.lora import add_lora, lora_parameters
@@ -255,11 +255,11 @@ class Rig:
 
     def step(self, step: int) -> Iterator[MicroBatch]:
         for inputs, seed in self._batches:
-            drawn = Drawn(torch.tensor([seed]), torch.zeros(1))
+            drawn = NoiseDraw(torch.tensor([seed]), torch.zeros(1))
             yield MicroBatch(range(BATCH), inputs["hidden_states"], drawn, inputs)
 
-    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
-        return Problem(latents, drawn.level, target_of(latents.shape, int(drawn.level)))
+    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
+        return NoisySample(latents, drawn.level, target_of(latents.shape, int(drawn.level)))
 
     def predict(self, model: Any, _: Any, level: torch.Tensor, inputs: Inputs, *__: Any) -> Any:
         output = forward(model, self._case, inputs)

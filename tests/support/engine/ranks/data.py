@@ -128,7 +128,7 @@ def fill(
                 telemetry,
                 family=family,
                 barrier=barrier,
-                wants_stop=lambda: sees and run_dir.requested("stop"),
+                stop_requested=lambda: sees and run_dir.requested("stop"),
             )
         )
     except StoppedError as stopped:

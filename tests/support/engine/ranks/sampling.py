@@ -89,7 +89,7 @@ def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
     model.register_forward_hook(count)
     recording = Recording(model, world.shards)
     stops = StopsLate(values.get("validation_steps", 0) if rank == 1 else 0)
-    run = replace(run, wants_stop=stops)
+    run = replace(run, stop_requested=stops)
     sampler = Sampler(replace(run, family=recording), data)
     model.train()
     files = sampler.sample(model, root / "samples", 7)

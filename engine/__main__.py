@@ -23,8 +23,7 @@ def main() -> int:
         return 2
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # If Python's KeyboardInterrupt is raised in C code during an import, it is swallowed, and
-        # later
-        # failures due to the missing module are hard to understand (numpy 2.4).
+        # later failures due to the missing module are hard to understand (numpy 2.4).
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from jobs.run.rundir import RunDir
 
@@ -69,8 +68,7 @@ def main() -> int:
     except BaseException as error:
         record_failure(run_dir, rank, error, telemetry)
         # Exit without Python's cleanup: another rank may be waiting in a collective, and a
-        # destructor that
-        # starts one more would wait with it.
+        # destructor that starts one more would wait with it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -38,8 +38,7 @@ def import_lean() -> None:
     # here.
     _stand_in("torch._dynamo", disable=_identity, allow_in_graph=_identity)
     # The real module imports sympy, 33 MiB (torch 2.15), for kernels that a model without weights
-    # never
-    # runs.
+    # never runs.
     _stand_in("torch.nn.attention.flex_attention", BlockMask=object, create_block_mask=_identity)
 
 
@@ -77,8 +76,7 @@ def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
     """Build a model on the meta device, buffers included.
 
     Parameters shared by modules stay one object, as in the real model;
-    `accelerate.init_empty_weights`
-    would split them.
+    `accelerate.init_empty_weights` would split them.
 
     Args:
         config: Config of a diffusers or transformers model.

@@ -180,12 +180,9 @@ def recommend(
     """Return the classes to wrap, the best first; no class contains another.
 
     The quality of a set is the fraction of the model that it wraps, times the fraction that its
-    largest
-    unit leaves. Start with the outermost candidates, repeatedly replace the one with the largest
-    unit by
-    the candidates inside of it, and return the best set found. For example, for a UNet whose stages
-    hold
-    a third of it each, this returns the blocks inside the stages.
+    largest unit leaves. Start with the outermost candidates, repeatedly replace the one with the
+    largest unit by the candidates inside of it, and return the best set found. For example, for a
+    UNet whose stages hold a third of it each, this returns the blocks inside the stages.
 
     Args:
         kinds: The model's classes.

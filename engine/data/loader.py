@@ -41,8 +41,7 @@ class MicroBatch:
         latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalized, fp32.
         drawn: Noise levels and noise.
         condition: Encoded captions, each `(B, …)`, in the layout of `Family.arrange`; and latents
-            of
-            conditioning images (`engine.families.shared.references`).
+            of conditioning images (`engine.families.shared.references`).
         weight: Error weights, `(B,)`, or `(B, 1, h, w)` in a job with masks; None if all are equal.
     """
 
@@ -85,8 +84,7 @@ class Loader:
     """Yields this rank's micro-batches, step by step.
 
     Entire steps are read ahead into pageable memory, together with their random draws. Only the
-    next
-    micro-batch is in pinned memory, and only the requested one is on the device.
+    next micro-batch is in pinned memory, and only the requested one is on the device.
 
     Attributes:
         forwards: Micro-batches per step.

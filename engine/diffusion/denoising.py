@@ -62,7 +62,7 @@ class Denoising:
             noises.append(torch.randn(latents.shape[1:], generator=generator))
         return NoiseDraw(torch.stack(drawn), torch.stack(noises))
 
-    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
+    def add_noise(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         """Return noisy latents, the timesteps as the level, and the noise or v as the target."""
         timesteps, noise = drawn
         noisy = self.scheduler.add_noise(latents, noise, timesteps)

@@ -61,15 +61,14 @@ class Objective(Protocol):
     """Draws random values for a micro-batch, and computes noisy samples and targets from them.
 
     These are separate steps, since the loader's threads draw in host memory, ahead of time, while
-    the
-    noisy samples are computed on the device.
+    the noisy samples are computed on the device.
     """
 
     def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> NoiseDraw:
         """Draw for clean latents `(B, C, h, w)`, each sample with its own generator on the CPU."""
         ...
 
-    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
+    def add_noise(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         """Add noise to clean latents `(B, C, h, w)`, on their device.
 
         It does not synchronize the device.
@@ -128,8 +127,7 @@ def loss_of(
         problem: The noisy samples and their targets.
         spec: The job; `loss_type` and `huber_c`.
         weight: Per sample `(B,)`, or per cell `(B, 1, h, w)`. Not normalized by their sum, so that
-            a
-            sample's share of a step does not depend on the others in its batch.
+            a sample's share of a step does not depend on the others in its batch.
     """
     prediction = prediction.float()
     if spec.loss_type == "mse":

@@ -26,8 +26,7 @@ _HALVINGS: Final = 60  # more than the bits of a float
 _LEAST_SIGMA: Final = 1e-3  # below it, 1 / sigma² outweighs all other samples
 
 # Sigma → weight, as ai-toolkit measured on Flex.1 and uses for most of its models, rounded. The
-# mean
-# over all sigmas is 1.
+# mean over all sigmas is 1.
 _WEIGHTED: Final = (
     (0.0, 0.45),
     (0.03, 0.5),
@@ -54,8 +53,7 @@ class Flow:
     Attributes:
         spec: The job, which sets the distribution of sigma.
         shift_of: Returns the shift for latents of a height, width and number of frames; used if the
-            job
-            sets none.
+            job sets none.
         sigmas: Lowest and highest sigma that the model is for.
         terminal: The lowest sigma of draws, like a scheduler's `shift_terminal`.
     """
@@ -80,7 +78,7 @@ class Flow:
             noises.append(torch.randn(latents.shape[1:], generator=generator))
         return NoiseDraw(torch.stack(sigmas), torch.stack(noises))
 
-    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
+    def add_noise(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         """Return noisy latents `(1 - sigma) · latents + sigma · noise` and their target.
 
         The level is sigma in (0, 1), and the target is the velocity `noise - latents`.

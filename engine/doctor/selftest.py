@@ -90,8 +90,7 @@ def compare_sample(model: Path, export: Path, image: Path) -> dict[str, Any]:
     Returns:
         `largest_difference`: the largest difference of a pixel's channel, of 255; `contrast`: the
         difference between the lightest and darkest pixel of the run's sample, in the channel where
-        it
-        is largest.
+        it is largest.
     """
     import numpy as np
     from diffusers import DiffusionPipeline

@@ -128,8 +128,7 @@ class LoraOutput:
             written.append(self._write(self._directory / path, tensors, header))
 
         # The stock function chooses the names of the file and the tensors. With a custom save
-        # function, it
-        # leaves the header to the caller.
+        # function, it leaves the header to the caller.
         parts = {family.lora_prefix: dict(layers), **texts}
         named = {f"{name}_lora_layers": tensors for name, tensors in parts.items()}
         family.pipeline_class().save_lora_weights(self._directory, **named, save_function=write)
@@ -225,8 +224,7 @@ def _folded(
     """Multiply each adapter's scale into its up matrix (for LoKr, into its first), in fp32.
 
     Loaders disagree about where to read an alpha: ComfyUI and InvokeAI ignore headers, and peft
-    scales
-    a LoKr in cases where LyCORIS does not. With the scale folded in, all of them agree.
+    scales a LoKr in cases where LyCORIS does not. With the scale folded in, all of them agree.
 
     Args:
         layers: `<module>.lora_A.weight`, `<module>.lokr_w1` and so on.

@@ -40,8 +40,7 @@ class ModelOutput:
     Args:
         recipe: Describes the export.
         facts: The tensors that will be added, by the names in the model. Untrained tensors are
-            copied
-            from the base model.
+            copied from the base model.
         directory: An empty directory.
 
     Attributes:

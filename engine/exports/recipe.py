@@ -310,8 +310,7 @@ def describe(recipe: Recipe, style: str = DIFFUSERS) -> dict[str, str]:
     """Return the header of an exported file, with string values as the format requires.
 
     It depends only on the training, so that exporting the same step gives identical bytes at any
-    time
-    and on any machine.
+    time and on any machine.
 
     Args:
         recipe: Describes the export.

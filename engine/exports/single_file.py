@@ -257,8 +257,7 @@ def authors_layout(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dic
     Args:
         family: The model's family.
         shapes: Shape by name in diffusers, for all tensors; `<component>/<name>` for the components
-            of
-            SDXL other than the U-Net.
+            of SDXL other than the U-Net.
 
     Raises:
         UserError: The family has no such layout here, or it does not cover one of the tensors.
@@ -364,8 +363,7 @@ class SingleFileOutput:
     Args:
         recipe: Describes the export.
         facts: The tensors that will be added, by the names in the model. Untrained tensors are
-            copied
-            from the base model.
+            copied from the base model.
         directory: An empty directory.
 
     Attributes:

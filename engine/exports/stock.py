@@ -217,8 +217,7 @@ def _is_missing_here(library: str, class_name: str) -> bool:
     """Return whether a class needs a library that training does not: for processors, torchvision.
 
     Without it, transformers exports a dummy class for FLUX.2's processor, and Qwen-Image-Edit's
-    cannot
-    be instantiated.
+    cannot be instantiated.
     """
     processor = getattr(transformers, class_name, None) if library == "transformers" else None
     if processor is None or isinstance(processor, DummyObject):

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 # -- place ----------------------------------------------------------------------------------
 # An export is either complete or absent: it is written to a temporary directory, and renamed once
-# it
-# has been read back.
+# it has been read back.
 
 
 _ASIDE: Final = ".tmp"

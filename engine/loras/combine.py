@@ -33,8 +33,7 @@ def merge(
     """Write one LoRA with the combined effect of several.
 
     Concatenate their matrices along the rank, so that ranks add up and the sum is exact. If a rank
-    is
-    given, write the best approximation of that rank (truncated SVD) instead.
+    is given, write the best approximation of that rank (truncated SVD) instead.
 
     Args:
         files: LoRAs for the same model, with the same naming.
@@ -97,8 +96,7 @@ def resize(
 
     Returns:
         The ranks that were written, how many modules were truncated, and the fractions of the
-        squared
-        norms that they keep.
+        squared norms that they keep.
 
     Raises:
         UserError: The file is not a plain LoRA.
@@ -216,8 +214,7 @@ def factors(down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
     Returns:
         Left vectors `(out, k)`, singular values `(k,)` and right vectors `(k, in)`, where k is at
-        most
-        the rank, and smaller for small layers.
+        most the rank, and smaller for small layers.
     """
     left, upper = torch.linalg.qr(up.flatten(1).double())
     right, lower = torch.linalg.qr(down.flatten(1).double().T)
@@ -244,8 +241,7 @@ def _truncated(
     """Return the best product of a given rank, and the fraction of the squared norm that it keeps.
 
     Both matrices are scaled by the square root of the singular values, so that rounding affects
-    them
-    equally.
+    them equally.
     """
     roots, squares = values[:rank].sqrt(), values.square()
     share = float(squares[:rank].sum() / squares.sum()) if squares.any() else 1.0

@@ -38,8 +38,7 @@ def extract(
 
     Layers are read twice, one at a time: to determine their ranks, and to write them. Text encoders
     are compared if both models have ones that LoRAs can adapt. Differences in other tensors
-    (biases,
-    norms) cannot be stored in a LoRA and are only counted.
+    (biases, norms) cannot be stored in a LoRA and are only counted.
 
     Args:
         tuned: The model after training.
@@ -166,10 +165,8 @@ def nearest(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
     """Return the truncated SVD of a matrix as two factors.
 
     The eigenvectors of the smaller Gram matrix are the singular vectors of that side, and
-    projecting
-    onto them is optimal for the rank. In fp64, this is exact to fp32 precision and takes a quarter
-    of
-    the time of an SVD.
+    projecting onto them is optimal for the rank. In fp64, this is exact to fp32 precision and takes
+    a quarter of the time of an SVD.
 
     Args:
         difference: `(out, in)`.
@@ -177,8 +174,7 @@ def nearest(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
 
     Returns:
         Down `(rank, in)` and up `(out, rank)` in fp32, both scaled by the square root of the
-        singular
-        values; and the fraction of the squared norm that they keep.
+        singular values; and the fraction of the squared norm that they keep.
     """
     wide = difference.double()
     flipped = len(wide) > wide.shape[1]

@@ -228,8 +228,7 @@ def norm(parts: Parts) -> float:
     """Return the Frobenius norm of an adapter's weight update, without forming the product.
 
     ‖up · down‖² is the sum of (upᵀ up) ∘ (down downᵀ), and a Kronecker product's norm is the
-    product of
-    its factors' norms. DoRA's magnitudes are ignored, since they need the base weights.
+    product of its factors' norms. DoRA's magnitudes are ignored, since they need the base weights.
     """
     if "lokr_w1" in parts:
         return float(parts["lokr_w1"].norm() * parts["lokr_w2"].norm())

@@ -137,8 +137,7 @@ _ENDS: Final = {
     "kohya": ("lora_down.weight", "lora_up.weight"),
 }
 # Header entries that stay true of a file made from files that agree on them. All others are
-# dropped:
-# hashes would refer to other tensors, and kohya's scripts write caption tags into headers.
+# dropped: hashes would refer to other tensors, and kohya's scripts write caption tags into headers.
 _KEPT: Final = (
     COMPONENT,
     *("ss_base_model_version", "ss_network_module", "fsdp_tui.base_model"),

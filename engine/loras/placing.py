@@ -50,8 +50,7 @@ class Update:
         source: The source of the adapter.
         module: Its name in the source.
         rows: For each output of the adapter, the layer's row that it changes, or -1 if it belongs
-            to
-            another layer; `(out of the adapter,)`.
+            to another layer; `(out of the adapter,)`.
         weight: The factor of the update.
     """
 
@@ -328,8 +327,7 @@ def _check_size(
 
     Raises:
         UserError: The sizes differ (a 1x1 convolution matches a linear layer), or the adapter
-            changes a
-            part of a fused layer that the model does not have.
+            changes a part of a fused layer that the model does not have.
     """
     names = list(layers)
     owners = (torch.bucketize(rows, _firsts(layers), right=True) - 1)[rows > 0].unique().tolist()

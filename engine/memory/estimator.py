@@ -44,8 +44,8 @@ _WIDENED: Final = (
     "precision"
 )
 # Kernels in forward and backward of FLUX.1's blocks in bf16, and memory kept for backward: 448 →
-# 210
-# and 8 % less for a LoRA, 407 → 105 and 28 % less for all weights (Inductor for CPUs, torch 2.13).
+# 210 and 8 % less for a LoRA, 407 → 105 and 28 % less for all weights (Inductor for CPUs, torch
+# 2.13).
 _COMPILED: Final = {"lora": ("half", 8), "full": ("a quarter", 28)}
 
 

@@ -76,8 +76,7 @@ def host_of(
         shards = sum(cost_of(unit, layout).host for unit in trace.units)
         parts["offloaded_weights"] = shards
         # FSDP copies gradients into memory pinned by torch, in powers of two; the shards are in
-        # pinned memory
-        # of our own (`engine.model.files.weights`).
+        # pinned memory of our own (`engine.model.files.weights`).
         parts["offloaded_gradients"] = sum(
             _power_of_two(4 * parameter.numel) for parameter in trained
         )
@@ -167,8 +166,7 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     except UserError:
         return None
     # If the job leaves sharding open, the GPUs' free memory decides (`engine.model.text_encoders`).
-    # This
-    # is the lower bound.
+    # This is the lower bound.
     note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
     return Phase("text_cache", Parts(parameters=held + image_encoder, gathered=gathered), note)
 
@@ -177,12 +175,9 @@ def text_lora_bytes(spec: JobSpec, root: Path) -> int:
     """Return the bytes for training a LoRA on CLIP text encoders, excluding their frozen weights.
 
     This includes, for A and B of each adapted layer, fp32 masters with gradient, optimizer state
-    and
-    average, and a copy in the compute precision. It also includes the activations kept for
-    backward,
-    estimated from the width of a CLIP block: 16 times the width per token, or only the block's
-    input if
-    activations are recomputed.
+    and average, and a copy in the compute precision. It also includes the activations kept for
+    backward, estimated from the width of a CLIP block: 16 times the width per token, or only the
+    block's input if activations are recomputed.
     """
     narrow = compute_dtype(spec).itemsize
     average = 4 if spec.use_ema and spec.ema_device != "cpu" else 0
@@ -221,10 +216,8 @@ def _sharded_encoders(
     """Return the bytes of a rank's shards, and the most that is gathered while an encoder runs.
 
     Sizes come from file headers. Each block is a unit; tensors outside of blocks form the root,
-    which
-    stays unsharded while the encoder runs. A unit is gathered into a buffer before it is copied
-    into
-    place, and the buffer of the previous unit still exists at that moment.
+    which stays unsharded while the encoder runs. A unit is gathered into a buffer before it is
+    copied into place, and the buffer of the previous unit still exists at that moment.
     """
     held, gathered = 0, 0
     for name in encoder_names(root):

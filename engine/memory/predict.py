@@ -59,7 +59,7 @@ class Overheads:
     reserved_high: float = 1.25
     segment: int = 2 * _MIB
 
-    def beside(self, communicators: int) -> dict[str, int]:
+    def driver_bytes(self, communicators: int) -> dict[str, int]:
         """Return the bytes, by name, that the driver counts on top of torch's reserved memory."""
         parts = {"cuda_context": self.cuda_context, "cublas": self.cublas}
         if communicators:
@@ -83,8 +83,8 @@ OVERHEADS = Overheads()
 # State and temporary memory of each optimizer, from the shapes of a rank's trained parameters.
 #
 # These are formulas, since running an optimizer on the shards for every number of ranks would be
-# too
-# slow for interactive use. `tests/engine/memory/test_memory.py` compares them with the real ones.
+# too slow for interactive use. `tests/engine/memory/test_memory.py` compares them with the real
+# ones.
 
 
 _QUANTISED_FROM: Final = 4096  # elements; torchao keeps smaller tensors in fp32
@@ -305,7 +305,7 @@ def predict(
         settings=_settings(spec, ranks),
         phases=_in_order(phases),
         reserved=overheads.reserved(peak) if on_cuda else (peak, peak),
-        overheads=overheads.beside(_communicators(spec, strategy, ranks)) if on_cuda else {},
+        overheads=overheads.driver_bytes(_communicators(spec, strategy, ranks)) if on_cuda else {},
         host=dict(host or {}),
         disk=dict(disk or {}),
         notes=tuple(assumed),

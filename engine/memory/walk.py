@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 # Memory of an FSDP2 unit at each of its marks: shards, gathered weights, and communication buffers.
 #
 # This follows torch 2.11 to 2.13 (`torch/distributed/fsdp/_fully_shard`), in the order in which
-# they
-# allocate and free. `tests/bench/memory.py` compares the results with theirs.
+# they allocate and free. `tests/bench/memory.py` compares the results with theirs.
 
 
 _REDUCED: Final = 4  # bytes: gradients are reduced in fp32

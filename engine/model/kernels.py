@@ -35,8 +35,7 @@ def choose_backends(spec: TrainingKeys) -> None:
     torch.set_float32_matmul_precision("high" if spec.allow_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = spec.allow_tf32
     # Torch prefers cuDNN's attention on Hopper GPUs, whose backward may read uninitialized memory:
-    # NaN
-    # gradients, for FLUX.1 at 1024 px in every step (H200, torch 2.11, cuDNN 9.19). See
+    # NaN gradients, for FLUX.1 at 1024 px in every step (H200, torch 2.11, cuDNN 9.19). See
     # docs/upstream.md.
     torch.backends.cuda.enable_cudnn_sdp(spec.attention_backend == "cudnn")
     if spec.deterministic:
@@ -64,8 +63,7 @@ def activate_flash3(spec: TrainingKeys) -> None:
     """Make torch's flash attention use FlashAttention 3, forward and backward, from now on.
 
     Diffusers' own backend of that name (0.42) has no backward. Text encoders and VAE, whose heads
-    and
-    masks FlashAttention 3 does not support, have already run by this time.
+    and masks FlashAttention 3 does not support, have already run by this time.
 
     Raises:
         UserError: The package is missing or broken, or was built for another torch.

@@ -39,8 +39,7 @@ def parameters_on_meta() -> Iterator[None]:
     """Put every parameter that a module registers in this context on the meta device.
 
     Buffers are real. `accelerate.init_empty_weights` does that too, but creates a new parameter at
-    each
-    registration, so that a parameter shared by two modules would become two.
+    each registration, so that a parameter shared by two modules would become two.
     """
     made = WeakIdKeyDictionary()
 

@@ -30,9 +30,8 @@ def storage_dtype(spec: RecipeKeys, *, keep_fp32: bool) -> torch.dtype:
     """Return the precision in which a base parameter is kept, independent of its file.
 
     Full training keeps fp32 masters. A frozen base is kept in the compute precision, since no
-    operation
-    mixes precisions. Modules that the model lists as needing fp32 are kept in fp32 (like in
-    `from_pretrained`).
+    operation mixes precisions. Modules that the model lists as needing fp32 are kept in fp32 (like
+    in `from_pretrained`).
 
     Args:
         spec: The job.
@@ -45,15 +44,11 @@ def computes_alone(spec: RecipeKeys, *, sharded: bool) -> bool:
     """Return whether a model in training computes in bf16 by itself, without autocast.
 
     Its weights must be in bf16: a LoRA's frozen base is kept in bf16
-    (`engine.model.adapters.lora_layer`
-    casts the adapters), and FSDP gathers full training's masters in bf16. Modules that the model
-    lists as
-    needing fp32 stay fp32, and the model's own code casts around them, as in the stock pipelines.
-    Autocast would instead compute all norms and the operations after them in fp32: a third more
-    kernels,
-    and more than a third more bytes kept for backward. Compiled blocks use autocast, since Inductor
-    fuses
-    its casts.
+    (`engine.model.adapters.lora_layer` casts the adapters), and FSDP gathers full training's
+    masters in bf16. Modules that the model lists as needing fp32 stay fp32, and the model's own
+    code casts around them, as in the stock pipelines. Autocast would instead compute all norms and
+    the operations after them in fp32: a third more kernels, and more than a third more bytes kept
+    for backward. Compiled blocks use autocast, since Inductor fuses its casts.
     """
     if spec.mixed_precision != "bf16" or spec.torch_compile:
         return False

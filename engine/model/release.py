@@ -49,8 +49,7 @@ class Watch:
     """Tracks modules, their parameters and buffers, and their memory, by weak references.
 
     A tensor can outlive its Python object (C++ may hold it), and its memory can outlive the tensor
-    (a
-    view may hold it). Therefore, all three are tracked.
+    (a view may hold it). Therefore, all three are tracked.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -103,7 +102,6 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # glibc keeps memory that was freed between live blocks. Other C libraries have no such call;
-    # there, the
-    # process reuses the memory, even if it does not return it.
+    # there, the process reuses the memory, even if it does not return it.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

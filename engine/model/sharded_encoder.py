@@ -70,8 +70,7 @@ def load_encoder(
 
     Returns:
         The model in eval mode, frozen. Its parameters are `DTensor`s, which only a call of the
-        model
-        itself gathers: calling a part of it finds shards.
+        model itself gathers: calling a part of it finds shards.
 
     Raises:
         UserError: The weights are quantized, or their shapes differ from the config.
@@ -201,10 +200,8 @@ def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, Store
     """Locate each tensor of the model, by its name in `named_parameters` or `named_buffers`.
 
     Transformers renames tensors on load, since its classes were renamed after the files were
-    written;
-    the same rules apply here. If the model shares a tensor between modules, but the files hold
-    several,
-    it is split into several, which is correct whether they differ or not.
+    written; the same rules apply here. If the model shares a tensor between modules, but the files
+    hold several, it is split into several, which is correct whether they differ or not.
 
     Returns:
         The locations, and why the tensors cannot be read from there ("" if they can).
@@ -274,8 +271,8 @@ def _shard(model: Any, mesh: DeviceMesh) -> Counter[str]:
     # Reshard the root after its forward too, since no backward needs it.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     # Transformers (5.0 to 5.23) looks up which outputs a model can record by the string of its
-    # class, and
-    # `fully_shard` changes the class. Without this entry, it would record no hidden states.
+    # class, and `fully_shard` changes the class. Without this entry, it would record no hidden
+    # states.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
     return units
 
@@ -292,8 +289,7 @@ def _broadcast_shards(
     """Load the full model on rank 0, and send each rank its rows, tensor by tensor.
 
     Use the mesh's own group: torch's `set_model_state_dict(broadcast_from_rank0=True)` uses the
-    default
-    group, whose timeout may be shorter than the loading.
+    default group, whose timeout may be shorter than the loading.
     """
     main = mesh.get_rank() == 0
     whole = model_class.from_pretrained(directory, dtype=dtype).state_dict() if main else {}

@@ -67,8 +67,7 @@ def track_nonfinite(pipeline: Any) -> Iterator[Callable[[], str]]:
 
     def note(name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         # The first output is from the last layer, which propagates the NaNs of earlier layers. The
-        # outputs
-        # themselves are not kept: hidden states of all layers are hundreds of MB.
+        # outputs themselves are not kept: hidden states of all layers are hundreds of MB.
         first = output if isinstance(output, torch.Tensor) else output[0]
         extremes.setdefault(name, []).append(torch.stack(first.detach().aminmax()))
 
@@ -240,11 +239,9 @@ def encoder_group(world: World) -> Iterator[DeviceMesh]:
     """Return all ranks as a one-dimensional mesh, in a separate group with a very long timeout.
 
     Ranks wait for each other whenever weights are gathered, and the slowest may be slow for a
-    reason
-    that does not concern the others, so the default group's timeout would end the job. The ranks
-    should
-    enter together, since the group is created through the default group's store, within its
-    timeout.
+    reason that does not concern the others, so the default group's timeout would end the job. The
+    ranks should enter together, since the group is created through the default group's store,
+    within its timeout.
     """
     cuda = world.device.type == "cuda"
     group = dist.new_group(backend="nccl" if cuda else "gloo", timeout=_PATIENCE)
@@ -481,8 +478,8 @@ def _free(pipeline: Any, world: World, before: int) -> Released:
     cuda = world.device.type == "cuda"
     after = memory_in_use(world.device)
     # Do not compare with `before`: if the encoders stayed during training, other memory was
-    # allocated
-    # since. Skip the CPU, where the resident set includes memory that the C library keeps.
+    # allocated since. Skip the CPU, where the resident set includes memory that the C library
+    # keeps.
     if cuda and not left and loaded - after < watch.held - _SLACK:
         mib = f"{(loaded - after) / 2**20:.0f} of {watch.held / 2**20:.0f} MiB"
         left = f"{STILL_HELD}: only {mib} of the text encoders were freed"

@@ -76,8 +76,7 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
 
 
 # Recorders of NCCL and of gloo. Torch (2.11 to 2.13) has no public names for them, and its CPU
-# build
-# has no NCCL recorder.
+# build has no NCCL recorder.
 _RECORDERS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 

@@ -166,11 +166,9 @@ class Control:
 
         Args:
             save_failed: Whether this rank knows that an asynchronous save has failed, which the
-                other
-                ranks may not have noticed yet.
+                other ranks may not have noticed yet.
             now: Vote now, and wait for the others. Otherwise, ranks on GPUs use the vote started by
-                `ask`
-                one step earlier, which has completed meanwhile.
+                `ask` one step earlier, which has completed meanwhile.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -244,8 +242,7 @@ class Team:
 
         Raises:
             StoppedError: A stop was requested on any rank. All ranks read the same messages, so
-                either all
-                leave here or none does, and no rank enters a collective alone.
+                either all leave here or none does, and no rank enters a collective alone.
         """
         words: list[dict[str, Any]] = self.barrier.words(place)
         if any(word["stop"] for word in words):

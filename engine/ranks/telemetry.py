@@ -39,8 +39,7 @@ class Peaks:
     """Measures phases, one after another.
 
     On a GPU, this is the peak of torch's allocator. On CPU ranks, it is the peak resident set of
-    the
-    process, which the kernel tracks and lets a process reset.
+    the process, which the kernel tracks and lets a process reset.
 
     Attributes:
         phases: Bytes per phase, the largest of all its runs.
@@ -140,8 +139,7 @@ class Progress:
         """Report the progress of all ranks while this rank waits for the others.
 
         Waiting is not recorded as progress: the other ranks record their own, and if none of them
-        does,
-        the job makes no progress.
+        does, the job makes no progress.
         """
         if time.monotonic() - self._last_event < _EVERY:
             return
@@ -345,10 +343,8 @@ class Telemetry:
         """Exit at once, without notifying other ranks, if another allocation now owns the run.
 
         In that case, this node was cut off and Slurm has started the job elsewhere, so anything
-        this rank
-        writes would mix with the output of the new ranks. Run no collective and save nothing, since
-        the
-        other ranks may be gone.
+        this rank writes would mix with the output of the new ranks. Run no collective and save
+        nothing, since the other ranks may be gone.
         """
         if self._shared and (other := taken_over(self.run_dir.root)):
             self.say(f"allocation {other} of this job has taken over; exiting")

@@ -217,8 +217,7 @@ def take_gpu(spec: DeviceKeys) -> None:
     """Make this rank's GPU the current one, before importing libraries that query it.
 
     Torchao 0.18 queries the current GPU's properties on import (torch 2.14), which would open a
-    context
-    on the first GPU in every rank.
+    context on the first GPU in every rank.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if not _computes_on_cpu(spec) and local < torch.cuda.device_count():
@@ -230,8 +229,7 @@ def start_world(spec: JobSpec) -> World:
 
     Raises:
         UserError: The launcher started a different number of ranks than the job sets, or torch does
-            not
-            see the GPUs assigned to the job.
+            not see the GPUs assigned to the job.
     """
     on_cpu = spec.device == "cpu" or not torch.cuda.is_available()
     _check_gpus(spec)
@@ -250,8 +248,7 @@ def start_world(spec: JobSpec) -> World:
             "launch with the same --num_processes",
         )
     # All CPU ranks share one CPU device, which accelerate would number. For a single GPU,
-    # accelerate
-    # omits the number.
+    # accelerate omits the number.
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     common = [uuid.uuid4().hex[:12], *_strategy(spec)]
     if state.num_processes > 1:

@@ -1,8 +1,7 @@
 """`python -m engine.start.accelerate launch …`: accelerate's own command line, faster.
 
 It runs as long as its ranks do. `accelerate launch` also imports modules for its other commands,
-and
-`estimate` imports transformers. Without that, and with imported objects exempt from garbage
+and `estimate` imports transformers. Without that, and with imported objects exempt from garbage
 collection, it takes 1.5 s of processor time instead of 3.2 (accelerate 1.15, torch 2.13).
 """
 

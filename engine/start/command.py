@@ -23,11 +23,9 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command as this process, and end the process with the status it returns.
 
     Threads are joined, exit handlers run and output is flushed, as at the end of any Python
-    process.
-    Only the teardown of the interpreter and its libraries is skipped, since the kernel frees their
-    memory anyway: the destructors of torch built for CUDA read another 125 MiB of its libraries and
-    take
-    0.4 s of processor time (torch 2.13).
+    process. Only the teardown of the interpreter and its libraries is skipped, since the kernel
+    frees their memory anyway: the destructors of torch built for CUDA read another 125 MiB of its
+    libraries and take 0.4 s of processor time (torch 2.13).
     """
     status: int | None = None
 

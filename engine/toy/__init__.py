@@ -53,8 +53,7 @@ def write_toy(
     """Write `directory`/model and `directory`/data, each completely or not at all.
 
     For models that take conditioning images, write `directory`/control as well. Directories written
-    by
-    an earlier call are kept.
+    by an earlier call are kept.
 
     Args:
         directory: Created if it is missing.
@@ -69,8 +68,7 @@ def write_toy(
 
     Raises:
         UserError: An argument is out of range, the directory cannot be written, or it contains
-            other
-            files.
+            other files.
     """
     flavour = check_family(family, flavour)
     _check(pictures=pictures, size=size, dtype=dtype, hidden_scale=hidden_scale)

@@ -262,7 +262,7 @@ class Stepper:
         return losses, waited
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
-        problem = self._objective.problem(batch.latents, batch.drawn)
+        problem = self._objective.add_noise(batch.latents, batch.drawn)
         with computing(self._spec, self._world):
             prediction = self._family.predict(
                 self._training.model,

@@ -201,7 +201,7 @@ def problem_at(
     level = torch.full(
         (len(latents),), objective.level_at(quantile, latents), device=latents.device
     )
-    return replace(objective.problem(latents, NoiseDraw(level, noise)), weight=None)
+    return replace(objective.add_noise(latents, NoiseDraw(level, noise)), weight=None)
 
 
 def _summary(errors: torch.Tensor, nonfinite: list[str], seconds: float) -> Measured:

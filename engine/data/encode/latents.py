@@ -266,10 +266,10 @@ def _read_ahead(keys: Iterator[str], load: Any) -> Iterator[tuple[str, torch.Ten
 # -- masks ----------------------------------------------------------------------------------
 # Masks on the latent grid, and the loss weights that training reads.
 #
-# A mask gets the same crop and flip as its image, is averaged over the pixels of each latent
-# cell, and is cached. Black areas weigh `unmasked_weight`. Each sample's weights are divided by
-# their mean, so its loss is a mean over the unmasked area: an image with a small mask counts as
-# much as any other, independent of the rest of the batch.
+# A mask gets the same crop and flip as its image, is averaged over the pixels of each latent cell,
+# and is cached. Black areas weigh `unmasked_weight`. Each sample's weights are divided by their
+# mean, so its loss is a mean over the unmasked area: an image with a small mask counts as much as
+# any other, independent of the rest of the batch.
 
 
 _CELLS: Final = 1

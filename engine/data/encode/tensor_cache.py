@@ -228,8 +228,8 @@ def _sound(content: bytes) -> bool:
 
 
 # -- shared work ----------------------------------------------------------------------------
-# Ranks find the missing cache entries, split the work, and wait for each other at file barriers.
-# No collective is open meanwhile, so a slow rank cannot cause an NCCL timeout.
+# Ranks find the missing cache entries, split the work, and wait for each other at file barriers. No
+# collective is open meanwhile, so a slow rank cannot cause an NCCL timeout.
 
 
 _CHECKED_TOGETHER: Final = 64  # files that a rank claims at a time to check

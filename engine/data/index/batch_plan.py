@@ -74,9 +74,9 @@ def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
     """Return each dataset's share of an epoch.
 
     With `repeats`, every sample is drawn that many times, and regularization samples are drawn as
-    often
-    as all others together: the smaller of the two groups is repeated. With `weight`, draws are
-    proportional to the weight, and an epoch is long enough to draw every sample of every dataset.
+    often as all others together: the smaller of the two groups is repeated. With `weight`, draws
+    are proportional to the weight, and an epoch is long enough to draw every sample of every
+    dataset.
 
     Args:
         datasets: In the order of their samples; either all have a weight, or none has.
@@ -133,27 +133,19 @@ class BatchPlan:
     """The plan.
 
     Samples that one rank computes in one forward (with context parallelism, one group of ranks)
-    form a
-    micro-batch and must share a shape. Ranks and accumulation steps may compute different shapes,
-    since
-    gradients are reduced per parameter. Draws arrive in a shuffled stream, each bucket collects
-    them,
-    and a bucket emits a micro-batch as soon as it has enough. Leftover draws wait for the bucket's
-    next
-    draws, in the next epoch if necessary. Nothing is ever padded or duplicated, and samples are
-    drawn
-    in proportion to the shares for any global batch size.
+    form a micro-batch and must share a shape. Ranks and accumulation steps may compute different
+    shapes, since gradients are reduced per parameter. Draws arrive in a shuffled stream, each
+    bucket collects them, and a bucket emits a micro-batch as soon as it has enough. Leftover draws
+    wait for the bucket's next draws, in the next epoch if necessary. Nothing is ever padded or
+    duplicated, and samples are drawn in proportion to the shares for any global batch size.
 
     Micro-batches become steps in windows of about `_WINDOW` steps. Within a window, micro-batches
-    of
-    similar cost share a step, so that ranks do not wait long for each other, and an image appears
-    twice
-    in a step only if that is unavoidable. If an epoch has fewer than two steps, the window spans as
-    many epochs as make a whole number of steps.
+    of similar cost share a step, so that ranks do not wait long for each other, and an image
+    appears twice in a step only if that is unavoidable. If an epoch has fewer than two steps, the
+    window spans as many epochs as make a whole number of steps.
 
     Any step can be computed from its number alone: the micro-batches emitted by earlier epochs can
-    be
-    counted without building them.
+    be counted without building them.
 
     Args:
         buckets: Per sample, the properties that samples of a micro-batch must share.
@@ -404,8 +396,7 @@ class BatchPlan:
                 numbers = [number for number in numbers if number not in placed]
         packer.fill(numbers)
         # Order steps by when their micro-batches filled. Within a step, put micro-batches of
-        # similar
-        # cost next to each other, since ranks compute those at the same time.
+        # similar cost next to each other, since ranks compute those at the same time.
         begin = bool(len(late))
         steps = packer.steps[:begin] + sorted(packer.steps[begin:], key=sum)
         steps = [sorted(step, key=costs.__getitem__) for step in steps]
@@ -505,8 +496,7 @@ def nth_variant(count: int, turn: int, *key: object) -> int:
     """Return which of a sample's variants a turn uses.
 
     Every variant is used once before any repeats, in a new random order each round, so that
-    variants
-    of two kinds (a caption and a crop) occur in all combinations.
+    variants of two kinds (a caption and a crop) occur in all combinations.
 
     Args:
         count: Number of variants.

@@ -1,7 +1,7 @@
 """Turn the content of caption files into the texts that are encoded. Pure.
 
-All texts that training may use are known before training starts, so that each is encoded only
-once: lines are separate captions, and tag orders are drawn here rather than in each step.
+All texts that training may use are known before training starts, so that each is encoded only once:
+lines are separate captions, and tag orders are drawn here rather than in each step.
 """
 
 from __future__ import annotations

@@ -40,18 +40,17 @@ if TYPE_CHECKING:
 # -- validation samples ---------------------------------------------------------------------
 # Choose the samples that are held out of training to measure the validation loss. Pure.
 #
-# The choice depends on the seed and on the content of the samples, not on their names, their
-# order or the number of ranks. Copies of an image are held out together, since the loss on an
-# image that was trained on would be meaningless.
+# The choice depends on the seed and on the content of the samples, not on their names, their order
+# or the number of ranks. Copies of an image are held out together, since the loss on an image that
+# was trained on would be meaningless.
 
 
 def hold_out(index: DataIndex, spec: DataPlanKeys) -> tuple[DataIndex, list[Sample]]:
     """Split the data into training and held-out samples.
 
     Both keep the order of the index. At least one sample is held out, and at least one of each
-    dataset
-    is trained on. Regularization samples are never chosen, since the model should not learn them;
-    copies of held-out samples among them are not trained on either.
+    dataset is trained on. Regularization samples are never chosen, since the model should not learn
+    them; copies of held-out samples among them are not trained on either.
 
     Raises:
         UserError: `validation_fraction` is set, but no sample can be spared.

@@ -52,8 +52,7 @@ def view_of(sample: Sample, number: int, spec: DataKeys) -> View:
     """Return a view of a sample by its number, below `count_views`.
 
     Crops are spread evenly over the image, with an offset derived from its content hash, so that
-    they
-    are the same in every job.
+    they are the same in every job.
     """
     width, height = sample.bucket[:2]
     cuts = _count_cuts(spec)
@@ -219,8 +218,7 @@ def placed(
     shape = (width, height)
     if aligned:
         # Use the bucket's shape at this image's scale, or at any larger scale if the rule would
-        # shrink
-        # both to the same size. That way, all conditioning images of a bucket have one size.
+        # shrink both to the same size. That way, all conditioning images of a bucket have one size.
         factor = 1 / enlargement(width, height, (bucket[0], bucket[1]))
         shape = (round(bucket[0] * factor), round(bucket[1] * factor))
         large = (bucket[0] * _ANY_SCALE, bucket[1] * _ANY_SCALE)

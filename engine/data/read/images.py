@@ -229,8 +229,7 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
 
     Returns:
         None if no conversion is needed or possible: the profile is broken, belongs to images of
-        another
-        mode, or is equivalent to sRGB, as most are.
+        another mode, or is equivalent to sRGB, as most are.
     """
     from PIL import ImageCms
 

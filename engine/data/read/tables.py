@@ -57,8 +57,7 @@ class Table:
         opened = _open(self.root, split)
         self.others = opened.others
         # Read rows as Arrow tables; as Python objects, every image would be decoded. These reads do
-        # not
-        # modify the dataset, and each creates its own formatter, so threads may share it.
+        # not modify the dataset, and each creates its own formatter, so threads may share it.
         self._rows = opened.rows.with_format("arrow")
         self._column = self._find_column(image_column)
         self._pictures = self._rows.select_columns([self._column])

@@ -2,9 +2,9 @@
 
 Reading uses PyAV, which is optional and imported only here, inside functions.
 
-Time starts when the first frame is shown and ends after the last frame's duration in the file.
-The frame for an instant is chosen by these times alone, so a variable frame rate, a gap or a
-repeated frame shifts nothing.
+Time starts when the first frame is shown and ends after the last frame's duration in the file. The
+frame for an instant is chosen by these times alone, so a variable frame rate, a gap or a repeated
+frame shifts nothing.
 """
 
 from __future__ import annotations

@@ -174,18 +174,15 @@ class Family(ABC):
         """Return the tensors of a prompt that the cache stores, without a batch dimension.
 
         They have the names of the pipeline's own arguments. If their length depends on the prompt,
-        one of
-        them is a mask, with `mask` in its name: in a batch, shorter texts are padded with zeros at
-        the end
-        (`engine.families.shared.collate`).
+        one of them is a mask, with `mask` in its name: in a batch, shorter texts are padded with
+        zeros at the end (`engine.families.shared.collate`).
 
         Args:
             pipeline: From `load_text_pipeline`, on the device.
             prompt: The text.
             max_sequence_length: Limit in tokens.
             negative: Whether it is a negative prompt, or the empty text of a sample whose caption
-                is
-                dropped; only used with `NEGATIVES_APART`.
+                is dropped; only used with `NEGATIVES_APART`.
         """
 
     def encode_with_images(
@@ -234,8 +231,7 @@ class Family(ABC):
         """Convert collated prompts to inputs of `predict`, as far as that depends on their values.
 
         This is called while they are in host memory, since reading a value on a GPU would wait for
-        all its
-        pending work. Calling it twice is the same as calling it once.
+        all its pending work. Calling it twice is the same as calling it once.
         """
         return condition
 
@@ -265,11 +261,9 @@ class Family(ABC):
             transformer: The denoiser.
             noisy: `(B, C, h, w)`, for videos `(B, C, f, h, w)`.
             level: `(B,)`. For flow matching, sigma in (0, 1), where 1 is pure noise and the
-                prediction is
-                the velocity noise - data; for denoising, the timestep.
+                prediction is the velocity noise - data; for denoising, the timestep.
             condition: Encoded prompts, each `(B, …)`, after `arrange`; and latents of conditioning
-                images
-                for models that take them (`engine.families.shared.references`).
+                images for models that take them (`engine.families.shared.references`).
             guidance: For models that take it as an input.
         """
 
@@ -348,8 +342,7 @@ class Family(ABC):
         Args:
             pipeline: The usual pipeline.
             condition: The image as encoded by `encode_with_images`, without a batch dimension; None
-                if the
-                pipeline has the encoder.
+                if the pipeline has the encoder.
         """
         return pipeline
 

@@ -20,16 +20,13 @@ def collate(
     """Stack each tensor of several texts.
 
     If texts have masks, every tensor as long as its mask is zero-padded to the longest; the mask
-    marks
-    the padding. Without a mask, lengths must be equal. A second text has its own length and mask,
-    whose
-    names end with the same number as its tensors (`_2`).
+    marks the padding. Without a mask, lengths must be equal. A second text has its own length and
+    mask, whose names end with the same number as its tensors (`_2`).
 
     Args:
         texts: Outputs of a family's `encode`, one per sample.
         multiple: Lengths of masked texts are rounded up to a multiple of this, since ranks that
-            share a
-            sample's tokens need equal numbers of them.
+            share a sample's tokens need equal numbers of them.
 
     Returns:
         `(B, …)` by name.

@@ -19,8 +19,7 @@ def window(
     """While active, run a part of every forward under a function mode.
 
     This is for code in diffusers between two modules, where there is no hook. Blocks must be
-    outside of
-    the window: recomputed or compiled code must not depend on a mode.
+    outside of the window: recomputed or compiled code must not depend on a mode.
 
     Args:
         begins: Registers its argument as the hook that opens the window, such as

@@ -20,10 +20,8 @@ def call_every_expert(transformer: torch.nn.Module) -> None:
     """Make a model route its tokens to experts with `_forward`, in training and evaluation.
 
     The original skips experts without tokens in evaluation, while another rank may be waiting for
-    their
-    weights. With `force_inference_output`, their output would carry no gradient. In training, it
-    asks
-    the GPU eight times per block which tokens belong to which expert.
+    their weights. With `force_inference_output`, their output would carry no gradient. In training,
+    it asks the GPU eight times per block which tokens belong to which expert.
     """
     for module in transformer.modules():
         if not isinstance(module, MOEFeedForwardSwiGLU):
@@ -40,15 +38,12 @@ def _forward(experts: MOEFeedForwardSwiGLU, x: torch.Tensor) -> torch.Tensor:
 
     Tokens are sorted by expert once. Their count per expert is read once per block, since routing
     depends on the previous block's output. While the host waits for that, the GPU computes the
-    shared
-    experts, so that it does not go idle. Backward does not wait.
+    shared experts, so that it does not go idle. Backward does not wait.
 
     Alternatives without reading cost more. Running every expert on every token, mostly with weight
     zero, takes 1.6 times the matrix products of a HiDream-I1 block. `grouped_mm` needs the weights
-    of
-    all experts in one tensor: each forward would copy 0.4 GB per block, and it supports neither
-    adapters
-    nor packed weights nor FSDP units.
+    of all experts in one tensor: each forward would copy 0.4 GB per block, and it supports neither
+    adapters nor packed weights nor FSDP units.
     """
     chosen, weights, _ = experts.gate(x)  # (B * L, k) each
     tokens = x.reshape(-1, 1, x.shape[-1]).expand(-1, chosen.shape[1], -1).flatten(0, 1)

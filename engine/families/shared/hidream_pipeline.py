@@ -19,8 +19,7 @@ class AnySizePipeline(HiDreamImagePipeline):
 
     The stock pipeline scales every size to the area of 1024x1024, by an attribute that is not an
     argument. It also does not pass its generator to the scheduler, which draws noise in every step
-    for
-    Dev and Fast, from the global generator; that one is set to the same seed here.
+    for Dev and Fast, from the global generator; that one is set to the same seed here.
 
     Llama is not part of the published models, so it may be missing.
     """

@@ -59,8 +59,7 @@ class KeyMaskAttention(HunyuanVideoAttnProcessor2_0):
     The model's own attention creates a mask of tokens × tokens in every block, even if nothing is
     padded: 2.5 GB at 50,000 tokens, and a bias of twice that size. This mask is only as wide as the
     tokens. Results differ only for padding tokens, which no other token sees. Everything else is as
-    in
-    HunyuanVideo, whose processor uses the mask that it is given.
+    in HunyuanVideo, whose processor uses the mask that it is given.
     """
 
     def __call__(
@@ -96,15 +95,12 @@ def without_waiting(transformer: Any, *, refined: bool, masked: bool) -> Iterato
     """Make forwards run without GPU synchronization, with exact times and masks only if needed.
 
     Diffusers sorts each sample's tokens by its masks, which reads their number from the GPU a dozen
-    times
-    per sample. Text tokens have no positions and attention has the masks, so their order does not
-    matter. Functions are intercepted between the embedding of images, after which diffusers does
-    that,
-    and the first block.
+    times per sample. Text tokens have no positions and attention has the masks, so their order does
+    not matter. Functions are intercepted between the embedding of images, after which diffusers
+    does that, and the first block.
 
     Diffusers also embeds times in their own precision: in bf16, 963 would become 964. Here, times
-    are
-    cast after they are embedded.
+    are cast after they are embedded.
 
     Args:
         transformer: The model.

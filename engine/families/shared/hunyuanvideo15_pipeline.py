@@ -31,10 +31,8 @@ class GuidedPipeline(HunyuanVideo15Pipeline):
     """Takes the guidance scale as an argument, and needs no VAE if only texts are encoded.
 
     The stock pipeline keeps the scale in its guider component, and cannot be built without a VAE.
-    This
-    one also takes encoded prompts without masks, as having no padding; a single ByT5 token counts
-    as
-    none.
+    This one also takes encoded prompts without masks, as having no padding; a single ByT5 token
+    counts as none.
     """
 
     # `from_pretrained` reads the names and classes of a pipeline's components from its signature.

@@ -36,8 +36,7 @@ def without_masks(transformer: Any) -> Iterator[None]:
     """While active, the model treats all tokens of its texts as unmasked.
 
     Diffusers always creates masks, which rule out flash attention. The inputs of blocks are
-    determined
-    before the blocks, so that recomputation in backward gets the same.
+    determined before the blocks, so that recomputation in backward gets the same.
     """
     with ExitStack() as stack:
         hook = transformer.context_embedder.register_forward_pre_hook(refine_unmasked)

@@ -37,8 +37,7 @@ class LoraStyle(Protocol):
 
         Args:
             layers: `<module>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank), whose
-                product is
-                the weight update: no alpha scales it.
+                product is the weight update: no alpha scales it.
         """
         ...
 
@@ -120,8 +119,7 @@ class ComfyUI:
         rename: Converts diffusers' module names to the authors'.
         METADATA: Empty.
         lokr: Prefix of a LoKr's names if modules fuse several of diffusers': diffusers' names
-            follow,
-            with underscores if it ends with one; None if ComfyUI does not read those.
+            follow, with underscores if it ends with one; None if ComfyUI does not read those.
     """
 
     rename: Callable[[Mapping[str, Adapter]], Mapping[str, Adapter]]

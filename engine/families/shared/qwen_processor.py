@@ -14,10 +14,8 @@ class ImagesAndTexts(Qwen2VLProcessor):
     """Qwen2-VL's processor of images and texts.
 
     The original constructor requires a video processor, which requires torchvision, and nothing
-    else
-    here needs that (transformers 5.23). Images are resized by torchvision if it is installed, as in
-    the
-    stock pipeline, and else by Pillow.
+    else here needs that (transformers 5.23). Images are resized by torchvision if it is installed,
+    as in the stock pipeline, and else by Pillow.
 
     Args:
         image_processor: A `Qwen2VLImageProcessor`.

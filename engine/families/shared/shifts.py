@@ -16,10 +16,8 @@ def trained_shift(facts: Facts, schedule: Mapping[str, Any], tokens: int) -> flo
     """Return the shift of training.
 
     It is the family's own, if its models were trained with another shift than they sample with,
-    else
-    the scheduler's. A shift that depends on the number of tokens is not extrapolated: outside of
-    the
-    fitted range, use its nearest end.
+    else the scheduler's. A shift that depends on the number of tokens is not extrapolated: outside
+    of the fitted range, use its nearest end.
 
     Args:
         facts: The family's facts.

@@ -16,9 +16,8 @@ def without_padding(condition: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     """Cut texts to the tokens that some sample sees, and drop masks that then have no effect.
 
     Any mask rules out flash attention, even without effect. Call this while texts are in host
-    memory
-    (`Family.arrange`), since reading a mask on a GPU would synchronize. It is for models whose text
-    tokens have no positions, where removing masked tokens changes nothing.
+    memory (`Family.arrange`), since reading a mask on a GPU would synchronize. It is for models
+    whose text tokens have no positions, where removing masked tokens changes nothing.
 
     Args:
         condition: Collated prompts, each `(B, …)`; masks `(B, L)`.

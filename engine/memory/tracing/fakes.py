@@ -84,14 +84,12 @@ def _places(mask: torch.Tensor) -> list[torch.Tensor]:
 # Differences between a GPU and the CPU that fake tensors pretend to be on.
 #
 # Fake tensors are on the CPU, since torch needs a driver for other devices. Three differences
-# affect
-# memory: autocast converts other functions to fp32, `rms_norm` consists of single steps that keep
-# tensors which the fused kernel does not keep, and attention's backward has no accumulator.
+# affect memory: autocast converts other functions to fp32, `rms_norm` consists of single steps that
+# keep tensors which the fused kernel does not keep, and attention's backward has no accumulator.
 
 
 # Functions from the lists in torch's `ATen/autocast_mode.h` (2.13) that models here call and that
-# CPU
-# autocast does not convert.
+# CPU autocast does not convert.
 _TO_FP32: Final[tuple[Callable[..., Any], ...]] = tuple(
     getattr(place, name)
     for place in (torch, torch.Tensor, functional)

@@ -26,8 +26,7 @@ class Live(TorchDispatchMode):
     """While active, counts every storage that an operation creates, until it is freed.
 
     Existing storages are not counted. Gradients of parameters are counted separately, from the
-    moment
-    that they are attached.
+    moment that they are attached.
 
     Attributes:
         activations: Bytes alive now, except for attached gradients.
@@ -35,8 +34,7 @@ class Live(TorchDispatchMode):
         most: Peak of the sum of both since `reset`.
         most_activations: Peak of `activations` since `reset`.
         temporary: Returns the bytes that an operation takes only while it runs, from its function
-            and
-            arguments.
+            and arguments.
     """
 
     def __init__(self, temporary: Callable[[Any, Any], int] = lambda function, given: 0) -> None:

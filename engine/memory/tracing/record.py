@@ -175,8 +175,7 @@ def _outside_of_autocast() -> Iterator[None]:
     """Leave autocast for the backward, as in training, where autocast ends with forward.
 
     A recomputation enters its own autocast, and leaving the outermost one clears the cache.
-    Therefore no
-    outer autocast may be active.
+    Therefore no outer autocast may be active.
     """
     enabled, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     torch.set_autocast_enabled("cpu", False)
@@ -322,11 +321,9 @@ def view(storage: torch.Tensor, slot: Slot) -> torch.Tensor:
 # Run a block once, forward and backward, and then replay its memory use.
 #
 # Blocks of one kind use memory in the same way, independent of their weights. Of a model's dozens
-# of
-# blocks, one of each kind is traced in isolation. All of them, including that one, are then
-# replayed
-# in the model's own forward and backward: an echo allocates the tensors that the block would leave
-# behind, and frees them when the block would.
+# of blocks, one of each kind is traced in isolation. All of them, including that one, are then
+# replayed in the model's own forward and backward: an echo allocates the tensors that the block
+# would leave behind, and frees them when the block would.
 
 
 class Echo:

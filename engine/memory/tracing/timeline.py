@@ -24,8 +24,7 @@ class Mark:
 
     Attributes:
         kind: `begin` or `end` of a phase; for a unit, `enter` and `leave` of its forward,
-            `backward`
-            and `done` of its backward.
+            `backward` and `done` of its backward.
         name: Name of the phase or the unit; "" for the root.
     """
 
@@ -124,8 +123,7 @@ class Recorder:
 # Mark where the forward and backward of each FSDP unit begin and end.
 #
 # The marks are at the same places as FSDP2's own hooks: a unit's backward begins when the gradient
-# of
-# one of its outputs is available, and ends when those of its inputs are.
+# of one of its outputs is available, and ends when those of its inputs are.
 
 
 def watch(

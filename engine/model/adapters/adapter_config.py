@@ -29,8 +29,7 @@ def read_adapter_config(
     """Read the configuration from a file's header (diffusers) or from a file next to it (peft).
 
     Files with ComfyUI's or kohya's names have neither: a configuration next to such a file belongs
-    to
-    another one, and must not scale anything here, since their own tools ignore it.
+    to another one, and must not scale anything here, since their own tools ignore it.
 
     Args:
         file: The file.

@@ -38,8 +38,7 @@ def set_adapter(
         model: With an adapter; sharded or not.
         stored: Parts of each module, by module name as stored.
         rename: Takes the model's modules and returns, for each naming convention, a mapping of
-            stored
-            names to modules.
+            stored names to modules.
         scale_of: Takes a module and its parts and returns the factor of its product.
 
     Raises:
@@ -96,8 +95,7 @@ def scales_in(
 
     Returns:
         Takes a module and its parts and returns the factor of its product: from its alpha if a
-        matrix
-        is factorized, as in LyCORIS, else from peft's configuration, else 1.
+        matrix is factorized, as in LyCORIS, else from peft's configuration, else 1.
 
     Raises:
         UserError: The configuration cannot be read.

@@ -212,12 +212,11 @@ def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> 
     """Initialize the adapter with peft's distribution, identically for any number of ranks.
 
     A is Kaiming-uniform with a = √5, or normal with standard deviation 1 / rank; B is zero (Hu et
-    al.
-    2021, as in `peft`). In LoKr, the last matrix is zero and the others are Kaiming-uniform, as in
-    LyCORIS. Each tensor has its own generator, keyed by its name, so that its values depend on
-    nothing
-    else. DoRA's magnitudes are the row norms of the loaded weights (Liu et al. 2024), so that the
-    adapter has no effect at first; computing them is a collective if the weights are sharded.
+    al. 2021, as in `peft`). In LoKr, the last matrix is zero and the others are Kaiming-uniform, as
+    in LyCORIS. Each tensor has its own generator, keyed by its name, so that its values depend on
+    nothing else. DoRA's magnitudes are the row norms of the loaded weights (Liu et al. 2024), so
+    that the adapter has no effect at first; computing them is a collective if the weights are
+    sharded.
     """
     for name, parameter in lora_parameters(model).items():
         if _MAGNITUDE in name:

@@ -32,8 +32,7 @@ class LoraLinear(Linear):
     Attributes:
         narrow: A and B in the base's precision, valid for this forward; see `narrow_together`.
         keeps: Whether selective recomputation may keep the output, which then must not be changed
-            in
-            place.
+            in place.
     """
 
     narrow: tuple[torch.Tensor, ...] | None = None
@@ -144,8 +143,7 @@ def row_lengths(
     """Return the row norms of `weight + scale · b a`, `(out,)` in fp32, without computing that sum.
 
     Peft (0.21) computes it, and an identity matrix of the layer's width. Gradients do not flow
-    through
-    the norms, as in section 4.3 of Liu et al. 2024.
+    through the norms, as in section 4.3 of Liu et al. 2024.
     """
     with torch.autocast(weight.device.type, enabled=False):
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
@@ -176,8 +174,7 @@ class _Adapted(torch.autograd.Function):
         """Compute the output for `x (N, in)`, `weight (out, in)`, `a (r, in)`, `b (out, r)`.
 
         All have the same precision. For a packed weight, only the packed bytes are kept for
-        backward.
-        `wide_a` and `wide_b` are the masters of `a` and `b`, which receive the gradients.
+        backward. `wide_a` and `wide_b` are the masters of `a` and `b`, which receive the gradients.
         """
         if packing is None:
             out = functional.linear(x, weight, bias)

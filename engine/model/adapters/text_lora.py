@@ -37,8 +37,7 @@ class AdaptedEncoder(torch.nn.Module):
     """A text encoder's blocks under the module name that LoRA files use.
 
     Depending on the version of transformers, they are in `text_model` or in the encoder itself, and
-    the
-    encoders of one pipeline may differ in this.
+    the encoders of one pipeline may differ in this.
     """
 
     def __init__(self, encoder: torch.nn.Module) -> None:

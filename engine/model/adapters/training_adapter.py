@@ -54,8 +54,7 @@ def read_training_adapter(
 
     Yields:
         A layer's name, and its down `(rank, in)` and up `(out, rank)` in fp32, whose product is
-        added
-        to the layer's weight.
+        added to the layer's weight.
 
     Raises:
         UserError: The file is not a LoRA, or does not match these layers.

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 # -- widening -------------------------------------------------------------------------------
 # Handle a layer with more inputs than in its file. The additional inputs are for a conditioning
-# image,
-# and their weights start at zero.
+# image, and their weights start at zero.
 
 
 def shape_in_file(shape: tuple[int, ...], place: StoredTensor) -> tuple[int, ...]:
@@ -85,9 +84,8 @@ def narrowed(here: torch.Tensor, place: StoredTensor) -> torch.Tensor:
 # Torch's own allocator of pinned memory (2.11 to 2.13) rounds each tensor up to a power of two, so
 # that 48 GB of offloaded shards take about 80. Its option against that,
 # `pinned_max_round_threshold_mb`, reuses freed memory for tensors that are larger than it (2.13).
-# So
-# the shards are in our own memory, which is registered with CUDA in the way torch's checkpoints do
-# it.
+# So the shards are in our own memory, which is registered with CUDA in the way torch's checkpoints
+# do it.
 
 
 _ALIGNMENT: Final = 512  # bytes; same alignment as CUDA's allocations
@@ -174,8 +172,7 @@ def build_on_meta(
 
     Parameters are on the meta device in their storage precision. Buffers are real, so those that no
     file holds (such as rotary tables) have their computed values. A parameter shared by several
-    modules
-    stays one object.
+    modules stays one object.
 
     Args:
         model_class: A diffusers model class.
@@ -251,8 +248,7 @@ def materialise(
 
     model._apply(place)  # like `to_empty`, but keeps the buffers' values
     # `_apply` keeps the identity of a `DTensor`, but replaces a plain meta parameter separately in
-    # each
-    # module that shares it.
+    # each module that shares it.
     for _, names in shared.values():
         for name in names[1:]:
             owner, _, leaf = name.rpartition(".")
@@ -291,8 +287,7 @@ def check_precision(model: torch.nn.Module, spec: RecipeKeys) -> None:
 
     Raises:
         RuntimeError: Names a tensor with another precision. This ends the job, which would
-            otherwise
-            train badly, or take twice the memory for its base.
+            otherwise train badly, or take twice the memory for its base.
     """
     packed = weights_per_element(model)
     for name, parameter in model.named_parameters():
@@ -311,8 +306,7 @@ def trained_in_fp32(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return trained parameters that the model lists as needing fp32 in computations too.
 
     A sharded unit gathers all its weights in one precision, so these stay replicated instead. They
-    are
-    few: norms, shift tables, the time embedding.
+    are few: norms, shift tables, the time embedding.
     """
     return [
         parameter

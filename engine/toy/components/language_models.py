@@ -251,8 +251,7 @@ def save_pixtral_processor(model_dir: Path) -> None:
 
     Args:
         model_dir: Written by `Flux2Pipeline.save_pretrained` with `build_mistral_tokenizer`'s
-            tokenizer
-            in it.
+            tokenizer in it.
     """
     directory = model_dir / "tokenizer"
     _write(directory / "preprocessor_config.json", IMAGE_SETTINGS)

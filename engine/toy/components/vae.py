@@ -2,8 +2,7 @@
 
 A random encoder and decoder would turn every image into noise, and nothing trained on such latents
 would be visible. Here, a few channels, the *carriers*, pass the image through the network
-unchanged,
-and the other channels are random features of it:
+unchanged, and the other channels are random features of it:
 
 - encoder: each latent cell (8x8 pixels) holds the mean red, green, blue and gray of its four
   quarters: 16 channels.
@@ -61,8 +60,7 @@ def build_vae(pictures: torch.Tensor, *, seed: int) -> AutoencoderKL:
 
     Args:
         pictures: (N, 3, H, W) in [-1, 1], H and W multiples of 8. The first `FITTED` of them are
-            enough
-            to fit the decoder; measuring the factors needs more.
+            enough to fit the decoder; measuring the factors needs more.
         seed: Seed of the random features.
     """
     vae = new_vae()

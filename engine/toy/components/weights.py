@@ -24,9 +24,8 @@ def fill_random(
 
     Matrices and convolutions are normal with standard deviation gain / sqrt(fan in), so that
     activations keep their size through the layers; vectors called `weight` (of norms) are 1; biases
-    are
-    normal with standard deviation `bias`. Each parameter has its own generator, so that neither a
-    library's initialization nor the order of layers matters.
+    are normal with standard deviation `bias`. Each parameter has its own generator, so that neither
+    a library's initialization nor the order of layers matters.
 
     Args:
         module: In any dtype, on any device except meta.

@@ -37,7 +37,7 @@ def flow(shift: float = 1.0, **values: Any) -> Flow:
 
 
 def problem_of_draw(objective: Any, latents: torch.Tensor, generators: Any) -> NoisySample:
-    problem: NoisySample = objective.problem(latents, objective.draw(latents, generators))
+    problem: NoisySample = objective.add_noise(latents, objective.draw(latents, generators))
     return problem
 
 
@@ -200,8 +200,8 @@ def test_sigma_squared_weights_the_velocitys_loss_as_the_datas() -> None:
 
 def test_hardly_any_noise_does_not_outweigh_all_else() -> None:
     objective = flow(loss_weighting="sigma_sqrt")
-    levels = torch.tensor([0.0, 1e-3, 2e-3])
-    weight = objective.problem(torch.zeros(3, 1, 1, 1), NoiseDraw(levels, torch.zeros(3, 1, 1, 1)))
+    level = torch.tensor([0.0, 1e-3, 2e-3])
+    weight = objective.add_noise(torch.zeros(3, 1, 1, 1), NoiseDraw(level, torch.zeros(3, 1, 1, 1)))
     assert weight.weight is not None
     assert weight.weight.tolist() == pytest.approx([1e6, 1e6, 2.5e5])
 
@@ -209,7 +209,7 @@ def test_hardly_any_noise_does_not_outweigh_all_else() -> None:
 def test_the_weighted_curve_has_mean_one_and_is_highest_where_noise_is_high() -> None:
     sigma = torch.linspace(0, 1, 1001)
     objective = flow(loss_weighting="weighted")
-    weight = objective.problem(
+    weight = objective.add_noise(
         torch.zeros(1001, 1, 1, 1), NoiseDraw(sigma, torch.zeros(1001, 1, 1, 1))
     ).weight
     assert weight is not None
@@ -418,7 +418,7 @@ def test_losses_and_gradients_are_sd_scripts(
     """`conditional_loss` and `get_huber_threshold_if_needed`, in fp64."""
     spec = JobSpec(loss_type=kind, huber_c=c, huber_schedule=how)
     level, data = torch.tensor(sigmas), LATENTS[:2]
-    problem = Flow(spec, lambda *_: 1.0).problem(data, NoiseDraw(level, LATENTS[2:]))
+    problem = Flow(spec, lambda *_: 1.0).add_noise(data, NoiseDraw(level, LATENTS[2:]))
     prediction = (problem.target + scale * LATENTS[1:3]).requires_grad_()
     loss = loss_of(prediction, problem, spec)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -119,7 +119,7 @@ def test_a_v_prediction_model_is_trained_on_v(case: Case, tmp_path: Path) -> Non
     latents = torch.randn(2, 4, 8, 8, generator=keyed_generator(1))
     objective = build_objective(case.spec(), case.family, root)
     drawn = objective.draw(latents, [keyed_generator(2), keyed_generator(3)])
-    problem = objective.problem(latents, drawn)
+    problem = objective.add_noise(latents, drawn)
     alphas = EulerDiscreteScheduler.from_pretrained(root, subfolder="scheduler").alphas_cumprod
     schedule = DDPMScheduler.from_pretrained(root, subfolder="scheduler")
     assert torch.allclose(schedule.alphas_cumprod[:-1], alphas[:-1])

@@ -415,8 +415,8 @@ def test_reserved_is_a_band_above_allocated() -> None:
     low, high = overheads.reserved(10**10)
     assert 10**10 < low < high
     assert not low % overheads.segment
-    assert "nccl" not in overheads.beside(0)
-    assert overheads.beside(2)["nccl"] > overheads.beside(1)["nccl"]
+    assert "nccl" not in overheads.driver_bytes(0)
+    assert overheads.driver_bytes(2)["nccl"] > overheads.driver_bytes(1)["nccl"]
 
 
 def test_the_server_answers_each_request_and_survives_bad_ones(

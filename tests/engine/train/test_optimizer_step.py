@@ -87,7 +87,7 @@ class Rig:
     def draw(self, latents: torch.Tensor, generators: Any) -> NoiseDraw:
         raise AssertionError("the loader draws")
 
-    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
+    def add_noise(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         return NoisySample(latents, drawn.level, drawn.noise)
 
     def predict(self, model: Any, noisy: torch.Tensor, *_: Any) -> torch.Tensor:

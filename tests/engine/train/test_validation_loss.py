@@ -199,7 +199,7 @@ def test_levels_are_those_that_training_draws(
 def test_flow_problems_are_those_of_the_training_without_its_weights() -> None:
     flow = Flow(JobSpec(loss_weighting="cosmap"), lambda height, width, frames: 3.0)
     problem = problem_at(flow, LATENTS, NOISE, 0.3)
-    trained = flow.problem(LATENTS, NoiseDraw(problem.level, NOISE))
+    trained = flow.add_noise(LATENTS, NoiseDraw(problem.level, NOISE))
     assert torch.equal(problem.noisy, trained.noisy)
     assert torch.equal(problem.target, NOISE - LATENTS)
     assert trained.weight is not None

@@ -258,7 +258,7 @@ class Rig:
             drawn = NoiseDraw(torch.tensor([seed]), torch.zeros(1))
             yield MicroBatch(range(BATCH), inputs["hidden_states"], drawn, inputs)
 
-    def problem(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
+    def add_noise(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         return NoisySample(latents, drawn.level, target_of(latents.shape, int(drawn.level)))
 
     def predict(self, model: Any, _: Any, level: torch.Tensor, inputs: Inputs, *__: Any) -> Any:

@@ -92,7 +92,7 @@ def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
             return _build_transformers(config, directory)
     except CannotBuildError:
         raise
-    except Exception as error:  # constructors raise many types for invalid configs
+    except Exception as error:  # constructors raise many exceptions for invalid configs
         name = config.get("_class_name") or config.get("model_type")
         words = " ".join(str(error).split())
         raise CannotBuildError(

@@ -1,1 +1,1 @@
-"""From images to batches: index, buckets, the global batch plan, caches."""
+"""Turn images into batches: index, buckets, the global batch plan, caches."""

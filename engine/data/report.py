@@ -73,7 +73,7 @@ def _slow(directory: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception:  # its readers raise many types; tokens are then not counted
+    except Exception:  # its readers raise many exceptions; tokens are then not counted
         return None
     return lambda text: len(tokenizer(text, truncation=False).input_ids)
 

@@ -1,7 +1,7 @@
-"""`python -m engine.doctor.selftest`: what the self-test asks of torch and diffusers; prints JSON.
+"""`python -m engine.doctor.selftest`: the self-test's checks with torch and diffusers; prints JSON.
 
-same CHECKPOINT OTHER         the tensors of two checkpoints that differ
-sample MODEL EXPORT IMAGE     how far the stock pipeline with an exported LoRA is from a sample
+same CHECKPOINT OTHER         compare the tensors of two checkpoints
+sample MODEL EXPORT IMAGE     compare a sample with the stock pipeline and an exported LoRA
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _check_denoisers(files: list[LoraFile]) -> None:
         UserError: The files are for different denoisers.
     """
     names = [_named_denoiser(file) for file in files]
-    if SECOND not in names:  # otherwise `transformer.` may mean either denoiser
+    if SECOND not in names:  # then `transformer.` may mean either denoiser
         names = [expert_of(file.header) for file in files]
     experts = [(file, name) for file, name in zip(files, names, strict=True) if name]
     for file, name in experts[1:]:

@@ -73,7 +73,7 @@ class Estimator:
         Raises:
             UserError: The job cannot run like that, or its model is unknown.
         """
-        if spec.num_class_images:  # made by the base alone; a sample takes more
+        if spec.num_class_images:  # counted as samples, an upper bound
             prompts = [*spec.validation_prompts, *class_prompts(spec, [0])]
             spec = spec.model_copy(update={"validation_prompts": prompts})
         ranks = ranks or world_size(spec)

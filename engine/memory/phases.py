@@ -290,7 +290,7 @@ def _run(live: Live, family: Any, vae: Any, pixels: torch.Tensor, *, decodes: bo
         live.reset()
         family.encode_pictures(vae, pixels)
         return live.most
-    flat = pixels.dim() == 4 and "temperal_downsample" in vae.config  # a video VAE, one frame
+    flat = pixels.dim() == 4 and "temperal_downsample" in vae.config  # a video VAE with one frame
     encoded = vae.encode(pixels.unsqueeze(2) if flat else pixels)
     code = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
     shape, dtype = code.shape, code.dtype

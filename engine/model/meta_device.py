@@ -17,7 +17,7 @@ _RANDOM: Final = (torch.Tensor.uniform_, torch.Tensor.normal_)
 
 
 class NoInitialValues(TorchFunctionMode):
-    """Skips initializers on the meta device, where they only take time (half of it)."""
+    """Skips initializers on the meta device, where they have no effect but take half the time."""
 
     def __torch_function__(
         self,

@@ -246,7 +246,7 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
             flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
         return None if mode in ("L", "RGB") and _changes_nothing(transform, mode) else transform
-    except Exception:  # lcms and Pillow raise many types for a broken profile
+    except Exception:  # lcms and Pillow raise many exceptions for a broken profile
         return None
 
 

@@ -211,7 +211,7 @@ def _open(root: Path, split: str | None) -> _Opened:
         return (_open_arrow if find_layout(root) == "arrow" else _open_parquet)(root, split)
     except UserError:
         raise
-    except Exception as error:  # its readers raise many types for a damaged directory
+    except Exception as error:  # its readers raise many exceptions for a damaged directory
         raise _unreadable(root, error) from error
 
 

@@ -47,7 +47,7 @@ def without_masks(transformer: Any) -> Iterator[None]:
 
 
 def refine_unmasked(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Remove the mask from a token refiner's inputs, which are optional there, in a pre-hook."""
+    """Drop the optional mask from a token refiner's inputs, as a forward pre-hook."""
     texts, times, _ = args
     return texts, times, None
 

@@ -242,7 +242,7 @@ def build(shape: Shape) -> Built:
     try:
         with parameters_on_meta():
             model = model_class.from_config(shape.config)
-    except Exception as error:  # constructors raise many types for invalid configs
+    except Exception as error:  # constructors raise many exceptions for invalid configs
         words = " ".join(str(error).split())[:300]
         raise UserError(
             f"{model_class.__name__} cannot be built from its config "

@@ -193,8 +193,7 @@ def _gain(embedding: float, *, layers: int) -> Callable[[str], float]:
 
 
 # -- processors -----------------------------------------------------------------------------
-# Write processor files, which define how images become inputs of FLUX.2-dev, Qwen-Image-Edit and
-# CLIP.
+# Write processor files, which turn images into inputs of FLUX.2-dev, Qwen-Image-Edit and CLIP.
 #
 # The classes need torchvision, which nothing else here does, or have other names without it.
 # Therefore, their settings are written directly, in the same form.

@@ -7,8 +7,7 @@ unchanged, and the other channels are random features of it:
 - encoder: each latent cell (8x8 pixels) holds the mean red, green, blue and gray of its four
   quarters: 16 channels.
 - decoder: every convolution after an upsampling, and the last one, is fitted by least squares to
-the
-  image at that resolution, from carriers and random features together.
+  the image at that resolution, from carriers and random features together.
 
 Three tricks keep a carrier linear: residual branches add nothing to it; SiLU(x) - SiLU(-x) = x
 undoes the activation before the encoder's last layer; and two constant channels, +ANCHOR and

@@ -206,7 +206,7 @@ class Walk:
         self._received = 0  # receive buffer of the previous unit
         self._sending = 0  # send buffer of the previous unit's gradients
         self._held = 0  # gradients summed over replicas, until backward ends
-        self._taken = 0  # unsharded gradients of the trace freed so far
+        self._freed = 0  # unsharded gradients of the trace freed so far
         self._forwards: list[str] = []
         self._ended: set[str] = set()
         self._now = _NOTHING
@@ -215,7 +215,7 @@ class Walk:
                 self._mark(entry)
             else:
                 self._span(entry)
-        own = self._now.gradients - self._taken if first else self._kept
+        own = self._now.gradients - self._freed if first else self._kept
         if not self.layout.shards:
             own = self._now.gradients
         self.gradients = own + self._reduced
@@ -273,11 +273,11 @@ class Walk:
         self._partial.pop(name, None)
         self._sending = 0
         if not self._first:
-            self._taken += cost.kept_gradients  # accumulated into the existing ones
+            self._freed += cost.kept_gradients  # accumulated into the existing ones
         if not cost.gradients:
             return
         self._compare_now(gradients=cost.reduce)
-        self._taken += cost.gradients
+        self._freed += cost.gradients
         self._sending = cost.reduce
         self._compare_now(gradients=cost.output)
         if self.layout.replicated and self.layout.offload:
@@ -339,7 +339,7 @@ class Walk:
         if not self.layout.shards:
             return of_trace if self._first else self.gradients
         before = 0 if self._first else self._kept
-        own = of_trace - self._taken if self._first or self._sums else 0
+        own = of_trace - self._freed if self._first or self._sums else 0
         return before + max(0, own) + self._sending + self._held + self._reduced
 
     def _compare(self, activations: int, gradients: int, gathered: int) -> None:

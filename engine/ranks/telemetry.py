@@ -145,7 +145,7 @@ class Progress:
             return
         self._last_event = time.monotonic()
         if self._shared and self._telemetry.rank == 0:
-            self.ranks = self._of_all(done)
+            self.ranks = self._done_by_rank(done)
             done = sum(self.ranks)
         self._telemetry.emit(
             PhaseEvent(
@@ -153,12 +153,12 @@ class Progress:
                 "progress",
                 done,
                 self.total,
-                seconds_left=self._left(done),
+                seconds_left=self._seconds_left(done),
                 ranks=self.ranks,
             )
         )
 
-    def _of_all(self, mine: int) -> list[int]:
+    def _done_by_rank(self, mine: int) -> list[int]:
         """Return the count of each rank; the others report theirs about once a second."""
         others = {
             status.rank: status.done or 0
@@ -167,7 +167,7 @@ class Progress:
         }
         return [mine] + [others.get(rank, 0) for rank in range(1, max(others, default=0) + 1)]
 
-    def _left(self, done: int) -> float | None:
+    def _seconds_left(self, done: int) -> float | None:
         """Return the estimated seconds left, at the pace since the first item was finished.
 
         The time before that is ignored, since it includes loading a model.
@@ -186,7 +186,7 @@ class Progress:
 
 
 _STATUS_EVERY: Final = 1.0  # seconds
-_GAVE_WAY: Final = 1  # exit status
+_REPLACED: Final = 1  # exit status
 _OF_A_RANK: Final = "rank-"  # begins the name of what a rank leaves for rank 0
 # Phases whose peak memory is recorded. The others hold nothing, or contain other phases.
 _MEASURED: Final = ("encode", "latents", "load", "sample", "copy", "save", "export")
@@ -214,14 +214,14 @@ class Telemetry:
         self._shared = FENCE_VARIABLE in os.environ  # several machines share the run directory
         self._ended = threading.Event()
         self._passed_on: set[str] = set()
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
         # Buffer by line, so that each event is one write and readers see complete lines.
         self._events = (
             open(run_dir.events, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - for life
             if rank == 0
             else None
         )
-        self._thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
+        self._thread = threading.Thread(target=self._write_periodically, name="status", daemon=True)
         self._write_status()
         self._thread.start()
 
@@ -229,7 +229,7 @@ class Telemetry:
 
     def emit(self, event: Event) -> None:
         """Append an event on rank 0; do nothing on other ranks."""
-        with self._one_at_a_time:  # caches are filled, and data read, by several threads
+        with self._lock:  # caches are filled, and data read, by several threads
             if self._events is not None:
                 with suppress(OSError):  # a full disk must not end the training
                     self._events.write(event.line())
@@ -327,19 +327,19 @@ class Telemetry:
             self._events.close()
             self._events = None
 
-    def _keep_writing(self) -> None:
+    def _write_periodically(self) -> None:
         while not self._ended.wait(_STATUS_EVERY):
-            self._give_way()
+            self._exit_if_replaced()
             self._write_status()
             if self.rank == 0:
-                self._pass_on()
+                self._emit_warnings()
                 self._sync()
             if self.record_flight is not None and self.run_dir.requested(FLIGHT):
                 with suppress(OSError, ValueError):
                     self.record_flight()
                 self.record_flight = None  # only once: the job is about to be ended
 
-    def _give_way(self) -> None:
+    def _exit_if_replaced(self) -> None:
         """Exit at once, without notifying other ranks, if another allocation now owns the run.
 
         In that case, this node was cut off and Slurm has started the job elsewhere, so anything
@@ -348,9 +348,9 @@ class Telemetry:
         """
         if self._shared and (other := taken_over(self.run_dir.root)):
             self.say(f"allocation {other} of this job has taken over; exiting")
-            os._exit(_GAVE_WAY)
+            os._exit(_REPLACED)
 
-    def _pass_on(self) -> None:
+    def _emit_warnings(self) -> None:
         """Emit warnings of trackers and of other ranks, since only rank 0 writes events."""
         with suppress(OSError, ValueError):
             for path in self.run_dir.tracking.glob("*.warning"):

@@ -14,7 +14,7 @@ from jobs.machine.file_lock import take
 from jobs.run.rundir import RunDir
 
 _NICE = 10
-_BEFORE = 180.0  # seconds for the follower of an earlier attempt to finish
+_LOCK_TIMEOUT = 180.0  # seconds for the follower of an earlier attempt to finish
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     run_dir = RunDir(words.run_dir.absolute())
     run_dir.tracking.mkdir(mode=0o700, exist_ok=True)
     with open(run_dir.tracking / f"{words.name}.lock", "wb") as lock:
-        if not take(lock, patience=_BEFORE):
+        if not take(lock, patience=_LOCK_TIMEOUT):
             return 0  # another follower is handling this run
         os.nice(_NICE)
         # Import after taking the lock, since it imports torch through accelerate.

@@ -90,8 +90,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 POLL_EVERY: Final = 2.0  # seconds
 STUCK: Final = 60.0  # seconds in one call after which a warning is sent
 FLUSH: Final = 120.0  # seconds after the run's end for sending the rest
-_GONE: Final = 5.0  # seconds without a process of the run before giving up on a restart
-_AT_ONCE: Final = 1 << 18  # bytes of events between two saves of the position
+_GRACE: Final = 5.0  # seconds without a process of the run before giving up on a restart
+_CHUNK: Final = 1 << 18  # bytes of events between two saves of the position
 _SAME_START: Final = 0.005  # seconds
 
 
@@ -137,7 +137,7 @@ class Follower:
         self.ended = False  # rank 0 reported the end
         self.warned = False
         self._done = threading.Event()
-        self._called: float | None = None  # when the current call started
+        self._call_started: float | None = None  # when the current call started
         self._pictures = Samples(run_dir)
 
     def run(self) -> int:
@@ -147,7 +147,7 @@ class Follower:
         try:
             while True:
                 unseen = 0.0 if self._is_alive() else unseen or time.monotonic()
-                gone = unseen and time.monotonic() - unseen > _GONE
+                gone = unseen and time.monotonic() - unseen > _GRACE
                 while self._read():
                     pass
                 if self.ended or gone:
@@ -170,7 +170,7 @@ class Follower:
         try:
             with open(self.run_dir.events, "rb") as file:
                 file.seek(self.cursor.offset)
-                data = file.read(_AT_ONCE)
+                data = file.read(_CHUNK)
         except OSError:
             return False
         end = data.rfind(b"\n") + 1  # an incomplete last line waits for the rest
@@ -270,11 +270,11 @@ class Follower:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        self._called = time.monotonic()
+        self._call_started = time.monotonic()
         try:
             yield
         finally:
-            self._called = None
+            self._call_started = None
 
     # -- trouble ---------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Follower:
         unseen = 0.0
         while not self._done.wait(1.0):
             now = time.monotonic()
-            if self._called is not None and now - self._called > STUCK:
+            if self._call_started is not None and now - self._call_started > STUCK:
                 self._warn(f"has not responded for {STUCK:.0f} s")
             unseen = 0.0 if self._is_alive() else unseen or now
             if unseen and now - unseen > FLUSH:

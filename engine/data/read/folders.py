@@ -361,7 +361,7 @@ def _csv_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]
 
 # Limit on the unpacked size relative to the archive: images do not compress, text about tenfold.
 _LARGEST_RATIO: Final = 100
-_ANYWAY: Final = 1 << 30  # bytes that any archive may unpack to
+_ALLOWANCE: Final = 1 << 30  # bytes that any archive may unpack to
 _WANTED: Final = PICTURE_SUFFIXES | VIDEO_SUFFIXES | {name.lower() for name in CAPTION_SUFFIXES}
 
 
@@ -412,7 +412,7 @@ def _unpacked(archive: Path, cache: Path) -> Path:
     aside = cache / f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp"
     try:
         aside.mkdir(parents=True)
-        left = _ANYWAY + _LARGEST_RATIO * status.st_size
+        left = _ALLOWANCE + _LARGEST_RATIO * status.st_size
         with tarfile.open(archive, "r|*") as stream:  # sequential, which slow disks handle best
             for member in stream:
                 left -= member.size

@@ -373,7 +373,7 @@ class Echo:
             return call(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         asked = self._asked.get(name)
-        facts = (how, asked, self._kind(module), _circumstances(module), tree)
+        facts = (how, asked, self._kind(module), _context(module), tree)
         key = (*facts, *map(_meta, leaves))
         record = self._records.get(key)
         if record is None:
@@ -490,7 +490,7 @@ def _meta(leaf: Any) -> Hashable:
     return repr(leaf)
 
 
-def _circumstances(module: torch.nn.Module) -> Hashable:
+def _context(module: torch.nn.Module) -> Hashable:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), module.training
 
 

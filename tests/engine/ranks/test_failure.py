@@ -53,10 +53,10 @@ def test_a_rank_that_was_cut_off_gives_way(tmp_path: Path, monkeypatch: pytest.M
     raise_fence(tmp_path, "7.0")
     monkeypatch.setattr("engine.ranks.telemetry.os._exit", ends.append)
     telemetry = Telemetry(run_dir, 1)
-    telemetry._give_way()
+    telemetry._exit_if_replaced()
     assert ends == []
     raise_fence(tmp_path, "7.1")
-    telemetry._give_way()
+    telemetry._exit_if_replaced()
     assert set(ends) == {1}, "the thread may have seen it too"
     record_failure(run_dir, 1, ValueError("connection closed"), telemetry)
     assert run_dir.rank_errors() == []

@@ -101,7 +101,7 @@ class Run:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(follower, "POLL_EVERY", 0.01)
-    monkeypatch.setattr(follower, "_GONE", 0.0)
+    monkeypatch.setattr(follower, "_GRACE", 0.0)
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", Stub)
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -283,8 +283,8 @@ def test_tensorboard_drops_the_steps_after_the_one_that_a_run_resumes_from(run: 
 def test_rank_0_says_what_a_tracker_warns_of_and_says_it_once(run: Run) -> None:
     run.dir.tracker_warning("wandb").write_text("wandb hangs\n")
     main = Telemetry(run.dir, 0)
-    main._pass_on()
-    main._pass_on()
+    main._emit_warnings()
+    main._emit_warnings()
     main.close()
     said = [json.loads(line) for line in run.dir.events.read_text().splitlines()]
     assert [one["message"] for one in said if one["kind"] == "warning"] == ["wandb hangs"]

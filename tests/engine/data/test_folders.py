@@ -198,14 +198,14 @@ def test_a_refusal_is_not_remembered(
     for path in folder.iterdir():
         os.utime(path, (0, 0))
     monkeypatch.setattr("engine.data.read.memo._SETTLED", -1.0)
-    stock: Callable[[bytes], Any] = module.look
+    stock: Callable[[bytes], Any] = module.inspect_image
 
     def out_of_memory(content: bytes) -> Any:
         if content == (folder / "1.png").read_bytes():
             raise PictureError("needs more memory than available")
         return stock(content)
 
-    monkeypatch.setattr(module, "look", out_of_memory)
+    monkeypatch.setattr(module, "inspect_image", out_of_memory)
     assert len(build_index(job(folder)).samples) == 1
-    monkeypatch.setattr(module, "look", stock)
+    monkeypatch.setattr(module, "inspect_image", stock)
     assert len(build_index(job(folder)).samples) == 2

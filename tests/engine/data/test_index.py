@@ -291,13 +291,13 @@ def test_pictures_are_looked_at_once_and_again_when_they_change(
 ) -> None:
     a, b = picture("d/a.png", colour="red"), picture("d/b.png", colour="blue")
     looked: list[int] = []
-    stock = index_module.look
+    stock = index_module.inspect_image
 
     def counting(content: bytes) -> Any:
         looked.append(len(content))
         return stock(content)
 
-    monkeypatch.setattr(index_module, "look", counting)
+    monkeypatch.setattr(index_module, "inspect_image", counting)
     monkeypatch.setattr("engine.data.read.memo._SETTLED", 1e9)
     build_index(job("d"))
     build_index(job("d"))

@@ -1,4 +1,4 @@
-"""Places where jobs run, by the name that `launcher` of a job gives them."""
+"""Places where jobs run, by the value of a job's `launcher` key."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["backend", "names"]
 
 
 class Absent:
-    """A place of a newer version, or of one that is gone.
+    """A backend of a newer version, or one that was removed.
 
-    Its jobs are shown, and can be taken out of the queue; nothing else can be done with them here.
+    Its jobs are displayed and can be removed from the queue; nothing else works.
     """
 
     lock = log = hold_hint = ""
@@ -61,13 +61,13 @@ class Absent:
 
 
 def names() -> tuple[str, ...]:
-    """Every folder here is one."""
+    """Return the names of all backends; each is a package in this folder."""
     return tuple(module.name for module in iter_modules(__path__) if module.ispkg)
 
 
 @cache
 def backend(name: str) -> Backend:
-    """Import a place by its name; the others stay unimported."""
+    """Import a backend by its name, leaving the others unimported."""
     if name not in names():
         return Absent(name)
     made: Backend = import_module(f"{__name__}.{name}.backend").BACKEND

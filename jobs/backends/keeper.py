@@ -1,8 +1,8 @@
-"""Keepers: one process for each backend of a state directory moves that backend's jobs on.
+"""Run a keeper: the process that advances all jobs of one backend of a state directory.
 
-A process of its own, since a cluster may take seconds to answer. Queueing a job starts it, and it
-exits when there is nothing left to do. Nothing is lost while it does not run: what it knows stands
-in the database and in the run directories.
+It is a separate process because a cluster may take seconds to answer. Queueing a job starts it, and
+it exits when no jobs are left. Nothing is lost while it is not running: all its state is in the
+database and in the run directories.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CODE_EVERY: Final = 30.0  # seconds
 
 
 def ensure(store: Store, place: Backend) -> None:
-    """Start a backend's keeper unless it runs. Returns within about 50 ms."""
+    """Start a backend's keeper unless it is running. Returns within about 50 ms."""
     with open(store.home / place.lock, "a") as lock:
         if not file_lock.take(lock):
             return
@@ -38,20 +38,22 @@ def ensure(store: Store, place: Backend) -> None:
 
 
 def ensure_keepers(store: Store, running: str = "") -> bool:
-    """Start the keepers of all backends that have jobs; whether there are any jobs.
+    """Start the keepers of all backends that have jobs; return whether there are any jobs.
 
-    The keeper of this machine's jobs always runs then, since it calls this once a second.
+    The local backend's keeper is always running then, since it calls this once a second.
 
     Args:
         store: The jobs.
-        running: The backend whose keeper this process is.
+        running: The backend whose keeper is this process.
     """
-    from jobs.queue.job import LOCAL  # not at the top: it is slow, and a starter waits for `main`
+    # imported here because it is slow, and the starter waits for `main`
+    from jobs.queue.job import LOCAL
 
     owners = store.unended_backends()
     if not owners:
         return False
-    for name in ({LOCAL, *owners} - {running}).intersection(names()):  # or of a newer version
+    # skip backends of a newer version
+    for name in ({LOCAL, *owners} - {running}).intersection(names()):
         ensure(store, backend(name))
     return True
 
@@ -59,7 +61,7 @@ def ensure_keepers(store: Store, running: str = "") -> bool:
 def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> None:
     """Run a backend's keeper until it has had no jobs for `idle_seconds`.
 
-    Returns at once if another keeper of it holds the lock.
+    Returns at once if another keeper of the backend holds the lock.
     """
     from jobs.queue.job import LOCAL
 
@@ -75,7 +77,8 @@ def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> No
             if time.monotonic() - looked_at >= _CODE_EVERY:
                 looked_at, before = time.monotonic(), newest
                 newest = newest_code()
-                if updated := newest == before != code:  # complete: unchanged for half a minute
+                # an update is complete if nothing changed for half a minute
+                if updated := newest == before != code:
                     _say("fsdp-tui was updated; exiting for a newer one")
                     break
             work = True
@@ -83,9 +86,10 @@ def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> No
                 work = look()
                 if place.name == LOCAL:
                     work = ensure_keepers(store, running=LOCAL) or work
-            except Exception as error:  # one bad look must not end the keeping
+            except Exception as error:  # one failed poll must not end the keeper
                 _say(f"{type(error).__name__}: {error}")
-            # After a look: a process that was paused for longer may have work all the same.
+            # Check after polling: a process that was suspended past the idle time may still have
+            # work.
             if work:
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= idle_seconds:
@@ -93,15 +97,15 @@ def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> No
             time.sleep(LOOK_EVERY)
         if not updated:
             _say("nothing left to do; exiting")
-    if updated:  # newer commands may disagree with this process
+    if updated:  # newer commands may be incompatible with this process
         ensure(store, place)
 
 
 def newest_code() -> float:
-    """When a file of the core was last changed, in Unix seconds."""
+    """Return the time when a file of this package was last changed, in Unix seconds."""
     newest = 0.0
     for path in Path(jobs.__file__).parent.rglob("*.py"):
-        with suppress(OSError):  # it vanishes while it is replaced
+        with suppress(OSError):  # deleted while it is being replaced
             newest = max(newest, path.stat().st_mtime)
     return newest
 
@@ -112,9 +116,9 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Leave the starter's process and session, then keep the jobs of the named backend."""
+    """Detach from the starter's process and session, then run the keeper of the named backend."""
     leave_starter()
-    # After leaving: this import takes longer than the starter should wait.
+    # After detaching: this import takes longer than the starter should wait.
     import signal
 
     from jobs.queue.store import SERVICE, Store

@@ -1,7 +1,8 @@
-"""What a place to run jobs must do for the queue.
+"""The protocol that a backend implements for the queue.
 
-`jobs.backends.local` and `jobs.backends.slurm` do it; another place is another folder here, named
-as `launcher` of a job names it. What it must do beside the ranks is in `jobs.supervise.port`.
+`jobs.backends.local` and `jobs.backends.slurm` implement it. Another backend is another folder
+here, named like its value of a job's `launcher` key. The protocols for controlling ranks are in
+`jobs.supervise.port`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """A place as the queue sees it.
+    """A backend as the queue sees it.
 
     Attributes:
-        name: As `launcher` of a job has it.
-        title: For people.
-        hold_hint: How a person holds a job that waits in the place's own queue.
-        lock: The lock of its keeper, a file in the state directory.
-        log: The log of its keeper.
+        name: Its value of the `launcher` key.
+        title: The name shown to users.
+        hold_hint: How the user holds a job that waits in the backend's own queue.
+        lock: File name of the keeper's lock, in the state directory.
+        log: File name of the keeper's log, in the state directory.
     """
 
     name: str
@@ -37,26 +38,30 @@ class Backend(Protocol):
         """Check what a job needs of this machine, and return its `wanted` (`jobs.queue.job`).
 
         Raises:
-            UserError: It can never run here.
+            UserError: The job can never run here.
         """
 
     def warnings(self, spec: JobSpec) -> list[str]:
-        """List what may go wrong with a job here, a line each."""
+        """Return what may go wrong with a job here, one line each."""
 
     def keeper(self, store: Store) -> Callable[[], bool]:
-        """Return what moves all its jobs on when it is called; it says whether there are any."""
+        """Return a function that advances all jobs of this backend; it returns whether there are
+        any.
+        """
 
     def holds(self, job: Job) -> str:
-        """Name whose queue has a job that waits; "" if it is ours alone."""
+        """Return whose queue holds a waiting job; "" if it is only ours."""
 
     def stop(self, store: Store, job: Job, *, now: bool) -> str:
-        """Stop an active or waiting job more firmly than before; what happens now, in one line."""
+        """Stop an active or waiting job more firmly than before; return what happens now, in one
+        line.
+        """
 
     def facts(self, store: Store, job: Job) -> dict[str, Any]:
-        """Return what else there is to know of a job, for `show --json`."""
+        """Return additional facts about a job, for `show --json`."""
 
     def restore(self, run_dir: RunDir) -> Mapping[str, object]:
-        """Return columns of a job whose row was lost; {} if the place knows nothing of it."""
+        """Return columns of a job whose row was lost; {} if the backend knows nothing about it."""
 
     def by_hand(self, spec: JobSpec) -> str:
-        """Write a job as what a person hands to this place without a queue."""
+        """Export a job in a form that the user can submit without the queue."""

@@ -1,6 +1,6 @@
-"""`fsdp-tui doctor`: look at a machine the way a job will meet it, and say what to do.
+"""`fsdp-tui doctor`: check a machine the way a job will use it, and say what to do.
 
-Facts are gathered first (`checks`, `nvml`, …), each within a time limit of its
-own; what they mean is decided by pure functions. All of it runs in a process of its own (`ask`),
-because a driver that hangs takes along whoever asks it.
+The checks (`checks`, `nvml`, …) first gather facts, each within its own time limit; pure functions
+then judge them. Everything runs in a separate process, because a driver that hangs also hangs every
+process that queries it.
 """

@@ -1,7 +1,7 @@
 """`python -m jobs.doctor`: look, and print what is found as lines of JSON.
 
-A process of its own, which whoever started it can leave behind: a thread that waits for a driver
-in the kernel can be neither killed nor waited for.
+It is a separate process so that its parent can abandon it: a thread that waits for a driver
+in the kernel can be neither killed nor joined.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jobs.doctor.examine import Patient, examine
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Print findings, then that this is all; never returns."""
+    """Print findings, then the end marker. Never returns."""
     parser = argparse.ArgumentParser(prog="python -m jobs.doctor", description=__doc__)
     parser.add_argument("--job", type=Path)
     parser.add_argument("--gpus", default="")
@@ -34,13 +34,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     for finding in examine(CHECKS, patient):
         _say(finding.to_dict())
     _say({END: True})
-    os._exit(0)  # whatever its threads wait for
+    os._exit(0)  # without joining threads that may hang
 
 
 def _say(values: dict[str, Any]) -> None:
     try:
         print(json.dumps(values), flush=True)
-    except BrokenPipeError:  # nobody listens any more
+    except BrokenPipeError:  # the reader has gone
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What processes of the doctor agree on: who starts one, and who is started."""
+"""Constants shared by the doctor's processes and the processes that start them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run checks, none of which can hold up or bring down the others."""
+"""Run checks in isolation, so that none can block or crash the others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 # -- finding --------------------------------------------------------------------------------
-# What a check found: well, doubtful or wrong, in one sentence, and what to do about it.
+# The result of a check: a verdict, one sentence, and advice.
 
 
-# What may stand in a path or a variable and is nobody's business.
+# Credentials that may appear in a path or a variable and must not be printed.
 _SECRETS: Final = re.compile(
     r"(?<=://)[^/@\s]+(?=@)"  # user and password in an address
     r"|\b(?:hf_|ghp_|gho_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA)[A-Za-z0-9_-]{6,}"
@@ -33,7 +33,7 @@ _LONGEST: Final = 400
 
 
 class Verdict(StrEnum):
-    """How bad it is. Only `fail` makes the exit status 1."""
+    """The severity of a finding. Only `fail` makes the exit status 1."""
 
     OK = "ok"
     WARN = "warn"
@@ -45,13 +45,13 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        name: What it was, in a word or two.
+        name: Subject of the check, in a word or two.
         verdict: ok, warn or fail.
         found: One sentence.
-        advice: One sentence of what to do; None when all is well.
-        lines: A table that goes with it, a line each.
-        facts: The same as JSON values, for scripts.
-        group: Under which heading it is shown.
+        advice: One sentence saying what to do; None if nothing is wrong.
+        lines: Lines of a table to print below it.
+        facts: The same information as JSON values, for scripts.
+        group: The heading it is printed under.
     """
 
     name: str
@@ -63,22 +63,22 @@ class Finding:
     group: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the finding as JSON values."""
         return asdict(self) | {"verdict": str(self.verdict), "lines": list(self.lines)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Finding:
-        """Read what `to_dict` made.
+        """Rebuild a finding from `to_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: It is something else.
+            KeyError, TypeError, ValueError: The values are not a finding.
         """
         return cls(
             **values | {"verdict": Verdict(values["verdict"]), "lines": tuple(values["lines"])}
         )
 
     def plain(self, group: str) -> Finding:
-        """The same under a heading, with nothing in it that steers a terminal or is secret."""
+        """Return the finding under a heading, without terminal control characters and secrets."""
         return replace(
             self,
             group=group,
@@ -102,7 +102,8 @@ def fail(name: str, sentence: str, advice: str, **facts: Any) -> Finding:
 
 
 def plain(text: str) -> str:
-    """Foreign text (an error, a path, a variable) as it may be printed: one line, no secrets."""
+    """Return untrusted text (an error, a path, a variable) as one printable line without secrets.
+    """
     line = " ".join(_printable(_masked(text)).split())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
@@ -123,24 +124,24 @@ def _printable(text: str) -> str:
 
 
 # -- patient --------------------------------------------------------------------------------
-# What is asked of the doctor, and what one check learned that others need.
+# The options of an examination, and facts that one check gathers for others.
 
 
 @dataclass
 class Patient:
     """The machine, and the job it is meant to run.
 
-    What is None was not asked for, or could not be found out; then a check that needs it has
-    nothing to say, because whoever should have found it out has said why not.
+    A field is None if it was not requested or could not be determined. A check that needs it then
+    yields nothing, because the check that failed to determine it has reported why.
 
     Attributes:
         job: The job file, if there is one.
-        gpus: Devices to look at and to measure, by index or UUID; all when empty.
-        quick: Leave the all-reduce out.
-        run_id: In the environment of every process that is started, so that none is left.
-        spec: The job.
-        nvml: What the driver says.
-        torch: What torch says.
+        gpus: GPUs to check and measure, by index or UUID; all if empty.
+        quick: Skip the all-reduce.
+        run_id: Set in the environment of every process that is started, so that all can be ended.
+        spec: The parsed job.
+        nvml: The driver's answers.
+        torch: torch's answers.
     """
 
     job: Path | None = None
@@ -157,15 +158,15 @@ class Patient:
 
 @dataclass(frozen=True)
 class Check:
-    """Something to look at.
+    """One check.
 
     Attributes:
-        group: The heading under which it is shown.
-        name: What is checked, for when the check itself fails.
-        run: Looks; what it has found before it fails or is late counts.
-        seconds: How long it may take.
-        stage: Checks of a stage run side by side, after all of the stage before.
-        when_late: What to do if it does not answer.
+        group: The heading it is printed under.
+        name: Its subject, used if the check itself fails.
+        run: Yields findings; those yielded before it fails or times out count.
+        seconds: Its time limit.
+        stage: Checks of a stage run in parallel, after all checks of the previous stage.
+        when_late: Advice if it times out.
     """
 
     group: str
@@ -177,9 +178,9 @@ class Check:
 
 
 def examine(checks: Sequence[Check], patient: Patient) -> Iterator[Finding]:
-    """Run the checks; yield their findings in order, as soon as they are there.
+    """Run the checks; yield their findings in order, as soon as they are available.
 
-    A check that is late is left behind in its thread; one that breaks is a finding itself.
+    A check that times out is abandoned in its thread. One that raises becomes a finding.
     """
     running = [_Running(check, patient) for check in checks]
     yielded = 0
@@ -196,7 +197,7 @@ def examine(checks: Sequence[Check], patient: Patient) -> Iterator[Finding]:
 
 @dataclass
 class _Running:
-    """A check in a thread of its own, which nobody waits for in the end."""
+    """A check in a daemon thread, which is never joined."""
 
     check: Check
     patient: Patient
@@ -210,7 +211,7 @@ class _Running:
 
     def wait(self) -> None:
         if not self._over.wait(max(0.0, self._deadline - time.monotonic())):
-            # The thread keeps the old list.
+            # Replace the list, because the thread may still append to the old one.
             self._findings = [*self._findings, _late(self.check)]
 
     def findings(self) -> Iterator[Finding]:

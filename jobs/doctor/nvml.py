@@ -1,4 +1,4 @@
-"""What the driver says of GPUs beyond `jobs.machine.devices`: health and connections."""
+"""Query the driver for GPU facts beyond `jobs.machine.devices`: health and connections."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 PCI: Final = Path("/sys/bus/pci/devices")
 _NVIDIA: Final = "0x10de"
-_DISPLAY: Final = "0x03"  # the PCI class of what can be a GPU
-_ANCESTORS: Final = {  # NVML's number for what two GPUs have in common → nvidia-smi's word
+_DISPLAY: Final = "0x03"  # PCI class prefix of display controllers
+_ANCESTORS: Final = {  # NVML's common-ancestor level → nvidia-smi's name for it
     0: "PIX",
     10: "PIX",
     20: "PXB",
@@ -30,18 +30,18 @@ _ANCESTORS: Final = {  # NVML's number for what two GPUs have in common → nvid
 
 @dataclass(frozen=True)
 class Board:
-    """What the driver says of a GPU's health; None is what it does not say.
+    """A GPU's health as the driver reports it; None for unsupported values.
 
     Attributes:
         uuid: The GPU's.
-        capability: Compute capability, `(9, 0)`.
-        persistent: Whether the driver stays loaded while nobody uses it.
-        usual_limit: Watts that it may take as it was made.
-        errors: Memory errors since the driver was loaded that could not be corrected.
-        remapping: `pending` when a reset would put a spare in the place of bad memory, `failed`
-            when there is no spare left, "" when all is well.
-        links: NVLinks that it has.
-        links_up: Those of them that work.
+        capability: Compute capability, for example `(9, 0)`.
+        persistent: Whether the driver stays loaded while the GPU is idle.
+        usual_limit: Default power limit in watts.
+        errors: Uncorrectable memory errors since the driver was loaded.
+        remapping: `pending` if a reset will replace bad memory by a spare row, `failed` if there is
+            no spare left, "" if there is no bad memory.
+        links: Number of NVLinks.
+        links_up: Number of active NVLinks.
     """
 
     uuid: str
@@ -56,18 +56,18 @@ class Board:
 
 @dataclass(frozen=True)
 class Nvml:
-    """One look.
+    """One snapshot of what the driver reports.
 
     Attributes:
-        on_the_bus: NVIDIA GPUs in this machine, whether or not anyone may use them.
-        counted: Those of them that the driver shows.
-        driver: Its version.
-        cuda: The newest CUDA it can run.
-        installed: Whether there is a driver at all.
-        problem: Why it does not answer; None when it does.
-        gpus: Those that CUDA_VISIBLE_DEVICES leaves to jobs.
-        boards: UUID → more of each.
-        paths: `(one, other)` UUIDs → how they are connected: NV18, PIX, PXB, PHB, NODE or SYS.
+        on_the_bus: Number of NVIDIA GPUs in this machine, accessible or not.
+        counted: Number of those that the driver lists.
+        driver: Driver version.
+        cuda: Newest CUDA version it supports.
+        installed: Whether a driver is installed.
+        problem: Why it does not answer; None if it does.
+        gpus: GPUs that CUDA_VISIBLE_DEVICES leaves to jobs.
+        boards: UUID → health.
+        paths: Pair of UUIDs → their connection: NV18, PIX, PXB, PHB, NODE or SYS.
     """
 
     on_the_bus: int = 0
@@ -82,13 +82,13 @@ class Nvml:
 
 
 def ask_driver(patient: Patient) -> Iterator[Finding]:
-    """Ask the driver; `jobs.doctor.checks.gpus` judges the answers."""
+    """Store the driver's answers for `jobs.doctor.checks.gpus`, which judges them."""
     patient.nvml = read_driver()
     yield from ()
 
 
 def read_driver(pci: Path = PCI) -> Nvml:
-    """Ask NVML; takes tens of milliseconds, or for ever when the driver hangs."""
+    """Query NVML. Takes tens of milliseconds, or forever if the driver hangs."""
     import pynvml
 
     on_the_bus = count_on_bus(pci)
@@ -117,7 +117,7 @@ def read_driver(pci: Path = PCI) -> Nvml:
 
 
 def count_on_bus(pci: Path = PCI) -> int:
-    """NVIDIA GPUs that the kernel sees on the PCI bus, with or without a driver."""
+    """Count the NVIDIA GPUs that the kernel sees on the PCI bus, with or without a driver."""
     count = 0
     for device in pci.glob("*"):
         with suppress(OSError):
@@ -127,7 +127,7 @@ def count_on_bus(pci: Path = PCI) -> int:
 
 
 def _ask(function: Any, *arguments: Any) -> Any:
-    """Return the driver's answer; None where it has none."""
+    """Call NVML; return None if it does not support the call."""
     import pynvml
 
     try:
@@ -168,7 +168,7 @@ def _board(nvml: Any, uuid: str, handle: Any) -> Board:
 
 
 def _remapping(nvml: Any, handle: Any) -> str | None:
-    """Bad memory that was or is to be replaced: rows since Ampere, pages before."""
+    """Return the state of bad-memory replacement: rows since Ampere, pages before."""
     rows = _ask(nvml.nvmlDeviceGetRemappedRows, handle)
     if rows is not None:
         _, _, pending, failed = rows
@@ -192,7 +192,8 @@ def _paths(
 def _path(nvml: Any, first: Any, other: Any, boards: Sequence[Board]) -> str | None:
     status = _ask(nvml.nvmlDeviceGetP2PStatus, first, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     if status == nvml.NVML_P2P_STATUS_OK:
-        # Through switches every link leads to every GPU; else those count that end at the other.
+        # With NVSwitch, every link reaches every GPU; without, count the links that end at the
+        # other.
         direct = _links_between(nvml, first, other, boards[0].links)
         return f"NV{direct or min(board.links_up for board in boards)}"
     ancestor = _ask(nvml.nvmlDeviceGetTopologyCommonAncestor, first, other)

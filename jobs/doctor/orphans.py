@@ -1,5 +1,6 @@
-"""Run directories that belong to no job: what a submit left that was killed, and what a remove
-could not delete. Those in which nothing was trained can be swept; the others are someone's work.
+"""Find run directories that belong to no job: left by a killed submit or a failed remove.
+
+Directories in which nothing was trained can be deleted; the others hold someone's work.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from jobs.run.rundir import RunDir, read_json
 if TYPE_CHECKING:
     from jobs.queue.store import Store
 
-_RUN: Final = re.compile(r"\.?[1-9]\d{0,17}-.+")  # a run's, or one that was set aside
-_LARGEST_START: Final = 1 << 20  # bytes of events of a run that only started
+_RUN: Final = re.compile(r"\.?[1-9]\d{0,17}-.+")  # a run directory, or one that was set aside
+_LARGEST_START: Final = 1 << 20  # bytes of events of a run that did nothing but start
 
 
 @dataclass(frozen=True)
 class Orphan:
-    """A run directory of no job.
+    """A run directory that belongs to no job.
 
     Attributes:
-        path: Where it is.
+        path: The directory.
         bytes: Its size.
-        holds: Why it is not swept, in words; "" if nothing was trained in it.
+        holds: Contents that keep it from being deleted, in words; "" if nothing was trained in it.
     """
 
     path: Path
@@ -41,10 +42,10 @@ class Orphan:
 
 
 def find_orphans(store: Store) -> list[Orphan]:
-    """List the run directories of no job, without those that `remove --keep-files` kept.
+    """List the run directories that belong to no job, except those that `remove --keep-files` kept.
 
     Raises:
-        sqlite3.Error: The database cannot be read, so that nothing is known of any.
+        sqlite3.Error: The database cannot be read, so ownership is unknown.
     """
     there = _run_directories(store.home / "runs")
     ours = store.run_directories()
@@ -57,10 +58,10 @@ def find_orphans(store: Store) -> list[Orphan]:
 
 
 def sweep_orphans(store: Store) -> tuple[list[Orphan], list[Orphan]]:
-    """Delete the run directories of no job in which nothing was trained.
+    """Delete the orphaned run directories in which nothing was trained.
 
     Returns:
-        Those that are deleted, and those that are still there.
+        The deleted ones, and the remaining ones.
 
     Raises:
         sqlite3.Error: The database cannot be read; nothing more is deleted.
@@ -87,7 +88,7 @@ def _run_directories(runs: Path) -> list[Path]:
 
 
 def _holds(run_dir: RunDir) -> str:
-    """Say what is in a run directory that someone may want back; "" for nothing."""
+    """Name the contents of a run directory that someone may want back; "" if there are none."""
     if _has_any(run_dir.checkpoints):
         return "checkpoints"
     if any(_has_any(path) for path in run_dir.root.glob(f"{run_dir.export.name}*")):
@@ -100,7 +101,7 @@ def _holds(run_dir: RunDir) -> str:
 
 
 def _has_any(folder: Path) -> bool:
-    """Whether anything is in it; so we say of what cannot be read, too."""
+    """Return whether a folder contains anything. An unreadable folder is assumed to."""
     try:
         return any(folder.iterdir())
     except FileNotFoundError:
@@ -122,7 +123,10 @@ def _only_started(events: Path) -> bool:
 
 
 def _is_used(run_dir: RunDir) -> bool:
-    """Whether a process works there, here or on another machine; so we say if nobody can tell."""
+    """Return whether a process works there, on any machine.
+
+    Assume so if it cannot be determined.
+    """
     run_id = (read_json(run_dir.launch_file) or {}).get("run_id")
     try:
         if isinstance(run_id, str) and run_id and with_run_id(run_id):
@@ -134,7 +138,7 @@ def _is_used(run_dir: RunDir) -> bool:
 
 def _is_worked_in(root: Path) -> bool:
     for name in os.listdir("/proc"):
-        with suppress(OSError):  # it has ended, or is not ours
+        with suppress(OSError):  # the process has ended, or belongs to another user
             if name.isdigit() and Path(os.readlink(f"/proc/{name}/cwd")).is_relative_to(root):
                 return True
     return False

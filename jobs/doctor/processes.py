@@ -1,4 +1,4 @@
-"""Processes of the doctor: started, asked, and ended without ever waiting forever."""
+"""Start, query and end the doctor's processes, without ever waiting forever."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ if TYPE_CHECKING:
 
 
 # -- child processes ------------------------------------------------------------------------
-# Start processes and end them, without ever waiting forever.
+# Helper processes with hard time limits.
 
 
-_GONE_WITHIN: Final = 3.0  # seconds after SIGKILL; what the driver holds longer is left behind
-_SWEEPS: Final = 3  # a launcher may start another rank while it is killed
+# seconds to wait after SIGKILL; a process that the driver holds longer is abandoned
+_GONE_WITHIN: Final = 3.0
+_SWEEPS: Final = 3  # a launcher may start another rank while it is being killed
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a helper printed.
+    """The output of a helper process.
 
     Attributes:
-        facts: Its lines of JSON, put together.
-        status: Its exit status; None when it was killed because it did not end.
-        last_line: The last one of its standard error.
+        facts: Its lines of JSON, merged.
+        status: Its exit status; None if it timed out and was killed.
+        last_line: The last line of its standard error.
     """
 
     facts: dict[str, Any]
@@ -60,9 +61,9 @@ class Said:
 
 def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Said:
     """Run `python -m module` for at most `seconds`."""
-    # As ranks number GPUs.
+    # Number GPUs the way ranks do.
     variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", RUN_ID_VARIABLE: run_id}
-    # Files, not pipes: a helper that cannot be killed would hold a pipe open.
+    # Use files instead of pipes: a helper that cannot be killed would keep a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = start_child(
             [sys.executable, "-m", module, *arguments],
@@ -85,7 +86,7 @@ def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Sai
 
 
 def end_all(run_id: str) -> tuple[int, ...]:
-    """Kill every process with this run id; returns the pids that do not go."""
+    """Kill every process with this run id; return the pids that survive."""
     left: list[ProcessId] = []
     for _ in range(_SWEEPS):
         processes = with_run_id(run_id)
@@ -98,17 +99,17 @@ def end_all(run_id: str) -> tuple[int, ...]:
 def _facts(text: bytes) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for line in text.splitlines():
-        with suppress(ValueError):  # something a library printed, or a line cut short
+        with suppress(ValueError):  # output of a library, or a truncated line
             value = json.loads(line)
             facts |= value if isinstance(value, dict) else {}
     return facts
 
 
 # -- ask ------------------------------------------------------------------------------------
-# Examine a machine in a separate process, and never wait for it forever.
+# Run the whole examination in a separate process.
 
 
-_SILENT: Final = 240.0  # seconds; longer than any check may take
+_SILENT: Final = 240.0  # seconds; longer than any check's limit
 
 
 def find(
@@ -118,13 +119,13 @@ def find(
     quick: bool = False,
     silent: float = _SILENT,
 ) -> Generator[Finding, None, None]:
-    """Yield findings as they arrive. Everything started has ended when this ends.
+    """Examine the machine; yield findings as they arrive. All processes have ended afterwards.
 
     Args:
-        job: A job file, to look at what it needs too.
+        job: A job file whose requirements are checked as well.
         gpus: GPUs to measure, by index or UUID.
-        quick: Leave the all-reduce out.
-        silent: Seconds without a word after which the process is given up.
+        quick: Skip the all-reduce.
+        silent: Seconds without output after which the process is abandoned.
     """
     run_id = f"doctor-{uuid.uuid4().hex}"
     words = [f"--run-id={run_id}", f"--gpus={','.join(gpus)}"]
@@ -142,14 +143,14 @@ def find(
             ended = yield from _findings(process.stdout, silent)
         finally:
             end_child(process, patience=_GONE_WITHIN)
-            end_all(run_id)  # what it started; what the driver holds is left behind
+            end_all(run_id)  # its children; a process that the driver holds is abandoned
         if not ended:
             yield _broken_off(errors, silent, process.returncode)
 
 
 def _findings(pipe: IO[bytes], silent: float) -> Generator[Finding, None, bool]:
-    """Findings until the process says that it is done; returns whether it did."""
-    # Read by a thread, because a pipe that a stuck process holds never ends.
+    """Yield findings until the end marker; return whether it arrived."""
+    # Read in a thread, because a pipe that a stuck process holds never reaches its end.
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, lines), name="doctor", daemon=True).start()
     while True:
@@ -180,7 +181,7 @@ def _broken_off(errors: IO[bytes], silent: float, status: int | None) -> Finding
 
 
 # -- ranks ----------------------------------------------------------------------------------
-# Start ranks that all-reduce, as a job's ranks are started, and leave none of them behind.
+# Run an all-reduce on ranks that start the way a job's ranks do, and end all of them.
 
 
 _LOOK_EVERY: Final = 0.1  # seconds
@@ -191,13 +192,13 @@ _NCCL_WARNING: Final = "NCCL WARN"
 
 @dataclass(frozen=True)
 class Size:
-    """A message size that was measured.
+    """The measurement of one message size.
 
     Attributes:
-        bytes: Of the message on each rank.
-        seconds: Of one collective.
-        bus: Bytes a second over each rank's link, as nccl-tests count: it does not depend on the
-            number of ranks.
+        bytes: Size of the message on each rank.
+        seconds: Duration of one collective.
+        bus: Bytes per second over each rank's link. This is the "bus bandwidth" of nccl-tests,
+            which does not depend on the number of ranks.
     """
 
     bytes: int
@@ -207,15 +208,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the ranks.
+    """The result of an all-reduce run.
 
     Attributes:
-        sizes: What was measured, the smallest first; empty if nothing was measured.
+        sizes: The measurements, smallest first; empty if it failed.
         gathered: An all-gather of the largest size.
-        problem: Why, in one sentence.
+        problem: Why it failed, in one sentence.
         silent: The ranks that did not answer.
         left: Pids that could not be killed.
-        warning: What NCCL complained of last.
+        warning: NCCL's last warning.
     """
 
     sizes: tuple[Size, ...] = ()
@@ -229,15 +230,15 @@ class Outcome:
 def all_reduce(
     gpus: Sequence[str], ranks: int, *, run_id: str, seconds: float, limit: float, still: float
 ) -> Outcome:
-    """Have ranks all-reduce messages of several sizes, and end every one of them.
+    """Run all-reduces of several message sizes, and end every rank.
 
     Args:
         gpus: GPU UUIDs, one per rank; empty for CPU ranks over gloo.
-        ranks: How many.
-        run_id: In the environment of all that is started.
-        seconds: How long to measure.
-        limit: Seconds after which all are killed, whatever they do.
-        still: Seconds without progress, once all have met, after which they are killed.
+        ranks: Number of ranks.
+        run_id: Set in the environment of every process that is started.
+        seconds: Duration of the measurement.
+        limit: Seconds after which all ranks are killed.
+        still: Seconds without progress, once all ranks have met, after which they are killed.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-", ignore_cleanup_errors=True) as name:
         run_dir = RunDir(Path(name))
@@ -265,10 +266,10 @@ def all_reduce(
 
 
 def find_silent(statuses: Sequence[RankStatus], ranks: int, mute_after: float) -> tuple[int, ...]:
-    """Find the ranks that hold up the others, by what they last wrote. Pure.
+    """Find the ranks that block the others, by their last status. Pure.
 
-    Those that never wrote, else those whose heartbeat stopped well before the others',
-    else those that are behind; all of them when none stands out.
+    These are the ranks without a status, or else those whose heartbeat stopped well before the
+    others', or else those that are behind. If none stands out, all ranks.
     """
     there = {status.rank for status in statuses}
     if missing := tuple(rank for rank in range(ranks) if rank not in there):
@@ -284,7 +285,7 @@ def find_silent(statuses: Sequence[RankStatus], ranks: int, mute_after: float) -
 def _start(
     run_dir: RunDir, gpus: Sequence[str], ranks: int, run_id: str, seconds: float, limit: float
 ) -> subprocess.Popen[bytes]:
-    """`accelerate launch`, with the command line and environment of a job."""
+    """Start `accelerate launch` with the command line and environment of a job."""
     device = "cuda" if gpus else "cpu"
     spec = JobSpec(
         name="doctor",
@@ -320,15 +321,15 @@ def _start(
 
 
 def _stand_still(seen: Sequence[Stillness], ranks: int, still: float) -> bool:
-    """Whether all ranks had met, and none has moved on for `still` seconds."""
+    """Return whether all ranks have met and none has progressed for `still` seconds."""
     if len(seen) < ranks or not all(rank.status.step for rank in seen):
         return False
     return min(rank.still for rank in seen) > still
 
 
 def _end(child: subprocess.Popen[bytes], run_id: str) -> tuple[int, ...]:
-    """Kill what is left; returns the pids that do not go, as when the driver holds them."""
-    child.poll()  # before anyone else collects it, and its status with it
+    """Kill the remaining processes; return the pids that survive, as when the driver holds them."""
+    child.poll()  # collect its status before anyone else does
     left = end_all(run_id)
     with suppress(subprocess.TimeoutExpired):
         child.wait(_RANK_GONE_WITHIN)

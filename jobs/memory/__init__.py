@@ -1,16 +1,17 @@
-"""Will a job fit? What is predicted of its memory, held against the machine.
+"""Predict the memory a job needs and compare it with the machine.
 
-The engine predicts (`python -m engine.memory`), since that needs torch; nothing here imports it.
+The engine predicts (`python -m engine.memory`) because that needs torch; nothing here imports it.
 
-    predicted.py    one prediction as it is read here: `Predicted`
-    cache.py        predictions kept on disk
-    question.py     `predict`: from the cache, else from one warm process, `Server`
-    fit.py          against GPUs: what fits, the fastest strategy that does, and how few would do
-    ladder.py       what can be changed when it does not fit, the cheapest change first
-    host_memory.py  whether host memory can hold what a job keeps there
-    network.py      what crosses the network in each step
-    estimate.py     all of it for one job on this machine: for the command line and the form
-    calibration.py  the prediction in a run's directory, and how right predictions were here
+    predicted.py    the prediction as the jobs layer reads it: `Predicted`
+    cache.py        the on-disk cache of predictions
+    question.py     `predict`: from the cache, or else from `Server`, the one warm prediction
+    process
+    fit.py          compare with GPUs: whether it fits, the fastest strategy, the fewest GPUs
+    ladder.py       changes that make a job fit, cheapest first
+    host_memory.py  check host memory
+    network.py      network traffic per step
+    estimate.py     everything for one job on this machine, for the command line and the form
+    calibration.py  the prediction stored with a run, and how accurate past predictions were
 
-Two real steps, measured, are in `jobs.service.dry_run`.
+`jobs.service.dry_run` measures two real steps instead.
 """

@@ -1,4 +1,4 @@
-"""Predictions kept on disk: one small file each, which many processes share."""
+"""Cache predictions on disk, one small file each, shared by all processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jobs.spec.values.field import facts_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_MOST: Final = 2000  # files of some 4 KB; the oldest go
+_MOST: Final = 2000  # cached files of about 4 KB each; the oldest are deleted
 _PACKAGES: Final = ("torch", "diffusers", "transformers", "peft", "fsdp-tui")
 
 
@@ -28,14 +28,15 @@ def folder() -> Path:
 
 
 def key_of(values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Names a prediction.
+    """Return the cache key of a prediction.
 
     Args:
-        values: All of the job.
-        config: Of its denoiser: the same path may hold another model tomorrow.
+        values: All values of the job.
+        config: The denoiser's config. It is part of the key because the same path may hold another
+            model tomorrow.
     """
     kept = {key: value for key, value in sorted(values.items()) if _matters(key)}
-    # The number of ranks counts, and is written in one way only.
+    # The number of ranks matters, but must be normalized: several keys can spell it.
     text = json.dumps(
         [SCHEMA, engine_version(), values.get("num_processes"), kept, config], sort_keys=True
     )
@@ -43,7 +44,7 @@ def key_of(values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def _matters(key: str) -> bool:
-    """Whether another value may change a prediction; of an unknown key it may."""
+    """Return whether a key can change the prediction. Unknown keys are assumed to."""
     facts = facts_of(JobSpec).get(key)
     return facts is None or facts.memory
 
@@ -58,14 +59,14 @@ def recall(key: str) -> Predicted | None:
 
 
 def remember(key: str, predicted: Predicted) -> None:
-    """Keep a prediction. That there is no room for it is no failure: it is a cache."""
+    """Store a prediction. A full disk is not an error here; this is only a cache."""
     with suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomic(folder() / f"{key}.json", json.dumps(predicted.values))
 
 
 def forget_old(most: int = _MOST) -> None:
-    """Delete the oldest predictions beyond a number."""
+    """Delete all but the `most` newest predictions."""
     with suppress(OSError):
         files = sorted(folder().glob("*.json"), key=_written, reverse=True)
         for path in files[most:]:
@@ -80,9 +81,9 @@ def _written(path: Path) -> float:
 
 @lru_cache(maxsize=1)
 def engine_version() -> str:
-    """Stands for all that predicts: the engine's files as they are, and the libraries.
+    """Return a hash of everything that determines predictions: the engine's files and its libraries.
 
-    Some 200 files are listed, once in a process; none is read.
+    Stats some 200 files, once per process, and reads none of them.
     """
     root = Path(__file__).resolve().parents[2]
     facts = hashlib.sha256()

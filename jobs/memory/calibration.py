@@ -1,4 +1,4 @@
-"""How right predictions were on this machine: what was measured over what was predicted."""
+"""Measure how accurate predictions were on this machine: the ratio of measured to predicted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # -- kept prediction ------------------------------------------------------------------------
-# The prediction in a run's directory: written at its start, and what was measured beside it.
+# The prediction is stored in the run directory when the run starts, next to the measurements.
 
 
 PREDICTION_SCHEMA: Final = 1
@@ -36,7 +36,7 @@ PREDICTION_SCHEMA: Final = 1
 
 @dataclass(frozen=True)
 class Compared:
-    """A phase: what was predicted, and what each rank measured, in bytes."""
+    """Predicted and measured peak of one phase, in bytes; one measurement per rank."""
 
     phase: str
     predicted: int
@@ -44,7 +44,7 @@ class Compared:
 
     @property
     def ratio(self) -> float | None:
-        """What the rank that took the most measured, over what was predicted."""
+        """Return the largest measurement of any rank divided by the prediction."""
         if not self.measured or self.predicted <= 0:
             return None
         return max(self.measured) / self.predicted
@@ -55,7 +55,7 @@ def path_of(run_dir: RunDir) -> Path:
 
 
 def read(run_dir: RunDir) -> Predicted | None:
-    """Read a run's prediction; None while there is none."""
+    """Read a run's prediction; None if there is none."""
     stored = read_json(path_of(run_dir)) or {}
     try:
         return (
@@ -68,13 +68,13 @@ def read(run_dir: RunDir) -> Predicted | None:
 
 
 def keep(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> None:
-    """See that a run that has just started gets its prediction. Returns at once, and never fails.
+    """Write the prediction of a run that has just started. Returns at once and never fails.
 
-    What is not known already is predicted beside the run, in a thread; on CPU ranks it is not,
-    since they need the processors themselves. The thread and its process end with ours.
+    A prediction that is not cached is computed in a thread next to the run. CPU ranks need the
+    processors themselves, so it is skipped for them. The thread and its process end with ours.
     """
-    with suppress(Exception):  # whatever it is, no training may end of it
-        path_of(run_dir).unlink(missing_ok=True)  # of an attempt with other settings
+    with suppress(Exception):  # no error here may end a training run
+        path_of(run_dir).unlink(missing_ok=True)  # left by an attempt with other settings
         predicted = recall(spec, strategy, ranks, on_gpus=on_gpus)
         if predicted is not None:
             _write(run_dir, predicted)
@@ -85,7 +85,7 @@ def keep(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int, *, on_gpus: 
 
 def _predict(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int) -> None:
     server = Server()
-    atexit.register(server.close)  # it would notice our end only once it has answered
+    atexit.register(server.close)  # otherwise it would notice our exit only after it has answered
     try:
         with suppress(UserError, ToolError, OSError):
             predicted = predict(spec, server, strategy=strategy, ranks=ranks, on_gpus=True)
@@ -108,13 +108,13 @@ def _write(run_dir: RunDir, predicted: Predicted) -> None:
 def compare(
     predicted: Predicted, measure: str, peaks: Mapping[str, Sequence[int]]
 ) -> list[Compared]:
-    """Predicted beside measured, phase by phase. Pure.
+    """Pair the predicted and measured peaks, phase by phase. Pure.
 
     Args:
-        predicted: Of one rank.
-        measure: What `peaks` counts. A resident set (`rss`, of CPU ranks) holds Python and its
-            libraries too, and is not compared.
-        peaks: The run's names of phases → bytes of each rank.
+        predicted: The prediction for one rank.
+        measure: What `peaks` counts. A resident set (`rss`, on CPU ranks) includes Python and its
+            libraries, so it is not compared.
+        peaks: The run's phase names → bytes of each rank.
     """
     comparable = measure == "allocated"
     return [
@@ -130,7 +130,7 @@ def compare(
 def facts(
     run_dir: RunDir, measure: str, peaks: Mapping[str, Sequence[int]]
 ) -> dict[str, Any] | None:
-    """Collect what `show --json` prints of a run's prediction; None where there is none."""
+    """Collect what `show --json` prints about a run's prediction; None if there is none."""
     predicted = read(run_dir)
     return facts_of(predicted, measure, peaks) if predicted is not None else None
 
@@ -160,23 +160,24 @@ def facts_of(
 
 
 SCHEMA: Final = 1
-PHASES: Final = ("forward", "backward", "optimizer")  # what most jobs are as large as
-_NEWEST: Final = 50  # runs that count
-_LONGEST: Final = 400  # lines, beyond which the file is rewritten with the newest
-_BELIEVED: Final = (0.5, 2.0)  # ratios outside are of something else, such as a shared GPU
-_HIGH_SHARE: Final = 0.9  # of the runs stay below the upper end of the band
+PHASES: Final = ("forward", "backward", "optimizer")  # phases that set the peak of most jobs
+_NEWEST: Final = 50  # newest runs that are used
+_LONGEST: Final = 400  # lines; a longer file is rewritten with only the newest ones
+_BELIEVED: Final = (0.5, 2.0)  # ratios outside this range have another cause, such as a shared GPU
+_HIGH_SHARE: Final = 0.9  # share of runs that stay below the upper end of the band
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured over predicted, of the newest runs.
+    """Measured over predicted memory of the newest runs.
 
     Attributes:
-        runs: How many.
-        peak: Ratio of the largest phase of each run, the oldest first.
+        runs: Number of runs.
+        peak: Ratio of the largest phase of each run, oldest first.
         phases: Phase → ratios.
-        beside: What the newest self-test found on a GPU besides what torch reserves (the driver,
-            cuBLAS, NCCL), less what was assumed; bytes. By whether there were several ranks.
+        beside: Bytes on a GPU outside torch's reservation (the driver, cuBLAS, NCCL) that the
+            newest self-test measured, minus the assumed bytes. Keyed by whether there were several
+            ranks.
     """
 
     runs: int = 0
@@ -186,19 +187,21 @@ class Calibration:
 
     @property
     def usual(self) -> float:
-        """The median ratio; 1 while nothing is known."""
+        """Return the median ratio; 1 if there are no runs."""
         return statistics.median(self.peak) if self.peak else 1.0
 
     @property
     def factor(self) -> float:
-        """By what the upper end of a band is raised, at least 1: few runs took more than this."""
+        """Return the factor (at least 1) for the upper end of a band; few runs needed more."""
         if not self.peak:
             return 1.0
         ordered = sorted(self.peak)
         return max(1.0, ordered[min(len(ordered) - 1, int(len(ordered) * _HIGH_SHARE))])
 
     def corrected(self, predicted: Predicted) -> Predicted:
-        """Return a prediction for GPUs with overheads as measured, where they were."""
+        """Return a GPU prediction with measured instead of assumed overheads, if they were
+        measured.
+        """
         more = self.beside.get(predicted.ranks > 1)
         if more is None or not predicted.overheads:
             return predicted
@@ -228,11 +231,12 @@ def file() -> Path:
 
 
 def record(run_dir: RunDir) -> bool:
-    """Note how right the prediction of a run on GPUs was, when it ends; whether it was noted."""
+    """Record how accurate the prediction of a finished GPU run was; return whether it was recorded.
+    """
     predicted = read(run_dir)
     statuses = run_dir.rank_statuses()
     if predicted is None or not statuses or any(s.allocated is None for s in statuses):
-        return False  # nothing predicted, or CPU ranks, whose resident sets are not comparable
+        return False  # no prediction, or CPU ranks, whose resident sets are not comparable
     names = set.intersection(*({*(status.peaks or {})} for status in statuses))
     peaks = {name: [(status.peaks or {})[name] for status in statuses] for name in names}
     ratios = {
@@ -241,7 +245,7 @@ def record(run_dir: RunDir) -> bool:
         if phase.ratio is not None
     }
     if not set(PHASES) <= set(ratios):
-        return False  # it ended before it had trained a step
+        return False  # the run ended before its first step
     largest = max(PHASES, key=lambda name: _peak(predicted.phases, name))
     entry = {
         "schema": SCHEMA,
@@ -257,14 +261,14 @@ def record(run_dir: RunDir) -> bool:
 
 
 def record_beside(ranks: int, measured: int, predicted: Predicted) -> None:
-    """Note what a self-test found on a GPU besides what torch reserves, in bytes."""
+    """Record the bytes that a self-test found on a GPU outside torch's reservation."""
     more = measured - sum(predicted.overheads.values())
     entry = {"schema": SCHEMA, "t": round(time.time()), "ranks": ranks, "beside": more}
     _append(json.dumps(entry) + "\n")
 
 
 def read_calibration(path: Path | None = None) -> Calibration:
-    """Read the newest runs' ratios; none if there are none, or the file is damaged."""
+    """Read the ratios of the newest runs; empty if the file is missing or damaged."""
     peak: list[float] = []
     phases: dict[str, list[float]] = {}
     everything = _entries(path or file())
@@ -308,7 +312,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def _append(line: str) -> None:
-    """One write of one line: supervisors of several jobs may end at once."""
+    """Append one line in a single write, because supervisors of several jobs may end at once."""
     path = file()
     if path.exists() and len(lines := path.read_text(errors="replace").splitlines()) > _LONGEST:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""Will a job fit on this machine? What the command line prints and the form shows."""
+"""Estimate whether a job fits on this machine, for the command line and the form."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job is to run.
+    """The devices a job would run on.
 
     Attributes:
-        on_gpus: On GPUs, of this machine or imagined ones.
-        rooms: The chosen GPUs, or those of which any may be chosen; else the machine's memory.
-        here: Whether the rooms are of this machine; else it is a card that people have.
-        chosen: Whether the person chose these GPUs, so that the job takes all of them.
-        note: Where the GPUs of a Slurm job are known from, or that they are not; "" of others.
+        on_gpus: Whether they are GPUs, of this machine or assumed ones.
+        rooms: The selected GPUs, or else all candidates; without GPUs, the machine's memory.
+        here: Whether the rooms are in this machine; False for a common GPU model.
+        chosen: Whether the user selected these GPUs, so that the job takes all of them.
+        note: How the GPUs of a Slurm job are known, or that they are unknown; "" for other jobs.
     """
 
     on_gpus: bool
@@ -66,8 +66,8 @@ class Place:
     note: str = ""
 
     def fit(self, predicted: Predicted, factor: float = 1.0) -> Fit:
-        """Return the tightest fit; of GPUs chosen freely, the roomiest count."""
-        # Any GPUs: those that are free now are taken, before larger ones that others use.
+        """Return the tightest fit. If any GPUs may be used, count the roomiest ones."""
+        # The scheduler prefers GPUs that are free now over larger ones that others use.
         rooms = sorted(self.rooms, key=lambda room: room.free - room.passing, reverse=True)
         if self.on_gpus and self.here and not self.chosen:
             rooms = rooms[: predicted.ranks]
@@ -75,7 +75,7 @@ class Place:
 
 
 class Cards(NamedTuple):
-    """GPUs of another place than this machine: what they hold, and where that is known from."""
+    """GPUs that are not in this machine: their memory, and how it is known."""
 
     rooms: tuple[Room, ...]
     note: str
@@ -94,17 +94,17 @@ def place_of(
     imagine: bool = True,
     cards: Cards = UNKNOWN_CARDS,
 ) -> Place:
-    """Determine where a job would run.
+    """Determine which devices a job would run on.
 
     Args:
         spec: The job.
-        present: GPUs of this machine.
+        present: The GPUs of this machine.
         ours: Pids of our jobs' processes.
-        claims: UUID → the job of ours that holds the GPU.
-        card: Fit it to GPUs with this many GB (see `CARDS`), whatever this machine has.
-        imagine: Without GPUs, hold it against those that most people train on, and not against
+        claims: GPU UUID → id of our job that holds it.
+        card: Compare with GPUs of this many GB (see `CARDS`), whatever this machine has.
+        imagine: On a machine without GPUs, assume the ones that most people train on instead of
             the CPU.
-        cards: Of the cluster, for a job that does not run on this machine.
+        cards: The cluster's GPUs, for a job that does not run on this machine.
     """
     if card is not None:
         return Place(True, (CARDS[card],), here=False)
@@ -132,14 +132,14 @@ def place_of(
 
 @dataclass
 class Estimate:
-    """Answers about one job in one place; each is found when it is first asked for.
+    """The estimates for one job on given devices, computed on first use.
 
     Attributes:
         spec: The job.
-        place: Where it would run.
-        server: Predicts what is not in the cache.
-        calibration: How right predictions were here.
-        cancelled: Whether nobody wants the answers any more.
+        place: The devices it would run on.
+        server: Predicts what is not cached.
+        calibration: How accurate predictions were on this machine.
+        cancelled: Returns True once the answers are no longer needed.
     """
 
     spec: JobSpec
@@ -149,12 +149,12 @@ class Estimate:
     cancelled: Callable[[], bool] = lambda: False
 
     def predict(self, strategy: str, ranks: int, spec: JobSpec | None = None) -> Found:
-        """Predict what a rank needs.
+        """Predict what one rank needs.
 
         Raises:
-            SpecError: Nothing can be predicted for such a model.
-            ToolError: Predicting failed.
-            Cancelled: Nobody wants it any more.
+            SpecError: This model cannot be predicted.
+            ToolError: The prediction failed.
+            Cancelled: `cancelled` returned True.
         """
         result = predict(
             spec or self.spec,
@@ -167,14 +167,14 @@ class Estimate:
         return result if isinstance(result, Refused) else self.calibration.corrected(result)
 
     def candidate(self, strategy: str, ranks: int) -> Candidate:
-        """Predict a strategy, and how it fits."""
+        """Predict a strategy and compare it with the devices."""
         result = self.predict(strategy, ranks)
         if isinstance(result, Refused):
             return Candidate(strategy, None, result.error)
         return Candidate(strategy, self.fit(result))
 
     def fit(self, predicted: Predicted, room: Room | None = None) -> Fit:
-        """Compare a prediction with the place, or with one room of it."""
+        """Compare a prediction with all devices, or with one."""
         factor = self.calibration.factor
         if room is None:
             return self.place.fit(predicted, factor)
@@ -182,7 +182,7 @@ class Estimate:
 
     @cached_property
     def advised(self) -> str | None:
-        """The fastest strategy that fits on the job's own ranks; None if none does."""
+        """Return the fastest strategy that fits on the job's own ranks; None if none fits."""
         ranks = world_size(self.spec)
         options = [self.candidate(strategy, ranks) for strategy in candidates(self.spec, ranks)]
         best = fastest(options)
@@ -190,7 +190,7 @@ class Estimate:
 
     @cached_property
     def strategy(self) -> str:
-        """The strategy the job runs with; `auto` as it would choose at the launch."""
+        """Return the strategy the job runs with, resolving `auto` the way the launch does."""
         if not (self.place.on_gpus and depends_on_memory(self.spec)):
             return chosen_strategy(self.spec)[0]
         whole = self.candidate("ddp", world_size(self.spec)).fit
@@ -198,23 +198,23 @@ class Estimate:
 
     @cached_property
     def own(self) -> Found:
-        """The job as it would run."""
+        """Predict the job as it would run."""
         return self.predict(self.strategy, world_size(self.spec))
 
     def steps(self, room: Room | None = None) -> list[Step]:
-        """Return the ladder, up to where it fits; empty where it does anyway."""
+        """Return the changes that make the job fit; empty if it already fits."""
         return list(self.climb(room))
 
     def first_step(self, room: Room | None = None) -> Step | None:
-        """Return the cheapest change that helps; None where it fits."""
+        """Return the cheapest change that helps; None if the job already fits."""
         return next(self.climb(room), None)
 
     def climb(self, room: Room | None = None) -> Iterator[Step]:
-        """Yield the steps, one by one, as they are found."""
+        """Yield the changes one by one as they are found."""
         return climb(self._settled, partial(self._fit, room), enough=_fits)
 
     def faster(self) -> Step | None:
-        """Less recomputation than the job asks for, where that fits as well."""
+        """Return a change to less recomputation that still fits, if there is one."""
         return loosen(self._settled, partial(self._fit, None), enough=_fits)
 
     @property
@@ -226,7 +226,9 @@ class Estimate:
         return None if isinstance(result, Refused) else self.fit(result, room)
 
     def fewest(self, room: Room, spec: JobSpec | None = None) -> int | None:
-        """Return the smallest number of such GPUs on which the job, or another, fits for sure."""
+        """Return the smallest number of GPUs like `room` on which the job surely fits; None if
+        none.
+        """
 
         def fits(ranks: int) -> bool:
             result = self.predict("fsdp2" if ranks > 1 else "single", ranks, spec)
@@ -243,7 +245,7 @@ def _fits(fit: Fit) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """What a job needs of a machine and what is free, in bytes."""
+    """What a job needs and what is free, in bytes."""
 
     what: str
     needed: int
@@ -255,7 +257,7 @@ class Need:
 
 
 def needs_of(spec: DataKeys, predicted: Predicted) -> list[Need]:
-    """Host memory and disk that a job needs, against this machine."""
+    """Return the host memory and disk space that a job needs and that this machine has."""
     memory = psutil.virtual_memory()
     needs = []
     if machine := predicted.host.get("machine"):
@@ -271,7 +273,7 @@ def needs_of(spec: DataKeys, predicted: Predicted) -> list[Need]:
 
 
 def _free(path: Path) -> int:
-    """Bytes free where a directory is or will be."""
+    """Return the free bytes of the file system on which a directory is or will be created."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free
@@ -292,18 +294,18 @@ def estimate(
     cards: Cards = UNKNOWN_CARDS,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Estimate:
-    """Answers about a job on this machine.
+    """Build the estimate of a job on this machine.
 
     Args:
         spec: The job.
-        server: Predicts what is not in the cache.
-        present: GPUs of this machine; looked up if None.
+        server: Predicts what is not cached.
+        present: The GPUs of this machine; detected if None.
         ours: Pids of our jobs' processes.
-        claims: UUID → the job of ours that holds the GPU.
-        card: As in `place_of`.
-        imagine: As in `place_of`.
-        cards: As in `place_of`.
-        cancelled: Asked many times a second, in the thread of the caller.
+        claims: GPU UUID → id of our job that holds it.
+        card: See `place_of`.
+        imagine: See `place_of`.
+        cards: See `place_of`.
+        cancelled: Polled many times a second, in the caller's thread.
     """
     gpus = devices.gpus() if present is None else present
     place = place_of(spec, gpus, ours=ours, claims=claims, card=card, imagine=imagine, cards=cards)

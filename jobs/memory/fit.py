@@ -1,4 +1,4 @@
-"""A prediction against a GPU, or against the machine's memory. Pure."""
+"""Compare a prediction with the memory of a GPU or of the machine. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(StrEnum):
-    """Whether something fits, in words."""
+    """Whether a prediction fits, as the word shown to users."""
 
     FITS = "fits"
     TIGHT = "tight"
@@ -36,11 +36,11 @@ class Room:
     """Memory of one device, in bytes.
 
     Attributes:
-        name: What people call it.
-        total: All of it.
-        held: What others hold of it, and keep.
-        passing: What others hold now and the job waits for.
-        gpu: Its index; None for what is no GPU of this machine.
+        name: The display name.
+        total: The total.
+        held: Used by others, and not going to be freed for the job.
+        passing: Used by others now; the job waits until it is free.
+        gpu: The GPU index; None for anything but a GPU of this machine.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Room:
 
     @property
     def free(self) -> int:
-        """What a job can have."""
+        """Return the bytes that a job can use."""
         return max(0, self.total - self.held)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a prediction fits on a device, in bytes.
+    """How a prediction compares with a device, in bytes.
 
     Attributes:
-        low: What it needs at least.
-        high: What it needs at most.
+        low: The least it needs.
+        high: The most it needs.
         room: The device.
     """
 
@@ -71,25 +71,25 @@ class Fit:
 
     @property
     def verdict(self) -> Verdict:
-        """It fits for sure if all of the band does, and does not if nothing of it does."""
+        """Return FITS if the whole band fits, TOO_LARGE if not even its lower end does."""
         if self.high <= self.room.free:
             return Verdict.FITS
         return Verdict.TIGHT if self.low <= self.room.free else Verdict.TOO_LARGE
 
     @property
     def spare(self) -> int:
-        """Head-room over the most that it needs; negative where that does not fit."""
+        """Return the headroom over the upper end of the band; negative if that does not fit."""
         return self.room.free - self.high
 
 
 def fit_of(predicted: Predicted, room: Room, *, on_gpus: bool, factor: float = 1.0) -> Fit:
-    """Hold a prediction against a room.
+    """Compare a prediction with one device.
 
     Args:
-        predicted: Of one rank.
-        room: A GPU, or the machine where the ranks run on its CPU.
-        on_gpus: Which of the two.
-        factor: How much more than predicted runs took on this machine; widens the band upwards.
+        predicted: The prediction for one rank.
+        room: A GPU, or the machine's memory if the ranks run on its CPU.
+        on_gpus: Whether `room` is a GPU.
+        factor: Measured over predicted memory on this machine; raises the upper end of the band.
     """
     if on_gpus:
         low, high = predicted.device
@@ -99,24 +99,26 @@ def fit_of(predicted: Predicted, room: Room, *, on_gpus: bool, factor: float = 1
 
 
 def worst(fits: Iterable[Fit]) -> Fit:
-    """Of the same need on several devices, where it is tightest, or has to wait for others."""
+    """Return the tightest fit; among equals, the one that has to wait for others."""
     return min(fits, key=lambda fit: (fit.spare, -fit.room.passing))
 
 
 def room_of(
     gpu: Gpu, ours: Collection[int], claims: Mapping[str, int], *, shares: bool = False
 ) -> Room:
-    """Compute what a GPU has for a job that starts there.
+    """Compute the memory a GPU has for a job that starts there.
 
     Args:
-        gpu: One look at it.
+        gpu: A snapshot of the GPU.
         ours: Pids of our jobs' processes.
-        claims: UUID → the job of ours that holds it; ours are waited for.
-        shares: Whether the job starts beside others; else it waits for those that compute there.
+        claims: GPU UUID → id of our job that holds it; a job waits for our own jobs to end.
+        shares: Whether the job may share a GPU; otherwise it waits for the processes computing
+            there.
     """
     used = gpu.memory_used or 0
     if gpu.uuid in claims:
-        # In a container pids may be the host's: of a GPU that we hold, only known strangers count.
+        # In a container, pids may belong to the host's namespace. On a GPU that we hold, count only
+        # processes known not to be ours.
         strangers = (
             process for process in gpu.processes if process.pid not in ours and process.command
         )
@@ -127,7 +129,7 @@ def room_of(
 
 
 # -- candidates -----------------------------------------------------------------------------
-# Which strategy is the fastest that fits, and how few GPUs would do. Pure.
+# Select the fastest strategy that fits, and the fewest GPUs that are enough. Pure.
 
 
 FASTEST_FIRST: Final = ("single", "ddp", "hsdp", "fsdp2")
@@ -138,7 +140,7 @@ MOST_RANKS: Final = 1024
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy and how it fits; None where a job cannot run so, for the reason given."""
+    """A strategy and its fit. `fit` is None if the job cannot run this way; `reason` says why."""
 
     strategy: str
     fit: Fit | None
@@ -146,9 +148,9 @@ class Candidate:
 
 
 def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
-    """Return the strategies that a job could run with, the fastest first.
+    """Return the strategies that a job could run with, fastest first.
 
-    What only sharding can do (context parallelism, offload, a sharded adapter) rules out the rest.
+    Context parallelism, offload and a sharded adapter need sharding and rule out the others.
     """
     if ranks == 1:
         return ("single",)
@@ -180,27 +182,28 @@ def fastest(options: Sequence[Candidate]) -> Candidate | None:
 
 
 def group_of(spec: DeviceKeys) -> int:
-    """Return the number that must divide a job's number of ranks.
+    """Return the number that the job's rank count must be a multiple of.
 
-    It is the least common multiple of the machines and of the ranks that share a sample.
+    It is the least common multiple of the number of machines and the ranks per sample.
     """
     return math.lcm(spec.context_parallel_size, spec.num_machines)
 
 
 def fewest(fits: Callable[[int], bool], group: int = 1, most: int = MOST_RANKS) -> int | None:
-    """Return the smallest number of ranks that fits, since more ranks never need more each.
+    """Return the smallest number of ranks that fits.
 
-    Powers of two first, then between the last two: some dozen questions for any answer.
+    More ranks never need more memory each, so this is a bisection: powers of two first, then
+        between
 
     Args:
-        fits: Whether a job fits on this number.
-        group: Only multiples of this are asked about.
-        most: No larger number is asked about.
+        fits: Whether a job fits on a number of ranks.
+        group: Only multiples of this are tried.
+        most: The largest number to try.
 
     Returns:
-        The number, or None.
+        The number, or None if none fits.
     """
-    too_few, enough = 0, 1  # in groups
+    too_few, enough = 0, 1  # in units of `group`
     while enough * group <= most and not fits(enough * group):
         too_few, enough = enough, enough * 2
     if enough * group > most:
@@ -215,15 +218,15 @@ def fewest(fits: Callable[[int], bool], group: int = 1, most: int = MOST_RANKS) 
 
 
 # -- cards ----------------------------------------------------------------------------------
-# GPUs that people have, by their memory.
+# Memory of common GPU models.
 
 
 _MIB: Final = 1 << 20
 
-# What the driver shows of them, which is less than what is printed on the box.
+# Totals as the driver reports them, which are less than the advertised sizes.
 CARDS: Final[dict[int, Room]] = {
-    24: Room("24 GB", 24_564 * _MIB),  # RTX 4090; a 3090 and an A10 have a little less or more
-    48: Room("48 GB", 46_068 * _MIB),  # L40S and A6000 with ECC on; without it 49,140
+    24: Room("24 GB", 24_564 * _MIB),  # RTX 4090; a 3090 and an A10 differ slightly
+    48: Room("48 GB", 46_068 * _MIB),  # L40S and A6000 with ECC; without it 49,140
     80: Room("80 GB", 81_559 * _MIB),  # H100; an A100 has 81,920
     141: Room("141 GB", 143_771 * _MIB),  # H200
 }
@@ -241,10 +244,10 @@ KINDS: Final[dict[str, dict[str, str]]] = {
 }
 """What is trained, by its name in the table, and the keys of a job that say so."""
 
-# How many of them each family needs; `python tests/bench/cards.py` writes it.
+# GPUs that each family needs; generated by `python tests/bench/cards.py`.
 CARDS_FILE: Final = Path(__file__).resolve().parent.parent / "models" / "published" / "cards.json"
 
-# The same by a word of a GPU's name, in MiB; where there are several sizes, of the smallest.
+# MiB by a word of the GPU's name. For models sold in several sizes, the smallest.
 _BY_WORD: Final = {
     "a10": 23_028,
     "a10g": 23_028,
@@ -268,12 +271,12 @@ _SIZES: Final = {24: 24_564, 40: 40_960, 48: 46_068, 80: 81_559, 141: 143_771}
 
 
 def room_of_type(name: str) -> Room | None:
-    """Return the memory of a GPU by its Slurm type; None if the type does not tell.
+    """Return the memory of a GPU by its Slurm type; None if the type does not imply one.
 
     Args:
-        name: Such as `a100`, `rtx_4090`, `nvidia_a100-sxm4-80gb`, `1g.10gb`.
+        name: For example `a100`, `rtx_4090`, `nvidia_a100-sxm4-80gb` or `1g.10gb`.
     """
-    # Without the maker's prefixes; a size in the name, also that of a MIG slice, decides.
+    # Ignore vendor prefixes. A size in the name takes precedence, also that of a MIG slice.
     words = re.split(r"[^a-z0-9]+", name.lower())
     if printed := [int(word[:-2]) for word in words if re.fullmatch(r"[1-9]\d{0,2}gb", word)]:
         mebibytes = _SIZES.get(printed[-1])
@@ -288,9 +291,10 @@ def room_of_type(name: str) -> Room | None:
 
 @cache
 def read_smallest() -> dict[str, Any]:
-    """Family → `flavour`, and for each of `KINDS` card → smallest number of them.
+    """Return family → its `flavour` and, for each of `KINDS`, GPU size → smallest number of them.
 
-    For the family's first flavour at its usual resolution, batch 1, with activation checkpointing.
+    The numbers are for the family's first flavour at its default resolution, batch 1, with
+    activation checkpointing.
     """
     stored = read_json(CARDS_FILE) or {}
     families = stored.get("families") if stored.get("schema") == 1 else None

@@ -1,4 +1,4 @@
-"""Whether host memory can hold what a job keeps there, known before it is queued or resumed."""
+"""Check that host memory can hold what a job keeps there, before it is queued or resumed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jobs.units import size
 if TYPE_CHECKING:
     from jobs.spec.job_spec import RecipeKeys
 
-# Bytes of an optimizer's state per trained parameter, at least. The exact formulas, which need
-# shapes, are in `engine.memory.predict`.
+# Lower bound of optimizer state, in bytes per trained parameter. The exact formulas need shapes and
+# are in `engine.memory.predict`.
 STATE_BYTES: Final[dict[str, int]] = {
     "adamw": 8,
     "adamw_8bit": 2,
@@ -28,18 +28,18 @@ STATE_BYTES: Final[dict[str, int]] = {
     "adafactor": 0,
     "prodigy": 16,
 }
-_MASTER_AND_GRADIENT: Final = 8  # both fp32
+_MASTER_AND_GRADIENT: Final = 8  # both in fp32
 
 
 def check_host_memory(spec: RecipeKeys, *, on_gpus: bool) -> None:
-    """Refuse what can never fit: the least that the job keeps, against all the memory there is.
+    """Reject a job whose minimum host memory exceeds what the machine has in total.
 
     Args:
         spec: The job.
-        on_gpus: Whether its ranks run on GPUs; then only what is offloaded is in host memory.
+        on_gpus: Whether its ranks run on GPUs; then only offloaded data is in host memory.
 
     Raises:
-        SpecError: It does not fit.
+        SpecError: The job does not fit.
     """
     offloads = spec.fsdp_cpu_offload and shards(spec)
     if on_gpus and not offloads:
@@ -63,7 +63,7 @@ def check_host_memory(spec: RecipeKeys, *, on_gpus: bool) -> None:
 
 
 def host_bytes() -> int:
-    """Memory and swap of the machine, or what the container around us may use of it."""
+    """Return memory plus swap in bytes, or the container's limit if that is lower."""
     limits = [limit for _, limit in memory_rooms()]
     return min([psutil.virtual_memory().total + psutil.swap_memory().total, *limits])
 

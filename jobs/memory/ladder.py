@@ -1,8 +1,8 @@
-"""What to change when a job does not fit, the cheapest change first: the way up the ladder. Pure.
+"""Find the changes that make a job fit, cheapest first. Pure.
 
-Each rung (`jobs.memory.ladder`) is tried on top of those below it. One that does not apply, cannot
-run or does not help is skipped, and tried again after another one has helped. One that does more
-than is needed gives way to a milder one.
+Each rung is tried on top of those already taken. A rung that does not apply, cannot run or does not
+help is skipped, and tried again after another one has helped. A rung that saves more than is needed
+gives way to a milder variant.
 """
 
 from __future__ import annotations
@@ -34,49 +34,52 @@ if TYPE_CHECKING:
 
 
 # -- rungs ----------------------------------------------------------------------------------
-# What can be changed in a job so that it needs less memory, and what each change costs. Pure.
+# Changes to a job that reduce its memory, and what each one costs. Pure.
 
 
-# How much longer a step takes. Estimates, from what each adds; nothing here is measured.
-# Of a packed base and of swapped blocks: a weight takes 6 operations a token (forward, once more
-# for recomputation, backward), so 28,000 for the 4,608 tokens of FLUX.2 at 1024 pixels: 55 ps at
-# 500 TFLOP/s. Larger batches hide more.
-RECOMPUTE: Final = 1.30  # a second forward beside one forward and a backward of twice its work
-SMALLER_BATCH: Final = 1.10  # smaller matrices fill a GPU less well; the arithmetic is the same
-QUANTISED_STATE: Final = 1.00  # the step is short beside forward and backward
+# Factors by which a step takes longer: estimates from the work each change adds, not measurements.
+# For a packed base and swapped blocks: a weight takes 6 operations per token (forward,
+# recomputation, backward), so 28,000 for the 4,608 tokens of FLUX.2 at 1024 pixels, which is 55 ps
+# at 500 TFLOP/s. Larger batches hide more.
+RECOMPUTE: Final = 1.30  # a second forward on top of one forward and a backward of twice its work
+SMALLER_BATCH: Final = 1.10  # smaller matrices use a GPU less well; the arithmetic is the same
+QUANTISED_STATE: Final = 1.00  # the optimizer step is short compared with forward and backward
 EIGHT_BITS: Final = 1.13  # unpacked 3 times, 7 bytes each, at 3 TB/s: 7 ps
-FOUR_BITS: Final = 1.20  # by a table, 11 bytes each: 11 ps
-MODULATION: Final = 1.05  # the same of a third of the weights, which others need no more time for
-REGATHER: Final = 1.10  # an all-gather more in backward, most of it beside the computing
-SHARD_ALL: Final = 1.20  # weights are gathered twice and gradients scattered, instead of one sum
+FOUR_BITS: Final = 1.20  # through a lookup table, 11 bytes each: 11 ps
+# unpacking as above for a third of the weights; the other weights take no longer
+MODULATION: Final = 1.05
+REGATHER: Final = 1.10  # one more all-gather in backward, mostly overlapped with compute
+# weights are gathered twice and gradients scattered, instead of one all-reduce
+SHARD_ALL: Final = 1.20
 SHARD_ADAPTER: Final = 1.05  # small all-gathers
-SPLIT_TOKENS: Final = 1.20  # keys and values are exchanged, and weights gathered twice as often
-SWAP: Final = 1.30  # all blocks cross PCIe twice, 1 byte at 25 GB/s: 80 ps beside those 55 to 62
-HALF_PRECISION: Final = 0.50  # tensor cores: faster, less exact
-OFFLOAD: Final = 3.00  # weights, gradients and state cross PCIe, and the CPU does the step
-ENCODERS: Final = 1.00  # only captions are encoded slower, once
+SPLIT_TOKENS: Final = 1.20  # keys and values are exchanged, and weights are gathered twice as often
+# all blocks cross PCIe twice, 1 byte at 25 GB/s: 80 ps against the 55 to 62 ps of compute
+SWAP: Final = 1.30
+HALF_PRECISION: Final = 0.50  # tensor cores: faster but less accurate
+OFFLOAD: Final = 3.00  # weights, gradients and state cross PCIe, and the CPU runs the optimizer
+ENCODERS: Final = 1.00  # only caption encoding is slower, once
 AVERAGE_AWAY: Final = 1.05  # the average crosses PCIe after each step
 FEWER_TOKENS: Final = 0.60  # lower resolution or fewer frames: faster
 
 _RESOLUTIONS: Final = (1024, 768, 512, 384, 256)
 _BITS: Final = {"none": 16, "fp8": 8, "fp8_scaled": 8, "int8": 8, "nf4": 4}
-_INTERVALS: Final = (4, 2)  # every n-th block is recomputed; the cheapest first
+_INTERVALS: Final = (4, 2)  # recompute every n-th block; the cheapest first
 _SWAPPED: Final = (4, 8, 16, 24, 32, 48)  # blocks in host memory; models have 24 to 60
-# Of videos: 1 and a multiple of every family's step. The first is the most that a job trains on
-# which names no number.
+# Video lengths: 1 plus a multiple of every family's frame step. The first is the most that a job
+# trains on if it sets no number.
 _FRAMES: Final = (81, 49, 33, 17)
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A kind of change.
+    """One kind of change.
 
     Attributes:
-        title: For people.
-        slower: Seconds of a step after it, per second before.
-        change: What it changes in a job; None where there is nothing to change.
-        costs: What else it costs, in a few words.
-        milder: What is taken instead where it is enough; the cheapest first.
+        title: The name shown to users.
+        slower: Factor on the step time.
+        change: Returns the keys it changes in a job; None if there is nothing to change.
+        costs: Other costs, in a few words.
+        milder: Variants to take instead if they are enough; the cheapest first.
     """
 
     title: str
@@ -87,7 +90,7 @@ class Rung:
 
 
 def _checkpointing(spec: RecipeKeys, interval: int = 1) -> Changes | None:
-    """Recompute whole blocks, every one or some; None where that is done."""
+    """Recompute every n-th block completely; None if the job already does."""
     whole = checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "full"
     if whole and spec.gradient_checkpointing_interval <= interval:
         return None
@@ -99,7 +102,7 @@ def _checkpointing(spec: RecipeKeys, interval: int = 1) -> Changes | None:
 
 
 def _less_checkpointing(spec: TrainingKeys, interval: int) -> Changes | None:
-    """Recompute fewer blocks than now, 0 for none; None where that is done."""
+    """Recompute fewer blocks than now, 0 for none; None if the job already does."""
     now = spec.gradient_checkpointing_interval
     if spec.gradient_checkpointing_policy != "full" or 0 < interval <= now:
         return None
@@ -113,12 +116,12 @@ def _less_checkpointing(spec: TrainingKeys, interval: int) -> Changes | None:
 
 
 def _recompute(interval: int) -> float:
-    """How much longer a step takes that recomputes every n-th block."""
+    """Return the step-time factor of recomputing every n-th block."""
     return 1 + (RECOMPUTE - 1) / interval
 
 
 def _swapping(count: int) -> float:
-    """How much longer a step takes with a number of blocks in host memory."""
+    """Return the step-time factor of keeping `count` blocks in host memory."""
     return 1 + (SWAP - 1) * count / _SWAPPED[-1]
 
 
@@ -148,7 +151,7 @@ def _batch(spec: TrainingKeys) -> Changes | None:
     smaller = next((n for n in range(batch // 2, 0, -1) if batch % n == 0), None)
     if smaller is None:
         return None
-    if spec.gradient_accumulation_steps is None:  # follows by itself
+    if spec.gradient_accumulation_steps is None:  # derived from the global batch
         return {"train_batch_size": smaller}
     times = batch // smaller
     return {
@@ -163,20 +166,21 @@ def _optimizer(spec: RecipeKeys) -> Changes | None:
 
 
 def _base(spec: RecipeKeys, precision: str) -> Changes | None:
-    """Pack a LoRA's frozen base; None where that is done, or in fewer bits."""
+    """Pack a LoRA's frozen base; None if it is already packed as small or smaller."""
     fewer = _BITS[spec.base_precision] > _BITS[precision]
     return {"base_precision": precision} if spec.model_type == "lora" and fewer else None
 
 
 def _modulation(spec: RecipeKeys, precision: str) -> Changes | None:
-    """Pack a packed base's modulation, too; None where that is done, or in fewer bits."""
+    """Also pack the modulation of a packed base; None if it is already packed as small or smaller.
+    """
     fewer = _BITS[modulation_of(spec)] > _BITS[precision]
     packed = spec.model_type == "lora" and spec.base_precision != "none"
     return {"modulation_precision": precision} if packed and fewer else None
 
 
 def _swap(spec: RecipeKeys, count: int) -> Changes | None:
-    """Blocks in host memory, on one GPU; None where as many are there."""
+    """Keep blocks in host memory, on one GPU; None if as many already are."""
     fits = spec.model_type == "lora" and world_size(spec) == 1 and spec.device != "cpu"
     return {"swap_blocks": count} if fits and spec.swap_blocks < count else None
 
@@ -198,7 +202,7 @@ def _placement(spec: RecipeKeys) -> Changes | None:
 
 
 def _context(spec: RecipeKeys) -> Changes | None:
-    """Split samples over the next larger group of ranks; the global batch stays as it is."""
+    """Split samples over the next larger group of ranks, keeping the global batch."""
     family, ranks = FAMILIES.get(spec.model_family), world_size(spec)
     now = spec.context_parallel_size
     able = family is not None and family.context_parallel and spec.device != "cpu"
@@ -207,10 +211,10 @@ def _context(spec: RecipeKeys) -> Changes | None:
     larger = (size for size in range(2 * now, ranks + 1, now) if ranks % size == 0)
     if (size := next(larger, None)) is None:
         return None
-    # Ring attention needs flash attention, which has no masks and no fp32.
+    # Ring attention needs flash attention, which supports neither masks nor fp32.
     ring = not is_masked(family) and spec.mixed_precision != "no"
     changes: dict[str, Any] = {"context_parallel_size": size}
-    if spec.gradient_accumulation_steps is not None:  # else it follows by itself
+    if spec.gradient_accumulation_steps is not None:  # otherwise derived from the global batch
         forwards = spec.gradient_accumulation_steps * size // now
         changes["gradient_accumulation_steps"] = forwards
     return changes | ({} if ring else {"context_parallel_comm_strategy": "alltoall"})
@@ -230,7 +234,7 @@ def _offload(spec: RecipeKeys) -> Changes | None:
 
 
 def _samples(spec: DataPlanKeys) -> Changes | None:
-    """Limit samples to the size and length of the training data."""
+    """Limit samples to the resolution and length of the training data."""
     requests = requests_of(spec)
     largest = max((max(request.width, request.height) for request in requests), default=0)
     longest = max((request.frames for request in requests), default=0)
@@ -250,7 +254,7 @@ def _frames(spec: InputKeys) -> Changes | None:
 
 def _resolution(spec: DataPlanKeys) -> Changes | None:
     if any(entry.resolution for entry in spec.datasets or []):
-        return None  # the job's own key is not all that decides
+        return None  # the data sets' own resolutions override the job's key
     *others, largest = resolutions_of(spec)
     if others:
         return {"resolution": others if len(others) > 1 else others[0], "resolution_mode": "each"}
@@ -259,7 +263,7 @@ def _resolution(spec: DataPlanKeys) -> Changes | None:
 
 
 LADDER: Final = (
-    # Not fp8: its error is larger on the toys of all 15 families (tests/bench/quantized.py).
+    # Not fp8: its error is larger on the toy models of all 15 families (tests/bench/quantized.py).
     Rung("8-bit base", EIGHT_BITS, partial(_base, precision="int8"), "frozen weights rounded"),
     Rung(
         "8-bit modulation",
@@ -323,7 +327,8 @@ LOOSER: Final = (
 # -- ladder ---------------------------------------------------------------------------------
 
 
-_HELPS: Final = 0.995  # of what was needed: a change that saves less is not worth its words
+# share of the memory before; a change that saves less is not worth suggesting
+_HELPS: Final = 0.995
 
 
 @dataclass(frozen=True)
@@ -331,11 +336,11 @@ class Step:
     """A rung that was taken.
 
     Attributes:
-        rung: Which.
-        changes: What it changed.
-        before: What was needed before it.
-        after: What is needed with it, and with all below it.
-        spec: The job with all of them.
+        rung: The rung.
+        changes: The keys it changed.
+        before: The fit before it.
+        after: The fit with it and all earlier steps.
+        spec: The job with all changes so far.
     """
 
     rung: Rung
@@ -346,7 +351,7 @@ class Step:
 
     @property
     def cost(self) -> str:
-        """How much slower or faster a step is, estimated, and what else it costs."""
+        """Return the estimated slowdown or speedup of a step, and the other costs."""
         slower = self.rung.slower
         pace = ""
         if slower > 1.75:
@@ -361,12 +366,12 @@ class Step:
 def climb(
     spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit], bool]
 ) -> Iterator[Step]:
-    """Yield the steps from a job that does not fit to one that does, or to the end of the ladder.
+    """Yield the steps that make a job fit, or all that help if it never does.
 
     Args:
-        spec: The job, its strategy and ranks settled.
-        fit: How a job fits; None where that is unknown.
-        enough: Whether no more is needed.
+        spec: The job, with its strategy and ranks resolved.
+        fit: Returns how a job fits; None if unknown.
+        enough: Returns whether a fit is good enough.
     """
     now = fit(spec)
     while now is not None and not enough(now):
@@ -383,15 +388,15 @@ def climb(
 def loosen(
     spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit], bool]
 ) -> Step | None:
-    """Make a fitting job faster so that it still fits, by recomputing fewer blocks, or none.
+    """Make a fitting job faster by recomputing fewer blocks or none, so that it still fits.
 
     Args:
-        spec: As of `climb`.
-        fit: As of `climb`.
-        enough: As of `climb`.
+        spec: See `climb`.
+        fit: See `climb`.
+        enough: See `climb`.
 
     Returns:
-        The fastest; None where the job does not fit, or recomputes no more than it must.
+        The fastest step; None if the job does not fit, or recomputes no more than it must.
     """
     now = fit(spec) if checkpoints_activations(spec) else None
     if now is None or not enough(now):
@@ -407,7 +412,7 @@ def _next(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step
 
 
 def _take(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
-    """Return the step of a rung; None if it has no effect, or the job cannot run."""
+    """Apply a rung; return None if it has no effect or the job could not run."""
     changes = rung.change(spec)
     changed = changes and _with(spec, changes)
     if not changes or not changed:
@@ -418,7 +423,7 @@ def _take(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | No
 
 
 def _with(spec: JobSpec, changes: Changes) -> JobSpec | None:
-    """Return the job with changes; None if one of them has no effect, or the job cannot run."""
+    """Return the job with changes; None if one has no effect or the job could not run."""
     try:
         changed = type(spec).model_validate(spec.to_dict() | changes)
     except ValidationError:

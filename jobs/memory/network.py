@@ -1,7 +1,7 @@
-"""What crosses the network between machines in each step, and what that costs. Pure.
+"""Compute the network traffic between machines in each step, and what it costs. Pure.
 
-A simulation: bytes follow from the model, seconds from a bandwidth that someone has measured or
-read off the adapter. Whether transfers hide behind computing is not known; both ends are said.
+This is a model: bytes follow from the job, seconds from a bandwidth that was measured or read off
+the adapter. How much of a transfer overlaps with compute is unknown, so both extremes are reported.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-REDUCED: Final = 4  # bytes of a gradient as it is averaged: fp32
+REDUCED: Final = 4  # bytes of a gradient during averaging: fp32
 SHARED: Final = ("ddp", "hsdp", "fsdp2")
 """Strategies over machines, from the one with the least traffic."""
 
 
 @dataclass(frozen=True)
 class Across:
-    """One strategy on some machines, with the same batch on each rank.
+    """The traffic of one strategy over several machines, with the same batch on each rank.
 
     Attributes:
-        strategy: ddp, hsdp (a replica on each machine) or fsdp2 (shards over all).
-        nodes: Machines.
+        strategy: ddp, hsdp (one replica per machine) or fsdp2 (sharded over all).
+        nodes: Number of machines.
         sent: Bytes that leave each machine in a step; about as many arrive.
-        seconds: What that takes at the bandwidth.
+        seconds: Seconds this takes at the given bandwidth.
     """
 
     strategy: str
@@ -31,7 +31,7 @@ class Across:
     seconds: float
 
     def speed(self, step: float) -> tuple[float, float]:
-        """Images a second against one machine: if nothing is hidden, and if all is.
+        """Return images per second relative to one machine: without overlap, and with full overlap.
 
         Args:
             step: Seconds of a step on one machine.
@@ -42,7 +42,9 @@ class Across:
 
     @property
     def slower_below(self) -> float:
-        """Seconds of a step on one machine below which these are slower, if nothing is hidden."""
+        """Return the step time on one machine (seconds) below which these are slower without
+        overlap.
+        """
         return self.seconds / (self.nodes - 1)
 
 
@@ -56,16 +58,16 @@ def across(
     gigabits: float,
     full: bool,
 ) -> Across:
-    """Compute the traffic between machines in a step.
+    """Compute the traffic between machines in one step.
 
     Args:
         strategy: One of `SHARED`.
-        nodes: Machines, two or more.
+        nodes: Number of machines, two or more.
         weights: Bytes of the model.
-        trained: Parameters that are trained.
-        gathers: How often a step gathers all weights: forward and backward of each
-            accumulated batch.
-        gigabits: Of a machine's network, per second and direction.
+        trained: Number of trained parameters.
+        gathers: How often a step gathers all weights: forward and backward of each accumulated
+            batch.
+        gigabits: Network bandwidth of a machine, in gigabits per second and direction.
         full: Whether the whole model is trained, so that gradients are sharded with it.
     """
     share = (nodes - 1) / nodes
@@ -73,5 +75,5 @@ def across(
     if strategy == "fsdp2":
         sent = (gathers * weights + (1 if full else 2) * gradients) * share
     else:
-        sent = 2 * gradients * share  # an all-reduce: to the others, and back
+        sent = 2 * gradients * share  # an all-reduce sends everything to the others and back
     return Across(strategy, nodes, sent, sent * 8 / (gigabits * 1e9))

@@ -1,4 +1,4 @@
-"""One prediction, as `python -m engine.memory` says it."""
+"""Parse a prediction of `python -m engine.memory`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA: Final = 1  # of what `engine.memory.prediction` says
+SCHEMA: Final = 1  # version of the output of `engine.memory.prediction`
 
 # Phase → its name in a run's `memory` events (`engine.ranks.telemetry`).
 MEASURED_AS: Final = {
@@ -22,7 +22,7 @@ MEASURED_AS: Final = {
     "save": "save",
 }
 
-# What people read for the phases.
+# Phase → the name shown to users.
 TITLES: Final = {
     "load": "loading",
     "text_cache": "encoding captions",
@@ -37,7 +37,7 @@ TITLES: Final = {
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The most that torch has allocated in a phase, in bytes, and of what it is made."""
+    """The peak that torch allocates in a phase, in bytes, and its parts."""
 
     name: str
     peak: int
@@ -47,19 +47,19 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the rank needs that needs the most; all sizes in bytes.
+    """The memory of the rank that needs the most; all sizes in bytes.
 
     Attributes:
         strategy: single, ddp, fsdp2 or hsdp.
         ranks: World size.
         phases: In the order of a run.
-        reserved: What torch will have reserved, least and most.
-        device: What the driver will show: `reserved` and the overheads.
+        reserved: The least and most that torch will reserve.
+        device: The least and most that the driver will report: `reserved` plus the overheads.
         overheads: By name; empty on CPU ranks.
-        host: Host memory by name; `machine` is that of all ranks.
+        host: Host memory by name; `machine` is the total of all ranks.
         disk: By name.
-        notes: What was assumed, in sentences.
-        values: The full answer, as JSON values.
+        notes: Assumptions, as sentences for users.
+        values: The complete answer, as JSON values.
     """
 
     strategy: str
@@ -75,20 +75,20 @@ class Predicted:
 
     @property
     def largest(self) -> PhasePeak:
-        """The phase that needs the most."""
+        """Return the phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.peak)
 
     @property
     def peak(self) -> int:
-        """The most that torch has allocated at once."""
+        """Return the most that torch allocates at once, in bytes."""
         return self.largest.peak
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Predicted:
-        """Read an answer, or a stored prediction.
+        """Parse an answer or a stored prediction.
 
         Raises:
-            ValueError: It is of another version, or damaged.
+            ValueError: It has another schema version, or is damaged.
         """
         try:
             if values["schema"] != SCHEMA:

@@ -1,4 +1,4 @@
-"""What is predicted of a job as it stands: from the cache, else from the server."""
+"""Answer what a job needs: from the cache, or else from the prediction process."""
 
 from __future__ import annotations
 
@@ -41,31 +41,29 @@ if TYPE_CHECKING:
 
 
 # -- client ---------------------------------------------------------------------------------
-# The one warm process that predicts: started when it is first needed, ended with its owner.
-#
-# It ends when its standard input does, so that it cannot outlive us however we end.
+# The one warm process that predicts. It starts on first use and ends when its standard input is
+# closed, so it cannot outlive us however we end.
 
 
 COMMAND: Final = (sys.executable, "-m", "engine.memory")
 PATIENCE: Final = 180.0  # seconds for an answer; a large model on a busy login node takes 20
-_NOTICE_WITHIN: Final = 0.1  # seconds in which it is noticed that nobody wants the answer any more
-_NICE: Final = 10  # it computes beside training and beside what others do on a login node
-_GRACE: Final = 2.0  # seconds to end after its input has ended
-_LAST_WORDS: Final = 2000  # bytes of its standard error that are read
+_NOTICE_WITHIN: Final = 0.1  # seconds between two checks for cancellation
+_NICE: Final = 10  # it shares the CPU with training and with other users of a login node
+_GRACE: Final = 2.0  # seconds to exit after its input is closed
+_LAST_WORDS: Final = 2000  # bytes read from the end of its standard error
 
 
 class Gone(ToolError):
-    """The process ended instead of answering."""
+    """The process exited without answering."""
 
 
 class Server:
-    """Asks `python -m engine.memory`, one question at a time. Threads may share it.
+    """Client of `python -m engine.memory`, one request at a time. Thread-safe.
 
-    A question that nobody waits for any more is not sent; the answer to one that was sent already
-    is dropped when it comes.
+    A cancelled request is not sent; the answer to one that was already sent is dropped.
 
     Args:
-        command: What is started.
+        command: The command to start.
         patience: Seconds to wait for an answer.
     """
 
@@ -75,31 +73,32 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._rest = b""
-        self._outstanding = 0  # questions that were sent and not answered; answers come in order
+        self._outstanding = 0  # requests sent but not yet answered; answers arrive in order
         self._numbers = itertools.count(1)
         self._talking = threading.Lock()
-        self._starting = threading.Lock()  # `close` ends what is being started, too
+        # so that `close` also ends a process that is still starting
+        self._starting = threading.Lock()
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """Return the pid of the process; None if it is not running."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
     def ask(
         self, request: dict[str, Any], cancelled: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """Return the answer to a request (see `engine.memory`), without its `id`.
+        """Send a request and return the answer (see `engine.memory`), without its `id`.
 
         Args:
-            request: Without an `id`.
-            cancelled: Asked many times a second, in the thread of the caller.
+            request: The request, without an `id`.
+            cancelled: Polled many times a second, in the caller's thread.
 
         Raises:
             SpecError: The request cannot be answered: a bad job, or an unknown model.
-            ToolError: The process failed, twice, or takes too long.
-            Cancelled: `cancelled` said so.
+            ToolError: The process failed twice, or timed out.
+            Cancelled: `cancelled` returned True.
         """
         deadline = time.monotonic() + self._patience
         while not self._talking.acquire(timeout=_NOTICE_WITHIN):
@@ -107,7 +106,7 @@ class Server:
         try:
             try:
                 answer = self._ask(request, cancelled, deadline)
-            except Gone:  # killed from outside, perhaps; a new one may do
+            except Gone:  # it may have been killed from outside; a new one may work
                 answer = self._ask(request, cancelled, deadline)
         finally:
             self._talking.release()
@@ -116,7 +115,7 @@ class Server:
         return answer
 
     def close(self) -> None:
-        """End the process, and start none any more."""
+        """End the process and do not start another."""
         self._closed = True
         with self._starting:
             self._end()
@@ -125,7 +124,7 @@ class Server:
         self, request: dict[str, Any], cancelled: Callable[[], bool], deadline: float
     ) -> dict[str, Any]:
         process = self._running()
-        while self._outstanding:  # what it computes now is wanted no more, and keeps it busy
+        while self._outstanding:  # answers to cancelled requests arrive first
             self._read(process, cancelled, deadline)
             self._outstanding -= 1
         line = json.dumps(request | {"id": next(self._numbers)}) + "\n"
@@ -144,7 +143,7 @@ class Server:
     def _read(
         self, process: subprocess.Popen[bytes], cancelled: Callable[[], bool], deadline: float
     ) -> dict[str, Any]:
-        """Read the next line; skip lines that are not JSON objects."""
+        """Read the next line that is a JSON object; skip other lines."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as waiting:
             waiting.register(process.stdout, selectors.EVENT_READ)
@@ -159,7 +158,7 @@ class Server:
                 try:
                     _go_on(cancelled, deadline)
                 except ToolError:
-                    self._end()  # whatever it does there, it does not come back
+                    self._end()  # the process hangs
                     raise
                 if not waiting.select(_NOTICE_WITHIN):
                     continue
@@ -184,7 +183,7 @@ class Server:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                start_new_session=True,  # Ctrl-C is for whoever asks
+                start_new_session=True,  # the terminal's Ctrl-C must reach only the caller
             )
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
@@ -227,7 +226,7 @@ _SHARED_LOCK: Final = threading.Lock()
 
 
 def shared() -> Server:
-    """Return the server of this process; all callers share it."""
+    """Return this process's server, which all callers share."""
     with _SHARED_LOCK:
         if not _shared:
             _shared.append(Server())
@@ -240,7 +239,7 @@ def shared() -> Server:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why nothing is predicted for a strategy and a number of ranks."""
+    """Why there is no prediction for a strategy and a number of ranks."""
 
     strategy: str
     ranks: int
@@ -249,10 +248,10 @@ class Refused:
 
 
 def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobSpec:
-    """Return the job with this strategy on `ranks` ranks, without keys of another strategy.
+    """Return the job with this strategy on `ranks` ranks, without the keys of other strategies.
 
     Raises:
-        SpecError: A job cannot be so.
+        SpecError: Such a job is invalid.
     """
     sharding = strategy in SHARDING
     replicas = max(2, replicas_of(spec, strategy)) if strategy == "hsdp" else 1
@@ -266,29 +265,30 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
     }
     if not sharding:
         changes |= {"lora_placement": "replicated", "context_parallel_size": 1}
-        if spec.fsdp_activation_checkpointing:  # the same without FSDP
+        if spec.fsdp_activation_checkpointing:  # has the same effect without FSDP
             changes |= {"fsdp_activation_checkpointing": False, "gradient_checkpointing": True}
     if not (sharding and on_gpus):
         changes["fsdp_cpu_offload"] = spec.fsdp_cpu_offload and sharding
     there = spec.model_copy(update=changes)
-    if not is_whole_batch(there):  # memory asks only whether a rank accumulates
+    if not is_whole_batch(there):  # for memory it matters only whether a rank accumulates
         forwards = accumulation_steps(there)
         changes |= {"global_batch_size": None, "gradient_accumulation_steps": forwards}
     number, shards = spec.fsdp_reshard_after_forward, ranks // replicas
     if type(number) is int and number != 1 and not (number < shards and shards % number == 0):
         changes["fsdp_reshard_after_forward"] = True
     try:
-        # As it is queued, so that what the form asks for is found again when the job starts.
+        # Settle it as the queue does, so that the start of the job finds the prediction the form
+        # cached.
         return settle(type(spec).model_validate(spec.to_dict() | changes))
     except ValidationError as error:
         raise SpecError(f"{strategy} on {ranks} ranks: {error.errors()[0]['msg']}") from None
 
 
 def key_of(spec: JobSpec) -> str:
-    """Names the prediction of a job whose strategy and ranks are settled.
+    """Return the cache key of a job whose strategy and ranks are resolved.
 
     Raises:
-        UserError: Its model is unknown, or not there.
+        UserError: Its model is unknown or missing.
     """
     return cache.key_of(spec.to_dict(), _config_of(spec))
 
@@ -297,16 +297,16 @@ def _config_of(spec: JobKeys) -> dict[str, Any]:
     """Return the config of a job's denoiser.
 
     Raises:
-        UserError: The model is unknown, or not there.
+        UserError: The model is unknown or missing.
     """
-    # A snapshot of the cache and the hub id have the same config, and the same prediction.
+    # A hub id and its cached snapshot have the same config, hence the same prediction.
     return find_target(
         spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path or None
     ).config
 
 
 def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predicted | None:
-    """Recall a job's cached prediction; starts no process and never fails."""
+    """Return a job's cached prediction, or None. Starts no process and never fails."""
     try:
         return cache.recall(key_of(arranged(spec, strategy, ranks, on_gpus=on_gpus)))
     except (UserError, OSError):
@@ -326,18 +326,18 @@ def predict(
     """Predict what one rank of a job needs.
 
     Args:
-        spec: The job; its model need not be on this machine if it is a published one.
-        server: Predicts what is not in the cache.
+        spec: The job; a published model need not be on this machine.
+        server: Predicts what is not cached.
         strategy: One of single, ddp, fsdp2, hsdp.
-        ranks: Other than the job's own.
-        on_gpus: Whether for GPUs, whatever this machine has.
-        refresh: Predict again, and keep that instead.
-        cancelled: Asked many times a second, in the thread of the caller.
+        ranks: World size, if not the job's own.
+        on_gpus: Whether the ranks run on GPUs, whatever this machine has.
+        refresh: Predict again and replace the cached answer.
+        cancelled: Polled many times a second, in the caller's thread.
 
     Raises:
-        SpecError: Nothing can be predicted for such a model.
-        ToolError: Predicting failed.
-        Cancelled: `cancelled` said so.
+        SpecError: This model cannot be predicted.
+        ToolError: The prediction failed.
+        Cancelled: `cancelled` returned True.
     """
     ranks = ranks or world_size(spec)
     try:
@@ -364,7 +364,7 @@ def predict(
 
 
 def _complete(spec: JobSpec) -> JobSpec:
-    """Fill in the paths that a prediction does not read."""
+    """Fill in the required paths, which a prediction does not read."""
     values: dict[str, Any] = {}
     if not (spec.dataset or spec.datasets):
         values["dataset"] = "."
@@ -376,7 +376,7 @@ def _complete(spec: JobSpec) -> JobSpec:
 
 
 def _why_refused(spec: JobSpec, config: Mapping[str, Any]) -> tuple[str, str | None] | None:
-    """Say why `submit` refuses a complete job, and what to do; None if it does not."""
+    """Return why `submit` would reject a complete job, and a hint; None if it would not."""
     if conflicts := find_conflicts(spec):
         return "; ".join(conflict.message for conflict in conflicts), None
     try:

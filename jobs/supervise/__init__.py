@@ -1,1 +1,1 @@
-"""One process per job: launch it, watch it, stop it, and say how it ended."""
+"""One process per job: launch its ranks, watch and stop them, and record how they ended."""

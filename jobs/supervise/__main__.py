@@ -1,4 +1,4 @@
-"""`python -m jobs.supervise ID`: how keepers of version 0.1 start a supervisor after an update."""
+"""`python -m jobs.supervise ID`: the command that keepers of version 0.1 use after an update."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a supervisor needs from the place where its ranks run, and from what it reports to.
-
-Each folder of `jobs.backends` does both in its own way.
-"""
+"""Protocols that a backend implements for the supervisor: control of ranks, and reporting."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AwayError(Exception):
-    """The place did not answer, or not in words that say anything about the job."""
+    """The backend did not answer, or its answer says nothing about the job."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,11 @@ class Attempt:
         spec: The job as it runs.
         command: The launcher's command line.
         launcher: The launcher's process; None when it could not be identified.
-        child: The launcher if it is our child; None if an earlier supervisor started it: its exit
-            status is then unknown.
-        events_offset: Where in the event stream this attempt begins.
-        restarts: How often the job was restarted after a failure before this attempt.
-        oom_kills: The kernel's count of processes killed for memory, at the launch.
+        child: The launcher if it is our child. None if an earlier supervisor started it; its exit
+            status is unknown then.
+        events_offset: Where this attempt starts in the event stream.
+        restarts: Number of restarts after a failure before this attempt.
+        oom_kills: The kernel's count of out-of-memory kills at the launch.
     """
 
     spec: JobSpec
@@ -59,7 +56,7 @@ class Attempt:
     exit_code: int | None = None
 
     def alive(self) -> bool:
-        """Whether the launcher still runs."""
+        """Return whether the launcher is still running."""
         if self.child is not None:
             self.exit_code = self.child.poll()
             return self.exit_code is None
@@ -67,9 +64,9 @@ class Attempt:
 
 
 class Ranks(Protocol):
-    """The ranks of one job, as its supervisor controls them.
+    """A job's ranks, as its supervisor controls them.
 
-    A method that acts raises `AwayError` or `OSError` if it cannot tell which processes to act on;
+    Acting methods raise `AwayError` or `OSError` if they cannot tell which processes to act on;
     the supervisor retries at its next poll.
     """
 
@@ -80,61 +77,68 @@ class Ranks(Protocol):
         """Start all ranks and their trackers."""
 
     def rest(self, attempt: Attempt) -> None:
-        """Sleep until the next poll; less if the launcher ends."""
+        """Sleep until the next poll, or until the launcher ends if that is earlier."""
 
     def leave_if_replaced(self) -> None:
-        """End the ranks and raise `SystemExit` if another supervisor has the job by now."""
+        """End the ranks and raise `SystemExit` if another supervisor has taken over the job."""
 
     def gone(self, statuses: Sequence[RankStatus]) -> set[int]:
-        """List the ranks whose processes are known to have ended."""
+        """Return the ranks whose processes are known to have ended."""
 
     def dump_stacks(self, statuses: Sequence[RankStatus]) -> None:
         """Make every rank write its stacks to its log."""
 
     def terminate(self, attempt: Attempt) -> None:
-        """Send SIGTERM to the ranks, which save if they can; the launcher stays."""
+        """Send SIGTERM to the ranks, which save if they can. The launcher keeps running."""
 
     def kill(self, attempt: Attempt, ranks: Collection[int] | None = None) -> None:
-        """Kill everything, or at least these ranks."""
+        """Kill the given ranks or, if None, every process of the job.
+
+        May kill more than was asked.
+        """
 
     def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
-        """End what the launcher left; return whether healthy ranks had lost their launcher."""
+        """End the processes the launcher left; return whether healthy ranks had lost their
+        launcher.
+        """
 
     def end_all(self) -> None:
-        """End whatever is left of the job, which has failed."""
+        """End all remaining processes of a failed job."""
 
     def must_end(self) -> str:
-        """Say why the place is about to end the job, as "the time limit is near: "; "" if not."""
+        """Return why the backend is about to end the job, as "the time limit is near: "; "" if it
+        is not.
+        """
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome | None:
-        """Return how an attempt ended; None to try again, if the place gave its ranks no resources.
+        """Return how an attempt ended; None to try again, if its ranks were given no resources.
 
         Args:
-            outcome: What the attempt left behind says.
-            give_up: Called about twice a second while it waits for room; whether to wait no longer.
+            outcome: The outcome according to the run directory.
+            give_up: Polled about twice a second while waiting for resources; True ends the wait.
         """
 
     def conclude(self, outcome: Outcome) -> Outcome:
-        """Return what the end of the last attempt means in this place."""
+        """Adjust the outcome of the last attempt to this backend."""
 
 
 class Report(Protocol):
-    """Where a supervisor says what it sees, and reads what a person wants."""
+    """Where a supervisor reports what it sees and reads stop requests."""
 
     def wish(self) -> int:
-        """Return how urgently the user asked the job to stop; 0 if not at all."""
+        """Return the requested stop level; 0 if no stop was requested."""
 
     def say(self, state: State, reason: str) -> None:
-        """Bring the job into a state."""
+        """Record the job's state and the reason."""
 
     def warn(self, text: str) -> None:
-        """Show a warning for as long as the state stays."""
+        """Show a warning until the state changes."""
 
     def look(self, ranks: Sequence[Stillness]) -> None:
-        """Pass on that the supervisor lives, and how long ranks have stood still."""
+        """Report that the supervisor is alive, and how long ranks have made no progress."""
 
     def end(self, outcome: Outcome) -> None:
-        """Record the end, however long that takes; a recorded end is final."""
+        """Record the end, retrying for as long as it takes. A recorded end is final."""
 
     def log(self, text: str) -> None:
-        """Write a line of the supervisor's log."""
+        """Write a line to the supervisor's log."""

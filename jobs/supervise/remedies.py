@@ -33,7 +33,7 @@ _GPU_MEMORY: Final = {
         "training itself fits",
     ),
 }
-# By the phase with the non-finite value: nothing was trained yet.
+# By the phase of the non-finite value. Before the first step, nothing has been trained.
 _NOT_FINITE: Final = {
     "encode": ("set mixed_precision: bf16 if it is fp16", "else download the model again", _KEPT),
     "latents": ("download the model again, or leave the file out", _KEPT),
@@ -80,8 +80,8 @@ def advice(state: State, failure: Failure | None) -> tuple[str, ...]:
     """Return the next steps, each in a few words; empty for a job that has not failed.
 
     Args:
-        state: Of the job.
-        failure: Why it failed, if it did and that is known.
+        state: The job's state.
+        failure: Why it failed, if known.
     """
     if state is State.LOST:
         return (RESUME,)

@@ -1,7 +1,7 @@
 """The supervisor of a job: launch its ranks, watch and stop them, and record how they ended.
 
-One process for each job, which outlives the dashboard and the SSH session. Where the ranks run and
-where it reports is someone else's matter: see `Ranks` and `Report` in `jobs.supervise.port`.
+One process per job, which outlives the dashboard and the SSH session. The backend decides where the
+ranks run and where reports go: see `Ranks` and `Report` in `jobs.supervise.port`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from jobs.supervise.port import Attempt, Ranks, Report
 
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
-FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
-STACKS_TAKE: Final = 3.0  # seconds for every rank to write its stack and its flight record
+FAILURE_GRACE: Final = 10.0  # seconds that ranks have to exit by themselves after one has failed
+STACKS_TAKE: Final = 3.0  # seconds in which every rank writes its stack and its flight record
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
-_NOT_UP: Final = ("start", "import")  # phases of a rank
+_NOT_UP: Final = ("start", "import")  # phases in which a rank is not yet up
 _STOPS: Final = {
     1: "stops after the current step, with a checkpoint",
     2: "SIGTERM sent",
@@ -46,19 +46,19 @@ _STOPS: Final = {
 
 @dataclass
 class Supervisor:
-    """Owns a job from `starting` to its end, over as many attempts as it takes.
+    """Run a job from `starting` to its end, over as many attempts as it takes.
 
     Attributes:
-        run_dir: Of the job.
-        ranks: Its ranks, wherever they run.
-        report: Takes what it says, and knows what a person wants.
-        state: As it was said last.
-        stop_level: How firmly the job is stopped; 0: not at all.
-        unsent: Whether the signal of that level has yet to be sent.
-        deadline: When the stop becomes firmer. Times are of a monotonic clock.
-        failed_at: When the first rank failed.
-        hang: What the job was ended for, if it hung.
-        ended_by_us: Ranks that were ended only because another one had failed.
+        run_dir: The run directory.
+        ranks: The ranks, wherever they run.
+        report: Receives reports and provides stop requests.
+        state: The state last reported.
+        stop_level: How firmly the job is being stopped; 0 if it is not.
+        unsent: Whether that level's signal must still be sent.
+        deadline: When the stop is escalated, on the monotonic clock.
+        failed_at: When the first rank failed, on the monotonic clock.
+        hang: The reason, if the job was ended because of a hang.
+        ended_by_us: Ranks that were ended only because another rank failed.
     """
 
     run_dir: RunDir
@@ -78,13 +78,15 @@ class Supervisor:
     _tidied_at: float = float("-inf")
 
     def run(self) -> Outcome:
-        """Launch the ranks, or adopt those of an earlier supervisor, and stay until the end."""
+        """Launch the ranks, or adopt those of an earlier supervisor, and watch them until the end.
+        """
         try:
             outcome = self.ranks.conclude(self._train())
-        except UserError as error:  # such as a job file damaged since submission
+        except UserError as error:  # for example a job file damaged since submission
             outcome = Outcome(State.FAILED, f"could not start: {error}")
             self.ranks.end_all()
-        except Exception as error:  # a supervisor that dies is replaced, and would die again
+        # a supervisor that dies is replaced, and the replacement would die too
+        except Exception as error:
             self.report.log(traceback.format_exc())
             reason = f"its supervisor failed: {type(error).__name__}: {error}"
             outcome = Outcome(State.FAILED, reason)
@@ -98,7 +100,7 @@ class Supervisor:
         while True:
             if attempt is None:
                 if self._is_to_end():
-                    self.ranks.end_all()  # of a launch cut short
+                    self.ranks.end_all()  # left by an interrupted launch
                     return Outcome(State.STOPPED, "stopped before the ranks started")
                 self.report.look(())
                 attempt = self.ranks.launch(restarts)
@@ -117,12 +119,12 @@ class Supervisor:
         return bool(self.ranks.must_end()) or self.report.wish() > 0
 
     def _look_without_ranks(self) -> bool:
-        """Report while there are no resources for the ranks; return whether to stop waiting."""
+        """Report while the ranks have no resources; return whether to stop waiting."""
         self.report.look(())
         return self._is_to_end()
 
     def _watch(self, attempt: Attempt) -> Outcome:
-        """Watch an attempt until no process of it is left."""
+        """Watch an attempt until none of its processes is left."""
         self.watch = Watch(attempt.spec.hang_timeout)
         self.failed_at, self.hang, self.ended_by_us = None, None, set()
         self._logged.clear()
@@ -130,9 +132,9 @@ class Supervisor:
             self.ranks.leave_if_replaced()
             try:
                 self._look(attempt)
-            except (OSError, sqlite3.Error, AwayError) as error:  # such as a full disk
+            except (OSError, sqlite3.Error, AwayError) as error:  # for example a full disk
                 self._log_once(f"cannot look after the ranks: {error}", type(error).__name__)
-            except Exception as error:  # a mistake of ours must not end the training either
+            except Exception as error:  # a bug in monitoring must not end the training either
                 self._log_once(f"monitoring failed: {traceback.format_exc()}", type(error).__name__)
             self.ranks.rest(attempt)
         healthy = self.failed_at is None and self.hang is None
@@ -151,7 +153,7 @@ class Supervisor:
         return self.stop_level
 
     def _look(self, attempt: Attempt) -> None:
-        """Follow the ranks' phases, and carry out requests."""
+        """Poll the ranks once: track their phases and carry out requests."""
         statuses, unreadable = self.run_dir.read_ranks()
         for name, why in unreadable.items():
             self._log_once(f"cannot read {name}: {why}", name)
@@ -168,7 +170,8 @@ class Supervisor:
         self._tidy()
 
     def _measure(self, statuses: list[RankStatus]) -> list[Stillness]:
-        """Measure how long ranks have made no progress, less the time this process did not run."""
+        """Measure how long ranks have made no progress, minus the time this process was suspended.
+        """
         ranks = self.watch.look(statuses, time.monotonic())
         if unwatched := self.watch.unwatched:
             self.report.log(f"the supervisor did not run for {unwatched:.0f} s")
@@ -179,7 +182,7 @@ class Supervisor:
         return ranks
 
     def _follow(self, saving: Sequence[str]) -> None:
-        """Report what the ranks do, if all are up and not stopping."""
+        """Report the ranks' phase if all are up and the job is not stopping."""
         if self.stop_level:
             return
         if saving and self.state is not State.SAVING:
@@ -193,14 +196,15 @@ class Supervisor:
     # -- stopping --------------------------------------------------------------------------
 
     def _carry_out_stops(self, attempt: Attempt, ranks: Sequence[Stillness]) -> None:
-        """Stop for a person, more firmly when time is up, or for the place, which ends it anyway.
+        """Carry out stop requests of the user or the backend, and escalate them on timeout.
 
-        Level 1: ask at the step boundary. 2: SIGTERM to the ranks. 3: SIGKILL to all.
+        Level 1 asks the ranks to stop at the next step boundary, 2 sends them SIGTERM, 3 kills
+        everything.
         """
         wish, place = self.report.wish(), self.ranks.must_end()
         now = time.monotonic()
         if self.deadline is not None and saves_on(ranks):
-            # The stop is for saving, so a save gets the time that it needs.
+            # Never cut off a save: saving is the purpose of the stop.
             self.deadline = max(self.deadline, now + SAVE_STEP)
         overdue = wish > 0 and self.deadline is not None and now > self.deadline
         level = max(wish, int(place != ""), self.stop_level + 1 if overdue else 0)
@@ -208,10 +212,10 @@ class Supervisor:
             self.stop_level, self.unsent = min(level, 3), True
             self._set_deadline(attempt)
             self._say(State.STOPPING, ("" if wish else place) + _STOPS[self.stop_level])
-        if self.unsent:  # not only at once: whom to send it to may not be known just then
+        if self.unsent:  # retry, because the target processes may be unknown at first
             try:
                 self._send(attempt)
-            finally:  # a place that does not answer may have taken long
+            finally:  # a backend that does not respond may have taken long
                 self.watch.look_again(time.monotonic())
 
     def _set_deadline(self, attempt: Attempt) -> None:
@@ -222,7 +226,7 @@ class Supervisor:
     def _send(self, attempt: Attempt) -> None:
         try:
             self.run_dir.request("stop")
-        except OSError:  # a full disk; signals need no space
+        except OSError:  # full disk; signals still work
             if self.stop_level == 1:
                 raise
         if self.stop_level == 2:
@@ -230,12 +234,12 @@ class Supervisor:
         elif self.stop_level == 3:
             self.ranks.kill(attempt)
         self.unsent = False
-        self._set_deadline(attempt)  # from when it has reached them
+        self._set_deadline(attempt)  # the grace period starts on delivery
 
     def _end_the_stranded(self, attempt: Attempt, statuses: list[RankStatus]) -> None:
         """End ranks that may wait in a collective until its timeout, after another rank has failed.
 
-        A launcher would wait for them as long as for a save, since it cannot tell the two apart.
+        The launcher would give them as long as a save needs, since it cannot tell the two apart.
         """
         failed = {error["rank"] for error in self.run_dir.rank_errors()}
         gone = self.ranks.gone(statuses)
@@ -254,10 +258,11 @@ class Supervisor:
         self.ranks.kill(attempt, stranded)
 
     def _one_left_early(self, gone: set[int], statuses: list[RankStatus], ranks: int) -> bool:
-        """Whether a rank is gone that was not at its end, and another still runs.
+        """Return whether a rank exited before its end phase while another still runs.
 
-        A rank at its end may leave long before rank 0, which has more to write. It may have reached
-        it after `statuses` were read, so the statuses of the dead are read again: they are final.
+        A rank in its end phase may exit long before rank 0, which has more to write. It may have
+        reached that phase after `statuses` were read, so the statuses of exited ranks are read
+        again; they are final.
         """
         early = gone - {status.rank for status in statuses if status.phase == "end"}
         if not early or len(gone) >= ranks:
@@ -265,7 +270,7 @@ class Supervisor:
         return not early <= {s.rank for s in self.run_dir.rank_statuses() if s.phase == "end"}
 
     def _end_a_hang(self, attempt: Attempt, ranks: Sequence[Stillness]) -> None:
-        """End a job that hangs, after every rank's stack has been written to its log."""
+        """End a hanging job after every rank has written its stack to its log."""
         if self.hang is not None or self.failed_at is not None or self.stop_level:
             return
         hang = find_hang(ranks, attempt.spec.hang_timeout)
@@ -273,7 +278,7 @@ class Supervisor:
             return
         self._log_once(f"hang: {hang.reason}", "hang")
         reason = hang.reason
-        with suppress(Exception):  # stacks are for people; the hang is ended without them too
+        with suppress(Exception):  # stacks are optional; end the hang without them if necessary
             self.run_dir.request(FLIGHT)
             self.ranks.dump_stacks([rank.status for rank in ranks])
         with suppress(Exception):
@@ -294,7 +299,7 @@ class Supervisor:
         self.report.end(outcome)
 
     def _tidy(self) -> None:
-        """Cut logs that would fill the disk, and warn before a save fails."""
+        """Truncate logs that would fill the disk, and warn before a save fails."""
         if time.monotonic() - self._tidied_at < HOUSEKEEPING_EVERY:
             return
         self._tidied_at = time.monotonic()
@@ -305,14 +310,14 @@ class Supervisor:
             if self.state is State.RUNNING:
                 self.report.warn(f"warning: {warning}")
 
-    # -- telling ---------------------------------------------------------------------------
+    # # -- reporting -------------------------------------------------------------------------
 
     def _say(self, state: State, reason: str) -> None:
         self.state, self._unsaid = state, reason
         self._say_again()
 
     def _say_again(self) -> None:
-        """Repeat reports that failed before, such as on a full disk."""
+        """Retry a report that failed, for example because of a full disk."""
         if self._unsaid is None:
             return
         try:
@@ -323,7 +328,7 @@ class Supervisor:
             self._unsaid = None
 
     def _log_once(self, text: str, what: str = "") -> None:
-        """Log a message that would otherwise be repeated at every poll."""
+        """Log a message only once per attempt; polls would repeat it."""
         if (key := what or text) not in self._logged:
             self._logged.add(key)
             self.report.log(text)
@@ -341,15 +346,16 @@ def judge(
     interrupted: bool = False,
     ended_by_us: Collection[int] = (),
 ) -> Outcome:
-    """Decide how an attempt ended; no process of it is left.
+    """Determine how an attempt ended, once none of its processes is left.
 
     Args:
-        run_dir: Where its ranks wrote.
+        run_dir: The run directory.
         attempt: The attempt.
-        stop_level: The highest stop level requested; 0: none.
+        stop_level: The highest requested stop level; 0 if none.
         hang: The reason, if the supervisor ended it because of a hang.
-        interrupted: Its ranks were healthy but lost their launcher, and were asked to save and end.
-        ended_by_us: Ranks that were ended only because another one had failed.
+        interrupted: Whether its ranks were healthy but lost their launcher, and were told to save
+            and exit.
+        ended_by_us: Ranks that were ended only because another rank failed.
     """
     log = EventLog(run_dir.events, _offset=attempt.events_offset).read_all()
     newest = run_dir.latest_checkpoint()
@@ -357,7 +363,7 @@ def judge(
     if log.end_reason == "completed":
         return Outcome(State.COMPLETED, f"trained {newest[0] if newest else 0} steps")
     if log.end_reason == "stopped" and (stop_level or not interrupted):
-        # Ranks that trained have saved; ranks that still prepared had nothing to save.
+        # Ranks that were training have saved; ranks that were still preparing had nothing to save.
         where = f"at step {newest[0]}, saved" if newest else "before the first step"
         if not stop_level and (sent := launcher_signal(run_dir)):
             return Outcome(State.STOPPED, f"someone sent {sent} to the launcher; stopped {where}")

@@ -1,1 +1,1 @@
-"""Jobs of this machine: its queue places them on GPUs or CPU ranks, and supervises them."""
+"""Jobs on this machine: the queue places them on GPUs or CPU ranks and supervises them."""

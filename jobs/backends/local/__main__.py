@@ -1,4 +1,4 @@
-"""`python -m jobs.backends.local ID`: become the supervisor of a job, detached from the starter."""
+"""`python -m jobs.backends.local ID`: run the supervisor of a job, detached from the starter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def supervise(store: Store, job_id: int) -> None:
-    """Take over a job that has no live supervisor, then let the next one start.
+    """Supervise a job that has no live supervisor, then dispatch the next ones.
 
-    Returns at once if another supervisor was quicker. One that is killed is replaced by the next
-    command that reads the queue; the new one adopts the launcher and the ranks that still run.
+    Returns at once if another supervisor was faster. If this one is killed, the next command that
+    reads the queue starts a new one, which adopts the launcher and the ranks that are still
+    running.
     """
     from jobs.backends.local.dispatch import dispatch
     from jobs.backends.local.ranks import LocalRanks
@@ -46,9 +47,9 @@ def supervise(store: Store, job_id: int) -> None:
 
 
 def main() -> None:
-    """Leave the starter's process and session, then supervise."""
+    """Detach from the starter's process and session, then supervise."""
     leave_starter()
-    # After leaving: this import takes longer than the starter should wait.
+    # After detaching: this import takes longer than the starter should wait.
     from jobs.queue.store import SERVICE, Store
 
     supervise(Store(patience=SERVICE), int(sys.argv[1]))

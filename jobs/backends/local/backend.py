@@ -29,7 +29,7 @@ _STOPS: Final = {
 
 
 class Local:
-    """`jobs.backends.port.Backend` of this machine."""
+    """Implement `jobs.backends.port.Backend` for this machine."""
 
     name = LOCAL
     title = "this machine"
@@ -41,15 +41,15 @@ class Local:
         return check_here(spec)
 
     def warnings(self, spec: JobSpec) -> list[str]:
-        """Warn of libraries in versions that were not tested."""
+        """Warn about untested versions of libraries."""
         return check_versions(spec)
 
     def keeper(self, store: Store) -> Callable[[], bool]:
-        """Cover the times when no command runs: each of them dispatches, too."""
+        """Dispatch while no command is running; every command dispatches, too."""
         return lambda: dispatch.look(store)
 
     def holds(self, job: Job) -> str:
-        """Nobody else knows of it."""
+        """Return "": only our own queue knows the job."""
         return ""
 
     def stop(self, store: Store, job: Job, *, now: bool) -> str:
@@ -58,8 +58,9 @@ class Local:
             store.change(job.id, State.LOST, reason, only_from=ACTIVE)
             return f"job {job.id} was {reason}, and none of its ranks responds"
         level = store.raise_stop_level(job.id, 3 if now else job.stop_level + 1)
-        with suppress(OSError, sqlite3.Error):  # it is asked for, and the keeper looks every second
-            dispatch.dispatch(store)  # if its supervisor is gone, someone must carry this out
+        # best effort: the request is recorded, and the keeper polls every second
+        with suppress(OSError, sqlite3.Error):
+            dispatch.dispatch(store)  # if its supervisor is gone, a new one must carry this out
         words = f"job {job.id} {_STOPS[min(level, 3)]}"
         if job.elsewhere:
             words += (
@@ -69,11 +70,11 @@ class Local:
         return words
 
     def facts(self, store: Store, job: Job) -> dict[str, Any]:
-        """The database says it all."""
+        """Return {}: everything is in the database."""
         return {}
 
     def restore(self, run_dir: RunDir) -> Mapping[str, object]:
-        """The run directory and the process table say it all."""
+        """Return {}: everything is in the run directory and the process table."""
         return {}
 
     def by_hand(self, spec: JobSpec) -> str:

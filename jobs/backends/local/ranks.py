@@ -1,4 +1,4 @@
-"""A job's ranks on this machine: `accelerate launch`, its processes, and the GPUs they hold."""
+"""Control a job's ranks on this machine: `accelerate launch`, its processes and their GPUs."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from jobs.supervise.port import Outcome, Report
 
 LOOK_EVERY: Final = 0.2  # seconds
-_RELEASE_TAKES: Final = 15.0  # seconds for the driver to free dead processes' memory
-_BEATS_WITHIN: Final = 5.0  # seconds; a live rank writes about once a second
-_STRANDED: Final = 2.0  # seconds for ranks that can no longer save
+_RELEASE_TAKES: Final = 15.0  # seconds for the driver to free the memory of dead processes
+_BEATS_WITHIN: Final = 5.0  # seconds; a live rank writes its status about once a second
+_STRANDED: Final = 2.0  # seconds that ranks get if they can no longer save
 
 
 @dataclass
 class LocalRanks:
-    """`jobs.supervise.port.Ranks` of a job on this machine.
+    """Implement `jobs.supervise.port.Ranks` for a job on this machine.
 
-    A rank is a process that was seen in a status file; what else belongs to the run carries its run
-    id in its environment.
+    Ranks are identified by their status files, all other processes of the run by the run id in
+    their environment.
     """
 
     job: Job
     report: Report
-    # Kept: Python warns when a child is garbage-collected before it was waited for.
+    # Keep references: Python warns if a child is garbage-collected before it was waited for.
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _unlisted: bool = False
 
@@ -71,7 +71,7 @@ class LocalRanks:
         return attempt
 
     def _follow(self, attempt: Attempt) -> None:
-        """Report the run to its trackers, each in a process that is not waited for."""
+        """Start the run's trackers and its push, each in a process that is not waited for."""
         try:
             self._children += start_trackers(attempt.spec, self.job.run_dir)
             self._children += start_push(attempt.spec, self.job)
@@ -83,17 +83,17 @@ class LocalRanks:
         time.sleep(LOOK_EVERY)
 
     def leave_if_replaced(self) -> None:
-        """Do nothing: a supervisor is replaced only once it is dead."""
+        """Do nothing: a supervisor is replaced only after it has died."""
 
     def gone(self, statuses: Sequence[RankStatus]) -> set[int]:
         return {s.rank for s in statuses if not ProcessId(s.pid, s.started).alive()}
 
     def dump_stacks(self, statuses: Sequence[RankStatus]) -> None:
-        for status in statuses:  # the engine's faulthandler writes all stacks
+        for status in statuses:  # the engine's faulthandler dumps all stacks
             ProcessId(status.pid, status.started).signal(signal.SIGUSR1)
 
     def terminate(self, attempt: Attempt) -> None:
-        # Not to the launcher, which would end ranks that save.
+        # Spare the launcher, which would end ranks that are saving.
         listed = processes.with_run_id(self.job.run_id)
         self._signal([p for p in listed if p != attempt.launcher], signal.SIGTERM)
 
@@ -104,7 +104,8 @@ class LocalRanks:
         else:
             try:
                 targets = processes.with_run_id(self.job.run_id)
-            except OSError as error:  # such as too many open files; the others end later
+            # for example too many open files; the other processes are ended later
+            except OSError as error:
                 self.report.log(f"cannot list processes: {error}")
                 statuses = self.job.run_dir.rank_statuses()
                 targets = [ProcessId(s.pid, s.started) for s in statuses]
@@ -119,7 +120,7 @@ class LocalRanks:
 
     def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
         left = self._left()
-        # If all ranks are alive, they can still save; otherwise they only wait for the missing one.
+        # If all ranks are alive they can still save; otherwise they only wait for the missing one.
         healthy = healthy and len(left) >= self.job.ranks
         if left:
             self.report.log(f"the launcher is gone; ending {[process.pid for process in left]}")
@@ -139,26 +140,26 @@ class LocalRanks:
         processes.end(self._left(), grace=_STRANDED)
 
     def _left(self) -> list[ProcessId]:
-        """List the processes of the run, as soon as the kernel says which they are."""
+        """List the processes of the run, retrying until the kernel lists them."""
         while True:
             try:
                 return processes.with_run_id(self.job.run_id)
-            except OSError as error:  # such as too many open files
+            except OSError as error:  # for example too many open files
                 if not self._unlisted:
                     self.report.log(f"cannot list processes: {error}")
                 self._unlisted = True
                 time.sleep(LOOK_EVERY)
 
     def must_end(self) -> str:
-        """Return "": only the user ends a job of this machine."""
+        """Return "": only the user ends a job on this machine."""
         return ""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome:
-        """Return the outcome unchanged: the job has its GPUs from start to end."""
+        """Return the outcome unchanged: the job holds its GPUs from start to end."""
         return outcome
 
     def conclude(self, outcome: Outcome) -> Outcome:
-        """Return the outcome unchanged: no scheduler can have ended the ranks."""
+        """Return the outcome unchanged: there is no scheduler that could have ended the ranks."""
         return outcome
 
 
@@ -166,16 +167,16 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     """Start the job's launcher, detached, and record it in `launch.json`.
 
     Raises:
-        UserError: The job file cannot be run, or ranks that live elsewhere still train in it.
+        UserError: The job file is invalid, or its ranks still run on another machine.
         OSError: The launcher cannot be started.
     """
     run_dir = job.run_dir
     run_dir.create()
     _refuse_beside_others(run_dir)
-    processes.end(processes.with_run_id(job.run_id), grace=0)  # of a launch cut short
+    processes.end(processes.with_run_id(job.run_id), grace=0)  # left by an interrupted launch
     run_dir.forget_attempt()
     spec = load_spec(run_dir.job_file)
-    if noted(run_dir):  # fetched since it was submitted, and not checked by then
+    if noted(run_dir):  # the model was downloaded after submission and is not checked yet
         check(spec)
         check_here(spec)
         forget(run_dir)
@@ -183,7 +184,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(started.config, sort_keys=False))
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0
     run_dir.launcher_log.write_bytes(b"")  # drop the output of an earlier launch
-    # Opened for appending: after a large log was cut, writes must not leave a hole.
+    # Open for appending, so that writes after a large log was truncated leave no hole.
     with open(run_dir.launcher_log, "ab") as log:
         child = subprocess.Popen(
             started.command,
@@ -225,7 +226,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
 
 
 def _refuse_beside_others(run_dir: RunDir) -> None:
-    """Start nothing where ranks of an earlier launch still train that cannot be ended from here."""
+    """Raise if ranks of an earlier launch still run where they cannot be ended from here."""
     record = read_json(run_dir.launch_file) or {}
     there = elsewhere(str(record.get("residence") or ""), run_dir.root.parent.parent)
     if there and beats(run_dir):
@@ -236,7 +237,10 @@ def _refuse_beside_others(run_dir: RunDir) -> None:
 
 
 def beats(run_dir: RunDir) -> bool:
-    """Whether a rank writes its status within `_BEATS_WITHIN`, by no other machine's clock."""
+    """Return whether a rank updates its status within `_BEATS_WITHIN`.
+
+    Needs no other machine's clock.
+    """
     deadline, first = time.monotonic() + _BEATS_WITHIN, _written(run_dir)
     while time.monotonic() < deadline:
         if _written(run_dir) != first:
@@ -250,11 +254,11 @@ def _written(run_dir: RunDir) -> dict[int, float]:
 
 
 def adopt(job: Job) -> Attempt | None:
-    """Find the attempt that an earlier supervisor launched; None when there was none yet.
+    """Find the attempt that an earlier supervisor launched; None if there is none.
 
     Raises:
         UserError: The job file cannot be read any more.
-        ValueError: The record of the launch cannot be read.
+        ValueError: The launch record cannot be parsed.
     """
     record = read_json(job.run_dir.launch_file) or {}
     if (record.get("run_id"), record.get("attempt")) != (job.run_id, job.attempt):
@@ -276,10 +280,10 @@ def adopt(job: Job) -> Attempt | None:
 
 
 def await_release(job: Job) -> list[tuple[int, int]]:
-    """Wait until the driver has freed dead ranks' memory, which the next job needs.
+    """Wait until the driver has freed the memory of dead ranks, which the next job needs.
 
     Returns:
-        What it still shows as held, as (GPU's index, pid).
+        The memory still held, as (GPU index, pid).
     """
     pids = {status.pid for status in job.run_dir.rank_statuses()}
     deadline = time.monotonic() + _RELEASE_TAKES
@@ -292,7 +296,7 @@ def await_release(job: Job) -> list[tuple[int, int]]:
 
 
 def _git_revision() -> str | None:
-    """Return the revision of the code, when it runs from a checkout."""
+    """Return the code's git revision; None if it does not run from a checkout."""
     here = os.path.dirname(os.path.abspath(__file__))
     try:
         done = subprocess.run(

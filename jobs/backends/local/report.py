@@ -1,4 +1,4 @@
-"""What the supervisor of a local job says goes into the database."""
+"""Record a local supervisor's reports in the database."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})
 
 @dataclass
 class DatabaseReport:
-    """`jobs.supervise.port.Report` of a job in the database."""
+    """Implement `jobs.supervise.port.Report` for a job in the database."""
 
     store: Store
     job: Job
@@ -40,14 +40,15 @@ class DatabaseReport:
     def wish(self) -> int:
         try:
             self._wish = self.store.get(self.job.id).stop_level
-        except sqlite3.OperationalError as error:  # such as a database that stays locked
+        except sqlite3.OperationalError as error:  # for example a database that stays locked
             self.log(f"cannot read what a person wants: {error}")
         return self._wish
 
     def say(self, state: State, reason: str) -> None:
-        before = _UP if state is State.STARTING else _UP - {state}  # a restart is a change, too
+        before = _UP if state is State.STARTING else _UP - {state}  # a restart is a transition, too
         if not self.store.change(self.job.id, state, reason, only_from=before):
-            if self.store.get(self.job.id).state is not state:  # such as a job that is to stop
+            # for example because the job is stopping
+            if self.store.get(self.job.id).state is not state:
                 return
             self.store.explain(self.job.id, reason, state)
         self.log(f"{state}: {reason}")
@@ -60,7 +61,7 @@ class DatabaseReport:
             self.announcer.look(min(rank.still for rank in ranks))
 
     def end(self, outcome: Outcome) -> None:
-        with suppress(Exception):  # whatever is wrong with a note of ours, the job has its end
+        with suppress(Exception):  # a failing calibration record must not lose the job's end
             record(self.job.run_dir)
         self.announcer.announce_end(outcome.state, outcome.reason)
         while self.store.path.exists():
@@ -69,12 +70,13 @@ class DatabaseReport:
             except (StateError, NotFoundError) as error:  # another process has recorded an end
                 self.log(f"not recorded: {error}")
                 break
-            except sqlite3.OperationalError as error:  # full disk: retry, or the state is wrong
+            # full disk: retry, otherwise the state stays wrong
+            except sqlite3.OperationalError as error:
                 self.log(f"could not record the end: {error}")
                 time.sleep(1.0)
             else:
                 break
-        with suppress(Exception):  # readers build the summary instead
+        with suppress(Exception):  # readers build a missing summary themselves
             keep_summary(self.store, self.store.get(self.job.id))
 
     def log(self, text: str) -> None:

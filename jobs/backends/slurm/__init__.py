@@ -1,1 +1,1 @@
-"""Jobs in a cluster: Slurm places them, and their batch script supervises them there."""
+"""Jobs on a cluster: Slurm places them, and their batch script supervises them there."""

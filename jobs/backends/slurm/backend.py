@@ -35,7 +35,7 @@ _STOPS: Final = {
 
 
 class Slurm:
-    """`jobs.backends.port.Backend` of a cluster whose commands this machine has."""
+    """Implement `jobs.backends.port.Backend` for the cluster whose commands this machine has."""
 
     name = NAME
     title = "Slurm"
@@ -44,7 +44,7 @@ class Slurm:
     log = "slurm.log"
 
     def request(self, spec: JobSpec) -> list[str]:
-        """Ask of this machine only Slurm's commands; what else it has says nothing of the nodes."""
+        """Require only Slurm's commands; this machine's devices say nothing about the nodes."""
         if not commands.installed():
             raise SpecError(
                 "launcher: slurm needs Slurm's commands; sbatch is not installed on this machine",
@@ -53,7 +53,10 @@ class Slurm:
         return [self.name]
 
     def warnings(self, spec: JobSpec) -> list[str]:
-        """Warn of a partition that the cluster does not have; only a warning: Slurm decides."""
+        """Warn about a partition that Slurm does not list.
+
+        Only a warning, because Slurm decides.
+        """
         if spec.slurm_partition is None:
             return []
         unknown = unknown_partition(spec.slurm_partition, ask_partitions())
@@ -68,7 +71,7 @@ class Slurm:
         return "Slurm's queue" if read_handed_in(job.run_dir, job.attempt) else ""
 
     def stop(self, store: Store, job: Job, *, now: bool) -> str:
-        """Ask for it; the supervisor in the allocation, or the keeper, carries it out."""
+        """Request a stop, which the supervisor in the allocation or the keeper carries out."""
         level = min(3, store.raise_stop_level(job.id, 3 if now else job.stop_level + 1))
         ask_to_stop(job.run_dir, job.attempt, level)
         ensure(store, self)
@@ -77,11 +80,15 @@ class Slurm:
         return f"job {job.id} {_STOPS[level]}"
 
     def facts(self, store: Store, job: Job) -> dict[str, Any]:
-        """Its number in Slurm, where it is, and since when that is known."""
+        """Return the Slurm job id, the job's place in the queue, and the age of that information.
+        """
         return slurm_facts(store, job)
 
     def restore(self, run_dir: RunDir) -> Mapping[str, object]:
-        """Return the values of a restored job, which Slurm may run although no process is here."""
+        """Return the columns of a restored job.
+
+        Slurm may be running it without any process here.
+        """
         handed = read_handed_in(run_dir)
         if handed is None:
             return {}

@@ -1,6 +1,6 @@
-"""What is asked of Slurm: one `squeue` for all jobs, `sbatch`, `scancel`, `scontrol`.
+"""Call Slurm's commands: one `squeue` for all jobs, `sbatch`, `scancel`, `scontrol`.
 
-Columns and no JSON, whose schema has changed with nearly every version.
+Parses columns, because the schema of the JSON output has changed with nearly every version.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from jobs.spec.keys.running import SlurmKeys
 
 
-PATIENCE: Final = 20.0  # seconds for an answer; a controller that is away keeps us for longer
+PATIENCE: Final = 20.0  # seconds; a controller that is down answers much later
 _COLUMNS: Final = ("JobID", "Name", "State", "Reason", "RestartCnt", "StartTime", "NodeList")
-_APART: Final = "\x1f"  # in no name of a node, and in no name that we give
+_APART: Final = "\x1f"  # occurs neither in node names nor in our job names
 _ID: Final = re.compile(r"\d+")
-# Errors of Slurm itself, not of a job: a retry may succeed.
+# Messages about Slurm itself, not about a job: a retry may succeed.
 _AWAY: Final = re.compile(
     r"Unable to contact slurm controller|Connection refused|Connection timed out|timed out"
     r"|Communication connection failure|Zero Bytes|Socket timed out|Transport endpoint"
@@ -37,7 +37,8 @@ _AWAY: Final = re.compile(
     r"|temporarily unavailable|Resource temporarily",
     re.IGNORECASE,
 )
-# Variables that set options of Slurm's commands, and variables that name its controller.
+# Prefixes of variables that set options of Slurm's commands, and variables that locate its
+# controller.
 _OPTIONS: Final = ("SALLOC_", "SBATCH_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_", "SQUEUE_")
 _KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _GONE: Final = re.compile(r"Invalid job id|already completed|Job/step already", re.IGNORECASE)
@@ -48,14 +49,14 @@ class Listed:
     """A Slurm job as `squeue` lists it.
 
     Attributes:
-        id: Slurm's.
-        name: Ours.
-        state: Such as PENDING.
-        reason: Why it waits, or why it ended so; "" if Slurm says nothing.
-        restarts: How often Slurm has put it back into its queue.
-        starts: When it started, or is expected to; "" if unknown.
-        nodes: Such as `n[1-2]`; "" while there are none.
-        place: In the queue of its partition; see `jobs.backends.slurm.keeper`.
+        id: Slurm's job id.
+        name: The name we gave it.
+        state: For example PENDING.
+        reason: Why it waits or ended; "" if Slurm gives no reason.
+        restarts: How often Slurm has requeued it.
+        starts: When it started or is expected to start; "" if unknown.
+        nodes: For example `n[1-2]`; "" if none are allocated.
+        place: Position in the queue of its partition; see `jobs.backends.slurm.keeper`.
     """
 
     id: str
@@ -69,7 +70,7 @@ class Listed:
 
 
 class Waiting(NamedTuple):
-    """A job of anybody that waits; `id` may name an array such as `7_[1-4]`."""
+    """Any user's waiting job; `id` may be an array such as `7_[1-4]`."""
 
     id: str
     partitions: tuple[str, ...]
@@ -78,15 +79,15 @@ class Waiting(NamedTuple):
 
 
 def installed() -> bool:
-    """Whether this machine has Slurm's commands."""
+    """Return whether this machine has Slurm's commands."""
     return shutil.which("sbatch") is not None
 
 
 def queue() -> dict[str, Listed]:
-    """All our jobs that Slurm still knows, by id.
+    """Return all our jobs that Slurm still knows, by id.
 
     Raises:
-        AwayError: It did not answer, or not in lines that can be read.
+        AwayError: Slurm did not answer, or its output cannot be parsed.
     """
     columns = ",".join(f"{name}:{_APART}" for name in _COLUMNS)
     text = _run(["squeue", "--noheader", "--me", "--states=all", "-O", columns])
@@ -94,10 +95,10 @@ def queue() -> dict[str, Listed]:
 
 
 def waiting() -> list[Waiting]:
-    """Everybody's jobs that wait, as far as the site lets us see them.
+    """Return the waiting jobs of all users, as far as the site shows them.
 
     Raises:
-        AwayError: It did not answer.
+        AwayError: Slurm did not answer.
     """
     text = _run(["squeue", "--noheader", "--states=PENDING", "-o", "%i|%P|%Q|%r"])
     jobs = []
@@ -112,7 +113,7 @@ def state_of(slurm_id: str) -> str:
     """Return the state of one job; "" if Slurm does not know the job.
 
     Raises:
-        AwayError: It did not answer, or said nothing.
+        AwayError: Slurm did not answer, or the answer is empty.
     """
     try:
         answer = _run(["squeue", "--noheader", "--jobs", slurm_id, "--states=all", "-o", "%T"])
@@ -126,15 +127,15 @@ def state_of(slurm_id: str) -> str:
 
 
 def submit(script: Path, *, inherit: Sequence[int] = ()) -> str:
-    """Hand a script in; its id.
+    """Submit a batch script; return Slurm's job id.
 
     Args:
         script: The file.
-        inherit: File descriptors that stay open for as long as `sbatch` runs.
+        inherit: File descriptors that `sbatch` keeps open while it runs.
 
     Raises:
-        AwayError: Slurm did not answer, and may have the job or not.
-        UserError: It refuses the job; the message says why.
+        AwayError: Slurm did not answer; it may or may not have accepted the job.
+        UserError: Slurm rejected the job; the message says why.
     """
     answer = _run(["sbatch", "--parsable", str(script)], inherit=inherit)
     match = _ID.match(answer.strip().splitlines()[-1] if answer.strip() else "")
@@ -144,7 +145,7 @@ def submit(script: Path, *, inherit: Sequence[int] = ()) -> str:
 
 
 def cancel(slurm_id: str) -> None:
-    """End a job, or take it out of Slurm's queue; one that has ended stays as it is.
+    """End a job or remove it from Slurm's queue; does nothing if it has ended.
 
     Raises:
         AwayError: Slurm did not answer.
@@ -157,11 +158,11 @@ def cancel(slurm_id: str) -> None:
 
 
 def requeue(slurm_id: str) -> None:
-    """Put a running job back into Slurm's queue, which ends this allocation.
+    """Requeue a running job, which ends this allocation.
 
     Raises:
         AwayError: Slurm did not answer.
-        UserError: It refuses.
+        UserError: Slurm rejected the request.
     """
     _run(["scontrol", "requeue", slurm_id])
 
@@ -171,17 +172,17 @@ def signal_steps(slurm_id: str, name: str) -> None:
 
     Raises:
         AwayError: Slurm did not answer.
-        UserError: It refuses.
+        UserError: Slurm rejected the request.
     """
     _run(["scancel", f"--signal={name}", slurm_id])
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for Slurm's commands: ours, without what would change their answers.
+    """Return our environment without the variables that change what Slurm's commands do.
 
-    `SQUEUE_PARTITION` in a shell hides jobs of other partitions, and `SBATCH_*` beat the lines of
-    a batch script. The keeper also inherits the environment of the user who started it, who
-    need not be the one who submitted.
+    `SQUEUE_PARTITION` in a shell hides jobs in other partitions, and `SBATCH_*` override the lines
+    of a batch script. The keeper also inherits the environment of the user who started it, who may
+    not be the one who submitted.
     """
     return {
         name: value
@@ -218,7 +219,7 @@ def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:
 
 
 def _plain(message: str) -> str:
-    """Slurm's words, less the names of its commands."""
+    """Return Slurm's message without the names of its commands."""
     return re.sub(r"\b(sbatch|scancel|scontrol|squeue|slurm_\w+): (error: |fatal: )?", "", message)
 
 
@@ -240,24 +241,24 @@ def _listed(line: str) -> Listed:
 
 
 # -- partitions -----------------------------------------------------------------------------
-# Which partitions the cluster has and which GPUs are in their nodes, as `sinfo` says.
+# The cluster's partitions and the GPUs in their nodes, according to `sinfo`.
 
 
 _SINFO_PATIENCE: Final = 3.0  # seconds; only advice depends on the answer
-_FORMAT: Final = "%P|%G"  # columns as wide as needed; a line for each kind of node
-_LISTED: Final = 6  # partitions that are named in a line
-# One kind in a list such as `gpu:a100:4(S:0-1),gpu:a30:2,shard:8`: its type, if the site has types.
+_FORMAT: Final = "%P|%G"  # columns as wide as needed; one line per kind of node
+_LISTED: Final = 6  # partitions listed in a sentence
+# One entry of a list such as `gpu:a100:4(S:0-1),gpu:a30:2,shard:8`. Captures its type, if any.
 _GPU: Final = re.compile(r"(?:^|,)gpu(?::([^:,()]*[^\d:,()][^:,()]*))?(?::\d+[KMG]?)?(?=[,(]|$)")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A part of the cluster.
+    """A partition of the cluster.
 
     Attributes:
-        name: As `slurm_partition` has it.
-        default: Whether a job that names none goes there.
-        gpus: The types of its GPUs, as the site calls them; "" is one without a type.
+        name: The name as in `slurm_partition`.
+        default: Whether jobs without a partition go there.
+        gpus: The site's GPU types; "" is a GPU without a type.
     """
 
     name: str
@@ -266,9 +267,9 @@ class Partition:
 
 
 def ask_partitions() -> tuple[Partition, ...]:
-    """Ask Slurm, for at most `PATIENCE`; () where there is no Slurm, or no answer.
+    """Query Slurm's partitions, for at most `_SINFO_PATIENCE`; () without Slurm or an answer.
 
-    Hidden partitions are among them: a job may name one.
+    Includes hidden partitions, because a job may name one.
     """
     try:
         done = subprocess.run(
@@ -287,21 +288,21 @@ def ask_partitions() -> tuple[Partition, ...]:
 
 
 def chosen(spec: SlurmKeys, partitions: Sequence[Partition]) -> tuple[Partition, ...]:
-    """Return the partitions that a job may use: those that it names, or else the default."""
+    """Return the partitions that a job may use: the ones it names, or else the default."""
     if spec.slurm_partition is None:
         return tuple(partition for partition in partitions if partition.default)
-    names = spec.slurm_partition.split(",")  # Slurm takes the one that is free first
+    names = spec.slurm_partition.split(",")  # Slurm uses the one that is free first
     return tuple(partition for partition in partitions if partition.name in names)
 
 
 def cards_of(spec: SlurmKeys, partitions: Sequence[Partition]) -> Cards:
     """Return the smallest GPU that a job may get.
 
-    Nothing is known if one of the types is not: it may be the smallest.
+    Unknown if the memory of any type is unknown, because that type may be the smallest.
 
     Args:
         spec: The job.
-        partitions: Those of the cluster; () if Slurm did not answer.
+        partitions: The cluster's partitions; () if Slurm did not answer.
     """
     mine = chosen(spec, partitions)
     where = f"partition {','.join(partition.name for partition in mine)}"
@@ -321,7 +322,9 @@ def cards_of(spec: SlurmKeys, partitions: Sequence[Partition]) -> Cards:
 
 
 def unknown_partition(name: str | None, partitions: Sequence[Partition]) -> str:
-    """Warn of a partition that the cluster does not have; "" while that is not known."""
+    """Return a warning about a partition that the cluster does not have; "" if it has it or is
+    unknown.
+    """
     names = {partition.name for partition in partitions}
     missing = [part for part in (name or "").split(",") if part and part not in names]
     if not missing or not names:
@@ -331,7 +334,7 @@ def unknown_partition(name: str | None, partitions: Sequence[Partition]) -> str:
 
 
 def in_words(partitions: Sequence[Partition]) -> str:
-    """`gpu (default), debug, long`."""
+    """Format partitions, as in `gpu (default), debug, long`."""
     names = [f"{partition.name}{' (default)' * partition.default}" for partition in partitions]
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{', '.join(names[:_LISTED])}{more}"

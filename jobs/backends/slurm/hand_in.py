@@ -1,4 +1,4 @@
-"""Give a job to Slurm, exactly once, whatever ends whoever does it on the way."""
+"""Submit a job to Slurm exactly once, even if the submitting process is killed at any point."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
     from jobs.spec.job_spec import JobSpec
 
-_EVENTS: Final = 1 << 20  # bytes of the newest events
-_SAVES_TAKE: Final = 2  # times the longest save that was measured
+_EVENTS: Final = 1 << 20  # bytes read from the end of the event stream
+_SAVES_TAKE: Final = 2  # multiple of the longest measured save
 
 
 def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
-    """Give a job to Slurm, unless it has it.
+    """Submit a job to Slurm unless Slurm already has it.
 
     Args:
         store: The jobs.
-        job: It waits.
-        record: What an earlier keeper wrote before it called `sbatch`, and nothing after.
+        job: A waiting job.
+        record: What an earlier keeper recorded before it called `sbatch`, without the answer.
 
     Returns:
-        Which Slurm job it is; None if it is none now.
+        The Slurm job; None if there is none now.
 
     Raises:
-        AwayError: Slurm did not answer, and may have the job or not.
-        SpecError: The job file cannot be read, or the model that was fetched does not suit it.
+        AwayError: Slurm did not answer; it may or may not have accepted the job.
+        SpecError: The job file is invalid, or does not match the downloaded model.
     """
     run_dir = job.run_dir
     with open(run_dir.root / ".handing-in", "a") as lock:
         if not file_lock.take(lock):
-            return None  # an earlier keeper is gone, but its sbatch still runs
-        # An answer from before that sbatch had ended would not have its job.
+            return None  # an earlier keeper died, but its sbatch is still running
+        # Query again: an answer from before that sbatch ended would lack its job.
         if record is not None and (existing := find(record, commands.queue())):
             return _record(run_dir, record, existing)
         spec = load_spec(run_dir.job_file)
@@ -68,7 +68,7 @@ def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
         name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
         record = HandedIn(name, job.attempt, step=newest[0] if newest else 0)
         script = _write_script(spec, job, name, store.home)
-        with store.write():  # no edit between this check and the record
+        with store.write():  # the transaction allows no edit between this check and the record
             if not _as_it_was(store, job, spec):
                 return None
             write_handed_in(run_dir, record)
@@ -88,7 +88,8 @@ def find(record: HandedIn, listed: Mapping[str, Listed]) -> str:
 
 
 def signal_seconds(run_dir: RunDir) -> int:
-    """Seconds before the time limit at which to save: twice the longest save, and a minute."""
+    """Return how many seconds before the time limit to save: twice the longest save, plus a minute.
+    """
     longest = 0.0
     for line in read_tail(run_dir.events, _EVENTS).splitlines():
         if '"checkpoint"' in line:
@@ -127,7 +128,7 @@ def _write_script(spec: JobSpec, job: Job, name: str, home: Path) -> Path:
 
 
 def _as_it_was(store: Store, job: Job, spec: JobSpec) -> bool:
-    """Whether a job still waits to be submitted, unchanged since it was read."""
+    """Return whether a job still waits to be submitted, unchanged since it was read."""
     now = store.get(job.id)
     waits = now.state is State.QUEUED and not now.here and now.attempt == job.attempt
     free = not (now.held or now.stop_level)

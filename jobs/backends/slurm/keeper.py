@@ -1,8 +1,7 @@
-"""Hand jobs in to Slurm, and keep the database in agreement with it.
+"""Submit jobs to Slurm, and keep the database consistent with it.
 
-One process per state directory asks Slurm, once for all jobs; everybody else reads what it wrote
-down. Nothing is lost while it does not run: the next one begins with what stands in the run
-directories.
+One process per state directory queries Slurm, once for all jobs; all others read the answer it
+saved. Nothing is lost while it is not running: the next one starts from the run directories.
 """
 
 from __future__ import annotations
@@ -50,39 +49,38 @@ if TYPE_CHECKING:
 
 
 # -- places ---------------------------------------------------------------------------------
-# What Slurm's list does not say: where waiting jobs stand in the queue, and jobs that it
-# lacks.
+# Facts that Slurm's job list lacks: queue positions of waiting jobs, and jobs missing from the
+# list.
 #
-# A list may lack a job for many reasons (another cluster's controller, a filter, a broken
-# answer), so a job that is missing is asked for by its number, and only "Invalid job id"
-# means that it is gone.
+# A list may lack a job for many reasons (another cluster's controller, a filter, a broken answer).
+# A missing job is therefore queried by its id, and only "Invalid job id" means that it is gone.
 
 
-EVERY: Final = 60.0  # seconds between queries: the answer is as long as the cluster's queue
-_SOON: Final = 15.0  # the same, while the place of one of ours is unknown
-# Jobs that wait for something other than a free node; they do not delay others.
+EVERY: Final = 60.0  # seconds between queries, whose answers are as long as the cluster's queue
+_SOON: Final = 15.0  # the same while the position of one of our jobs is unknown
+# Jobs that wait for something other than a free node do not delay others.
 _ASIDE: Final = ("JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime")
 
 
 @dataclass
 class Places:
-    """Remembers the places of our jobs between two questions; asks nothing while none waits."""
+    """Cache the queue positions of our jobs between queries; query nothing while none waits."""
 
     _asked_at: float = float("-inf")
     _by_id: dict[str, str] = field(default_factory=dict)
 
     def beside(self, listed: Mapping[str, Listed], now: float) -> dict[str, Listed]:
-        """Add their places to the listed jobs.
+        """Add the queue positions to the listed jobs.
 
         Args:
             listed: Our jobs, by id.
-            now: Seconds, of a clock that never goes back.
+            now: Seconds on a monotonic clock.
         """
         waiting = {job.id for job in listed.values() if job.state == "PENDING"}
         all_placed = waiting <= self._by_id.keys()
         if waiting and now - self._asked_at >= (EVERY if all_placed else _SOON):
             self._asked_at = now
-            with suppress(AwayError, UserError):  # keep the last answer
+            with suppress(AwayError, UserError):  # keep the previous answer
                 answer = places(commands.waiting())
                 self._by_id = {slurm_id: answer.get(slurm_id, "") for slurm_id in waiting}
         return {
@@ -92,7 +90,7 @@ class Places:
 
 
 def places(waiting: Iterable[Waiting]) -> dict[str, str]:
-    """Return job id → such as `3 of 41 in gpu`, by priority, in the first of its partitions."""
+    """Return job id → text such as `3 of 41 in gpu`, by priority, in the job's first partition."""
     queues: dict[str, list[Waiting]] = {}
     for job in waiting:
         if not job.reason.startswith(_ASIDE):
@@ -100,7 +98,7 @@ def places(waiting: Iterable[Waiting]) -> dict[str, str]:
                 queues.setdefault(name, []).append(job)
     texts = {}
     for name, queue in queues.items():
-        # Slurm takes the one that was handed in first where priorities are the same.
+        # At equal priority, Slurm takes the job that was submitted first.
         queue.sort(key=lambda job: (-job.priority, len(job.id), job.id))
         for place, job in enumerate(queue, start=1):
             if job.partitions[0] == name:
@@ -108,9 +106,9 @@ def places(waiting: Iterable[Waiting]) -> dict[str, str]:
     return texts
 
 
-ASK_AFTER: Final = 10.0  # seconds for which a job is missing before it is asked for
-_ASK_EVERY: Final = 15.0  # seconds between two questions about one job
-_AT_ONCE: Final = 20  # questions in a minute; of 1,000 jobs, not all are asked for
+ASK_AFTER: Final = 10.0  # seconds for which a job is missing before it is queried
+_ASK_EVERY: Final = 15.0  # seconds between two queries for one job
+_AT_ONCE: Final = 20  # queries per window, so that not all of 1,000 jobs are queried at once
 _WINDOW: Final = 60.0  # seconds
 
 
@@ -123,9 +121,9 @@ class _Absence:
 
 @dataclass
 class Missing:
-    """What is known of each job that is missing, by its name in Slurm. Seconds, monotonic.
+    """Jobs missing from Slurm's list, by job name. Times are monotonic seconds.
 
-    Not by its number: a controller that has lost its newest jobs gives their numbers again.
+    Not keyed by id: a controller that has lost its newest jobs assigns their ids again.
     """
 
     _absent: dict[str, _Absence] = field(default_factory=dict)
@@ -134,16 +132,16 @@ class Missing:
     def look(
         self, record: HandedIn, listed: Listed | None, now: float, *, other: bool
     ) -> tuple[float, bool]:
-        """Take note whether Slurm's list has a job, and ask for it by its number when it is time.
+        """Note whether Slurm's list has a job, and query a missing job by its id when due.
 
         Args:
-            record: Which Slurm job it is.
-            listed: The job in the list.
-            now: The time.
-            other: Whether the number is someone else's by now.
+            record: The Slurm job.
+            listed: Its entry in the list, if any.
+            now: Monotonic seconds.
+            other: Whether its id now belongs to another job.
 
         Returns:
-            For how long it has been missing, and whether Slurm says that it does not know it.
+            For how long it has been missing, and whether Slurm says that the id is invalid.
         """
         if listed is not None:
             self._absent.pop(record.name, None)
@@ -165,30 +163,30 @@ class Missing:
 # -- keeper ---------------------------------------------------------------------------------
 
 
-ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
-ASK_SOON: Final = 2.0  # seconds, after an action and while something is about to change
-BACK_WITHIN: Final = 10.0  # seconds for Slurm to put a preempted job back into its queue
-FRESH: Final = 60.0  # seconds in which a live warden says something
+ASK_EVERY: Final = 15.0  # seconds between two queries to Slurm
+ASK_SOON: Final = 2.0  # the same after an action and while a change is expected
+BACK_WITHIN: Final = 10.0  # seconds for Slurm to requeue a preempted job
+FRESH: Final = 60.0  # seconds within which a live warden writes a report
 
 
 @dataclass
 class _Seen:
-    """A job as it was seen before, by the clock of this process."""
+    """What this process last saw of a job, by its own clock."""
 
     announcer: Announcer
     warden: WardenReport | None = None
     beaten_at: float = 0.0
     preempted_at: float | None = None
-    waits: tuple[Job, Listed, str] | None = None  # settled, until one of these changes
+    waits: tuple[Job, Listed, str] | None = None  # settled until one of these changes
 
 
 @dataclass
 class Keeper:
-    """Looks after all Slurm jobs of a state directory.
+    """Manage all Slurm jobs of a state directory.
 
     Attributes:
         store: The jobs.
-        ask_every: Seconds between two questions to Slurm.
+        ask_every: Seconds between two queries to Slurm.
     """
 
     store: Store
@@ -201,20 +199,21 @@ class Keeper:
     _soon: bool = True
     _missing: Missing = field(default_factory=Missing)
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    _reasons: dict[int, str] = field(default_factory=dict)  # of jobs that wait, to be written
+    # new reasons of waiting jobs, written in one batch
+    _reasons: dict[int, str] = field(default_factory=dict)
     _rows: JobList = field(init=False)
 
     def __post_init__(self) -> None:
         self._rows = JobList(self.store)
 
     def look(self) -> bool:
-        """Submit waiting jobs, carry out stops, query Slurm if it is time, and settle every job.
+        """Submit waiting jobs, carry out stops, query Slurm when due, and update every job.
 
         Returns:
-            Whether there is any job to look after.
+            Whether there are any jobs to manage.
         """
         jobs = [job for job in self._rows.look() if not job.state.ended and job.backend == NAME]
-        jobs.sort(key=lambda job: (-job.priority, job.queued, job.id))  # as the queue serves them
+        jobs.sort(key=lambda job: (-job.priority, job.queued, job.id))  # the queue's order
         if not jobs:
             return False
         now = time.monotonic()
@@ -264,7 +263,7 @@ class Keeper:
             write_atomic(self.store.home / KEPT, json.dumps(answer) + "\n")
 
     def _changing(self, jobs: list[Job]) -> bool:
-        """Whether a warden says that its job has ended, and Slurm has not said so yet."""
+        """Return whether a warden has reported a job's end that Slurm has not reported yet."""
         return any(
             (outcome := read_warden_report(outcome_file(job.run_dir))) is not None
             and outcome.state.ended
@@ -273,7 +272,8 @@ class Keeper:
         )
 
     def _cancel_strays(self, jobs: list[Job]) -> None:
-        """Cancel jobs that Slurm accepted after `sbatch` had failed and that were resubmitted."""
+        """Cancel jobs that Slurm accepted although `sbatch` failed, and that were then resubmitted.
+        """
         names = Counter(listed.name for listed in self._listed.values() if not _over(listed))
         twice = {name for name, count in names.items() if count > 1}
         for job in jobs if twice else ():
@@ -289,7 +289,8 @@ class Keeper:
     # -- one job ---------------------------------------------------------------------------
 
     def _still_waits(self, job: Job) -> bool:
-        """Whether a job waits in Slurm unchanged since the last poll, as nearly all of 1,000 do."""
+        """Return whether a job waits unchanged since the last poll, as nearly all of 1,000 jobs do.
+        """
         seen = self._seen.get(job.id)
         if seen is None or seen.waits is None:
             return False
@@ -298,7 +299,7 @@ class Keeper:
         return same and silence == self._silence()
 
     def _silence(self) -> str:
-        """For how long Slurm has not responded, as it is shown; "" while it does."""
+        """Return for how long Slurm has not responded, as displayed; "" if it responds."""
         if self._away_since is None:
             return ""
         return age(time.monotonic() - (self._answered_at or self._away_since))
@@ -325,8 +326,8 @@ class Keeper:
             return
         listed, other = self._listed.get(record.id), False
         if listed is not None and listed.name != record.name:
-            # A controller that was killed had not written down the newest jobs, and gave their
-            # numbers again: ours is gone, and this one is not ours to judge, or to cancel.
+            # A controller that was killed lost its newest jobs and assigned their ids again. Our
+            # job is gone, and this one is not ours to judge or cancel.
             listed, other = None, True
         facts = self._facts(job, record, listed, other=other)
         if job.stop_level and self._must_cancel(job, listed):
@@ -337,7 +338,7 @@ class Keeper:
             return
         preempted = listed is not None and listed.state == "PREEMPTED"
         if verdict.state is State.LOST and preempted:
-            commands.cancel(record.id)  # or Slurm may put it back into its queue after all
+            commands.cancel(record.id)  # otherwise Slurm may still requeue it
         if job.state is verdict.state is State.QUEUED:
             self._explain(job, verdict.reason)
             if job.reason == verdict.reason and not job.stop_level and listed is not None:
@@ -388,13 +389,13 @@ class Keeper:
         return self._seen[job.id]
 
     def _must_cancel(self, job: Job, listed: Listed | None) -> bool:
-        """Whether Slurm has to end it: it waits there, or a person wants it killed."""
+        """Return whether Slurm must end it: it waits there, or the user wants it killed."""
         if listed is None or _over(listed):
             return False
         return job.stop_level >= 3 or listed.state not in ("RUNNING", "COMPLETING")
 
     def _final(self, job: Job, verdict: Verdict, listed: Listed | None) -> bool:
-        """Whether an end is one: a preempted job may be back in Slurm's queue a moment later."""
+        """Return whether an end is final; a preempted job may be requeued a moment later."""
         seen = self._seen_of(job)
         if verdict.state is not State.LOST or listed is None or listed.state != "PREEMPTED":
             if self._away_since is None:
@@ -405,7 +406,7 @@ class Keeper:
             seen.preempted_at = time.monotonic()
         return time.monotonic() - seen.preempted_at >= BACK_WITHIN
 
-    # -- handing in ------------------------------------------------------------------------
+    # # -- submission ------------------------------------------------------------------------
 
     def _hand_in(self, job: Job, record: HandedIn | None) -> None:
         handed = hand_in(self.store, job, record)
@@ -416,7 +417,7 @@ class Keeper:
         if handed.id not in self._listed:
             self.store.explain(job.id, f"Slurm job {handed.id}: handed in")
             self._soon = True
-        if self.store.get(job.id).state.ended:  # removed from the queue meanwhile
+        if self.store.get(job.id).state.ended:  # removed from the queue in the meantime
             commands.cancel(handed.id)
 
     def _absent(self, job: Job) -> str:
@@ -427,7 +428,7 @@ class Keeper:
         return reason
 
     def _stop_unknown(self, job: Job, record: HandedIn | None) -> None:
-        """Stop a job of which `sbatch` did not say whether Slurm has it."""
+        """Stop a job for which `sbatch` did not say whether Slurm accepted it."""
         with open(job.run_dir.root / ".handing-in", "a") as lock:
             if not file_lock.take(lock):
                 return
@@ -438,7 +439,7 @@ class Keeper:
             elif record is not None and (slurm_id := find(record, self._listed)):
                 write_handed_in(job.run_dir, replace(record, id=slurm_id))
                 self._seen.pop(job.id, None)
-                self._soon = True  # and is then stopped as any other
+                self._soon = True  # it is then stopped like any other
             else:
                 reason = "removed from the queue"
                 self.store.change(job.id, State.STOPPED, reason, only_from={State.QUEUED})
@@ -448,32 +449,33 @@ class Keeper:
     def _end(self, job: Job, record: HandedIn, verdict: Verdict, facts: Facts) -> None:
         ended = self.store.get(job.id)
         Announcer(ended, _say).announce_end(verdict.state, verdict.reason)
-        with suppress(Exception):  # who looks reads it instead
+        with suppress(Exception):  # readers build a missing summary themselves
             keep_summary(self.store, ended)
         lost = verdict.state is State.LOST
         if lost and job.auto_resume and not job.stop_level and self._worth_it(record, facts):
             self.store.requeue(job.id, f"resumed after: {verdict.reason}")
 
     def _push(self, job: Job) -> None:
-        """From here, where there is a network; a push that runs already stays the one."""
+        """Push exports from here, where there is a network. A running push is not started twice."""
         try:
             start_push(load_spec(job.run_dir.job_file), job)
         except (OSError, UserError) as error:
             _say(f"job {job.id}: cannot push its exports: {error}")
 
     def _worth_it(self, record: HandedIn, facts: Facts) -> bool:
-        """Not again and again where no allocation is long enough for a new checkpoint."""
+        """Return whether to resume: not if no allocation is long enough to reach a new checkpoint.
+        """
         outside = facts.listed is not None and facts.listed.state not in ("TIMEOUT", "DEADLINE")
         return outside or (facts.saved or 0) > record.step
 
 
 def _over(listed: Listed) -> bool:
-    """Whether Slurm has finished with it."""
+    """Return whether Slurm has finished with the job."""
     return listed.state not in ALIVE
 
 
 def _last_line(run_dir: RunDir) -> str:
-    """Return the last line of the batch script's log, unless its warden wrote it.
+    """Return the last line of the batch script's log; "" if the warden wrote it.
 
     The warden's lines begin with a time.
     """
@@ -483,9 +485,9 @@ def _last_line(run_dir: RunDir) -> str:
 
 
 def move(store: Store, job: Job, to: Verdict) -> bool:
-    """Bring a job into its state in Slurm; return whether anything changed.
+    """Move a job to its state in Slurm; return whether anything changed.
 
-    Between two polls it may have been through states that were not observed.
+    It may have passed through states between two polls that were not observed.
     """
     if (job.state, job.reason) == (to.state, to.reason):
         return False

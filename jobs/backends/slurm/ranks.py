@@ -1,7 +1,7 @@
-"""A job's ranks in an allocation of Slurm: tasks of one `srun`, on any number of nodes.
+"""Control a job's ranks in a Slurm allocation: the tasks of one `srun`, on any number of nodes.
 
 Their supervisor runs inside the allocation. Slurm ends an allocation at its time limit, on
-cancellation, or on preemption, and says which only afterwards, if at all.
+cancellation or on preemption, and reveals which one only afterwards, if at all.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ if TYPE_CHECKING:
 
 LOOK_EVERY: Final = 0.5  # seconds
 ASK_EVERY: Final = 5.0  # seconds
-# srun's messages when the controller is away, has just come back, or ends the job.
+# srun's messages if the controller is down, has just come back, or is ending the job.
 _REFUSED: Final = re.compile(
     r"Unable to create step|Unable to confirm allocation|Expired or invalid job"
 )
 _HALF: Final = "Application launch failed"  # a node did not respond
 KILL_TAKES: Final = 40.0  # seconds for srun to end its tasks
 TRACKERS_TAKE: Final = 60.0  # seconds for trackers to report the end
-VERDICT_TAKES: Final = 600.0  # seconds for Slurm to finish an end that starts with SIGTERM
-_REFUSALS: Final = 10  # starts of the ranks that Slurm refused
+VERDICT_TAKES: Final = 600.0  # seconds for Slurm to complete an end that starts with SIGTERM
+_REFUSALS: Final = 10  # number of refused starts of the ranks
 _NO_MORE_STEPS: Final = "already completing or completed"
 
 
 @dataclass
 class SlurmRanks:
-    """`jobs.supervise.port.Ranks` of a job in its allocation.
+    """Implement `jobs.supervise.port.Ranks` for a job in its allocation.
 
     Attributes:
-        run_dir: Of the job.
+        run_dir: The run directory.
         allocation: Slurm's job id and restart count.
-        report: Where its supervisor says what it does.
+        report: Where the supervisor reports.
         time_up: Whether the time limit is near.
-        sigterm_received: Whether Slurm sent SIGTERM: a cancellation, or a preemption.
+        sigterm_received: Whether Slurm sent SIGTERM: a cancellation or a preemption.
     """
 
     run_dir: RunDir
@@ -73,8 +73,8 @@ class SlurmRanks:
     report: Report
     time_up: bool = False
     sigterm_received: bool = False
-    _closing: bool = False  # Slurm says that it ends the allocation
-    _signalled: bool = False  # all ranks, by us
+    _closing: bool = False  # whether Slurm says that it is ending the allocation
+    _signalled: bool = False  # whether we signaled all ranks
     _ended_by_us: set[int] = field(default_factory=set)
     _refusals: int = 0
     _attempt: Attempt | None = None
@@ -105,14 +105,14 @@ class SlurmRanks:
                 attempt.child.wait(LOOK_EVERY)
 
     def leave_if_replaced(self) -> None:
-        """End the ranks of a node that was cut off: the new supervisor alone judges the job."""
+        """End the ranks of a partitioned-off node: only the new supervisor judges the job."""
         if other := taken_over(self.run_dir.root, str(self.allocation)):
             self.report.log(f"allocation {other} of this job has taken over; ending the ranks")
             self.end_all()
             raise SystemExit(1)
 
     def gone(self, statuses: Sequence[RankStatus]) -> set[int]:
-        """Trust srun alone: a pid of another node says nothing here."""
+        """Rely on srun's exit reports only: pids of other nodes mean nothing here."""
         return {rank_exit.rank for rank_exit in rank_exits(self.run_dir)}
 
     def dump_stacks(self, statuses: Sequence[RankStatus]) -> None:
@@ -122,7 +122,7 @@ class SlurmRanks:
         if time.monotonic() - self._sent_at < ASK_EVERY:
             raise AwayError("Slurm did not respond a moment ago")
         try:
-            with suppress(UserError):  # such as of ranks that have just ended
+            with suppress(UserError):  # for example because the ranks have just ended
                 commands.signal_steps(self.allocation.id, "TERM")
         except AwayError:
             self._sent_at = time.monotonic()
@@ -130,7 +130,9 @@ class SlurmRanks:
         self._signalled = True
 
     def kill(self, attempt: Attempt, ranks: Collection[int] | None = None) -> None:
-        """End all tasks, whichever are meant: srun does that when it gets SIGTERM, and says so."""
+        """End all tasks, whichever ranks were asked for: srun does that on SIGTERM, and reports
+        them.
+        """
         if ranks is None:
             self._signalled = True
         else:
@@ -145,7 +147,7 @@ class SlurmRanks:
             child.kill()
 
     def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
-        """Collect the errors of other ranks than the first; no process outlives srun."""
+        """Collect the errors of ranks other than the first; no process outlives srun."""
         add_errors(self.run_dir)
         return False
 
@@ -159,7 +161,9 @@ class SlurmRanks:
         return "Slurm ends the job: " if self.sigterm_received or self._closing else ""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome | None:
-        """Return the outcome; None to retry a step that Slurm refused (is its controller away?)."""
+        """Return the outcome; None to retry a step that Slurm refused (perhaps its controller is
+        down).
+        """
         ending = bool(self.must_end()) or self.report.wish() > 0
         if not was_refused(self.run_dir) or ending or self._refusals >= _REFUSALS:
             return outcome
@@ -199,8 +203,8 @@ class SlurmRanks:
                 self._await_verdict()
             return outcome
         if self.sigterm_received or not self.time_up:
-            # A cancellation, or a preemption, which signals only the ranks. To exit now would
-            # look to Slurm like a normal end, and a preempted job would not be requeued.
+            # This is a cancellation, or a preemption that signals only the ranks. Exiting now would
+            # look like a normal end to Slurm, and it would not requeue a preempted job.
             self.report.say(State.STOPPING, f"{outcome.reason}; waiting for Slurm")
             if not self._await_verdict():
                 reason = f"someone sent SIGTERM to the ranks; {outcome.reason}"
@@ -213,13 +217,13 @@ class SlurmRanks:
         return self._requeue(stopped) if spec.slurm_requeue else stopped
 
     def _requeue(self, stopped: Outcome) -> Outcome:
-        """Go back into Slurm's queue, which ends this process; if that fails, it has stopped."""
+        """Requeue the job, which ends this process; if that fails, the job has stopped."""
         self.report.say(State.STOPPING, f"{stopped.reason}; requeueing")
         while not self.report.wish():
             self.report.look(())
             try:
                 commands.requeue(self.allocation.id)
-            except AwayError as error:  # it has until the time limit to come back
+            except AwayError as error:  # retry until the time limit
                 self.report.log(f"cannot requeue yet: {error}")
                 time.sleep(ASK_EVERY)
             except UserError as error:
@@ -231,7 +235,7 @@ class SlurmRanks:
         return stopped
 
     def _is_ending(self) -> bool:
-        """Whether Slurm ends this allocation, so that ranks were killed for that reason.
+        """Return whether Slurm is ending this allocation, and therefore killed the ranks.
 
         For up to a minute past its limit, a job is still RUNNING but gets no more steps.
         """
@@ -242,7 +246,8 @@ class SlurmRanks:
         return False
 
     def _await_verdict(self) -> bool:
-        """Stay until Slurm ends this process; False if it does not in a long time."""
+        """Wait until Slurm ends this process; return False if it does not within `VERDICT_TAKES`.
+        """
         until = time.monotonic() + VERDICT_TAKES
         while time.monotonic() < until:
             self.leave_if_replaced()
@@ -318,30 +323,31 @@ def start_step(
 
 
 def was_refused(run_dir: RunDir) -> bool:
-    """Whether Slurm refused the step or could not start all ranks: no failure of the job."""
+    """Return whether Slurm refused the step or could not start all ranks; the job is not at fault.
+    """
     output = read_tail(run_dir.launcher_log)
     none = _REFUSED.search(output) is not None and not run_dir.rank_statuses()
     return none or _HALF in output
 
 
 def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:
-    """Whether ranks were ended by a SIGTERM that we did not send.
+    """Return whether a SIGTERM that we did not send ended ranks.
 
-    A preemption starts with one, to the ranks alone; while they start, they cannot save.
+    A preemption first sends one to the ranks only; ranks that are starting cannot save.
     """
     ends = [rank_exit for rank_exit in rank_exits(run_dir) if rank_exit.rank not in ended_by_us]
     return any(rank_exit.code == -signal.SIGTERM for rank_exit in ends)
 
 
 def await_answer(slurm_id: str, ends: Callable[[], bool]) -> str | None:
-    """Ask for the state of a job that got no step until Slurm responds.
+    """Query the state of a job that got no step until Slurm responds.
 
     Args:
-        slurm_id: Slurm's number of the job.
-        ends: Called about every half second; whether to wait no longer.
+        slurm_id: Slurm's job id.
+        ends: Polled about every half second; True ends the wait.
 
     Returns:
-        Its state; "" if Slurm does not know it, None if the wait was to end.
+        The state; "" if Slurm does not know the job, None if `ends` ended the wait.
     """
     asked_at = time.monotonic()
     while not ends():
@@ -358,8 +364,8 @@ def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str])
 
     Args:
         spec: The job.
-        run_dir: Where they write.
-        environment: May name the interpreter of the ranks, such as one in a container.
+        run_dir: Its run directory.
+        environment: May name the ranks' interpreter, for example one in a container.
     """
     python = shlex.split(environment.get(PYTHON_VARIABLE, "")) or [sys.executable]
     return [
@@ -367,10 +373,11 @@ def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str])
         f"--nodes={spec.num_machines}",
         f"--ntasks={world_size(spec)}",
         f"--ntasks-per-node={per_machine(spec)}",
-        "--distribution=block",  # ranks of a machine are neighbors
-        "--gpu-bind=none",  # each rank sees all GPUs of its node, and takes that of its number
-        "--kill-on-bad-exit=0",  # the others may still have to say why, or to save
-        # No --unbuffered: it gives tasks a terminal, and ranks without one write logs.
+        "--distribution=block",  # neighboring ranks share a machine
+        # each rank sees all GPUs of its node and uses the one with its local rank
+        "--gpu-bind=none",
+        "--kill-on-bad-exit=0",  # the other ranks may still have to report an error or save
+        # Not --unbuffered: it gives tasks a terminal, and ranks without one write logs.
         "--wait=0",  # rank 0 may have more to write than the others
         *(spec.slurm_srun_args or []),
         *python,
@@ -381,7 +388,7 @@ def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str])
 
 
 def _strategy(spec: JobSpec, before: Mapping[str, object]) -> tuple[str, str]:
-    """Return the strategy and its reason; a restart keeps what `auto` chose at first."""
+    """Return the strategy and its reason; a restart keeps the first choice of `auto`."""
     environment = before.get("environment")
     strategy, reason = launched_strategy(environment if isinstance(environment, dict) else {})
     if spec.strategy == "auto" and strategy and reason != AS_ASKED:
@@ -392,7 +399,7 @@ def _strategy(spec: JobSpec, before: Mapping[str, object]) -> tuple[str, str]:
 
 
 def _free_port() -> int:
-    """Return a port of this node, on which rank 0 listens."""
+    """Return a free port of this node, for rank 0 to listen on."""
     with socket.socket() as listening:
         listening.bind(("", 0))
         return int(listening.getsockname()[1])
@@ -408,7 +415,7 @@ def _without_foreign(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def add_errors(run_dir: RunDir) -> None:
-    """Add the errors of ranks other than the first to the events; all ranks have ended."""
+    """Append the errors of ranks other than the first to the events, after all ranks have ended."""
     errors = [error for error in run_dir.rank_errors() if error["rank"]]
     with suppress(OSError), open(run_dir.events, "a", encoding="utf-8") as file:
         for error in errors:

@@ -1,11 +1,12 @@
-"""Files in the run directory of a Slurm job besides those of every run.
+"""Read and write the files that only a Slurm job has in its run directory.
 
-    slurm.json      by the queue: which Slurm job this is
-    warden.json     by the supervisor in the allocation: what it sees, about every five seconds
-    outcome.json    by the same, once: how the job ended
-    fence.json      by the same, first: which allocation may write checkpoints
+    slurm.json      written by the queue: the Slurm job
+    warden.json     written by the warden every five seconds: its view of the job
+    outcome.json    written by the warden once: how the job ended
+    fence.json      written by the warden first: which allocation may write checkpoints
 
-Slurm puts a job back into its queue under the same id, so (id, restart count) names an allocation.
+The warden is the supervisor that runs in the batch step. Slurm requeues a job under the same id, so
+the pair (id, restart count) identifies an allocation.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
     from jobs.run.rundir import RunDir
 
-NAME: Final = "slurm"  # of this backend, as `launcher` has it
-STOPS: Final = (1, 2, 3)  # levels
+NAME: Final = "slurm"  # the backend's name, as in `launcher`
+STOPS: Final = (1, 2, 3)  # stop levels
 
 
 @dataclass(frozen=True)
 class HandedIn:
-    """Which Slurm job a job is.
+    """The Slurm job of a job.
 
     Attributes:
-        name: Of the Slurm job; no other has it.
-        attempt: Ours, for which it was handed in.
-        id: Slurm's; "" from before `sbatch` is called until its answer is written down.
-        step: Of the newest checkpoint at that time.
+        name: Unique name of the Slurm job.
+        attempt: The job's attempt that was submitted.
+        id: Slurm's job id; "" until the answer of `sbatch` is recorded.
+        step: Step of the newest checkpoint at submission.
     """
 
     name: str
@@ -49,7 +50,7 @@ class HandedIn:
 
 @dataclass(frozen=True)
 class Allocation:
-    """An allocation: a Slurm job, and how often it was put back into the queue before."""
+    """An allocation: a Slurm job id and how often the job was requeued before."""
 
     id: str
     restart: int = 0
@@ -60,15 +61,15 @@ class Allocation:
 
 @dataclass(frozen=True)
 class WardenReport:
-    """What a warden reports: its current view of the job, or the outcome.
+    """A warden's report: its current view of the job, or the outcome.
 
     Attributes:
-        allocation: Whose warden it is.
-        state: Of the job.
+        allocation: The warden's allocation.
+        state: The job's state.
         reason: One line.
-        host: Where the warden runs.
-        beat: Grows for as long as it lives.
-        worth_retrying: Of an outcome: whether another attempt could help.
+        host: Host name of the warden.
+        beat: Heartbeat counter.
+        worth_retrying: For an outcome, whether another attempt could help.
         still: Seconds in which no rank has made progress.
     """
 
@@ -94,7 +95,7 @@ def outcome_file(run_dir: RunDir) -> Path:
 
 
 def read_handed_in(run_dir: RunDir, attempt: int | None = None) -> HandedIn | None:
-    """Read which Slurm job it is; None if it has none yet, or only one of another attempt."""
+    """Read the Slurm job; None if there is none, or only one of another attempt."""
     values = read_json(handed_in_file(run_dir)) or {}
     try:
         record = HandedIn(
@@ -137,17 +138,17 @@ def write_warden_report(path: Path, report: WardenReport, *, durable: bool = Fal
 
 
 def ask_to_stop(run_dir: RunDir, attempt: int, level: int) -> None:
-    """Leave a person's wish for the warden of this attempt, whichever allocation it has."""
+    """Leave a stop request for the warden of this attempt, whichever allocation it runs in."""
     run_dir.control.mkdir(parents=True, exist_ok=True, mode=0o700)
     for lower in range(1, level + 1):
         (run_dir.control / _wish(attempt, lower)).touch()
 
 
 def asked_to_stop(run_dir: RunDir, attempt: int) -> int:
-    """How firmly a person asked this attempt to stop; 0 if nobody did.
+    """Return the stop level requested for this attempt; 0 if none.
 
-    By listing the directory: of a file that another host has just made, a network file system may
-    say for a minute that there is none.
+    Lists the directory instead of checking for files: a network file system may cache for a minute
+    that a file which another host has just created does not exist.
     """
     try:
         there = set(os.listdir(run_dir.control))
@@ -171,9 +172,9 @@ _SHOWN: Final = ("state", "reason", "nodes", "starts", "restarts", "place")
 
 
 def slurm_facts(store: Store, job: Job) -> dict[str, Any]:
-    """Return a Slurm job's number, where it is, and since when that is known.
+    """Return a Slurm job's id, its place in the queue, and the age of that information.
 
-    {} while the job has no number.
+    {} if the job has not been submitted.
     """
     record = read_handed_in(job.run_dir, job.attempt)
     if record is None:

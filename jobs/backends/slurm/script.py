@@ -1,4 +1,4 @@
-"""The batch script of a job. Pure: a job in, text out."""
+"""Generate the batch script of a job. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.devices import DeviceKeys
 
-SIGNAL_SECONDS: Final = 300  # before the time limit, where no save was measured yet
-# The signal before the time limit would end the shell while it still sets things up.
+SIGNAL_SECONDS: Final = 300  # seconds before the time limit, used until a save has been measured
+# Without this, the signal before the time limit would end the shell during the setup.
 _WAIT_FOR_WARDEN: Final = "trap '' USR2"
 PYTHON_VARIABLE: Final = "FSDP_TUI_PYTHON"
 _PLAIN: Final = frozenset("-_./,:=+@%[]")
@@ -36,11 +36,11 @@ def script_of(
 
     Args:
         spec: The job.
-        run_dir: Its run directory, on a file system that the nodes share.
-        name: Of the Slurm job, unlike that of any other.
-        python: The interpreter, by the same path on the nodes.
+        run_dir: Its run directory, on a file system shared with the nodes.
+        name: Unique name of the Slurm job.
+        python: Path of the interpreter, the same on the nodes.
         home: The state directory.
-        signal_seconds: Before the time limit, if the job does not say.
+        signal_seconds: Seconds before the time limit, if the job sets none.
     """
     log = run_dir.supervisor_log
     lines = _head(spec, name, str(log), signal_seconds)
@@ -49,7 +49,9 @@ def script_of(
 
 
 def script_by_hand(spec: JobSpec, *, python: str = "python") -> str:
-    """Return a script for `sbatch` that brings its job along: no queue, its own directory."""
+    """Return a self-contained script for `sbatch` that needs no queue and creates its own
+    directory.
+    """
     folder = f"{spec.name}-by-hand"
     lines = _head(spec, spec.name, f"{spec.name}-%j.log", spec.slurm_signal_seconds)
     lines += ["", _WAIT_FOR_WARDEN, f"mkdir -p {shlex.quote(folder)}"]
@@ -65,7 +67,7 @@ def per_machine(spec: DeviceKeys) -> int:
 
 
 def on_gpus(spec: DeviceKeys) -> bool:
-    """Whether the job asks Slurm for a GPU for each rank."""
+    """Return whether the job asks Slurm for one GPU per rank."""
     return spec.device != "cpu"
 
 
@@ -80,7 +82,7 @@ def _head(spec: JobSpec, name: str, log: str, signal_seconds: int | None) -> lis
         ("account", spec.slurm_account),
         ("qos", spec.slurm_qos),
         ("time", spec.slurm_time),
-        # Only to the batch script: the ranks do not expect it, and NCCL may catch USR1.
+        # Only to the batch script: the ranks do not expect the signal, and NCCL may catch USR1.
         ("signal", f"B:USR2@{seconds}"),
         ("output", log if log.endswith("%j.log") else log.replace("%", "%%")),
         ("open-mode", "append"),
@@ -97,18 +99,18 @@ def _exports(home: Path | None) -> list[str]:
     return [
         *lines,
         "export PYTHONSAFEPATH=1",
-        # CPUs that srun gives each rank; since 22.05 it does not inherit them from sbatch.
+        # CPUs that srun gives each rank; since 22.05 it no longer inherits them from sbatch.
         '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
     ]
 
 
 def _start(python: str, run_dir: str) -> str:
-    """Return the last line: the batch step becomes the job's supervisor."""
+    """Return the last line, with which the batch step becomes the job's supervisor."""
     return f"exec {shlex.quote(python)} -m jobs.backends.slurm.warden {shlex.quote(run_dir)}"
 
 
 def _grouped(words: Sequence[str]) -> list[str]:
-    """Options, each with its value, a line each."""
+    """Group options with their values, one option per line."""
     lines: list[str] = []
     for word in words:
         if lines and not word.startswith("-") and "=" not in lines[-1] and " " not in lines[-1]:
@@ -119,7 +121,7 @@ def _grouped(words: Sequence[str]) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """Return a word of an #SBATCH line, which Slurm splits at blanks unless they are in quotes."""
+    """Quote a word of an #SBATCH line, which Slurm splits at blanks."""
     if all(c.isalnum() or c in _PLAIN for c in text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

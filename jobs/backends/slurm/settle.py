@@ -1,4 +1,4 @@
-"""What state a job is in, from what Slurm and the job's warden say. Pure."""
+"""Derive the state of a job from what Slurm and the job's warden report. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from jobs.backends.slurm.commands import Listed
     from jobs.backends.slurm.records import WardenReport
 
-UNKNOWN_FOR: Final = 60.0  # seconds for which Slurm may not know a job before it counts as lost
+# seconds for which Slurm may not know a job before the job counts as lost
+UNKNOWN_FOR: Final = 60.0
 PENDING_UNKNOWN_FOR: Final = 300.0  # the same for a waiting job, which has nothing to lose yet
 AGE: Final = "; Slurm has not responded for "
 _WAITING: Final = frozenset(
@@ -29,7 +30,7 @@ LOST: Final = {
     "PREEMPTED": "the job was preempted",
     "REVOKED": "Slurm moved the job to another cluster",
 }
-LAUNCH_FAILED: Final = "JobLaunchFailure"  # the reason that comes with FAILED
+LAUNCH_FAILED: Final = "JobLaunchFailure"  # a reason that comes with FAILED
 # Slurm's reasons for waiting that need an explanation.
 _WHY: Final = {
     "Priority": "other jobs go first",
@@ -49,7 +50,7 @@ _WHY: Final = {
 
 
 class Verdict(NamedTuple):
-    """The state a job is in, and the sentence beside it."""
+    """A job's state and the sentence displayed with it."""
 
     state: State
     reason: str
@@ -57,21 +58,20 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """All that decides.
+    """The facts that determine a job's state.
 
     Attributes:
-        id: Slurm's number of the job.
-        listed: What Slurm said of it last; None if it did not know it.
-        silent: Seconds since Slurm answered, if it does not answer now.
-        missing: Seconds for which Slurm's lists have not had it.
-        gone: Whether Slurm says that it does not know it.
-        warden: What its warden said last.
-        fresh: Whether the warden said something within the last minute, by the clock of whoever
-            watches.
-        outcome: How it ended, if a warden said so.
-        stopping: Whether a person asked it to stop.
-        saved: The step of its newest checkpoint; None if there is none.
-        log: The last line of the batch script's log.
+        id: Slurm's job id.
+        listed: The job in Slurm's latest list; None if the list lacks it.
+        silent: Seconds since Slurm last answered; None if it answers.
+        missing: Seconds for which Slurm's lists have lacked the job.
+        gone: Whether Slurm says that it does not know the job.
+        warden: The warden's latest report.
+        fresh: Whether that report changed within the last minute, by this process's clock.
+        outcome: The outcome, if a warden reported one.
+        stopping: Whether the user asked it to stop.
+        saved: Step of its newest checkpoint; None if there is none.
+        log: Last line of the batch script's log.
     """
 
     id: str
@@ -88,10 +88,10 @@ class Facts:
 
 
 def settle(now: Verdict, facts: Facts) -> Verdict:
-    """Return the state of a job that was submitted.
+    """Return the state of a submitted job.
 
     Args:
-        now: As it is recorded.
+        now: The recorded state.
         facts: What is known.
     """
     if facts.silent is not None:
@@ -102,7 +102,7 @@ def settle(now: Verdict, facts: Facts) -> Verdict:
         return _unknown(now, facts)
     if listed.state in _WAITING:
         if facts.stopping:
-            return now  # it is being taken out of Slurm's queue
+            return now  # it is being removed from Slurm's queue
         return Verdict(State.QUEUED, waits(listed))
     if listed.state in _RUNNING:
         return _running(now, facts, listed)
@@ -114,7 +114,7 @@ def settle(now: Verdict, facts: Facts) -> Verdict:
 
 
 def waits(listed: Listed) -> str:
-    """Why a job waits, in a sentence."""
+    """Return why a job waits, as a sentence."""
     code = listed.reason.strip("()").partition(",")[0]
     parts = [f"Slurm job {listed.id}"]
     if code:
@@ -129,19 +129,19 @@ def waits(listed: Listed) -> str:
 
 
 def age(seconds: float) -> str:
-    """Roughly, so that it changes rarely: `20 s`, `3 min`, `2 h`."""
+    """Format a rounded duration that changes rarely: `20 s`, `3 min`, `2 h`."""
     if seconds < 60:
         return f"{max(10, round(seconds / 10) * 10)} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def base(reason: str) -> str:
-    """Return a reason without its age."""
+    """Return a reason without the age of the information."""
     return reason.partition(AGE)[0]
 
 
 def of_allocation(report: WardenReport | None, allocation: Allocation) -> WardenReport | None:
-    """Return a warden's report if it belongs to this allocation."""
+    """Return a warden's report if it belongs to this allocation, else None."""
     return report if report is not None and report.allocation == allocation else None
 
 
@@ -156,7 +156,7 @@ def _running(now: Verdict, facts: Facts, listed: Listed) -> Verdict:
         on = f" on {listed.nodes}" if listed.nodes else ""
         return Verdict(State.STARTING, f"Slurm job {facts.id} starts{on}")
     if report.state.ended:
-        return now  # the allocation is about to end, and Slurm to say how
+        return now  # the allocation is about to end, and Slurm will report how
     return Verdict(report.state, report.reason)
 
 
@@ -181,7 +181,9 @@ def _ended(facts: Facts, listed: Listed) -> Verdict:
 
 
 def _unknown(now: Verdict, facts: Facts) -> Verdict:
-    """Slurm forgets jobs some minutes after their end."""
+    """Return the state of a job that Slurm does not list; it forgets jobs some minutes after their
+    end.
+    """
     if facts.outcome is not None and facts.outcome.allocation.id == facts.id:
         newer = facts.warden is not None and (
             facts.warden.allocation.id == facts.id

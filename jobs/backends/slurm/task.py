@@ -1,4 +1,4 @@
-"""`python -m jobs.backends.slurm.task RUNDIR`: a task of srun becomes a rank.
+"""`python -m jobs.backends.slurm.task RUNDIR`: turn an srun task into a rank.
 
 The engine replaces this process, so that signals, exit codes and the node's limits reach the rank.
 """
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# What other launchers leave behind, by which torch or accelerate would take itself for one of
-# theirs.
+# Prefixes of variables of other launchers, which make torch or accelerate believe that one of them
+# started this process.
 _FOREIGN: Final = ("PMI_", "PMIX_", "OMPI_", "MV2_", "TORCHELASTIC_", "ACCELERATE_TORCH")
 _FEWEST_THREADS, _MOST_THREADS = 1, 8
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a rank, from that of a task. Pure.
+    """Return the environment of a rank, given that of a task. Pure.
 
     Args:
-        environment: Slurm's, with the address and the port of rank 0 from the warden.
+        environment: Slurm's environment, with rank 0's address and port from the warden.
 
     Raises:
-        KeyError: It is not that of a task.
+        KeyError: It is not the environment of a task.
     """
     local = int(environment["FSDP_TUI_LOCAL_RANKS"])
     cpus = int(environment.get("SLURM_CPUS_ON_NODE") or os.cpu_count() or 1)
@@ -42,7 +42,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Become a rank."""
+    """Replace this process by a rank."""
     try:
         environment = rank_environment(os.environ)
     except (KeyError, ValueError) as error:

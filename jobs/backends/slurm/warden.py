@@ -1,7 +1,7 @@
 """`python -m jobs.backends.slurm.warden RUNDIR`: the batch step supervises the job.
 
-It writes what it sees into the run directory, never opens the database, and needs nothing to run
-on the login node.
+It reports through files in the run directory, never opens the database, and needs no process on the
+login node.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ if TYPE_CHECKING:
     from jobs.run.hang import Stillness
     from jobs.supervise.port import Outcome
 
-BEAT_EVERY: Final = 5.0  # seconds between two signs of life
+BEAT_EVERY: Final = 5.0  # seconds between two heartbeats
 _TRY_EVERY: Final = 5.0  # seconds
-_GONE_AFTER: Final = 5  # tries to write into a run directory that is not there
+_GONE_AFTER: Final = 5  # attempts to write into a run directory that does not exist
 
 
 @dataclass
 class WardenFile:
-    """`jobs.supervise.port.Report` in files of the run directory, which the keeper reads.
+    """Implement `jobs.supervise.port.Report` with files in the run directory, for the keeper.
 
     Attributes:
-        run_dir: Of the job.
+        run_dir: The run directory.
         allocation: Slurm's job id and restart count.
-        attempt: Ours, by which a person's requests are known; None for a job handed in by hand.
+        attempt: The job's attempt, part of the stop requests' names; None for a job submitted by
+            hand.
     """
 
     run_dir: RunDir
@@ -76,7 +77,7 @@ class WardenFile:
             self.say(State.RUNNING, text)
 
     def look(self, ranks: Sequence[Stillness]) -> None:
-        """Give a sign of life from time to time."""
+        """Write a heartbeat when due."""
         self._still = min((rank.still for rank in ranks), default=0.0)
         if time.monotonic() - self._beaten_at >= BEAT_EVERY:
             self._write()
@@ -87,17 +88,17 @@ class WardenFile:
         while missing < _GONE_AFTER:
             try:
                 write_warden_report(outcome_file(self.run_dir), report, durable=True)
-            except FileNotFoundError:  # the run was removed, or its file system is away
+            except FileNotFoundError:  # the run was removed, or its file system is unavailable
                 missing += 1
                 time.sleep(_TRY_EVERY)
-            except OSError as error:  # full disk: retry, or the state is wrong
+            except OSError as error:  # full disk: retry, otherwise the state stays wrong
                 self.log(f"could not record the end: {error}")
                 time.sleep(_TRY_EVERY)
             else:
                 break
 
     def log(self, text: str) -> None:
-        """Print a line of the batch script's log."""
+        """Print a line to the batch script's log."""
         with suppress(OSError):
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
 
@@ -106,7 +107,7 @@ class WardenFile:
         self._beat += 1
         try:
             write_warden_report(warden_file(self.run_dir), self._report(*self._reported))
-        except OSError as error:  # a full disk; the next sign of life says it
+        except OSError as error:  # full disk; the next heartbeat retries
             if not self._failing:
                 self.log(f"cannot write {warden_file(self.run_dir).name}: {error}")
             self._failing = True
@@ -124,7 +125,7 @@ def supervisor_of(run_dir: RunDir, environment: Mapping[str, str]) -> Supervisor
     """Build the supervisor of this process's allocation.
 
     Raises:
-        UserError: There is none, or the run belongs to another Slurm job.
+        UserError: There is no allocation, or the run belongs to another Slurm job.
     """
     try:
         allocation = Allocation(
@@ -143,7 +144,7 @@ def supervisor_of(run_dir: RunDir, environment: Mapping[str, str]) -> Supervisor
 
 
 def main() -> int:
-    """Supervise the run directory on the command line; the exit status of the batch script."""
+    """Supervise the run directory on the command line; return the batch script's exit status."""
     run_dir = RunDir(Path(sys.argv[1]).absolute())
     try:
         supervisor = supervisor_of(run_dir, os.environ)
@@ -160,7 +161,7 @@ def main() -> int:
     def note_end(*_: object) -> None:
         ranks.sigterm_received = True
 
-    # A cancellation is SIGTERM: only USR2, which the script asks for, may requeue.
+    # A cancellation sends SIGTERM. Only USR2, which the script requests, may lead to a requeue.
     signal.signal(signal.SIGUSR2, note_limit)
     signal.signal(signal.SIGTERM, note_end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

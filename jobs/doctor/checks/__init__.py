@@ -1,1 +1,1 @@
-"""The checks of the doctor, one subject a file. None imports the list of all."""
+"""The doctor's checks, one subject per file. None of them imports the list of all checks."""

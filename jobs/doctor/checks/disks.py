@@ -1,4 +1,4 @@
-"""The file systems that jobs write to: room, kind, and whether they really take a file."""
+"""Check the file systems that jobs write to: free space, kind, and whether writing works."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Disk:
     """The file system at a path.
 
     Attributes:
-        path: The nearest directory that exists.
-        kind: ext4, nfs4, …; "?" when unknown.
-        free: Bytes that this person may still write.
-        inodes: Files that may still be made; None where they are not counted.
-        problem: Why nothing can be written; None when it was tried and went well.
+        path: The nearest existing directory.
+        kind: ext4, nfs4, …; "?" if unknown.
+        free: Bytes that this user may still write.
+        inodes: Files that may still be created; None if the file system does not count them.
+        problem: Why writing failed; None if it worked.
         skew: Seconds by which its clock is ahead of this machine's.
     """
 
@@ -78,7 +78,7 @@ def check_state_disk(_: Patient) -> Iterator[Finding]:
 
 
 def judge_journal(kind: str) -> Iterator[Finding]:
-    """Whether the database's journal fits a file system of this kind, which machines may share."""
+    """Check that the database's journal is safe on a file system that machines may share."""
     path = state_home() / "jobs.db"
     where = f"{state_home()} is on a file system that machines may share ({kind})"
     if path.exists() and (mode := journal_of(path)) == "wal":
@@ -100,13 +100,13 @@ def check_cache_disk(patient: Patient) -> Iterator[Finding]:
 
 
 def check_room(patient: Patient) -> Iterator[Finding]:
-    """Whether the checkpoints of the job will fit."""
+    """Check that the job's checkpoints will fit."""
     if patient.spec is not None:
         yield from judge_room(patient.spec, look(state_home()).free)
 
 
 def judge_disk(name: str, place: Path, disk: Disk) -> Iterator[Finding]:
-    """Pure."""
+    """Judge a file system. Pure."""
     facts = {"path": str(place), "kind": disk.kind, "free": disk.free, "inodes": disk.inodes}
     room = f"{size(disk.free)} free on {disk.kind} ({place})"
     if disk.problem is not None:
@@ -142,7 +142,10 @@ def judge_disk(name: str, place: Path, disk: Disk) -> Iterator[Finding]:
 
 
 def judge_clock(disk: Disk) -> Iterator[Finding]:
-    """Pure. Heartbeats and files are compared by time."""
+    """Judge the clock skew, which matters because heartbeats and files are compared by time.
+
+    Pure.
+    """
     if disk.problem is not None:
         return
     if abs(disk.skew) > _SKEW:
@@ -158,7 +161,7 @@ def judge_clock(disk: Disk) -> Iterator[Finding]:
 
 
 def judge_room(spec: JobSpec, free: int) -> Iterator[Finding]:
-    """Pure, but for the headers of the model's files."""
+    """Judge the space for checkpoints. Pure except for reading the headers of the model's files."""
     each = checkpoint_bytes(spec)
     if each is None:
         return
@@ -181,10 +184,7 @@ def judge_room(spec: JobSpec, free: int) -> Iterator[Finding]:
 
 
 def look(place: Path) -> Disk:
-    """Inspect the file system of a directory, which need not exist.
-
-    Writes a file there and deletes it.
-    """
+    """Inspect the file system of a directory, which need not exist, by writing a temporary file."""
     path = nearest(place)
     facts = os.statvfs(path)
     problem, skew = None, 0.0
@@ -203,10 +203,10 @@ def look(place: Path) -> Disk:
 
 
 def _write(folder: Path) -> float:
-    """Write a file as a job would: a quota may say no where free bytes are shown.
+    """Write a file like a job would, because a quota may reject it in spite of free space.
 
     Returns:
-        Seconds by which its time of change is ahead of this machine's clock.
+        Seconds by which the file's modification time is ahead of this machine's clock.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".fsdp-tui-doctor-") as file:
         before = time.time()
@@ -218,14 +218,15 @@ def _write(folder: Path) -> float:
     return changed - min(max(changed, before), after)
 
 
-_LARGEST_FACTOR: Final = 1 << 16  # none is that large; what a damaged header says may be
+# larger than any real factor, to bound the work for a damaged header
+_LARGEST_FACTOR: Final = 1 << 16
 
 
 def count_adapter(spec: LoraKeys, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """About how many parameters a job's adapter has.
+    """Estimate the number of parameters of a job's adapter.
 
-    As if every linear layer of the model's blocks had one, which is what most families adapt, and
-    all of them the rank of the job.
+    Assumes one on every linear layer of the model's blocks, which is what most families adapt, all
+    with the job's rank.
 
     Args:
         spec: The job.
@@ -239,13 +240,17 @@ def count_adapter(spec: LoraKeys, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _is_adapted(spec: LoraKeys, parts: list[str]) -> bool:
-    """Whether a tensor is the weight of a layer in a block; blocks have numbers."""
+    """Return whether a tensor is the weight of a layer in a block; a block has a number in its
+    name.
+    """
     routed = "experts" in parts and not spec.lora_experts
     return parts[-1] == "weight" and any(map(str.isdigit, parts)) and not routed
 
 
 def _of_lokr(spec: LoraKeys, rows: int, columns: int) -> int:
-    """Elements of the Kronecker factors of a `(rows, columns)` matrix; the second may be parted."""
+    """Count the Kronecker factors' elements for a `(rows, columns)` matrix; the second factor may
+    be decomposed.
+    """
     (a, c), (b, d) = _divide(rows, spec.lokr_factor), _divide(columns, spec.lokr_factor)
     whole = spec.lokr_full_matrix or 2 * spec.lora_rank >= max(c, d)
     return a * b + (c * d if whole else spec.lora_rank * (c + d))
@@ -253,10 +258,10 @@ def _of_lokr(spec: LoraKeys, rows: int, columns: int) -> int:
 
 @cache
 def _divide(side: int, factor: int) -> tuple[int, int]:
-    """Return a side as a product, as LyCORIS and peft divide it.
+    """Factor a side the way LyCORIS and peft do.
 
-    The first is the factor where that divides the side; else the largest divisor up to it and to
-    the root of the side.
+    The first number is `factor` if it divides the side, or else the largest divisor that exceeds
+    neither `factor` nor the square root of the side.
     """
     if factor > 0 and side % factor == 0:
         return factor, side // factor
@@ -269,7 +274,7 @@ _WEIGHT: Final = 4  # bytes of a parameter in a checkpoint, fp32
 
 
 def checkpoint_bytes(spec: RecipeKeys) -> int | None:
-    """About how large a checkpoint is; None when the model cannot be read."""
+    """Estimate the bytes of a checkpoint; None if the model cannot be read."""
     try:
         component = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
     except UserError:
@@ -285,14 +290,14 @@ def checkpoint_bytes(spec: RecipeKeys) -> int | None:
 
 
 def checkpoints_kept(spec: JobSpec) -> int:
-    """Count the checkpoints there will be at once: one more than the limit while one is written."""
+    """Count the checkpoints that exist at once: the limit plus the one being written."""
     limit = spec.checkpoints_total_limit
     count = periodic_saves(spec) or (1 if limit is None else limit + 1)
     return count if limit is None else min(count, limit + 1)
 
 
 # -- hub ------------------------------------------------------------------------------------
-# The Hugging Face hub: a token, the cache of downloads. Nothing is asked of the network.
+# The Hugging Face hub: the token and the download cache. No network access.
 
 
 _COUNTING: Final = 5.0  # seconds; a cache may have very many files on a slow disk
@@ -301,8 +306,8 @@ _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLIN
 
 
 def check_hub(_: Patient) -> Iterator[Finding]:
-    """Token and cache."""
-    # Half a second, paid only here.
+    """Check the token and the cache."""
+    # This import takes half a second; pay for it only here.
     from huggingface_hub import constants, get_token
 
     token = get_token()
@@ -316,7 +321,7 @@ def check_hub(_: Patient) -> Iterator[Finding]:
 
 
 def judge_token(token: str | None, file: Path, environ: dict[str, str]) -> Iterator[Finding]:
-    """Never says what the token is."""
+    """Judge the token without revealing it."""
     if token is None:
         yield ok(
             "token",
@@ -360,7 +365,7 @@ def _judge_cache(place: Path) -> Finding:
 
 
 def measure(place: Path, seconds: float = _COUNTING) -> tuple[int, bool]:
-    """Bytes of the files below a directory, and whether there was time for all of them."""
+    """Return the bytes below a directory, and whether there was time to count all of them."""
     deadline = time.monotonic() + seconds
     total = 0
     for folder, _, files in os.walk(place):
@@ -369,6 +374,6 @@ def measure(place: Path, seconds: float = _COUNTING) -> tuple[int, bool]:
         for name in files:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_size
-            except OSError:  # gone meanwhile
+            except OSError:  # deleted in the meantime
                 continue
     return total, True

@@ -1,4 +1,4 @@
-"""What surrounds a process: environment variables, and limits of the kernel and the container."""
+"""Check a process's environment: variables, and limits of the kernel and the container."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # -- variables ------------------------------------------------------------------------------
-# Environment variables that change what jobs do, and are easily forgotten.
+# Environment variables that affect jobs and are easily forgotten.
 
 
 _OURS: Final = ("jobs", "tui", "engine")
@@ -35,7 +35,7 @@ _OFF: Final = ("", "0", "false", "off", "no")
 
 
 class _Rule(NamedTuple):
-    """A variable that bites when it has certain values."""
+    """A variable that is harmful with certain values."""
 
     name: str
     bites: Callable[[str], bool]
@@ -80,7 +80,7 @@ _RULES: Final = (
         for name in sorted(ALLOCATOR_VARIABLES)
     ),
 )
-# Shown when they are set, whatever they say, because they matter to whoever reads the report.
+# Shown whenever they are set, because readers of the report need them.
 _SHOWN: Final = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
@@ -103,12 +103,12 @@ def check_variables(_: Patient) -> Iterator[Finding]:
 
 
 def network_interfaces() -> list[str]:
-    """Names of this machine's network interfaces."""
+    """Return the names of this machine's network interfaces."""
     return list(psutil.net_if_addrs())
 
 
 def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> Iterator[Finding]:
-    """Report harmful variables, then the others; reads the directories they name."""
+    """Report harmful variables, then other relevant ones. Reads the directories they name."""
     bad = [
         warn(rule.name, f"is {_short(environ[rule.name])}, which {rule.what}", rule.advice)
         for rule in _RULES
@@ -141,7 +141,10 @@ def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> 
 
 
 def _judge_interfaces(environ: Mapping[str, str], there: Collection[str]) -> Iterator[Finding]:
-    """`NCCL_SOCKET_IFNAME` names beginnings (`=` exact names, `^` what to avoid), gloo's names."""
+    """Check that named interfaces exist.
+
+    `NCCL_SOCKET_IFNAME` lists prefixes (`=` exact names, `^` exclusions); gloo's lists names.
+    """
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environ.get(name, "")
         if not value or value.startswith("^"):
@@ -162,7 +165,7 @@ def _judge_interfaces(environ: Mapping[str, str], there: Collection[str]) -> Ite
 
 
 def _judge_python_path(value: str) -> Iterator[Finding]:
-    """Directories in PYTHONPATH come before everything that is installed."""
+    """Report directories in PYTHONPATH that shadow installed packages."""
     home = Path(jobs.__file__).resolve().parent.parent
     for entry in value.split(os.pathsep) if value else ():
         if not os.path.isdir(entry) or Path(entry).resolve() == home:
@@ -184,7 +187,7 @@ def _judge_python_path(value: str) -> Iterator[Finding]:
 
 
 def _judge_library_path(value: str) -> Iterator[Finding]:
-    """Directories in LD_LIBRARY_PATH come before the libraries that torch brings along."""
+    """Report directories in LD_LIBRARY_PATH that shadow the libraries bundled with torch."""
     for entry in value.split(os.pathsep) if value else ():
         try:
             names = sorted(name for name in os.listdir(entry) if name.startswith(_LIBRARIES))
@@ -209,14 +212,14 @@ def _short(value: str) -> str:
 
 
 # -- limits ---------------------------------------------------------------------------------
-# What the kernel and the container let processes have: memory, shared memory, open files.
+# Limits of the kernel and the container: memory, shared memory, open files.
 
 
 SHM: Final = Path("/dev/shm")
 INFINIBAND: Final = Path("/sys/class/infiniband")
 _MIB: Final = 2**20
 _GIB: Final = 2**30
-_SHM_OF_A_RANK: Final = 64 * _MIB  # NCCL's buffers where GPUs cannot reach each other directly
+_SHM_OF_A_RANK: Final = 64 * _MIB  # NCCL's buffers when GPUs cannot access each other directly
 _ROOMY_SHM: Final = 1 * _GIB
 _FEW_FILES: Final = 1024
 _ENOUGH_FILES: Final = 4096
@@ -225,7 +228,7 @@ _MODEST_MEMORY: Final = 16 * _GIB
 
 
 def check_shared_memory(patient: Patient) -> Iterator[Finding]:
-    """/dev/shm, through which NCCL and gloo pass data between ranks of a machine."""
+    """Check /dev/shm, through which NCCL and gloo pass data between ranks on a machine."""
     try:
         facts = os.statvfs(SHM)
     except OSError as error:
@@ -241,7 +244,7 @@ def check_shared_memory(patient: Patient) -> Iterator[Finding]:
 
 
 def judge_shared_memory(total: int, free: int, *, writable: bool, ranks: int) -> Finding:
-    """Pure."""
+    """Judge the size of /dev/shm. Pure."""
     needed = ranks * _SHM_OF_A_RANK
     words = f"{size(free)} free of {size(total)}"
     larger = "docker run --shm-size=16g (or --ipc=host); else remount it larger"
@@ -258,12 +261,12 @@ def judge_shared_memory(total: int, free: int, *, writable: bool, ranks: int) ->
 
 
 def check_open_files(_: Patient) -> Iterator[Finding]:
-    """RLIMIT_NOFILE."""
+    """Check RLIMIT_NOFILE."""
     yield judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def judge_open_files(soft: int, hard: int) -> Finding:
-    """Pure; -1 is unlimited."""
+    """Judge the limit of open files. Pure; -1 is unlimited."""
     facts = {"soft": soft, "hard": hard}
     if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
         return ok("open files", f"limit {_count(soft)}", **facts)
@@ -278,13 +281,13 @@ def judge_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_locked_memory(_: Patient) -> Iterator[Finding]:
-    """RLIMIT_MEMLOCK, which InfiniBand needs."""
+    """Check RLIMIT_MEMLOCK, which matters for InfiniBand."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield judge_locked_memory(soft, infiniband=INFINIBAND.is_dir() and any(INFINIBAND.iterdir()))
 
 
 def judge_locked_memory(soft: int, *, infiniband: bool) -> Finding:
-    """Pure; -1 is unlimited."""
+    """Judge the limit of locked memory. Pure; -1 is unlimited."""
     words = "no limit" if soft == resource.RLIM_INFINITY else f"limit {size(soft)}"
     if infiniband and soft != resource.RLIM_INFINITY:
         return warn(
@@ -298,13 +301,13 @@ def judge_locked_memory(soft: int, *, infiniband: bool) -> Finding:
 
 
 def check_memory(_: Patient) -> Iterator[Finding]:
-    """Free memory of the machine, and what the container leaves of it."""
+    """Check the free memory of the machine and of the container."""
     memory = psutil.virtual_memory()
     yield judge_memory(memory.available, memory.total, container_room())
 
 
 def judge_memory(available: int, total: int, container: tuple[int, int] | None) -> Finding:
-    """Pure; `container` is what its control group still allows, and its limit."""
+    """Judge free memory. Pure; `container` is the cgroup's remaining bytes and its limit."""
     facts = {"available": available, "total": total, "container": container}
     words = f"{size(available)} free of {size(total)}"
     left = available
@@ -323,9 +326,10 @@ def judge_memory(available: int, total: int, container: tuple[int, int] | None) 
 
 
 def container_room() -> tuple[int, int] | None:
-    """`(bytes left, limit)` of the tightest control group; None where none is below the machine."""
+    """Return `(bytes left, limit)` of the tightest cgroup; None if no limit is below the machine's.
+    """
     total = psutil.virtual_memory().total
-    # Where there is no limit, version 1 says a number that no machine has.
+    # Without a limit, cgroup v1 reports a number larger than any machine's memory.
     return min((room for room in memory_rooms() if room[1] < total), default=None)
 
 

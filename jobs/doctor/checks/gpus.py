@@ -1,4 +1,4 @@
-"""The GPUs: whether jobs can have them, and whether they are well."""
+"""Check the GPUs: whether jobs can use them, and whether they are healthy."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from jobs.machine.gpu import Gpu
 
 
-_LOWERED: Final = 0.95  # of the usual power limit; below it someone has lowered it
-_NO_DRIVER: Final = (  # part of NVML's words, in lower case → what to do
+_LOWERED: Final = 0.95  # share of the default power limit below which someone must have lowered it
+_NO_DRIVER: Final = (  # part of NVML's message, in lower case → advice
     ("mismatch", "the driver was updated while the system was running: reboot"),
     ("permission", "get access to /dev/nvidia* (often by group membership)"),
 )
 
 
 def check_gpus(patient: Patient) -> Iterator[Finding]:
-    """List the GPUs, and what keeps jobs from them."""
+    """List the GPUs and what keeps jobs from using them."""
     nvml = patient.nvml
     if nvml is None:
         return
@@ -44,7 +44,9 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
 
 
 def chosen(patient: Patient) -> list[Gpu]:
-    """The usable GPUs among those that were named here or in the job, else all usable ones."""
+    """Return the usable GPUs among those named on the command line or in the job, else all usable
+    ones.
+    """
     present = patient.nvml.gpus if patient.nvml is not None else ()
     configured = patient.spec.gpus if patient.spec is not None else None
     names = patient.gpus or (tuple(map(str, configured)) if isinstance(configured, list) else ())
@@ -55,7 +57,7 @@ def chosen(patient: Patient) -> list[Gpu]:
 
 
 def check_names(patient: Patient) -> Iterator[Finding]:
-    """Whether the devices that were named on the command line exist."""
+    """Check that the devices named on the command line exist."""
     nvml = patient.nvml
     for name in patient.gpus if nvml is not None else ():
         assert nvml is not None
@@ -118,7 +120,7 @@ def judge_presence(nvml: Nvml, setting: str | None) -> Iterator[Finding]:
 
 
 def judge_use(gpus: Sequence[Gpu], claims: dict[str, int]) -> Iterator[Finding]:
-    """Report GPUs that jobs cannot have, or not now. Pure; `claims` maps UUIDs to jobs of ours."""
+    """Report GPUs that jobs cannot use, or not now. Pure; `claims`: UUID → id of our job."""
     for gpu in gpus:
         if gpu.unusable is not None and gpu.problem is not None:
             yield fail(
@@ -147,7 +149,7 @@ def judge_use(gpus: Sequence[Gpu], claims: dict[str, int]) -> Iterator[Finding]:
 
 
 def judge_health(nvml: Nvml) -> Iterator[Finding]:
-    """Errors, heat and limits. Pure."""
+    """Report errors, heat and lowered limits. Pure."""
     sick = []
     for gpu in nvml.gpus:
         board = nvml.boards.get(gpu.uuid)
@@ -217,7 +219,7 @@ def _indices(numbers: Collection[int]) -> str:
 
 
 # -- topology -------------------------------------------------------------------------------
-# How the GPUs are connected, and whether they can reach each other's memory.
+# How the GPUs are connected, and whether they can access each other's memory.
 
 
 _WORDS: Final = {
@@ -227,11 +229,11 @@ _WORDS: Final = {
     "NODE": "a processor",
     "SYS": "the link between processors",
 }
-_MOST_NAMED: Final = 4  # pairs in a sentence
+_MOST_NAMED: Final = 4  # pairs listed in a sentence
 
 
 def check_topology(patient: Patient) -> Iterator[Finding]:
-    """Check the links between the GPUs that jobs would have."""
+    """Check the links between the GPUs that jobs would use."""
     if patient.nvml is None:
         return
     gpus = chosen(patient)
@@ -242,7 +244,7 @@ def check_topology(patient: Patient) -> Iterator[Finding]:
 
 
 def judge_paths(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> Finding:
-    """Return the matrix of connections, as `nvidia-smi topo -m` has it. Pure."""
+    """Build the matrix of connections, like `nvidia-smi topo -m`. Pure."""
     path_of_pair = {
         (gpu.index, other.index): paths.get((gpu.uuid, other.uuid), "?")
         for gpu in gpus
@@ -273,7 +275,7 @@ def judge_paths(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> Fi
 
 
 def judge_peers(gpus: Sequence[Gpu], torch: TorchFacts) -> Finding:
-    """Whether data goes from GPU to GPU, or through host memory. Pure."""
+    """Report whether data goes directly from GPU to GPU or through host memory. Pure."""
     index = {gpu.uuid: gpu.index for gpu in gpus}
     numbers = {n: index.get(device["uuid"]) for n, device in enumerate(torch.devices or ())}
     apart = [
@@ -294,7 +296,7 @@ def judge_peers(gpus: Sequence[Gpu], torch: TorchFacts) -> Finding:
 
 
 def matrix(indices: Sequence[int], kinds: Mapping[tuple[int, int], str]) -> Iterator[str]:
-    """Yield a line for each GPU, a column for each GPU. Pure."""
+    """Yield the matrix: a line and a column per GPU. Pure."""
     width = max(4, *(len(kind) for kind in kinds.values()))
     yield "     " + " ".join(str(index).rjust(width) for index in indices)
     for row in indices:
@@ -303,7 +305,7 @@ def matrix(indices: Sequence[int], kinds: Mapping[tuple[int, int], str]) -> Iter
 
 
 def connected_by_nvlink(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> bool:
-    """Whether there are NVLinks between any two of them. Pure."""
+    """Return whether NVLinks connect every pair. Pure."""
     return len(gpus) > 1 and all(
         paths.get((gpu.uuid, other.uuid), "").startswith("NV")
         for gpu in gpus
@@ -319,21 +321,21 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 # -- all reduce -----------------------------------------------------------------------------
-# The all-reduce: on which devices, and what its speed means.
+# Measure an all-reduce and judge its speed.
 
 
 MEASURE: Final = 10.0  # seconds
-LIMIT: Final = 150.0  # seconds, imports and the driver's start included
+LIMIT: Final = 150.0  # seconds, including imports and the driver's start
 STILL: Final = 30.0  # seconds
 _CPU_RANKS: Final = 2
 _MOST_CPU_RANKS: Final = 8
-# Below these something is wrong, whatever the hardware; bytes a second.
+# Bytes per second below which something is wrong on any hardware.
 _LEAST_NVLINK: Final = 20e9
 _LEAST_PCIE: Final = 2.5e9
 
 
 def check_all_reduce(patient: Patient) -> Iterator[Finding]:
-    """Measure on the chosen GPUs; on CPU ranks where there are none."""
+    """Measure an all-reduce on the chosen GPUs, or on CPU ranks if there are none."""
     if patient.quick or patient.nvml is None or patient.torch is None:
         return
     spec = patient.spec
@@ -344,7 +346,7 @@ def check_all_reduce(patient: Patient) -> Iterator[Finding]:
         ranks = max(_CPU_RANKS, min(asked, cores, _MOST_CPU_RANKS))
         yield from judge(_measure(patient, [], ranks), [], nvlink=False, ranks=ranks)
         return
-    if patient.torch.devices is None:  # which has been said
+    if patient.torch.devices is None:  # already reported by `ask_torch`
         return
     gpus = free(patient)
     if not gpus:
@@ -360,9 +362,8 @@ def check_all_reduce(patient: Patient) -> Iterator[Finding]:
 
 
 def free(patient: Patient) -> list[Gpu]:
-    """Return the GPUs to measure.
-
-    Those that were named, else as many of the unused as the job wants.
+    """Return the GPUs to measure: those that were named, or else as many idle ones as the job
+    wants.
     """
     gpus = chosen(patient)
     if patient.gpus:
@@ -374,7 +375,7 @@ def free(patient: Patient) -> list[Gpu]:
 
 
 def judge(outcome: Outcome, gpus: Sequence[Gpu], *, nvlink: bool, ranks: int) -> Iterator[Finding]:
-    """Judge the outcome. Pure; `nvlink` is whether NVLinks connect all of the GPUs."""
+    """Judge the outcome. Pure; `nvlink`: whether NVLinks connect all of the GPUs."""
     where = f"GPU {', '.join(str(gpu.index) for gpu in gpus)}" if gpus else f"{ranks} CPU ranks"
     facts = {
         "gpus": [gpu.index for gpu in gpus],

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are shown."""
+"""The list of all checks, in display order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jobs.doctor.nvml import ask_driver
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Stages: what others need; what needs that; what wants the machine for itself.
+# Stages: gather facts for other checks; judge them; measure, which needs the machine to itself.
 _LEARN: Final = 0
 _JUDGE: Final = 1
 _MEASURE: Final = 2

@@ -1,4 +1,4 @@
-"""The jobs database, the queue keeper, the job that is asked about, and orphans."""
+"""Check the jobs database, the queue keeper, the given job, and orphans."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 # The jobs database and the queue keeper.
 
 
-_EXPORTS: Final = 500  # files that are read at most
-_NAMED: Final = 5  # of them
-_BUSY: Final = 5.0  # seconds that the database may be locked by others
+_EXPORTS: Final = 500  # exported files read at most
+_NAMED: Final = 5  # names listed at most
+_BUSY: Final = 5.0  # seconds to wait for a locked database
 
 
 def check_database(_: Patient) -> Iterator[Finding]:
-    """Whether the jobs database can be read and is whole. Nothing is created."""
+    """Check that the jobs database is readable and intact. Creates nothing."""
     path = state_home() / "jobs.db"
     if not path.exists():
         yield ok("database", f"none yet in {path.parent}; the first job creates it")
@@ -82,7 +82,7 @@ def check_database(_: Patient) -> Iterator[Finding]:
             "`fsdp-tui doctor --repair` rebuilds it from the run directories and keeps the old one",
         )
         return
-    store = Store(path.parent)  # a newer version's is a UserError
+    store = Store(path.parent)  # raises UserError if a newer version wrote it
     everything = store.all()
     active = sum(job.state in ACTIVE for job in everything)
     queued = sum(job.state is State.QUEUED for job in everything)
@@ -93,7 +93,7 @@ def check_database(_: Patient) -> Iterator[Finding]:
 
 
 def check_exports(_: Patient) -> Iterator[Finding]:
-    """Whether files of earlier versions say in their headers what is private."""
+    """Report exported files of earlier versions whose headers contain private settings."""
     exports = sorted((state_home() / "runs").glob("*/export/*.safetensors"))[-_EXPORTS:]
     private = {path.parent.parent.name: keys for path in exports if (keys := _private_keys(path))}
     if not private:
@@ -109,13 +109,13 @@ def _private_keys(path: Path) -> set[str]:
     """Return the private keys in an exported file's header."""
     try:
         job = json.loads(str(read_metadata(path).get("fsdp_tui.job") or "{}"))
-    except (DamagedError, ValueError):  # not ours
+    except (DamagedError, ValueError):  # not an export of ours
         return set()
     return {key for key in field_names() if key in job and not is_public(key)}
 
 
 def check_keeper(_: Patient) -> Iterator[Finding]:
-    """Whether the process is there that looks after the queue, and runs today's code."""
+    """Check that the queue keeper is running, with the current code."""
     home = state_home()
     waiting = _waiting(home)
     pid = keeper_of(home / "runner.lock")
@@ -143,17 +143,18 @@ def check_keeper(_: Patient) -> Iterator[Finding]:
         yield ok("queue keeper", f"pid {pid}, for {minutes:.0f} min", **facts)
 
 
-_MODULES: Final = frozenset({"jobs.backends.keeper", "jobs.queue.keeper"})  # or of version 0.1
+# the second name is that of version 0.1
+_MODULES: Final = frozenset({"jobs.backends.keeper", "jobs.queue.keeper"})
 
 
 def claimed() -> dict[str, int]:
-    """GPU UUID → job of ours that holds it; nothing where there is no database to ask."""
+    """Return GPU UUID → id of our job that holds it; empty if there is no database."""
     home = state_home()
     return Store(home).claims() if (home / "jobs.db").exists() else {}
 
 
 def keeper_of(lock: Path, locks: Path = LOCKS) -> int | None:
-    """Return the process that holds the keeper's lock."""
+    """Return the pid of the process that holds the keeper's lock; None if there is none."""
     for pid in holders(lock, locks=locks):
         with suppress(psutil.Error):
             if _MODULES & {*psutil.Process(pid).cmdline()}:
@@ -168,14 +169,14 @@ def _waiting(home: Path) -> int:
 
 
 # -- job ------------------------------------------------------------------------------------
-# The job: what `submit` would refuse, all of it at once, and what it would wait for.
+# The job: everything that `submit` would reject, and what the job would wait for.
 
 
 _OTHERWISE: Final = "change it in the job file"
 
 
 def read_job(patient: Patient) -> Iterator[Finding]:
-    """Read the job file."""
+    """Parse the job file."""
     if patient.job is None:
         return
     notes: list[str] = []
@@ -197,21 +198,21 @@ def read_job(patient: Patient) -> Iterator[Finding]:
 
 
 def check_job(patient: Patient) -> Iterator[Finding]:
-    """Run all checks of `jobs.preflight.check_job.check`, beyond the first that fails."""
+    """Run all checks of `jobs.preflight.check_job.check`, not stopping at the first failure."""
     spec = patient.spec
     if spec is None:
         return
     model = list(_tried("model", partial(check_model, settings=True), spec))
     yield from model
-    if model[0].verdict is Verdict.OK:  # else there is nothing to look for blocks in
+    if model[0].verdict is Verdict.OK:  # otherwise there is no model to look up blocks in
         yield from _tried("blocks", check_block_names, spec)
     yield from _tried("wrap policy", check_wrap_policy, spec)
     yield from _tried("dataset", check_dataset, spec, "{} images and videos")
     yield from _tried("trackers", check_trackers, spec)
-    if spec.launcher == "slurm":  # this machine's devices say nothing of the nodes
+    if spec.launcher == "slurm":  # this machine's devices say nothing about the nodes
         slurm = backend(spec.launcher)
         yield from _tried("slurm", lambda _: slurm.request(spec) and "sbatch is there", spec)
-    elif patient.nvml is not None:  # else the driver hangs, and would again
+    elif patient.nvml is not None:  # otherwise the driver hangs, and would hang again
         yield from check_job_gpus(spec, patient.nvml.gpus)
         on_gpus = spec.device != "cpu" and bool(patient.nvml.gpus)
         yield from _tried("compiler", partial(check_compiler, on_gpus=on_gpus), spec)
@@ -219,7 +220,7 @@ def check_job(patient: Patient) -> Iterator[Finding]:
 
 
 def check_job_gpus(spec: RecipeKeys, present: Sequence[Gpu]) -> Iterator[Finding]:
-    """Whether the job's GPUs are there, and whether it would have to wait for them."""
+    """Check that the job's GPUs exist, and whether the job would have to wait for them."""
     try:
         requested = check_devices(spec)
     except UserError as error:
@@ -257,7 +258,7 @@ def _holder(gpu: Gpu, claims: dict[str, int], others: dict[str, str]) -> str:
 def _tried(
     name: str, check: Callable[[JobSpec], object], spec: JobSpec, words: str = "{}"
 ) -> Iterator[Finding]:
-    """Yield the outcome of one of preflight's checks; nothing where there is nothing to tell."""
+    """Run one preflight check; yield its outcome, or nothing if it returns None."""
     try:
         result = check(spec)
     except UserError as error:
@@ -279,7 +280,7 @@ _LISTED: Final = 20
 
 
 def check_orphans(_: Patient) -> Iterator[Finding]:
-    """List them. Nothing is created, and what is wrong with the database is said elsewhere."""
+    """List orphaned run directories. Creates nothing; another check reports database errors."""
     home = state_home()
     if not (home / "jobs.db").exists():
         return
@@ -291,7 +292,7 @@ def check_orphans(_: Patient) -> Iterator[Finding]:
 
 
 def judge_orphans(orphans: Sequence[Orphan]) -> Iterator[Finding]:
-    """Judge them. Pure."""
+    """Judge the orphans. Pure."""
     empty = [orphan for orphan in orphans if not orphan.holds]
     trained = [orphan for orphan in orphans if orphan.holds]
     if empty:

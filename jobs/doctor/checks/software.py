@@ -1,4 +1,4 @@
-"""Python, the packages that fsdp-tui needs, and what torch was built for."""
+"""Check Python, the packages that fsdp-tui needs, and torch's build."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 
 # -- packages -------------------------------------------------------------------------------
-# Python, the packages that fsdp-tui needs, and those it can use.
+# Python, required packages and optional ones.
 
 
 _NAME: Final = "fsdp-tui"
-_FOR_TRAINING: Final = ("optimizers", "datasets", "video")  # extras; the others are for developers
+# extras for users; the others are for developers
+_FOR_TRAINING: Final = ("optimizers", "datasets", "video")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Requirements:
 
 
 def check_python(_: Patient) -> Iterator[Finding]:
-    """Whether this interpreter is one that fsdp-tui runs on."""
+    """Check that fsdp-tui supports this interpreter."""
     from packaging.specifiers import SpecifierSet
 
     version = sys.version.split()[0]
@@ -62,7 +63,7 @@ def check_python(_: Patient) -> Iterator[Finding]:
 
 
 def check_packages(_: Patient) -> Iterator[Finding]:
-    """Whether every package is there, in the range that was tested."""
+    """Check that every package is installed in a tested version."""
     required = read_requirements()
     problems = [problem for text in required.needed if (problem := _judge(text, needed=True))]
     unfit = {problem.name for problem in problems}
@@ -96,7 +97,7 @@ def check_extras(_: Patient) -> Iterator[Finding]:
 
 
 def read_requirements() -> Requirements:
-    """Read them from a checkout's pyproject.toml, else from the installed metadata.
+    """Read the requirements from a checkout's pyproject.toml, or else from installed metadata.
 
     The metadata of a checkout may be older than the file.
 
@@ -136,7 +137,7 @@ def _checkout(path: Path) -> Requirements | None:
 
 
 def check_compilers(_: Patient) -> Iterator[Finding]:
-    """Whether kernels can be compiled while a job runs."""
+    """Check that kernels can be compiled while a job runs."""
     if lack := what_lacks(on_gpus=True):
         yield warn(
             "C compiler",
@@ -148,7 +149,7 @@ def check_compilers(_: Patient) -> Iterator[Finding]:
 
 
 def _judge(text: str, *, needed: bool) -> Finding | None:
-    """Return what is wrong with an installed or missing package, if anything is."""
+    """Return the problem of an installed or missing package; None if there is none."""
     requirement = _parse(text)
     version = installed(requirement.name)
     install = f"pip install '{requirement.name}{requirement.specifier}'"
@@ -181,13 +182,14 @@ def _versions(texts: Iterable[str]) -> dict[str, str | None]:
 
 
 # -- torch build ----------------------------------------------------------------------------
-# What torch was built for, and whether the driver can run it.
+# The platform torch was built for, and whether the driver supports it.
 
 
-SECONDS: Final = 90.0  # for imports from a cold or distant disk, and a driver that wakes many GPUs
+# for imports from a cold or remote disk, and a driver that initializes many GPUs
+SECONDS: Final = 90.0
 _SLOW_IMPORT: Final = 20.0  # seconds
 _INSTALL: Final = "see https://pytorch.org/get-started/locally"
-_CUDA_ERRORS: Final = (  # part of CUDA's words, in lower case → what to do
+_CUDA_ERRORS: Final = (  # part of CUDA's message, in lower case → advice
     ("not yet initialized", "start the fabric manager: sudo systemctl start nvidia-fabricmanager"),
     ("driver version is insufficient", "update the NVIDIA driver"),
     ("found no nvidia driver", "install the NVIDIA driver, or start the container with --gpus all"),
@@ -197,19 +199,20 @@ _CUDA_ERRORS: Final = (  # part of CUDA's words, in lower case → what to do
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What `python -m engine.doctor` printed.
+    """The output of `python -m engine.doctor`.
 
     Attributes:
-        version: Of torch.
-        cuda: CUDA version it was built for; None for a build without.
-        hip: The same for AMD's GPUs.
-        nccl: Version of the library that is loaded.
-        gloo: Whether CPU ranks can exchange data.
+        version: torch's version.
+        cuda: CUDA version it was built for; None for a build without CUDA.
+        hip: ROCm version it was built for; None for a build without ROCm.
+        nccl: Version of the loaded NCCL library.
+        gloo: Whether gloo is available, which CPU ranks need.
         architectures: What its kernels are compiled for: sm_90, compute_90, …
-        seconds: How long its import took.
+        seconds: Duration of its import.
         error: Why it cannot use the GPUs.
-        devices: The GPUs it sees; None when it did not come so far.
-        apart: Pairs of these of which the first cannot reach the second's memory directly.
+        devices: The GPUs it sees; None if it failed before listing them.
+        apart: Pairs of device indices of which the first cannot access the second's memory
+            directly.
     """
 
     version: str
@@ -225,7 +228,7 @@ class TorchFacts:
 
 
 def ask_torch(patient: Patient) -> Iterator[Finding]:
-    """Find out; says something only when torch does not answer."""
+    """Query torch in a helper process; yield a finding only if that fails."""
     answer = run_helper("engine.doctor", run_id=patient.run_id, seconds=SECONDS)
     facts = answer.facts
     if "torch" in facts:
@@ -263,13 +266,13 @@ def ask_torch(patient: Patient) -> Iterator[Finding]:
 
 
 def check_torch(patient: Patient) -> Iterator[Finding]:
-    """Whether torch, the driver and the GPUs fit together."""
+    """Check that torch, the driver and the GPUs work together."""
     if patient.torch is not None:
         yield from judge_torch(patient.torch, patient.nvml)
 
 
 def judge_torch(torch: TorchFacts, nvml: Nvml | None) -> Iterator[Finding]:
-    """Pure."""
+    """Judge torch's build and the driver. Pure."""
     present = nvml.counted if nvml is not None else 0
     facts = {"version": torch.version, "cuda": torch.cuda, "seconds": torch.seconds}
     build = f"built for CUDA {torch.cuda}" if torch.cuda else "a CPU-only build"
@@ -340,9 +343,9 @@ def _judge_cuda(
 
 
 def _runs_on(architectures: tuple[str, ...], capability: tuple[int, ...]) -> bool:
-    """Whether there is machine code for a GPU, or code that its driver can compile for it."""
+    """Return whether there is machine code for a GPU, or PTX that its driver can compile."""
     if not architectures:
-        return True  # it does not say
+        return True  # unknown
     for name in architectures:
         kind, _, digits = name.partition("_")
         digits = digits.rstrip("af")
@@ -357,7 +360,7 @@ def _runs_on(architectures: tuple[str, ...], capability: tuple[int, ...]) -> boo
 
 
 def check_backends(patient: Patient) -> Iterator[Finding]:
-    """Yield the libraries through which ranks exchange data."""
+    """Check the libraries through which ranks exchange data."""
     torch = patient.torch
     if torch is None:
         return

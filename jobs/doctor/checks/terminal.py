@@ -1,4 +1,4 @@
-"""What the terminal can show of the dashboard. Asked of the process that has the terminal."""
+"""Check what the terminal can display. Runs in the process that owns the terminal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 _LEAST: Final = (80, 24)
 _TRUE_COLOUR: Final = ("truecolor", "24bit")
-_LOCALE: Final = ("LC_ALL", "LC_CTYPE", "LANG")  # the first that is set decides
+_LOCALE: Final = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set takes precedence
 _TMUX_WITHIN: Final = 2.0  # seconds
 
 
 @dataclass(frozen=True)
 class Tmux:
-    """How tmux treats what is in it; None where it did not say."""
+    """Capabilities that tmux passes through; None if unknown."""
 
     true_colour: bool | None = None
     mouse: bool | None = None
 
 
 def check_terminal() -> Iterator[Finding]:
-    """Check what this process's terminal can do."""
+    """Check the terminal of this process."""
     environ = environment_at_start()
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         yield ok("terminal", "none; the dashboard needs one (`ssh -t`), jobs do not", tty=False)
@@ -41,9 +41,9 @@ def check_terminal() -> Iterator[Finding]:
 
 
 def environment_at_start() -> dict[str, str]:
-    """Return the variables this process began with.
+    """Return the environment this process was started with.
 
-    Python sets LC_CTYPE where there is no locale.
+    Unlike `os.environ`, it lacks the LC_CTYPE that Python sets if there is no locale.
     """
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -54,7 +54,7 @@ def environment_at_start() -> dict[str, str]:
 
 
 def is_utf8(environ: Mapping[str, str]) -> bool:
-    """Whether the locale takes all characters. Pure."""
+    """Return whether the locale uses UTF-8. Pure."""
     value = next((environ[name] for name in _LOCALE if environ.get(name)), "")
     return "utf8" in value.lower().replace("-", "")
 
@@ -62,7 +62,7 @@ def is_utf8(environ: Mapping[str, str]) -> bool:
 def judge_terminal(
     environ: Mapping[str, str], size: tuple[int, int], tmux: Tmux | None = None
 ) -> Iterator[Finding]:
-    """Pure; `size` is columns and lines."""
+    """Judge the terminal. Pure; `size` is columns and lines."""
     term = environ.get("TERM", "")
     if term in ("", "dumb", "unknown"):
         yield warn(
@@ -130,7 +130,7 @@ def _judge_tmux(tmux: Tmux) -> Iterator[Finding]:
 
 
 def ask_tmux() -> Tmux:
-    """Ask the tmux around this process about its client."""
+    """Query the surrounding tmux for the capabilities of its client."""
     answer = _tmux("display-message", "-p", "#{client_termfeatures} #{?mouse,on,off}")
     if answer is None:
         return Tmux()

@@ -102,8 +102,7 @@ def fail(name: str, sentence: str, advice: str, **facts: Any) -> Finding:
 
 
 def plain(text: str) -> str:
-    """Return untrusted text (an error, a path, a variable) as one printable line without secrets.
-    """
+    """Return untrusted text (an error, path or variable) as one printable line without secrets."""
     line = " ".join(_printable(_masked(text)).split())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 

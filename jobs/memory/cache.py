@@ -81,7 +81,7 @@ def _written(path: Path) -> float:
 
 @lru_cache(maxsize=1)
 def engine_version() -> str:
-    """Return a hash of everything that determines predictions: the engine's files and its libraries.
+    """Return a hash of everything that determines predictions: the engine and its libraries.
 
     Stats some 200 files, once per process, and reads none of them.
     """

@@ -231,8 +231,7 @@ def file() -> Path:
 
 
 def record(run_dir: RunDir) -> bool:
-    """Record how accurate the prediction of a finished GPU run was; return whether it was recorded.
-    """
+    """Record the accuracy of a finished GPU run's prediction; return whether it was recorded."""
     predicted = read(run_dir)
     statuses = run_dir.rank_statuses()
     if predicted is None or not statuses or any(s.allocated is None for s in statuses):

@@ -172,8 +172,7 @@ def _base(spec: RecipeKeys, precision: str) -> Changes | None:
 
 
 def _modulation(spec: RecipeKeys, precision: str) -> Changes | None:
-    """Also pack the modulation of a packed base; None if it is already packed as small or smaller.
-    """
+    """Also pack the modulation of a packed base; None if it is already packed at least as small."""
     fewer = _BITS[modulation_of(spec)] > _BITS[precision]
     packed = spec.model_type == "lora" and spec.base_precision != "none"
     return {"modulation_precision": precision} if packed and fewer else None

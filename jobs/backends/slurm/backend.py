@@ -80,8 +80,7 @@ class Slurm:
         return f"job {job.id} {_STOPS[level]}"
 
     def facts(self, store: Store, job: Job) -> dict[str, Any]:
-        """Return the Slurm job id, the job's place in the queue, and the age of that information.
-        """
+        """Return the Slurm job id, the job's queue position, and the age of that information."""
         return slurm_facts(store, job)
 
     def restore(self, run_dir: RunDir) -> Mapping[str, object]:

@@ -88,8 +88,7 @@ def find(record: HandedIn, listed: Mapping[str, Listed]) -> str:
 
 
 def signal_seconds(run_dir: RunDir) -> int:
-    """Return how many seconds before the time limit to save: twice the longest save, plus a minute.
-    """
+    """Return the seconds before the time limit at which to save: twice the longest save + 60."""
     longest = 0.0
     for line in read_tail(run_dir.events, _EVENTS).splitlines():
         if '"checkpoint"' in line:

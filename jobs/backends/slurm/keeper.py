@@ -272,8 +272,7 @@ class Keeper:
         )
 
     def _cancel_strays(self, jobs: list[Job]) -> None:
-        """Cancel jobs that Slurm accepted although `sbatch` failed, and that were then resubmitted.
-        """
+        """Cancel jobs that Slurm accepted although `sbatch` failed, if they were resubmitted."""
         names = Counter(listed.name for listed in self._listed.values() if not _over(listed))
         twice = {name for name, count in names.items() if count > 1}
         for job in jobs if twice else ():
@@ -289,8 +288,7 @@ class Keeper:
     # -- one job ---------------------------------------------------------------------------
 
     def _still_waits(self, job: Job) -> bool:
-        """Return whether a job waits unchanged since the last poll, as nearly all of 1,000 jobs do.
-        """
+        """Return whether a job waits unchanged since the last poll; nearly all of 1,000 jobs do."""
         seen = self._seen.get(job.id)
         if seen is None or seen.waits is None:
             return False
@@ -463,8 +461,7 @@ class Keeper:
             _say(f"job {job.id}: cannot push its exports: {error}")
 
     def _worth_it(self, record: HandedIn, facts: Facts) -> bool:
-        """Return whether to resume: not if no allocation is long enough to reach a new checkpoint.
-        """
+        """Return whether to resume; not if allocations are too short to reach a new checkpoint."""
         outside = facts.listed is not None and facts.listed.state not in ("TIMEOUT", "DEADLINE")
         return outside or (facts.saved or 0) > record.step
 

@@ -246,8 +246,7 @@ class SlurmRanks:
         return False
 
     def _await_verdict(self) -> bool:
-        """Wait until Slurm ends this process; return False if it does not within `VERDICT_TAKES`.
-        """
+        """Wait for Slurm to end this process; return False if it does not in `VERDICT_TAKES`."""
         until = time.monotonic() + VERDICT_TAKES
         while time.monotonic() < until:
             self.leave_if_replaced()
@@ -323,8 +322,7 @@ def start_step(
 
 
 def was_refused(run_dir: RunDir) -> bool:
-    """Return whether Slurm refused the step or could not start all ranks; the job is not at fault.
-    """
+    """Return whether Slurm refused the step or failed to start all ranks; not the job's fault."""
     output = read_tail(run_dir.launcher_log)
     none = _REFUSED.search(output) is not None and not run_dir.rank_statuses()
     return none or _HALF in output

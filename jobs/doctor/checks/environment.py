@@ -326,8 +326,7 @@ def judge_memory(available: int, total: int, container: tuple[int, int] | None) 
 
 
 def container_room() -> tuple[int, int] | None:
-    """Return `(bytes left, limit)` of the tightest cgroup; None if no limit is below the machine's.
-    """
+    """Return `(bytes left, limit)` of the tightest cgroup; None if none is below the machine's."""
     total = psutil.virtual_memory().total
     # Without a limit, cgroup v1 reports a number larger than any machine's memory.
     return min((room for room in memory_rooms() if room[1] < total), default=None)

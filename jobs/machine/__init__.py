@@ -1,1 +1,1 @@
-"""The machine: its devices, and processes on it."""
+"""The machine's devices, and processes on it."""

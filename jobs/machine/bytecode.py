@@ -1,8 +1,8 @@
-"""Byte code of libraries: kept for the next process, wherever Python may not keep it by itself.
+"""Keep the byte code of libraries for the next process where Python itself cannot.
 
-Compiling what a rank imports takes about as long as importing it, 6 to 9 s of processor time, and
-each rank of each job would: where packages were installed without byte code (as uv does) in a place
-that the person may not write to, and where PYTHONDONTWRITEBYTECODE is set.
+Compiling what a rank imports takes about as long as importing it, 6 to 9 s of processor time, in
+every rank of every job. This happens if packages were installed without byte code (as uv does) into
+a read-only location, or if PYTHONDONTWRITEBYTECODE is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 from jobs.paths import cache_home
 
-# Large ones, and our own.
+# Large libraries, and our own package.
 _PACKAGES: Final = ("torch", "transformers", "diffusers", "engine")
 _NEVER: Final = "PYTHONDONTWRITEBYTECODE"
 _PLACE: Final = "PYTHONPYCACHEPREFIX"
@@ -22,19 +22,19 @@ VARIABLES: Final = (_NEVER, _PLACE)
 
 
 def bytecode_variables() -> dict[str, str]:
-    """Environment variables with which a process of ours finds byte code, or leaves it for others.
+    """Return environment variables with which our processes find byte code or cache it.
 
-    Empty where Python finds or leaves it by itself. Else it is kept below our cache directory:
-    PYTHONDONTWRITEBYTECODE is about what lies beside the sources, and nothing is written there.
+    Empty if Python itself finds or writes it. Otherwise it is cached below our cache directory.
+    This respects PYTHONDONTWRITEBYTECODE, whose purpose is to keep source directories unchanged.
     """
     if all(_is_kept(package) for package in _PACKAGES):
         return {}
-    # An empty one is as good as none.
+    # Python treats an empty variable like an unset one.
     return {_NEVER: "", _PLACE: str(cache_home() / "bytecode")}
 
 
 def _is_kept(package: str) -> bool:
-    """Whether a package's byte code is there, or will be when the package was imported once."""
+    """Return whether a package's byte code exists, or will once the package has been imported."""
     module = find_spec(package)
     if module is None or not module.origin:
         return True

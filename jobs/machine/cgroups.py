@@ -1,4 +1,4 @@
-"""What the control groups around this process (a container, a batch system) allow it."""
+"""Read the memory limits of the cgroups around this process (a container, a batch system)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 OWN: Final = Path("/proc/self/cgroup")
-_FILES: Final = (  # of version 2, of version 1: limit, use, and which part of it is only cached
+_FILES: Final = (  # limit, usage and reclaimable part, for cgroup v2 and v1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def memory_rooms(own: Path = OWN, mounted: Path = CGROUPS) -> list[tuple[int, int]]:
-    """`(bytes left, limit)` of every control group that limits memory, from the innermost out.
+    """Return `(bytes left, limit)` of every cgroup that limits memory, innermost first.
 
     Args:
-        own: Lists this process's control groups.
-        mounted: Where they are, of either version.
+        own: The file that lists this process's cgroups.
+        mounted: Mount point of the cgroup file system, v1 or v2.
     """
     rooms = []
     for group in _groups(own, mounted):
@@ -34,7 +34,7 @@ def memory_rooms(own: Path = OWN, mounted: Path = CGROUPS) -> list[tuple[int, in
 
 
 def _groups(own: Path, mounted: Path) -> Iterator[Path]:
-    """Yield the memory control groups, from the innermost out."""
+    """Yield the memory cgroups, innermost first."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def _groups(own: Path, mounted: Path) -> Iterator[Path]:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no limit."""
+    """Read a number; None if there is no limit."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):  # `max`
@@ -57,7 +57,7 @@ def _number(file: Path) -> int | None:
 
 
 def _reclaimable(file: Path, name: str) -> int:
-    """Pages of files that nobody uses at the moment; they count as used."""
+    """Return the bytes of inactive file pages, which count as used but can be reclaimed."""
     try:
         words = [line.split() for line in file.read_text().splitlines()]
         return int(dict(pair for pair in words if len(pair) == 2).get(name, 0))

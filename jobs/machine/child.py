@@ -1,4 +1,4 @@
-"""Processes of our own that end with whoever asks them: one way to start them, and one to end."""
+"""Start and end our own processes that live only as long as the caller needs them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def start_child(
     command: Sequence[str], variables: Mapping[str, str] | None = None, **more: Any
 ) -> subprocess.Popen[bytes]:
-    """Run a module of ours: no folder of its name in some working directory shadows it.
+    """Run one of our modules such that no folder in the working directory shadows it.
 
     Args:
-        command: Its words.
-        variables: In its environment, beside ours.
-        more: As `subprocess.Popen` has it.
+        command: The command line.
+        variables: Environment variables to add to ours.
+        more: Further arguments of `subprocess.Popen`.
     """
     environment = (
         os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables() | dict(variables or {})
@@ -41,12 +41,13 @@ def start_child(
 def end_child(
     child: subprocess.Popen[bytes], grace: float = 0.0, patience: float | None = None
 ) -> None:
-    """Make sure that it runs no longer.
+    """Make sure that a child has ended.
 
     Args:
-        child: Which.
+        child: The process.
         grace: Seconds to end after SIGTERM; 0 sends SIGKILL at once.
-        patience: Seconds to wait after SIGKILL; what the driver holds longer is left behind.
+        patience: Seconds to wait after SIGKILL; a process that the driver holds longer is
+            abandoned.
     """
     if grace and child.poll() is None:
         child.terminate()
@@ -59,7 +60,7 @@ def end_child(
 
 @contextmanager
 def _interrupt_noted() -> Iterator[list[int]]:
-    """Note a Ctrl-C instead of raising it: `Popen` would forget a child that it has just forked."""
+    """Record a Ctrl-C instead of raising it; `Popen` would lose a child that it has just forked."""
     noted: list[int] = []
     if (
         threading.current_thread() is not threading.main_thread()

@@ -1,7 +1,7 @@
-"""Which devices this machine has and how busy they are. Only `jobs.doctor` asks NVML for more.
+"""Query which devices this machine has and how busy they are; `jobs.doctor` asks NVML for more.
 
-GPUs are UUIDs inside and indices for people, in PCI bus order. A value that the driver does not
-give is None, never an exception.
+Internally GPUs are identified by UUID, for users by their index in PCI bus order. A value that the
+driver does not provide is None, never an exception.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ __all__ = [
     "visible",
 ]
 
-_RETRY_AFTER: Final = 30.0  # seconds until a driver that was not there is looked for again
-_SLOW: Final = 5.0  # seconds that names, limits, MIG mode and command lines are good for
-_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # the kernel's fixed number for the host's own
+_RETRY_AFTER: Final = 30.0  # seconds until a missing driver is tried again
+_SLOW: Final = 5.0  # seconds for which names, limits, MIG mode and command lines are cached
+# the kernel's fixed inode of the host's pid namespace
+_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 _COMMAND_LENGTH: Final = 300
-_SLOWDOWNS: Final = {  # bits of NVML's clock event reasons; being idle is none
+_SLOWDOWNS: Final = {  # bits of NVML's clock event reasons; being idle does not count
     0x04: "power limit",
     0x10: "sync boost",
     0x20: "heat",
@@ -46,8 +47,9 @@ _SLOWDOWNS: Final = {  # bits of NVML's clock event reasons; being idle is none
     0x200: "board limit",
     0x400: "reliability",
 }
-_SLOWED: Final = (0x08, "hardware slowdown")  # set beside the reason proper, if that is known
-_TROUBLE: Final = {  # NVML's error → what is wrong with the GPU
+# set in addition to the specific reason, if that is known
+_SLOWED: Final = (0x08, "hardware slowdown")
+_TROUBLE: Final = {  # NVML's error → the GPU's problem
     4: "is not accessible to you",
     15: "is lost (it fell off the bus); reboot the machine",
     16: "must be reset before use",
@@ -56,7 +58,7 @@ _TROUBLE: Final = {  # NVML's error → what is wrong with the GPU
 
 @dataclass(frozen=True)
 class Host:
-    """One look at the machine: bytes and percent of all cores."""
+    """A snapshot of the machine: bytes, and percent of all cores."""
 
     cores: int
     cpu_percent: float
@@ -65,10 +67,10 @@ class Host:
 
 
 def gpus() -> list[Gpu]:
-    """Every GPU that jobs may see, in PCI bus order; empty without a driver.
+    """Return every GPU that jobs may use, in PCI bus order; empty without a driver.
 
-    An inherited `CUDA_VISIBLE_DEVICES` (as schedulers and containers set it) is respected; its
-    indices count in PCI bus order, and so do the ones given here, whatever it hides.
+    Respects an inherited `CUDA_VISIBLE_DEVICES`, as set by schedulers and containers. Its indices
+    count in PCI bus order, and so do the returned ones, regardless of hidden GPUs.
     """
     with _LOCK:
         nvml = _nvml()
@@ -77,7 +79,7 @@ def gpus() -> list[Gpu]:
 
 
 def host() -> Host:
-    """CPU and memory now; the first call of a process reports 0 % CPU."""
+    """Return current CPU and memory usage; the first call of a process reports 0 % CPU."""
     memory = psutil.virtual_memory()
     return Host(
         cores=psutil.cpu_count() or 1,
@@ -91,7 +93,7 @@ def host() -> Host:
 
 
 class _Driver:
-    """The connection to NVML, and what need not be asked again at every look."""
+    """The connection to NVML, and cached answers."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -117,17 +119,18 @@ def _forked() -> None:
     _LOCK.release()
 
 
-# Held over a fork, so that no child starts with a lock (ours or NVML's) that nobody will release.
+# Hold the lock during a fork, so that no child inherits a lock (ours or NVML's) that is never
+# released.
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_forked)
 
 
 def _nvml() -> Any:
-    """Return the `pynvml` module, ready to use; None while this machine shows no driver.
+    """Return the initialized `pynvml` module; None while there is no driver.
 
-    Initialised once per process, since that takes tens of milliseconds on a machine with many
-    GPUs; where it fails it is tried again later, because drivers are loaded and repaired.
+    Initializing takes tens of milliseconds on a machine with many GPUs, so it is done once per
+    process. After a failure it is retried later, because drivers are loaded and repaired.
     """
-    import pynvml  # 0.07 s; not paid by commands that never look at GPUs
+    import pynvml  # takes 0.07 s; commands that do not use GPUs avoid it
 
     if _driver.inherited:
         _driver.close(pynvml)
@@ -143,9 +146,9 @@ def _nvml() -> Any:
 
 
 class _Ask:
-    """Questions to the driver about one device; an answer it does not give is None.
+    """Query the driver about one device; the answer is None if the driver has none.
 
-    Once the driver says that the device is gone, `problem` says so and it is not asked again.
+    Once the driver says that the device is gone, `problem` is set and no more queries are made.
     """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -153,7 +156,7 @@ class _Ask:
         self.problem: str | None = None
 
     def __call__(self, *calls: str | tuple[Any, ...]) -> Any:
-        """Return the answer of the first call (name, or name and arguments) that has one."""
+        """Return the first answer of several calls, given as a name or as name and arguments."""
         for call in calls:
             name, *arguments = (call,) if isinstance(call, str) else call
             function = getattr(self.nvml, name, None)
@@ -161,7 +164,7 @@ class _Ask:
                 continue
             try:
                 return function(self.handle, *arguments)
-            except self.nvml.NVMLLibraryMismatchError:  # is no NVMLError
+            except self.nvml.NVMLLibraryMismatchError:  # not a subclass of NVMLError
                 _driver.absent.add(call)
             except self.nvml.NVMLError as error:
                 if error.value == self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
@@ -176,7 +179,7 @@ class _Ask:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What changes rarely of a GPU, and when it was read (monotonic seconds)."""
+    """Rarely changing facts of a GPU, and when they were read (monotonic seconds)."""
 
     at: float
     gpu: Gpu
@@ -184,7 +187,7 @@ class _Facts:
 
 
 def _look(nvml: Any) -> list[Gpu]:
-    """All GPUs. Those the driver cannot reach keep their place, so that no other is renumbered."""
+    """Return all GPUs. Unreachable ones keep their position, so that no other is renumbered."""
     try:
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError:  # the driver was unloaded or replaced
@@ -199,7 +202,7 @@ def _look(nvml: Any) -> list[Gpu]:
     for position in range(count):
         gpu = _read(nvml, position)
         facts = _driver.facts.get(position)
-        # NVML promises no order. A GPU whose address is unknown stays behind its neighbour.
+        # NVML guarantees no order. A GPU without a known address stays behind its neighbor.
         place = facts.pci if facts is not None and facts.pci is not None else (*place, position)
         placed.append((place, gpu))
     placed.sort(key=lambda entry: entry[0])
@@ -240,7 +243,7 @@ def _read(nvml: Any, position: int) -> Gpu:
 
 def _slow_facts(ask: _Ask, position: int) -> Gpu:
     """Return the GPU's values that do not change between refreshes."""
-    # Asked at every look: all that is remembered hangs on whose it is.
+    # Query this every time: all cached values belong to this UUID.
     uuid = _text(ask("nvmlDeviceGetUUID"))
     if ask.problem is not None:
         return _lost(position, ask.problem)
@@ -273,18 +276,18 @@ def _slow_facts(ask: _Ask, position: int) -> Gpu:
 
 
 def _nvlinks(ask: _Ask) -> int | None:
-    """How many NVLinks are up; None where the GPU has none."""
+    """Return the number of active NVLinks; None if the GPU has none."""
     up = None
     for link in range(ask.nvml.NVML_NVLINK_MAX_LINKS):
         state = ask(("nvmlDeviceGetNvLinkState", link))
-        if state is None:  # there are no more
+        if state is None:  # there are no more links
             return up
         up = (up or 0) + (state == ask.nvml.NVML_FEATURE_ENABLED)
     return up
 
 
 def _lost(position: int, problem: str) -> Gpu:
-    """Return a GPU that the driver cannot reach, with its last known values."""
+    """Return an unreachable GPU with its last known values."""
     remembered = _driver.facts.get(position)
     gpu = (
         remembered.gpu if remembered is not None else Gpu(position, f"unknown-{position}", "GPU", 0)
@@ -293,15 +296,18 @@ def _lost(position: int, problem: str) -> Gpu:
 
 
 def _memory(ask: _Ask) -> Any:
-    """Total and used bytes; the second version excludes what the driver keeps for itself."""
+    """Return total and used bytes; the v2 call excludes memory reserved by the driver."""
     return ask(("nvmlDeviceGetMemoryInfo", ask.nvml.nvmlMemory_v2), "nvmlDeviceGetMemoryInfo")
 
 
 def _instances(ask: _Ask) -> Iterator[tuple[_Ask, MigInstance]]:
-    """Yield the MIG instances; a change of the layout invalidates all handles, so none is kept."""
+    """Yield the MIG instances.
+
+    Handles are not cached, since a layout change invalidates all of them.
+    """
     for place in range(ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
         handle = ask(("nvmlDeviceGetMigDeviceHandleByIndex", place))
-        if handle is None:  # a hole; others may follow
+        if handle is None:  # a gap; other instances may follow
             continue
         part = _Ask(ask.nvml, handle)
         memory = _memory(part)
@@ -319,15 +325,15 @@ def _instances(ask: _Ask) -> Iterator[tuple[_Ask, MigInstance]]:
 def _processes(
     whole: _Ask, instances: Sequence[tuple[_Ask, MigInstance]]
 ) -> tuple[GpuProcess, ...]:
-    """Who holds memory, each process once. A divided GPU's instances are asked: as a whole it
-    answers only root."""
+    """Return the processes that hold memory, each once. With MIG, query the instances: the GPU
+    as a whole answers only root."""
     processes: dict[tuple[int, str | None], GpuProcess] = {}
     parts: list[tuple[_Ask, str | None]] = [(part, it.uuid) for part, it in instances]
     for ask, mig in parts or [(whole, None)]:
         for kind, name in (("compute", "Compute"), ("graphics", "Graphics")):
             call = f"nvmlDeviceGet{name}RunningProcesses"
             for entry in ask(call, f"{call}_v2") or ():
-                # In containers some drivers say 0 bytes, which no process on a GPU holds.
+                # In containers some drivers report 0 bytes, which no process on a GPU uses.
                 memory = entry.usedGpuMemory or None
                 process = GpuProcess(entry.pid, memory, kind, *_who(entry.pid), mig)
                 processes.setdefault((entry.pid, mig), process)
@@ -335,7 +341,7 @@ def _processes(
 
 
 def _who(pid: int) -> tuple[str | None, str | None]:
-    """User and command line of a process the driver names; None where they cannot be known."""
+    """Return user and command line of a process that the driver names; None if they are unknown."""
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         bearer = (pid, process.create_time())
@@ -343,7 +349,7 @@ def _who(pid: int) -> tuple[str | None, str | None]:
             return None, None
         if bearer not in _driver.people:
             words = " ".join(process.cmdline()) or process.name()
-            # Whoever started it chose these characters; none may steer a terminal.
+            # The text is untrusted: its characters must not control a terminal.
             plain = "".join(c if c.isprintable() else " " for c in words[:_COMMAND_LENGTH])
             _driver.people[bearer] = (process.username(), " ".join(plain.split()))
         return _driver.people[bearer]
@@ -352,11 +358,12 @@ def _who(pid: int) -> tuple[str | None, str | None]:
 
 @lru_cache(maxsize=256)
 def _is_meant(pid: int, _started: float) -> bool:
-    """Whether the driver's pid means the process that has this pid here.
+    """Return whether the driver's pid refers to the process with this pid in our namespace.
 
     In the host's own pid namespace it does. In a container some drivers translate pids and others
-    give the host's, which may be someone else's here; then only a process that has CUDA's library
-    mapped can be meant. `_started` tells the cache one bearer of a pid from the next.
+    report the host's, which may be another process here. Then only a process that has CUDA's
+    library mapped can be the right one. `_started` is part of the cache key, because pids are
+    reused.
     """
     if os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE:
         return True

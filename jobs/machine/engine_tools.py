@@ -1,6 +1,6 @@
-"""Tools of the engine that answer a question: each a process of its own, which ends with its asker.
+"""Run tools of the engine, each in a process that ends with its caller.
 
-They stand in the engine because they share code with training; nothing here imports it.
+They are part of the engine because they share code with training; nothing here imports it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import IO
 
-Progress = Callable[[int, int], None]  # done, of all
+Progress = Callable[[int, int], None]  # done, total
 
-_NOTICE_WITHIN: Final = 0.1  # seconds in which it is noticed that nobody wants the answer any more
+_NOTICE_WITHIN: Final = 0.1  # seconds between two checks for cancellation
 _GRACE: Final = 2.0  # seconds to end after SIGTERM
 _PREFIX: Final = "fsdp-tui: "
 
 
 class ToolError(Exception):
-    """A tool failed in a way that the person cannot put right; one line."""
+    """A tool failed in a way that the user cannot fix; one line."""
 
 
 class Cancelled(Exception):
-    """The asker does not want the answer any more."""
+    """The caller no longer needs the answer."""
 
 
 def ask(
@@ -44,10 +44,10 @@ def ask(
     on_line: Callable[[str], None],
     cancelled: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Run a tool and read the JSON object that is the last line of what it prints.
+    """Run a tool and parse the JSON object in the last line of its output.
 
-    Its answer goes to a file, so that it never waits for us; what it says of its progress goes
-    through a pipe, so that it ends when we are killed and the pipe breaks.
+    The answer goes to a file, so that the tool never blocks on us. Its progress goes through a
+    pipe, so that it ends when we are killed and the pipe breaks.
     """
     last_line = ""
     with open(answer, "wb") as out:

@@ -1,4 +1,4 @@
-"""Take a file for one process at a time, and see which processes have locked one."""
+"""Lock files, and find the processes that hold locks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 LOCKS: Final = Path("/proc/locks")
-_AGAIN: Final = 0.02  # seconds between two tries
+_AGAIN: Final = 0.02  # seconds between two attempts
 
 
 def take(file: IO[Any], patience: float = 0.0) -> bool:
-    """Lock an open file until it is closed; False if another holds it for `patience` seconds.
+    """Lock an open file until it is closed; return False if another process holds it for `patience`
+    seconds.
 
     Raises:
-        OSError: Its file system has no locks.
+        OSError: The file system does not support locks.
     """
     until = time.monotonic() + patience
     while True:
@@ -31,10 +32,10 @@ def take(file: IO[Any], patience: float = 0.0) -> bool:
 
 
 def share(file: IO[Any]) -> None:
-    """Lock an open file until it is closed, together with others that share it.
+    """Take a shared lock on an open file until it is closed.
 
     Raises:
-        OSError: Its file system has no locks.
+        OSError: The file system does not support locks.
     """
     fcntl.flock(file, fcntl.LOCK_SH)
 
@@ -42,16 +43,17 @@ def share(file: IO[Any]) -> None:
 def holders(path: Path, *, shared: bool = False, locks: Path = LOCKS) -> list[int]:
     """List other processes of this machine that hold a lock on a file.
 
-    Read from the kernel's list: trying a lock would turn away a process that takes it just now. A
-    file of another file system may have the same inode number, so check what the process is.
+    Reads the kernel's list, because trying to lock the file would turn away a process that locks it
+    just then. A file on another file system may have the same inode number, so check what the
+    process is.
 
     Args:
         path: The file; a missing one has no locks.
-        shared: Count locks that several processes share, too.
+        shared: Also count shared locks.
         locks: The kernel's list.
 
     Returns:
-        Their process IDs, without our own.
+        Their process IDs, except our own.
     """
     try:
         inode = str(os.stat(path).st_ino)
@@ -62,8 +64,8 @@ def holders(path: Path, *, shared: bool = False, locks: Path = LOCKS) -> list[in
     pids = []
     for line in lines:
         words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:1234 0 EOF
-        # A process that waits for a lock has "->" for a second word; 0 and -1 are processes of
-        # other containers, and locks of no process.
+        # A process that waits for a lock has "->" as its second word. Pids 0 and -1 are processes
+        # of other containers, and locks without a process.
         if len(words) < 6 or words[1] not in ("FLOCK", "POSIX") or words[3] not in kinds:
             continue
         pid = int(words[4]) if words[4].isdigit() else 0

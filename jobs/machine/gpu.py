@@ -1,6 +1,6 @@
-"""What a GPU is, which one a name means, and which ones strangers use. Pure.
+"""Define GPUs, resolve their names, and find those in use by others. Pure.
 
-`jobs.machine.devices`, where the driver is asked, offers all of this under its own name.
+`jobs.machine.devices`, which queries the driver, re-exports all of this.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from jobs.units import size
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-HIDDEN_USE: Final = 2**30  # bytes that no idle GPU holds by itself
+HIDDEN_USE: Final = 2**30  # bytes; more than any idle GPU uses by itself
 
 
 @dataclass(frozen=True)
 class GpuProcess:
     """A process that holds memory on a GPU. The pid is the driver's, which may be the host's.
 
-    `user` and `command` are given only where this pid is known to be that process.
-    `kind` is `compute` or `graphics`; `mig` is the UUID of the MIG instance it runs on.
+    `user` and `command` are set only if this pid is known to be that process. `kind` is `compute`
+    or `graphics`; `mig` is the UUID of its MIG instance.
     """
 
     pid: int
@@ -35,7 +35,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class MigInstance:
-    """A part of a GPU that MIG presents as a device of its own."""
+    """A part of a GPU that MIG presents as a separate device."""
 
     uuid: str
     name: str
@@ -47,12 +47,12 @@ class MigInstance:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One look at a GPU: bytes (a total of 0 is unknown), percent, degrees Celsius, watts, MHz.
+    """A snapshot of a GPU: bytes (a total of 0 is unknown), percent, degrees Celsius, watts, MHz.
 
-    `throttle` says in words why the clock is held back, "" when it is not. `problem` says why the
-    driver cannot reach the GPU, continuing "GPU 3 …"; what was known before is still there.
-    `pcie_lanes` is what the link to the host has now and `pcie_lanes_limit` what it could have;
-    `nvlinks` counts the links to other GPUs that are up.
+    `throttle` says in words why the clock is reduced, "" if it is not. `problem` says why the
+    driver cannot reach the GPU, continuing "GPU 3 …"; the other fields then have their last known
+    values. `pcie_lanes` is the current width of the link to the host and `pcie_lanes_limit` its
+    maximum; `nvlinks` counts the active links to other GPUs.
     """
 
     index: int
@@ -80,7 +80,7 @@ class Gpu:
 
     @property
     def unusable(self) -> str | None:
-        """Why no job may have this GPU, continuing "GPU 3 …"; None when one may."""
+        """Return why no job may use this GPU, continuing "GPU 3 …"; None if one may."""
         if self.problem is None and self.mig_mode:
             return (
                 "is in MIG mode; jobs need whole GPUs, because ranks on MIG instances cannot "
@@ -90,11 +90,11 @@ class Gpu:
 
 
 def find(name: str, present: Sequence[Gpu]) -> tuple[Gpu, MigInstance | None] | None:
-    """Find the GPU or MIG instance that a user or `CUDA_VISIBLE_DEVICES` calls by this name.
+    """Find the GPU or MIG instance with a name given by a user or `CUDA_VISIBLE_DEVICES`.
 
     Args:
-        name: An index, the UUID or a beginning of it (`GPU-…`, `MIG-…`) that fits only one
-            device, or `MIG-<UUID of the GPU>/<GPU instance>/<compute instance>`.
+        name: An index, a unique prefix of the UUID (`GPU-…`, `MIG-…`), or `MIG-<UUID of the
+            GPU>/<GPU instance>/<compute instance>`.
         present: The GPUs to choose from.
     """
     if name.isdecimal():
@@ -114,10 +114,10 @@ def find(name: str, present: Sequence[Gpu]) -> tuple[Gpu, MigInstance | None] | 
 
 
 def visible(present: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """Return the GPUs that a value of `CUDA_VISIBLE_DEVICES` shows, still in index order. Pure.
+    """Return the GPUs that a value of `CUDA_VISIBLE_DEVICES` exposes, in index order. Pure.
 
-    As in CUDA, the first entry that names no device ends the list (`0,2,-1,1` shows 0 and 2). A
-    GPU of which only some MIG instances are named is shown with these alone.
+    As in CUDA, the first invalid entry ends the list (`0,2,-1,1` exposes 0 and 2). If only some MIG
+    instances of a GPU are named, it has only these.
     """
     if setting is None:
         return list(present)
@@ -147,18 +147,19 @@ def foreign_users(
     *,
     brief: bool = False,
 ) -> dict[str, str]:
-    """Find GPUs used by processes that are not ours, and by whom. Pure.
+    """Find GPUs used by processes that are not ours. Pure.
 
     Args:
-        present: The GPUs as `gpus()` shows them.
-        ours: The pids of the processes of our jobs.
-        claimed: UUIDs of the GPUs that our jobs hold. These are never foreign: in a container the
-            driver may give pids that nobody can match with ours.
-        brief: Name only the process that holds most, without pid and memory.
+        present: The GPUs as returned by `gpus()`.
+        ours: Pids of our jobs' processes.
+        claimed: UUIDs of the GPUs that our jobs hold. These are never foreign, because in a
+            container the driver may report pids that cannot be matched with ours.
+        brief: Name only the process with the most memory, without pid and memory.
 
     Returns:
-        UUID → a line for people: user, command, pid and memory. What merely draws (a desktop) and
-        holds little memory does not count; much memory that no visible process holds does.
+        UUID → a line for users: user, command, pid and memory. A process that only draws (a
+            desktop) and uses little memory does not count; much memory without a visible process
+            does.
     """
     lines = {}
     for gpu in present:
@@ -182,12 +183,12 @@ def foreign_users(
 
 
 def hidden_use(gpu: Gpu) -> int:
-    """Bytes in use though the driver names no process, as in containers. Pure."""
+    """Return the bytes in use if the driver lists no process, as in containers. Pure."""
     return 0 if gpu.processes else gpu.memory_used or 0
 
 
 def _in_words(process: GpuProcess) -> tuple[str, str]:
-    """Who it is, and the details."""
+    """Return the name of a process, and details."""
     pid, memory = f"pid {process.pid}", _held(process.memory)
     if process.command is None:
         who = pid if process.user is None else f"{process.user}: {pid}"
@@ -205,7 +206,10 @@ def _held(memory: int | None) -> str:
 def still_held(
     present: Sequence[Gpu], uuids: Collection[str], pids: Collection[int]
 ) -> list[tuple[int, int]]:
-    """`(GPU index, pid)` wherever one of these processes still holds memory on these GPUs. Pure."""
+    """Return `(GPU index, pid)` for every one of these processes with memory on these GPUs.
+
+    Pure.
+    """
     return [
         (gpu.index, process.pid)
         for gpu in present

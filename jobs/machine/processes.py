@@ -1,6 +1,6 @@
-"""Who is alive: processes identified by pid *and* start time, and found by their run id.
+"""Identify processes by pid *and* start time, and find them by their run id.
 
-A pid alone proves nothing, since the kernel gives it to someone else later.
+A pid alone proves nothing, since the kernel reuses it.
 """
 
 from __future__ import annotations
@@ -21,45 +21,46 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 RUN_ID_VARIABLE: Final = "FSDP_TUI_RUN_ID"
-_START_TOLERANCE: Final = 0.005  # seconds; half a clock tick, lost in writing and reading it
+# seconds; half a clock tick, the rounding error of writing and reading it
+_START_TOLERANCE: Final = 0.005
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process that cannot be mistaken for another: pid, and start in seconds since the boot."""
+    """A process that cannot be confused with another: pid, and start in seconds since the boot."""
 
     pid: int
     started: float
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """Return the identity of a live process, or None when there is none with this pid.
+        """Return the identity of a live process; None if there is none with this pid.
 
         Raises:
-            OSError: The kernel does not say.
+            OSError: The kernel does not provide it.
         """
         started = started_at(pid)
         return None if started is None else cls(pid, started)
 
     def alive(self) -> bool:
-        """Whether this very process still runs, or the kernel does not say; a zombie does not."""
+        """Return whether this process is alive or unknown to the kernel; a zombie is not alive."""
         try:
             started = started_at(self.pid)
-        except OSError:  # such as too many open files: not seen is not gone
+        except OSError:  # for example too many open files: unknown does not mean gone
             return True
         return started is not None and abs(started - self.started) < _START_TOLERANCE
 
     def suspended(self) -> bool:
-        """Whether it is alive and stopped, until someone sends SIGCONT."""
+        """Return whether it is alive but stopped until it gets SIGCONT."""
         return is_suspended(self.pid) and self.alive()
 
     def is_dead(self) -> bool:
-        """Whether it does nothing any more, though the kernel may still keep it."""
+        """Return whether it will not run again, even if the kernel still lists it."""
         return not self.alive() or is_being_killed(self.pid)
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal if it still is the same process; whether it was sent."""
+        """Send a signal if it still is the same process; return whether it was sent."""
         if not self.alive():
             return False
         try:
@@ -70,13 +71,13 @@ class ProcessId:
 
 
 def with_run_id(run_id: str) -> list[ProcessId]:
-    """Every live process of ours whose environment carries this run id.
+    """Return every live process of ours that has this run id in its environment.
 
-    Finds ranks that lost their launcher: torch elastic starts each rank in a session of its own,
-    so no process group holds them together.
+    This finds ranks that lost their launcher: torch elastic starts each rank in its own session, so
+    they share no process group.
 
     Raises:
-        OSError: The kernel does not say.
+        OSError: The kernel does not list the processes.
     """
     needle = f"{RUN_ID_VARIABLE}={run_id}".encode()
     processes = []
@@ -87,7 +88,7 @@ def with_run_id(run_id: str) -> list[ProcessId]:
             with open(f"/proc/{name}/environ", "rb") as file:
                 ours = needle in file.read().split(b"\0")
         except OSError as error:
-            if error.errno in (*GONE, errno.EACCES, errno.EPERM):  # gone, or not ours to read
+            if error.errno in (*GONE, errno.EACCES, errno.EPERM):  # gone, or owned by another user
                 continue
             raise
         identity = ProcessId.of(int(name)) if ours else None
@@ -97,9 +98,9 @@ def with_run_id(run_id: str) -> list[ProcessId]:
 
 
 def end(processes: Iterable[ProcessId], *, grace: float, timeout: float = 10.0) -> list[ProcessId]:
-    """SIGTERM, wait `grace` seconds, SIGKILL, wait; returns those that are still alive.
+    """Send SIGTERM, wait `grace` seconds, send SIGKILL, wait; return the processes still alive.
 
-    With `grace=0` SIGKILL is sent at once.
+    With `grace=0`, send SIGKILL at once.
     """
     remaining = [process for process in processes if process.alive()]
     if grace > 0:
@@ -112,7 +113,7 @@ def end(processes: Iterable[ProcessId], *, grace: float, timeout: float = 10.0) 
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout: float) -> list[ProcessId]:
-    """Wait until none is alive or `timeout` seconds have passed; returns those still alive."""
+    """Wait at most `timeout` seconds until all have ended; return the processes still alive."""
     deadline = time.monotonic() + timeout
     remaining = list(processes)
     while True:
@@ -124,15 +125,15 @@ def wait_gone(processes: Iterable[ProcessId], timeout: float) -> list[ProcessId]
 
 
 def reap() -> None:
-    """Collect ended children that nobody waits for, so that none stays a zombie.
+    """Collect ended children that nothing waits for, so that no zombies remain.
 
-    Only processes that are no direct `Popen` of ours are at stake: `Popen.poll` copes with a
-    child that was collected elsewhere, but loses its exit status, so a caller that needs the
-    status polls its `Popen` first.
+    This matters only for processes that are not a direct `Popen` of ours. `Popen.poll` tolerates a
+    child that was collected elsewhere but loses its exit status, so callers that need the status
+    poll their `Popen` first.
     """
     try:
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return  # nobody has ended: spare the look at all processes of the machine
+            return  # no child has ended: skip the scan of all processes
     except ChildProcessError:
         return
     for child in psutil.Process().children():
@@ -147,18 +148,18 @@ _WAITED_FOR: set[int] = set()
 
 
 def wait_for_by_hand(pid: int) -> None:
-    """Leave this child to whoever holds its `Popen`; `reap` passes it over."""
+    """Exclude a child from `reap`, because the owner of its `Popen` waits for it."""
     _WAITED_FOR.add(pid)
 
 
 def become_subreaper() -> bool:
-    """Let orphans of our children become our children (Linux); whether the kernel agreed."""
+    """Make orphans of our children our children (Linux); return whether the kernel agreed."""
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 def kernel_oom_kills() -> int:
-    """Count processes of our control group that the kernel killed for memory; 0 if unknown."""
+    """Count the processes of our cgroup that the kernel's OOM killer ended; 0 if unknown."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
             with open(path, encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""What the kernel says of a process: whether it lives, and when it began."""
+"""Read the state and start time of a process from /proc."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger."""
+    """Return whether a process is stopped by a signal or a debugger."""
     return _state(pid) in (b"T", b"t")
 
 
 def is_waiting_for_kernel(pid: int) -> bool:
-    """Whether a process is in a system call that no signal interrupts, as of a dead disk."""
+    """Return whether a process is in an uninterruptible system call, for example on a dead disk."""
     return _state(pid) == b"D"
 
 
@@ -30,19 +30,19 @@ def switches(pid: int) -> int | None:
 
 
 def is_being_killed(pid: int) -> bool:
-    """Whether SIGKILL was sent, and nothing but the end will follow whatever keeps it waiting."""
+    """Return whether SIGKILL is pending, so that the process ends once the kernel releases it."""
     pending = _status(pid, b"SigPnd", b"ShdPnd")
     return any(int(mask, 16) & 1 << signal.SIGKILL - 1 for mask in pending)
 
 
 def started_at(pid: int) -> float | None:
-    """When a live process began, in seconds since the machine booted; None when it is gone.
+    """Return when a live process started, in seconds since the machine booted; None if it is gone.
 
-    Counted from the boot, and not in Unix time, because the machine's clock may be set while
-    processes run: a live process would then look like another one. A zombie is gone.
+    Counted from the boot instead of in Unix time, because the clock may be set while processes run;
+    a live process would then look like another one. A zombie counts as gone.
 
     Raises:
-        OSError: The kernel does not say.
+        OSError: The kernel does not provide it.
     """
     fields = _fields(pid)
     if len(fields) < 20 or fields[0] in (b"Z", b"X", b"x"):
@@ -51,9 +51,9 @@ def started_at(pid: int) -> float | None:
 
 
 def _status(pid: int, *names: bytes) -> list[bytes]:
-    """Return the values of these lines of a process's status.
+    """Return the values of the named lines of a process's status.
 
-    Empty if the process is gone, or a line is missing.
+    Empty if the process is gone or a line is missing.
     """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
@@ -72,9 +72,9 @@ def _state(pid: int) -> bytes:
 
 
 def _fields(pid: int) -> list[bytes]:
-    """Return the fields after the command's name, the state first.
+    """Return the fields after the command name, starting with the state.
 
-    The name is in parentheses and may contain anything.
+    The name is in parentheses and may contain any characters.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -1,7 +1,8 @@
-"""Where a job lives: only who shares its kernel and its pid namespace can judge its processes.
+"""Identify the kernel and pid namespace of a job's processes.
 
-From another container of the machine, or from another machine that shares the state directory,
-their ids mean something else, or nothing. Not seen is not gone.
+Only a process that shares both can judge them. In another container of the machine, or on another
+machine that shares the state directory, their pids mean something else or nothing. Not visible does
+not mean gone.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 
 # -- file systems ---------------------------------------------------------------------------
-# Which file system a path is on, and whether other machines may share it.
+# The type of a path's file system, and whether other machines may share it.
 
 
-# File systems that one machine alone can use. Any other may be shared: there are more network file
-# systems, and names for them, than a list can know.
+# File systems that only one machine can use. Any other may be shared, because there are more
+# network file systems, and names for them, than a list can contain.
 LOCAL: Final = frozenset(
     {
         "apfs",
@@ -52,7 +53,7 @@ LOCAL: Final = frozenset(
 
 @cache
 def is_shared(path: Path) -> bool:
-    """Whether other machines may share a path; looked up once."""
+    """Return whether other machines may share a path. Cached."""
     return kind_of(path) not in LOCAL
 
 
@@ -71,7 +72,8 @@ def kind_among(real: Path, mounted: Sequence[tuple[str, str]]) -> str:
     """
     best, kind = -1, "?"
     for point, fstype in mounted:
-        if real.is_relative_to(point) and len(point) >= best:  # the later one lies over the other
+        # the later mount hides the earlier one
+        if real.is_relative_to(point) and len(point) >= best:
             best, kind = len(point), fstype
     return kind
 
@@ -79,21 +81,21 @@ def kind_among(real: Path, mounted: Sequence[tuple[str, str]]) -> str:
 # -- residence ------------------------------------------------------------------------------
 
 
-# Boot, inode of the pid namespace, host name and machine id. Earlier versions recorded the boot
-# alone, or the boot and the host name.
+# Boot, inode of the pid namespace, host name and machine id. Earlier versions recorded only the
+# boot, or the boot and the host name.
 _RECORDED: Final = re.compile(r"([^/@#]*)(?:/([^@#]*))?(?:@([^#]*))?(?:#(.*))?", re.DOTALL)
 
 
 class Standing(Enum):
-    """What processes of a recorded residence are to this one."""
+    """How processes of a recorded residence relate to this one."""
 
     HERE = "here"
-    REBOOTED = "rebooted"  # they were here, and the machine has rebooted since
-    ELSEWHERE = "elsewhere"  # in another container, or on another machine
+    REBOOTED = "rebooted"  # they ran here, before the machine rebooted
+    ELSEWHERE = "elsewhere"  # in another container or on another machine
 
 
 class Residence(NamedTuple):
-    """What identifies the place where processes live; "" is unknown."""
+    """Identity of the place where processes live; "" is unknown."""
 
     boot: str = ""
     namespace: str = ""
@@ -105,36 +107,36 @@ class Residence(NamedTuple):
 
 
 def residence() -> Residence:
-    """Where this process lives."""
+    """Return the residence of this process."""
     return Residence(boot_id() or "", _namespace(), socket.gethostname(), _machine_id())
 
 
 def read_residence(recorded: str | None) -> Residence:
-    """Read a recorded residence."""
+    """Parse a recorded residence."""
     match = _RECORDED.fullmatch(recorded or "")
     return Residence(*(part or "" for part in match.groups())) if match else Residence()
 
 
 def stand(recorded: str | None, folder: Path) -> Standing:
-    """Say what processes of a recorded residence are to this one.
+    """Compare a recorded residence with that of this process.
 
     Args:
-        recorded: `str(residence())` where they were started.
-        folder: The state directory. No other machine has one that is on a local disk, so another
-            boot is an earlier one.
+        recorded: `str(residence())` of the process that recorded it.
+        folder: The state directory. If it is on a local disk, no other machine has it, so a
+            different boot is an earlier one.
     """
     there, here = read_residence(recorded), residence()
     if there.boot and there.boot == here.boot:
         other = there.namespace and here.namespace and there.namespace != here.namespace
         return Standing.ELSEWHERE if other else Standing.HERE
-    if not (there.boot and here.boot):  # a kernel that does not tell
+    if not (there.boot and here.boot):  # the kernel does not provide a boot id
         return Standing.ELSEWHERE if there.host not in ("", here.host) else Standing.HERE
     same = there.machine and (there.machine, there.host) == (here.machine, here.host)
     return Standing.REBOOTED if same or not is_shared(folder) else Standing.ELSEWHERE
 
 
 def elsewhere(recorded: str | None, folder: Path) -> str:
-    """Name the container or machine where a job lives; "" if it is this one."""
+    """Return the name of the container or machine of a job; "" if it is this one."""
     if stand(recorded, folder) is not Standing.ELSEWHERE:
         return ""
     return read_residence(recorded).host or "its name is not known"

@@ -1,4 +1,4 @@
-"""Start our own processes so that nothing ties them to whoever started them."""
+"""Start our own processes detached from the starter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def start_detached(module: str, *arguments: str, home: Path, cwd: Path, log: Path) -> None:
-    """Run `python -m module`, which begins with `leave_starter`.
+    """Run `python -m module`, which must first call `leave_starter`.
 
     Args:
-        module: One of ours.
+        module: One of our modules.
         arguments: Its command line.
-        home: The state directory it works for.
+        home: Its state directory.
         cwd: Its working directory, which it keeps busy.
-        log: Takes what it prints.
+        log: The file for its output.
     """
     with open(log, "ab") as output:
         subprocess.run(
@@ -36,10 +36,10 @@ def start_detached(module: str, *arguments: str, home: Path, cwd: Path, log: Pat
 
 
 def leave_starter() -> None:
-    """Continue in a child that leads its own session; this process exits at once.
+    """Continue in a child with its own session; this process exits at once.
 
-    The starter has then no child to wait for, and no closing terminal reaches the child. To be
-    called before heavy imports, since the starter waits for it.
+    Afterwards the starter has no child to wait for, and a closing terminal does not reach the
+    child. Call this before heavy imports, because the starter waits for it.
     """
     if os.fork() > 0:
         os._exit(0)

@@ -1,1 +1,1 @@
-"""A run as it lies on the disk: paths, events, samples, checkpoints."""
+"""A run on disk: paths, events, samples, checkpoints."""

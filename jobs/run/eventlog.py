@@ -1,4 +1,4 @@
-"""Read a run's event stream as it grows: what was trained, which phase, why it ended."""
+"""Read a run's event stream as it grows: steps, phases, and why it ended."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 _PACE_WINDOW: Final = 20  # steps
-_FIRST_END: Final = 16 << 10  # bytes
-_LARGER: Final = 8  # times, each end than the one before
-# As `jobs.run.rundir.event` begins a line; of others every line is decoded.
+_FIRST_END: Final = 16 << 10  # bytes of the first read from the end of the file
+_LARGER: Final = 8  # factor by which each further read is larger
+# `jobs.run.rundir.event` begins lines like this; any other line is decoded.
 STEP_LINE: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "step"')
 _NEITHER_STEP_NOR_START: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "(?!step"|start")')
 
@@ -48,13 +48,13 @@ class Phase:
 
     Attributes:
         name: A key of `jobs.run.rundir.PHASES`.
-        done: How much of it.
-        total: Of how much; None when it cannot be known.
-        finished: Whether it is over.
-        t: When this was said.
-        seconds_left: How long it may still take.
-        ranks: What each rank has done, of work that they share.
-        since: When it began; 0 where that is not known.
+        done: Completed units.
+        total: All units; None if unknown.
+        finished: Whether the phase has ended.
+        t: Time of the latest event, in Unix seconds.
+        seconds_left: Estimated remaining seconds.
+        ranks: Completed units per rank, for work shared between ranks.
+        since: When it began, in Unix seconds; 0 if unknown.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Phase:
 class EventLog:
     """The events so far. `poll` reads only what was appended since the last call.
 
-    After a resume from an earlier checkpoint the steps since then are repeated; the later
-    attempt replaces them, and what was measured after them (`validations`: step and loss).
+    After a resume from an earlier checkpoint the steps since then are repeated. Those of the later
+    attempt replace them, also in `validations` (step and loss).
 
-    Lines that `passed_over` matches are read, but not decoded.
+    Lines that `passed_over` matches are read but not decoded.
     """
 
     path: Path
@@ -87,12 +87,12 @@ class EventLog:
     warnings: list[str] = field(default_factory=list)
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     passed_over: re.Pattern[bytes] | None = None
-    behind: bool = False  # whether the last poll found more than it read
+    behind: bool = False  # whether the last poll left data unread
     _offset: int = 0
     _inode: int = 0
 
     def poll(self, limit: int = 8 << 20) -> bool:
-        """Read up to `limit` new bytes; whether anything changed."""
+        """Read up to `limit` new bytes; return whether anything changed."""
         try:
             with open(self.path, "rb") as file:
                 self._notice_replacement(file.fileno())
@@ -100,14 +100,14 @@ class EventLog:
                 data = file.read(limit)
         except OSError:
             return False
-        end = data.rfind(b"\n") + 1  # a torn last line waits for its rest
-        if end == 0 and len(data) >= limit:  # one endless line: nothing of ours, pass over it
+        end = data.rfind(b"\n") + 1  # a partial last line is read again later
+        if end == 0 and len(data) >= limit:  # an endless line is not ours; skip it
             end = len(data)
         self._offset += end
         self.behind = len(data) >= limit
         skips = self.passed_over
         for line in data[:end].splitlines():
-            # The last kind of a line counts, and a damaged one may have several.
+            # A parser uses the last "kind" of a line, and a damaged line may have several.
             if skips is not None and skips.match(line) and line.count(b'"kind"') == 1:
                 continue
             try:
@@ -115,7 +115,7 @@ class EventLog:
             except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
-                # What could steer a terminal is escaped in JSON, or beyond ASCII.
+                # Characters that could control a terminal are escaped in JSON, or outside of ASCII.
                 plain = b"\\" not in line and line.isascii()
                 self._take(event if plain else harmless_value(event))
         return end > 0
@@ -131,14 +131,14 @@ class EventLog:
         return self.steps[-1] if self.steps else None
 
     def seconds_per_step(self, window: int = _PACE_WINDOW) -> float | None:
-        """Median wall time of the latest steps."""
+        """Return the median wall time of the latest steps; None if there are none."""
         recent = sorted(s.seconds for s in self.steps[-window:] if s.seconds is not None)
         return recent[len(recent) // 2] if recent else None
 
     def _notice_replacement(self, descriptor: int) -> None:
         stat = os.fstat(descriptor)
         if (self._inode and stat.st_ino != self._inode) or stat.st_size < self._offset:
-            # Another file now: start over.
+            # The file was replaced: start over.
             self.__init__(self.path, passed_over=self.passed_over)  # type: ignore[misc]
         self._inode = stat.st_ino
 
@@ -169,7 +169,7 @@ class EventLog:
                 case str() as kind:
                     self.notes[kind] = event
         except (KeyError, TypeError, ValueError, OverflowError):
-            return  # a line that some other version wrote
+            return  # written by another version
 
     def _take_step(self, step: Step) -> None:
         while self.steps and self.steps[-1].step >= step.step:
@@ -201,8 +201,8 @@ class EventLog:
 def read_end(path: Path) -> EventLog:
     """Read only the newest steps: at least as many as the pace needs, if there are that many.
 
-    Read from the end of the file, as far back as it takes. Whether a step counts is decided by
-    what comes after it, so these are exactly the last ones of the whole stream.
+    Reads backwards from the end of the file. Whether a step counts depends only on later events, so
+    these are exactly the last steps of the complete stream.
     """
     try:
         size = os.stat(path).st_size
@@ -218,7 +218,7 @@ def read_end(path: Path) -> EventLog:
 
 
 # -- run report -----------------------------------------------------------------------------
-# What a run said about itself, gathered from its events: strategy, sharding, memory.
+# Facts that a run reported about itself: strategy, sharding, memory.
 
 
 _E = TypeVar("_E", Start, Memory)
@@ -226,18 +226,18 @@ _E = TypeVar("_E", Start, Memory)
 
 @dataclass(frozen=True)
 class RunReport:
-    """Facts of the latest attempt; empty while it has not come so far.
+    """Facts of the latest attempt; empty until they have been reported.
 
     Attributes:
-        strategy: What ran, such as fsdp2.
-        reason: Why.
+        strategy: The strategy in use, for example fsdp2.
+        reason: Why it was chosen.
         global_batch: Samples per optimizer step.
-        accumulation: Forwards of a rank in one.
+        accumulation: Forward passes of a rank per optimizer step.
         sharding: The engine's sharding summary: numbers of parameters and bytes.
         measure: What `peaks` counts: `allocated` on GPUs, `rss` on CPU ranks.
-        peaks: Phase → the most bytes each rank has taken in it.
-        validations: Step and loss on what is held out, the newest few, the last one last.
-        warnings: What the run warned about, the newest of very many.
+        peaks: Phase → peak bytes of each rank.
+        validations: Step and loss of the newest validations, oldest first.
+        warnings: The run's warnings, only the newest if there are many.
     """
 
     strategy: str = ""
@@ -267,22 +267,22 @@ class RunReport:
         )
 
 
-_FRAME = ("t", "kind")  # what every event has
-_NEWEST: Final = 5  # validation losses
+_FRAME = ("t", "kind")  # fields of every event
+_NEWEST: Final = 5  # number of validation losses
 _MOST_WARNINGS: Final = 500
-_MOST_VALIDATIONS: Final = 5000  # a resume takes back some of them
+_MOST_VALIDATIONS: Final = 5000  # some are dropped when a run resumes
 _REPORTED: Final = {event.kind for event in (Start, Sharding, Memory, Validation, Warned)}
 
 
 class ReportLog(EventLog):
-    """Only what a report is made of: its size does not grow with the stream.
+    """Keep only what a report needs, so that its size does not grow with the stream.
 
-    It can be saved as text, and resumed from there.
+    It can be saved as text and resumed from there.
     """
 
     @classmethod
     def begin(cls, run_dir: RunDir, kept: str = "") -> ReportLog:
-        """Where `to_json` left off; at the beginning where nothing, or nothing usable, was kept."""
+        """Resume from the result of `to_json`, or start over if there is none or it is unusable."""
         try:
             state = json.loads(kept)
             return cls(
@@ -298,7 +298,7 @@ class ReportLog(EventLog):
             return cls(run_dir.events, passed_over=STEP_LINE)
 
     def to_json(self) -> str:
-        """Return the report as JSON."""
+        """Return the state as JSON."""
         return json.dumps(
             {
                 "offset": self._offset,
@@ -311,7 +311,7 @@ class ReportLog(EventLog):
 
     @property
     def offset(self) -> int:
-        """Bytes that were read."""
+        """Return the number of bytes read."""
         return self._offset
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -327,7 +327,7 @@ def read_report(run_dir: RunDir) -> RunReport:
 
 
 def _read(kind: type[_E], log: EventLog) -> _E:
-    """Read the newest event of a kind; an empty one if none can be read."""
+    """Read the newest event of a kind; an empty one if it cannot be parsed."""
     try:
         return kind.read(log.notes.get(kind.kind, {}))
     except (TypeError, ValueError, OverflowError):
@@ -335,7 +335,7 @@ def _read(kind: type[_E], log: EventLog) -> _E:
 
 
 def _whole(peaks: dict[Any, Any]) -> dict[str, list[int]]:
-    """Return the phases of which every rank's number is known."""
+    """Return the phases for which every rank's number is known."""
     return {
         str(name): numbers
         for name, numbers in peaks.items()
@@ -344,12 +344,12 @@ def _whole(peaks: dict[Any, Any]) -> dict[str, list[int]]:
 
 
 # -- timeline -------------------------------------------------------------------------------
-# What happened in a run besides steps, and when.
+# Events other than steps, described with their time.
 
 
-_MOST: Final = 4000  # moments; a run of weeks has more, and nobody reads all of them
+_MOST: Final = 4000  # a run of weeks has more, but nobody reads all of them
 _LEAST_SECONDS: Final = 1.0  # shorter phases are not shown
-_LAST: Final = 1e11  # Unix seconds of the year 5138; no calendar has a name for much later ones
+_LAST: Final = 1e11  # Unix seconds of the year 5138; calendars cannot represent much later times
 _FIRST, _LAST_STAGE = "import", "train"
 _MOST_STAGES: Final = 40
 _LONG_STORIES: Final = ("train",)  # phases that other moments describe
@@ -361,7 +361,7 @@ class Stage(NamedTuple):
     Attributes:
         name: A key of `jobs.run.rundir.PHASES`.
         since: When it began, in Unix seconds.
-        seconds: How long it took; None while it lasts.
+        seconds: Its duration; None while it is in progress.
     """
 
     name: str
@@ -370,12 +370,12 @@ class Stage(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Something that happened.
+    """A described event.
 
     Attributes:
-        t: When, in Unix seconds.
-        kind: Of the event, such as `checkpoint`.
-        words: What happened.
+        t: Unix seconds.
+        kind: The event's kind, for example `checkpoint`.
+        words: The description.
     """
 
     t: float
@@ -385,7 +385,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class Timeline(EventLog):
-    """The events of a run as `EventLog` has them, and the newest moments of it in words."""
+    """The events of a run, plus descriptions of the newest ones."""
 
     moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=_MOST))
     stages: list[Stage] = field(default_factory=list)
@@ -402,7 +402,7 @@ class Timeline(EventLog):
             if 0 <= t < _LAST and (words := in_words(kind, event)):
                 self.moments.append(Moment(t, kind, words))
         except (KeyError, TypeError, ValueError, OverflowError):
-            return  # a line that some other version wrote
+            return  # written by another version
 
     def _take_stage(self, event: dict[str, Any]) -> None:
         try:
@@ -411,7 +411,7 @@ class Timeline(EventLog):
             if name == _FIRST and state == "begin":
                 self.stages.clear()  # another attempt
             if self.stages and self.stages[-1].name == _LAST_STAGE:
-                return  # it trains
+                return  # training has started
             if state == "begin":
                 self.stages.append(Stage(name, t))
             elif state == "end":
@@ -422,14 +422,14 @@ class Timeline(EventLog):
                         break
             del self.stages[:-_MOST_STAGES]
         except (KeyError, TypeError, ValueError, OverflowError):
-            return  # a line that some other version wrote
+            return  # written by another version
 
 
 def in_words(kind: str, event: dict[str, Any]) -> str:
-    """Describe an event, or return "" if it is not for users.
+    """Describe an event; return "" if it is not for users.
 
     Raises:
-        KeyError: It lacks what such an event has; as `TypeError` and `ValueError`.
+        KeyError, TypeError, ValueError: The event is malformed.
     """
     read = _READ.get(kind)
     match read.read(event) if read is not None else None:

@@ -1,8 +1,7 @@
-"""The events of a run: what rank 0 writes into `events.jsonl`, and what readers take from it.
+"""Define the events that rank 0 writes to `events.jsonl`, and parse them.
 
-A line is a JSON object: `t` (Unix seconds), `kind`, and the fields of its kind below, in their
-order. Readers survive what other versions wrote: kinds they do not know, and fields that are
-missing or odd.
+A line is a JSON object: `t` (Unix seconds), `kind`, and the fields of its kind below, in that
+order. Readers tolerate output of other versions: unknown kinds, and missing or malformed fields.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened. `t` is when, in Unix seconds; of what is written, the time then."""
+    """One event. `t`: Unix seconds, set when the event is written."""
 
     kind: ClassVar[str]
-    strict: ClassVar[frozenset[str]] = frozenset()  # fields that are good, or the line is not
+    strict: ClassVar[frozenset[str]] = frozenset()  # fields without which the line is invalid
 
     t: float = field(default=0.0, kw_only=True)
 
@@ -38,11 +37,11 @@ class Event:
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """Read a line; an odd field that has a default is as if it were not there.
+        """Parse a line. A malformed field that has a default counts as missing.
 
         Raises:
             KeyError: A field without a default is missing.
-            TypeError: Such a field, or the time, cannot be used.
+            TypeError: Such a field, or the time, has an invalid value.
             ValueError: See above.
             OverflowError: See above.
         """
@@ -62,7 +61,7 @@ class Event:
     @classmethod
     @cache
     def _fields(cls) -> tuple[tuple[str, Callable[[Any], Any], bool], ...]:
-        """Each field, how it is read, and whether it is needed."""
+        """Return each field's name, its converter, and whether it is required."""
         own = [part for part in dataclasses.fields(cls) if part.name != "t"]
         none = dataclasses.MISSING
         return tuple(
@@ -73,14 +72,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Start(Event):
-    """Training begins, after step `step`.
+    """Training begins after step `step`.
 
-    `accumulation` counts the forwards of a rank that make `global_batch` samples. `base_matmul` is
-    that of a base in fp8.
+    `accumulation` is the number of forward passes of a rank per `global_batch` samples.
+    `base_matmul` is set for an fp8 base.
     """
 
     kind = "start"
-    strict = frozenset({"step"})  # what was trained after it is trained again
+    strict = frozenset({"step"})  # later steps are trained again, so this must be right
 
     step: int = 0
     total_steps: int | None = None
@@ -101,12 +100,12 @@ class PhaseEvent(Event):
 
     Attributes:
         name: A key of `jobs.run.rundir.PHASES`.
-        state: Which of the three.
-        done: How much of it.
-        total: Of how much; None when it cannot be known.
-        seconds_left: How long it may still take, while it is in progress.
-        seconds: How long it took, at its end.
-        ranks: What each rank has done, of work that they share.
+        state: `begin`, `progress` or `end`.
+        done: Completed units.
+        total: All units; None if unknown.
+        seconds_left: Estimated remaining seconds, while in progress.
+        seconds: The duration, at the end.
+        ranks: Completed units per rank, for work shared between ranks.
     """
 
     kind = "phase"
@@ -121,7 +120,7 @@ class PhaseEvent(Event):
 
     @classmethod
     def _time(cls, value: Any) -> float:
-        return float(value)  # without it, nothing can be said of how long the phase takes
+        return float(value)  # a phase without a time is useless, because its duration is unknown
 
     def facts(self) -> dict[str, Any]:
         """Return the values that belong to this state."""
@@ -136,7 +135,7 @@ _OF_STATE: Final = {"progress": "seconds_left", "end": "seconds"}
 
 @dataclass(frozen=True)
 class Data(Event):
-    """What there is to train on. A bucket is its width, height and number of samples."""
+    """The training data. A bucket is its width, height and number of samples."""
 
     kind = "data"
 
@@ -152,7 +151,7 @@ class Data(Event):
 
 @dataclass(frozen=True)
 class Freed(Event):
-    """Modules are gone: what is counted, and the memory before, with and after them in bytes."""
+    """Modules were freed: the memory before, with and after them in bytes, counted as `measure`."""
 
     kind = "freed"
 
@@ -166,20 +165,20 @@ class Freed(Event):
 
 @dataclass(frozen=True)
 class Sharding(Event):
-    """What sharding did on this rank. Counts of parameters (elements), sizes in bytes.
+    """What sharding did on this rank. Parameters are counted in elements, sizes in bytes.
 
     Attributes:
-        ranks: Over how many ranks each tensor is split.
-        replicas: How many such groups of ranks there are (1 but for HSDP).
+        ranks: Number of ranks over which each tensor is split.
+        replicas: Number of such groups of ranks (1 except with HSDP).
         units: Class name → number of FSDP units.
-        tensors: Sharded tensors.
-        parameters: Elements of them in the whole model.
-        local_parameters: Elements of them on this rank.
+        tensors: Number of sharded tensors.
+        parameters: Their elements in the complete model.
+        local_parameters: Their elements on this rank.
         wrapped_parameters: Elements in units below the root.
-        local_bytes: This rank's shards.
-        largest_unit_bytes: The largest unit when it is gathered.
-        root_bytes: What no unit below the root holds, when it is gathered.
-        replicated_parameters: Elements of what is trained and whole on every rank.
+        local_bytes: Bytes of this rank's shards.
+        largest_unit_bytes: Bytes of the largest unit when gathered.
+        root_bytes: Bytes of the root unit, without the units below it, when gathered.
+        replicated_parameters: Elements of trained parameters that are replicated on every rank.
     """
 
     kind = "sharding"
@@ -216,10 +215,10 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class Sample(Event):
-    """Images or videos were made after a step: where they are, and what their files are named."""
+    """Images or videos were sampled after a step: their directory and file names."""
 
     kind = "sample"
-    strict = frozenset({"files"})  # how many there are is what the line says
+    strict = frozenset({"files"})  # the line reports their number
 
     step: int
     directory: str = ""
@@ -228,7 +227,7 @@ class Sample(Event):
 
 @dataclass(frozen=True)
 class Validation(Event):
-    """The loss on what is held out, over all noise levels and for each."""
+    """The loss on the validation set, over all noise levels and for each of them."""
 
     kind = "validation"
 
@@ -262,7 +261,7 @@ class Export(Event):
 
 @dataclass(frozen=True)
 class Memory(Event):
-    """The most bytes of each phase, a number per rank; `measure` says what was counted."""
+    """Peak bytes of each phase, one number per rank; `measure` says what was counted."""
 
     kind = "memory"
 
@@ -273,7 +272,7 @@ class Memory(Event):
 
 @dataclass(frozen=True)
 class Warned(Event):
-    """Something that a person should know."""
+    """A warning for the user."""
 
     kind = "warning"
 
@@ -282,7 +281,7 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """A rank has failed: with what, in which phase, after which step; `traceback` is where."""
+    """A rank failed: the exception, in which phase, after which step; `traceback` says where."""
 
     kind = "error"
 
@@ -297,7 +296,7 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class End(Event):
-    """The ranks are done: they trained all steps, or were asked to stop."""
+    """The ranks have ended: they completed all steps or were asked to stop."""
 
     kind = "end"
 
@@ -306,10 +305,10 @@ class End(Event):
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite or infinite number, or None for anything else.
+    """Return a finite or infinite number; None for anything else.
 
     Raises:
-        OverflowError: An integer that no float can hold.
+        OverflowError: An integer does not fit into a float.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -1,4 +1,4 @@
-"""Where exports are, and what they say of themselves."""
+"""Locate exports, and read the facts stored in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from jobs.run.rundir import RunDir
 
-# What an export is of; written into it last, before it gets its name.
+# Facts about an export, written last, before it is renamed into place.
 FACTS_FILE: Final = "export.json"
 
 
@@ -22,16 +22,16 @@ def export_facts(path: Path) -> dict[str, Any] | None:
 
 
 def default_place(run_dir: RunDir, step: int, *, ends: bool, ema_left_out: bool) -> Path:
-    """Where the export of a checkpoint goes unless the person says where.
+    """Return the default directory for the export of a checkpoint.
 
-    `export/` is the run's own, for what it trained to its end. It is taken for the newest
-    checkpoint of a run that ended without one; every other step has a directory of its own.
+    `export/` belongs to the run itself, for its final weights. It is also used for the newest
+    checkpoint of a run that ended without an export; every other step has its own directory.
 
     Args:
         run_dir: The run.
-        step: The checkpoint's.
-        ends: Whether it is the newest checkpoint, and the run has ended.
-        ema_left_out: Whether averaged weights are not what is exported, though there are some.
+        step: The checkpoint's step.
+        ends: Whether it is the newest checkpoint and the run has ended.
+        ema_left_out: Whether there are averaged weights but they are not exported.
     """
     if ends and not ema_left_out:
         before = (export_facts(run_dir.export) or {}).get("step")
@@ -42,14 +42,14 @@ def default_place(run_dir: RunDir, step: int, *, ends: bool, ema_left_out: bool)
 
 
 def check_place(path: Path, facts: dict[str, Any]) -> None:
-    """Refuse to replace anything but an earlier export of the same.
+    """Refuse to replace anything but an earlier export with the same facts.
 
     Args:
-        path: Where an export is to go.
-        facts: What will be there: `job`, `step`, `ema`, `dtype` and `single_file`.
+        path: The export's destination.
+        facts: The new export's `job`, `step`, `ema`, `dtype` and `single_file`.
 
     Raises:
-        UserError: Something else is there.
+        UserError: The destination contains something else.
     """
     try:
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
@@ -59,7 +59,7 @@ def check_place(path: Path, facts: dict[str, Any]) -> None:
     before = export_facts(path)
     if before is None:
         raise UserError(f"{path} already exists and is not an export", "choose another --output")
-    # Exports of earlier versions do not say which kind they are: all were directories.
+    # Exports of earlier versions do not record their kind; all were directories.
     before = {"single_file": False} | before
     other = {name for name, value in facts.items() if before.get(name) != value}
     if other:

@@ -1,4 +1,4 @@
-"""Why a job failed, as facts that the supervisor keeps in the run directory."""
+"""Store in the run directory why a job failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Cause(StrEnum):
-    """What kind of failure it was; the words are kept in run directories."""
+    """The kind of failure. The values are stored in run directories."""
 
     GPU_MEMORY = "gpu_memory"
     HOST_MEMORY = "host_memory"
@@ -29,7 +29,7 @@ class Cause(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Cause:
-        return cls.OTHER  # of an older or newer version
+        return cls.OTHER  # written by an older or newer version
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Failure:
     """Why a job failed.
 
     Attributes:
-        text: One line for people.
-        cause: What kind it was.
-        rank: Which rank is to blame, if one is.
-        phase: What the rank was doing, if one is to blame: a key of `PHASES`, or a part of a step.
+        text: One line for users.
+        cause: The kind of failure.
+        rank: The rank at fault, if there is one.
+        phase: What that rank was doing: a key of `PHASES`, or a part of a step.
     """
 
     text: str
@@ -50,7 +50,7 @@ class Failure:
 
 
 def keep_failure(run_dir: RunDir, failure: Failure | None) -> None:
-    """Write why the latest attempt failed; if it did not, forget the failure of an earlier one."""
+    """Record why the latest attempt failed; if it did not, delete the record of an earlier one."""
     with suppress(OSError):
         if failure is None:
             run_dir.failure_file.unlink(missing_ok=True)
@@ -59,7 +59,7 @@ def keep_failure(run_dir: RunDir, failure: Failure | None) -> None:
 
 
 def read_failure(run_dir: RunDir) -> Failure | None:
-    """Why a job failed; None if that is not recorded, as in run directories of older versions."""
+    """Read why a job failed; None if unrecorded, as in run directories of older versions."""
     values = read_json(run_dir.failure_file)
     if values is None:
         return None

@@ -1,4 +1,4 @@
-"""Which allocation of a job may complete checkpoints: the one that began last.
+"""Fence off stale allocations: only a job's newest allocation may complete checkpoints.
 
 A node that lost its network keeps computing while Slurm has already started the job elsewhere.
 """
@@ -19,14 +19,14 @@ FENCE_VARIABLE: Final = "FSDP_TUI_FENCE"
 
 
 def raise_fence(run: Path, allocation: str) -> None:
-    """From here on only this allocation may complete checkpoints of the run."""
+    """Allow only this allocation to complete checkpoints of the run from now on."""
     write_atomic(_file(run), json.dumps({"allocation": allocation}) + "\n", durable=True)
 
 
 def taken_over(run: Path, own: str | None = None) -> str:
-    """Return the allocation that has taken a run over.
+    """Return the allocation that has taken over a run.
 
-    "" while it is our own, or this process belongs to no allocation.
+    "" if it is our own, or if this process belongs to no allocation.
 
     Args:
         run: The run directory.
@@ -42,10 +42,10 @@ def taken_over(run: Path, own: str | None = None) -> str:
 def check_fence(run: Path) -> None:
     """Refuse to complete a checkpoint of a run that another allocation has taken over.
 
-    Nothing is checked in a process that belongs to no allocation.
+    Does nothing in a process that belongs to no allocation.
 
     Raises:
-        UserError: Another one has.
+        UserError: Another allocation has taken over.
     """
     if other := taken_over(run):
         own = os.environ[FENCE_VARIABLE]

@@ -1,8 +1,8 @@
-"""Notice that a job stands still, and which rank holds it up.
+"""Detect that a job makes no progress, and which rank blocks it.
 
-How long ranks stand still is measured by whoever watches them, between two looks, by a clock that
-nobody sets. What the ranks write is only compared with what they wrote before: a step of the
-machine's clock is no stillness, and neither is a pause in which nobody could look.
+The watching process measures times without progress between its polls, on a monotonic clock. What
+the ranks write is only compared with what they wrote before. So neither a step of the machine's
+clock nor a time in which nothing was polled looks like a hang.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RankStatus
 
 
-# A heartbeat comes about once a second from a thread of its own, whatever the rank computes.
+# Ranks send a heartbeat about once a second from a separate thread, whatever they compute.
 _SILENT: Final = 15.0
-# Seconds between two looks after which nobody was watching: the machine was suspended, its
-# container paused, or the watcher stopped. The ranks may have been stopped along with it.
+# Seconds between two polls after which the interval does not count: the machine was suspended, its
+# container paused, or the watching process stopped. The ranks may have been stopped too.
 _UNWATCHED: Final = 10.0
 SAVE_STEP: Final = 60.0
 """Seconds within which a save that makes progress writes something."""
@@ -30,7 +30,7 @@ SAVE_STEP: Final = 60.0
 
 @dataclass(frozen=True)
 class Stillness:
-    """A rank, and how many seconds it has made no progress and given no sign of life."""
+    """A rank, and the seconds for which it made no progress and for which it sent no heartbeat."""
 
     status: RankStatus
     still: float
@@ -39,24 +39,24 @@ class Stillness:
 
 @dataclass
 class Watch:
-    """How long each rank has stood still while someone watched it.
+    """Measure for how long each rank has made no progress while it was watched.
 
     Args:
-        timeout: Seconds of stillness that will count as a hang. No single interval between two
-            looks makes up more than half of them.
+        timeout: Seconds without progress that count as a hang. No single interval between two polls
+            contributes more than half of them.
     """
 
     timeout: float = 0.0
-    unwatched: float = 0.0  # seconds before the latest look in which nobody watched
+    unwatched: float = 0.0  # seconds before the latest poll that do not count
     _looked_at: float | None = None
     _seen: dict[int, Stillness] = field(default_factory=dict)
 
     def look(self, statuses: Sequence[RankStatus], now: float) -> list[Stillness]:
-        """Take note of what the ranks wrote last.
+        """Compare the ranks' latest statuses with the previous ones.
 
         Args:
-            statuses: What they wrote.
-            now: Seconds of a monotonic clock.
+            statuses: The statuses.
+            now: Monotonic seconds.
         """
         elapsed = 0.0 if self._looked_at is None else now - self._looked_at
         longest = min(_UNWATCHED, self.timeout / 2) if self.timeout > 0 else _UNWATCHED
@@ -67,7 +67,7 @@ class Watch:
         return [self._seen[status.rank] for status in statuses]
 
     def look_again(self, now: float) -> None:
-        """Start the next interval now, because the watcher itself was busy until now."""
+        """Start the next interval now, because the watching process itself was busy."""
         self._looked_at = now
 
 
@@ -86,12 +86,12 @@ def _work(status: RankStatus) -> tuple[object, ...]:
 
 
 def by_clock(statuses: Sequence[RankStatus], now: float) -> list[Stillness]:
-    """How long ranks have stood still as far as they say, for who has not watched them.
+    """Estimate times without progress from the ranks' own clocks, without having watched them.
 
-    Good enough to tell a person; not to end a job, since a step of the clock looks the same.
+    Good enough for display, but not for ending a job, since a clock step looks the same.
 
     Args:
-        statuses: What the ranks wrote last.
+        statuses: The latest statuses.
         now: Unix seconds.
     """
     return [Stillness(s, now - s.progressed, now - s.heartbeat) for s in statuses]
@@ -99,7 +99,7 @@ def by_clock(statuses: Sequence[RankStatus], now: float) -> list[Stillness]:
 
 @dataclass(frozen=True)
 class Hang:
-    """A job that stands still: since when (seconds), which ranks hold it up, and how we know."""
+    """A hanging job: for how many seconds, which ranks block it, and the evidence."""
 
     seconds: float
     late: tuple[int, ...]
@@ -107,15 +107,15 @@ class Hang:
 
 
 def find_hang(ranks: Sequence[Stillness], timeout: float) -> Hang | None:
-    """Whether no rank has moved on for `timeout` seconds. Pure.
+    """Return the hang if no rank has made progress for `timeout` seconds, else None. Pure.
 
-    While ranks wait for one of them in a collective, none of them moves on. The late one is the
-    rank that does not even send heartbeats (it is suspended, or its interpreter is stuck), else
-    the rank that is behind the others, else unknown.
+    While ranks wait for another one in a collective, none makes progress. The late one is the rank
+    without heartbeats (it is suspended, or its interpreter is stuck), or else the rank behind the
+    others, or else unknown.
 
     Args:
-        ranks: All of them.
-        timeout: Seconds of stillness that count as a hang; 0 turns the check off.
+        ranks: All ranks.
+        timeout: Seconds without progress that count as a hang; 0 disables the check.
     """
     if not ranks or timeout <= 0:
         return None
@@ -155,5 +155,5 @@ def _where(status: RankStatus) -> str:
 
 
 def saves_on(ranks: Sequence[Stillness]) -> bool:
-    """Whether a checkpoint or an export is being written and makes progress."""
+    """Return whether a checkpoint or an export is being written and makes progress."""
     return any(r.status.phase in ("copy", "save", "export") and r.still < SAVE_STEP for r in ranks)

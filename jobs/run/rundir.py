@@ -1,8 +1,8 @@
-"""The run directory: every path and every format in one place.
+"""Define the run directory: all its paths and file formats.
 
-It is the contract between the ranks that write it and everyone who reads it. Whole files are
-replaced atomically; streams are append-only, one JSON object a line, and a reader survives a torn
-last line and kinds it does not know.
+It is the contract between the ranks that write it and all readers. Whole files are replaced
+atomically. Streams are append-only with one JSON object per line; readers tolerate a partial last
+line and unknown kinds.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REQUESTS: Final = ("stop", "save_now", "sample_now")
-# Asks each rank for its flight record (`jobs.run.why_failed`), which it writes within
-# a second.
+# Requests each rank's flight record (`jobs.run.why_failed`), written within a second.
 FLIGHT: Final = "flight"
 MANIFEST: Final = "manifest.json"
-_FOREVER: Final = 1e12  # seconds; no time that a rank tells is later
+_FOREVER: Final = 1e12  # seconds; larger than any valid time
 
-# The phases of a rank, and what people read for them. Only `train` has steps. Until `start`, which
-# `import` is a part of, is over, a rank is not up.
+# The phases of a rank and the text shown for them. Only `train` has steps. A rank is not up until
+# `start`, which includes `import`, has ended.
 PHASES: Final = {
     "start": "starting",
     "import": "importing libraries",
@@ -51,14 +50,14 @@ PHASES: Final = {
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace `path` as a whole; a reader sees the old text or the new one, never a part.
+    """Replace a file atomically; readers see either the old or the new text.
 
     Args:
         path: The file; its directory must exist.
         text: The new content, written as UTF-8.
-        durable: Also wait until it is on the disk.
+        durable: Also wait until it is on disk.
     """
-    # A name of its own for each write: a rank writes its status from two threads.
+    # Use a unique name for each write: a rank writes its status from two threads.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -73,7 +72,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the names in a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +81,7 @@ def sync(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file, or None when it is missing or not (yet) a JSON object."""
+    """Read a JSON object; None if the file is missing or is not (yet) a JSON object."""
     try:
         data = json.loads(read_regular(path, LARGEST_JSON))
     except (OSError, ValueError, RecursionError):
@@ -91,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_tail(path: Path, size: int = 64 << 10) -> str:
-    """The last bytes of a text file, however large it is; empty where it cannot be read."""
+    """Return the last bytes of a text file, however large it is; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
@@ -103,14 +102,14 @@ def read_tail(path: Path, size: int = 64 << 10) -> str:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank says of itself about once a second. Sizes in bytes, times in Unix seconds.
+    """A rank's status, written about once a second. Sizes in bytes, times in Unix seconds.
 
-    `started` alone counts from the machine's boot, as `jobs.machine.procfs` has it.
-    `heartbeat` moves while the process lives; `progressed` only when its work moves on.
-    The torch sizes are None on CPU ranks, where `rss` is what there is. `done` counts what this
-    rank itself has done of a phase whose work ranks share. `peaks` has the most
-    memory of each phase so far, allocated on a GPU, resident on CPU ranks. `gpu` is the GPU's name,
-    `gpu_memory` all that it has. `total_steps` is known once the data is.
+    Only `started` counts from the machine's boot, as in `jobs.machine.procfs`. `heartbeat` changes
+    while the process lives, `progressed` only when its work progresses. The torch sizes are None on
+    CPU ranks, which have `rss` instead. `done` counts this rank's own part of a phase whose work is
+    shared. `peaks` has the peak memory of each phase so far: allocated on a GPU, resident on CPU
+    ranks. `gpu` is the GPU's name, `gpu_memory` its total. `total_steps` is set once the data is
+    known.
     """
 
     rank: int
@@ -138,7 +137,7 @@ class RankStatus:
 
     @classmethod
     def from_dict(cls, data: Any) -> RankStatus:
-        """Read what a rank wrote; unknown fields are skipped.
+        """Parse a rank's status, ignoring unknown fields.
 
         Raises:
             ValueError: A field is missing or has the wrong type; the message says which.
@@ -154,11 +153,11 @@ class RankStatus:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Whether a value from a file is what the type of a field of `RankStatus` says."""
+    """Return whether a parsed value matches the type of a field of `RankStatus`."""
     if value is None:
         return kind.endswith("| None")
     match kind.removesuffix(" | None"):
-        case "int":  # all of them count something
+        case "int":  # all of them are counts
             return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
         case "float":
             return type(value) in (int, float) and -_FOREVER < value < _FOREVER
@@ -172,7 +171,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run. Creating the object touches nothing on disk."""
+    """The paths of one run. Creating the object does not access the disk."""
 
     root: Path
 
@@ -198,19 +197,19 @@ class RunDir:
 
     @property
     def data_report(self) -> Path:
-        """What rank 0 found when it checked the data."""
+        """Rank 0's report on the data."""
         return self.root / "data_report.json"
 
     @property
     def tracking(self) -> Path:
-        """What experiment trackers leave, and how far each has come."""
+        """Files of experiment trackers, including each one's position in the event stream."""
         return self.root / "tracking"
 
     def tracker_place(self, name: str) -> Path:
         return self.tracking / f"{name}.json"
 
     def tracker_warning(self, name: str) -> Path:
-        """Left by a tracker's follower for rank 0, which says it and removes it."""
+        """A tracker's warning, which rank 0 reports and removes."""
         return self.tracking / f"{name}.warning"
 
     def tracker_log(self, name: str) -> Path:
@@ -237,7 +236,7 @@ class RunDir:
         return self.root / "export"
 
     def create(self) -> None:
-        """Make the directories (0700)."""
+        """Create the directories (0700)."""
         for path in (self.root, self.control, self.ranks, self.logs):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -257,11 +256,11 @@ class RunDir:
 
     @property
     def flight_prefix(self) -> Path:
-        """Torch adds the rank, and writes what it remembers of its collectives there."""
+        """Prefix of torch's flight records; torch appends the rank."""
         return self.logs / "flight_"
 
     def flight(self, rank: int) -> Path:
-        """The same as JSON, of a rank that was asked for it."""
+        """The flight record as JSON, of a rank that was asked for it."""
         return self.logs / f"flight_{rank}.json"
 
     @property
@@ -275,17 +274,17 @@ class RunDir:
     # -- requests --------------------------------------------------------------------------
 
     def request(self, name: str) -> None:
-        """Ask the ranks for something; they see it at the next step boundary."""
+        """Make a request to the ranks, which see it at the next step boundary."""
         if name not in (*REQUESTS, FLIGHT):
             raise ValueError(f"unknown request {name!r}")
         self.control.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.control / name).touch()
 
     def requested(self, name: str) -> bool:
-        """Whether someone asks for it.
+        """Return whether a request is pending.
 
-        By listing the directory: of a file that another machine has just made, a network file
-        system may say for a minute that there is none.
+        Lists the directory instead of checking for the file: a network file system may cache for a
+        minute that a file which another machine has just created does not exist.
         """
         try:
             return name in os.listdir(self.control)
@@ -296,7 +295,7 @@ class RunDir:
         (self.control / name).unlink(missing_ok=True)
 
     def keep(self) -> None:
-        """Mark what is to stay when the job is forgotten, so that nobody takes it for an orphan."""
+        """Mark files that stay when the job is forgotten, so that they do not count as orphaned."""
         self._kept.touch()
 
     @property
@@ -312,7 +311,7 @@ class RunDir:
         return any(path.exists() for path in (self.launch_file, self.events, self.checkpoints))
 
     def set_aside(self) -> bool:
-        """Move away what a submit left that was killed; False where anything has run here."""
+        """Move away what a killed submit left; return False if anything has run here."""
         if self.has_run:
             return False
         self.root.rename(self.root.with_name(f".{self.root.name}.{time.time_ns()}"))
@@ -321,11 +320,11 @@ class RunDir:
     # -- ranks -----------------------------------------------------------------------------
 
     def rank_statuses(self) -> list[RankStatus]:
-        """What the ranks last wrote, by rank; files that cannot be read are skipped."""
+        """Return the ranks' latest statuses, by rank, skipping unreadable files."""
         return self.read_ranks()[0]
 
     def read_ranks(self) -> tuple[list[RankStatus], dict[str, str]]:
-        """What the ranks last wrote, by rank, and, by name, why files cannot be read."""
+        """Return the ranks' latest statuses, by rank, and file name → why it is unreadable."""
         statuses, unreadable = [], {}
         for path in self.ranks.glob("[0-9]*.json"):
             number = path.name.removesuffix(".json")
@@ -352,9 +351,9 @@ class RunDir:
         return sorted(statuses, key=lambda status: status.rank), unreadable
 
     def rank_errors(self) -> list[dict[str, Any]]:
-        """What failing ranks wrote, the earliest first.
+        """Return the errors that ranks wrote, earliest first.
 
-        In each, `rank` and `t` are numbers, `type` and `message` texts.
+        In each, `rank` and `t` are numbers, `type` and `message` strings.
         """
         errors = []
         for path in self.ranks.glob("[0-9]*.error.json"):
@@ -374,7 +373,7 @@ class RunDir:
         return sorted(errors, key=lambda data: float(data["t"]))
 
     def forget_attempt(self) -> None:
-        """Remove what only concerned an earlier attempt: requests, rank files, flight records."""
+        """Remove files that only concern an earlier attempt: requests, rank files, flight files."""
         for name in (*REQUESTS, FLIGHT):
             self.clear_request(name)
         flights = self.logs.glob(f"{self.flight_prefix.name}*")
@@ -388,15 +387,15 @@ class RunDir:
         return self.checkpoints / f"step-{step}"
 
     def forget_unfinished(self) -> None:
-        """Remove checkpoints that were cut off; only when no rank is alive."""
+        """Remove incomplete checkpoints. Call only while no rank is alive."""
         for path in self.checkpoints.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
-        """`(step, path)` of every complete checkpoint, oldest first.
+        """Return `(step, path)` of every complete checkpoint, oldest first.
 
-        A checkpoint is renamed into place only when its manifest and all its files are on disk,
-        so a directory with a readable manifest is complete.
+        A checkpoint is renamed into place only after its manifest and all its files are on disk, so
+        a directory with a readable manifest is complete.
         """
         complete = []
         for path in self.checkpoints.glob("step-*"):
@@ -411,5 +410,5 @@ class RunDir:
 
 
 def event(kind: str, **values: Any) -> str:
-    """One line of the event stream, with its newline."""
+    """Return one line of the event stream, with its newline."""
     return json.dumps({"t": round(time.time(), 3), "kind": kind, **values}) + "\n"

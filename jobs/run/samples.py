@@ -1,4 +1,4 @@
-"""The samples of a run: images and videos made from its prompts during training."""
+"""List the samples of a run: images and videos made from its prompts during training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _STEP: Final = re.compile(r"step-(\d+)")
 _PICTURE: Final = re.compile(r"(\d+)\.png")
-_SETTLED: Final = 2.0  # seconds after which a directory's time tells of every change
+_SETTLED: Final = 2.0  # seconds after which a directory's mtime reflects every change
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Sample:
     """An image, or the middle frame of a video.
 
     Attributes:
-        number: Of the job's prompt, from 0.
-        step: Optimizer steps that the model had been trained for.
-        picture: The PNG.
-        video: The MP4, of videos.
-        bytes: Of the image.
+        number: Index of the job's prompt.
+        step: Optimizer steps trained before.
+        picture: The PNG file.
+        video: The MP4 file; None for images.
+        bytes: Size of the image.
         time: When the image was written, in Unix seconds.
         facts: What it was made from (`prompt`, `seed`, `size`, `steps`, …); empty until that is
             written, or if it cannot be read.
@@ -45,25 +45,25 @@ class Sample:
 
     @property
     def prompt(self) -> str:
-        """The prompt as it was sampled; "" if unknown."""
+        """Return the sampled prompt; "" if unknown."""
         return str(self.facts.get("prompt", ""))
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Width and height in pixels; None if unknown."""
+        """Return width and height in pixels; None if unknown."""
         match self.facts.get("size"):
             case [int() as width, int() as height]:
                 return width, height
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """For scripts."""
+        """Return the sample as JSON values, for scripts."""
         video = str(self.video) if self.video is not None else None
         return asdict(self) | {"picture": str(self.picture), "video": video}
 
 
 class Samples:
-    """Lists the samples of a run repeatedly; directories that have not changed are not read again.
+    """List the samples of a run repeatedly, rereading only directories that have changed.
 
     Args:
         run_dir: The run.
@@ -71,11 +71,11 @@ class Samples:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._root = run_dir.samples
-        self._seen: dict[str, tuple[int, list[Sample]]] = {}  # directory → (its time, its samples)
+        self._seen: dict[str, tuple[int, list[Sample]]] = {}  # directory → (its mtime, its samples)
         self._samples: tuple[Sample, ...] = ()
 
     def look(self) -> tuple[Sample, ...]:
-        """Every sample by step and prompt; the same tuple while nothing has changed."""
+        """Return all samples by step and prompt; the same tuple if nothing has changed."""
         directories = _entries(self._root)
         self._seen = {k: v for k, v in self._seen.items() if k in {d.name for d in directories}}
         for directory in directories:
@@ -94,10 +94,10 @@ class Samples:
     def _look_at(self, directory: os.DirEntry[str], step: int) -> None:
         try:
             changed = os.stat(directory.path).st_mtime_ns
-        except OSError:  # removed meanwhile
+        except OSError:  # removed in the meantime
             return
         seen = self._seen.get(directory.name)
-        # What follows at once may leave the time as it is: clocks of file systems are coarse.
+        # Further changes right afterwards may not alter the mtime: file system clocks are coarse.
         settled = time.time() - changed / 1e9 > _SETTLED
         if seen is None or seen[0] != changed or not settled:
             samples = _samples_in(self._root / directory.name, step)
@@ -105,7 +105,7 @@ class Samples:
 
 
 def list_samples(run_dir: RunDir) -> tuple[Sample, ...]:
-    """Every sample of a run, by step and prompt."""
+    """Return all samples of a run, by step and prompt."""
     return Samples(run_dir).look()
 
 
@@ -119,7 +119,7 @@ def _samples_in(directory: Path, step: int) -> list[Sample]:
         video = path.with_suffix(".mp4")
         try:
             stat = entry.stat()
-        except OSError:  # removed meanwhile
+        except OSError:  # removed in the meantime
             continue
         samples.append(
             Sample(
@@ -136,7 +136,7 @@ def _samples_in(directory: Path, step: int) -> list[Sample]:
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """List a directory; empty if it is missing, gone, or not readable."""
+    """List a directory; empty if it is missing or unreadable."""
     try:
         with os.scandir(path) as entries:
             return list(entries)

@@ -1,4 +1,4 @@
-"""Why a job failed, from what its processes left behind."""
+"""Diagnose why a job failed, from what its processes left behind."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
     from jobs.run.rundir import RunDir
 
-    Entries = dict[int, dict[str, Any]]  # sequence number → what was recorded
+    Entries = dict[int, dict[str, Any]]  # sequence number → recorded collective
 
 
 # -- nccl -----------------------------------------------------------------------------------
-# What NCCL, gloo and torch's watchdog of collectives say, and what of it is a cause.
+# Messages of NCCL, gloo and torch's collective watchdog, and which of them are a cause.
 
 
 _TYPES: Final = frozenset(
     {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 )
-# What ranks say when *another* one has gone: never the cause. Not by the names of libraries, which
-# stand in every message of theirs.
+# Messages of ranks when *another* one has gone: never the cause. Not matched by the names of the
+# libraries, which are in all of their messages.
 _AFTERMATH: Final = re.compile(
     r"connection (was )?(likely )?(reset|closed|refused)|closed by (remote )?peer|broken pipe"
     r"|failed to (recv|send)|timed? ?out|remote (worker|process|peer)"
     r"|communicator was aborted|ncclRemoteError",
     re.IGNORECASE,
 )
-# torch (2.13): the code's general explanation, which speaks of sockets, then what NCCL knows.
+# torch (2.13): its general explanation, which mentions sockets, followed by NCCL's own message.
 _LAST: Final = re.compile(
     r"(nccl\w+):[^\n]*\s+Last error:\s*(.+?)\s*(?:Exception raised from|\Z)", re.S
 )
@@ -62,10 +62,10 @@ class Timeout:
 
 
 def is_aftermath(kind: str, message: str) -> bool:
-    """Whether an exception of a rank only says that another one has failed.
+    """Return whether a rank's exception only reports that another rank has failed.
 
     Args:
-        kind: Its type's name.
+        kind: Name of the exception type.
         message: Its text.
     """
     if kind == "StrandedError":
@@ -77,7 +77,7 @@ def is_aftermath(kind: str, message: str) -> bool:
 
 
 def essence(message: str) -> str:
-    """Of NCCL's error the part that says what is wrong; other messages as they are."""
+    """Return the specific part of an NCCL error; other messages unchanged."""
     last = _LAST.search(message)
     if last is None:
         return message
@@ -86,28 +86,29 @@ def essence(message: str) -> str:
 
 
 def find_timeout(run_dir: RunDir, rank: int) -> Timeout | None:
-    """Find the watchdog's timeout in a rank's log."""
+    """Find the watchdog's timeout in a rank's log; None if there is none."""
     match = _WATCHDOG.search(read_tail(run_dir.rank_log(rank), _LOG_END))
     return Timeout(plain_name(match[1]), int(match[2]) / 1000) if match else None
 
 
 def plain_name(collective: Any) -> str:
-    """`all_gather` for `nccl:_all_gather_base` and `_ALLGATHER_BASE`."""
+    """Normalize a collective's name: `all_gather` for `nccl:_all_gather_base` and
+    `_ALLGATHER_BASE`.
+    """
     name = str(collective).rpartition(":")[2].lower().strip("_").removesuffix("_base")
     joined = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
     return joined.get(name, name)
 
 
 # -- flight records -------------------------------------------------------------------------
-# Which collective ranks wait in, and which rank is late for it, from torch's flight
-# recorders.
+# Find the collective in which ranks wait, and the late rank, using torch's flight recorders.
 #
-# Torch keeps the newest collectives of each process group in memory. Its watchdog writes them
-# to a file, by `pickle`, when one of NCCL's times out; a rank of ours writes them as JSON
-# when it is asked to (`engine.ranks.failure`), which works while it waits.
+# Torch keeps the newest collectives of each process group in memory. Its watchdog pickles them to a
+# file when an NCCL collective times out. Our ranks write them as JSON on request
+# (`engine.ranks.failure`), which works while they wait.
 
 
-_COLLECTIVES: Final = 2000  # that a rank remembers, torch's own default for NCCL
+_COLLECTIVES: Final = 2000  # entries that a rank keeps; torch's own default for NCCL
 _LARGEST: Final = 64 << 20  # bytes of a file
 
 
@@ -116,8 +117,8 @@ class Wait:
     """A collective that not all ranks have reached.
 
     Attributes:
-        collective: Such as all_reduce.
-        late: The ranks that have not reached it; empty if all have, and it does not end.
+        collective: For example all_reduce.
+        late: The ranks that have not reached it; empty if all have, but it does not finish.
         waiting: The ranks that wait in it.
     """
 
@@ -126,7 +127,7 @@ class Wait:
     waiting: tuple[int, ...]
 
     def __str__(self) -> str:
-        """In words that can follow a semicolon."""
+        """Describe it in words that can follow a semicolon."""
         if not self.late:
             return f"all ranks are in the same {self.collective}, which never finishes"
         many = len(self.waiting) > 1
@@ -137,7 +138,7 @@ class Wait:
 
 
 def environment(run_dir: RunDir) -> dict[str, str]:
-    """Variables that have torch remember collectives, and write them into the run directory."""
+    """Return variables that make torch record collectives and write them into the run directory."""
     return {
         "TORCH_FR_BUFFER_SIZE": str(_COLLECTIVES),
         "TORCH_FR_DUMP_TEMP_FILE": str(run_dir.flight_prefix),
@@ -146,10 +147,11 @@ def environment(run_dir: RunDir) -> dict[str, str]:
 
 
 def tell_hang(run_dir: RunDir, reason: str, say: Callable[[str], None]) -> str:
-    """Say why a job hangs: what was seen, and what its ranks waited for, if their records tell."""
+    """Extend the reason of a hang by what its ranks waited for, if their records show it."""
     try:
         wait = find_wait(run_dir)
-    except Exception as error:  # whatever another torch wrote, the ranks have to go
+    # records of another torch version must not keep the ranks from being ended
+    except Exception as error:
         say(f"cannot read the flight records: {type(error).__name__}: {error}")
         return reason
     if not wait:
@@ -159,7 +161,7 @@ def tell_hang(run_dir: RunDir, reason: str, say: Callable[[str], None]) -> str:
 
 
 def find_wait(run_dir: RunDir) -> Wait | None:
-    """Find the earliest collective that blocks the ranks; None if it is unknown."""
+    """Find the earliest collective that blocks the ranks; None if unknown."""
     recorded: dict[tuple[int, str], dict[int, Entries]] = {}
     for path in sorted(run_dir.logs.glob(f"{run_dir.flight_prefix.name}*")):
         number = path.name.removeprefix(run_dir.flight_prefix.name).removesuffix(".json")
@@ -176,19 +178,19 @@ def find_wait(run_dir: RunDir) -> Wait | None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Read the recorders in a file: JSON has one for each kind of group, a pickle is one."""
+    """Read the recorders in a file: JSON has one for each kind of group, a pickle has one."""
     try:
         data = read_regular(path, _LARGEST)
         if path.suffix == ".json":
             return list(json.loads(data))
         check_pickle(data)
         return [_Plain(io.BytesIO(data)).load()]
-    except Exception:  # a torn or foreign file says nothing, whatever is wrong with it
+    except Exception:  # a truncated or foreign file contributes nothing
         return []
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, texts, lists and dicts; refuses whatever would run code."""
+    """Load numbers, strings, lists and dicts; refuse anything that would run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} in a flight record")
@@ -206,7 +208,7 @@ def _by_group(dump: dict[str, Any]) -> dict[str, Entries]:
 
 
 def _wait_of(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
-    """When ranks of a group began to wait for others, and in what."""
+    """Return when ranks of a group began to wait for others, and in which collective."""
     last = {rank: max(entries, default=0) for rank, entries in ranks.items()}
     least, most = min(last.values()), max(last.values())
     if least == most:
@@ -214,7 +216,7 @@ def _wait_of(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
     number = least + 1
     waiting = [rank for rank in ranks if last[rank] >= number]
     seen = [ranks[rank][number] for rank in waiting if number in ranks[rank]]
-    if not seen:  # so long ago that it is forgotten
+    if not seen:  # so old that it was overwritten
         return None
     late = tuple(rank for rank in ranks if last[rank] == least)
     wait = Wait(plain_name(seen[0]["profiling_name"]), late, tuple(waiting))
@@ -222,7 +224,7 @@ def _wait_of(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
 
 
 def _stuck(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
-    """Return the first collective that all have reached and none has completed; only NCCL tells."""
+    """Return the first collective that all have reached and none has completed; NCCL only."""
     open_ones = [
         {
             number: entry
@@ -247,10 +249,10 @@ def _ranks(numbers: tuple[int, ...]) -> str:
 
 
 # -- rank exits -----------------------------------------------------------------------------
-# What the launcher says in its log of ranks that did not end well.
+# Exit codes of ranks, from the launcher's log.
 #
-# Of several ranks, torch elastic's summary (2.11 to 2.13); of a single one, which accelerate
-# starts without elastic, the exception of Python's `subprocess`.
+# Several ranks: torch elastic's summary (2.11 to 2.13). A single rank, which accelerate starts
+# without elastic: the exception of Python's `subprocess`.
 
 
 _EXIT: Final = re.compile(
@@ -258,10 +260,10 @@ _EXIT: Final = re.compile(
 )
 # The summary lists all others before it.
 _ROOT: Final = "Root Cause (first observed failure):"
-# Elastic ends the ranks that are left after a failure, and kills the stubborn ones.
+# After a failure, elastic ends the remaining ranks, and kills those that do not exit.
 _ENDED: Final = re.compile(r"(?:Sending process|Unable to shutdown process) (\d+) ")
 _SIGNALED: Final = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
-# Of a step of Slurm: `srun: error: n1: tasks 0-1,3: Exited with exit code 1`.
+# For a Slurm step: `srun: error: n1: tasks 0-1,3: Exited with exit code 1`.
 _TASKS: Final = re.compile(
     r"^srun: error: [^\n:]+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|([^\n]+?))(?: \(core"
     r" dumped\))?$",
@@ -273,7 +275,7 @@ _ALONE: Final = re.compile(
 )
 
 
-# Signals as the C library describes them, and Slurm's words for a task that its memory ended.
+# Signals as the C library describes them, and Slurm's text for a task that ran out of memory.
 _NUMBERS: Final = {
     **{text: number for number in signal.Signals if (text := signal.strsignal(number))},
     "Out Of Memory": signal.SIGKILL,
@@ -285,9 +287,9 @@ class RankExit:
     """How a rank ended, as its launcher reports it.
 
     Attributes:
-        rank: Which.
+        rank: The rank.
         code: Its exit status; negative for a signal.
-        ended: Whether the launcher itself ended it, since another one had failed.
+        ended: Whether the launcher itself ended it because another rank had failed.
     """
 
     rank: int
@@ -296,7 +298,7 @@ class RankExit:
 
 
 def rank_exits(run_dir: RunDir) -> list[RankExit]:
-    """Return the ranks that failed.
+    """Return the exits of ranks that failed.
 
     The first failure comes first, then others, then ranks that the launcher ended.
     """
@@ -316,7 +318,7 @@ def rank_exits(run_dir: RunDir) -> list[RankExit]:
 
 
 def _of_slurm(tasks: list[tuple[str, str, str]]) -> list[RankExit]:
-    """Return the ranks that failed, by what srun reports about its tasks.
+    """Return the exits of ranks that failed, from srun's report about its tasks.
 
     Args:
         tasks: Numbers such as `0-1,3`, an exit status or "", a signal's description or "".
@@ -328,18 +330,18 @@ def _of_slurm(tasks: list[tuple[str, str, str]]) -> list[RankExit]:
             first, _, last = part.partition("-")
             for rank in range(int(first), int(last or first) + 1):
                 exits.setdefault(rank, RankExit(rank, code))
-    # A signal that killed a rank says more than how the ranks that lost it ended.
+    # A signal that killed a rank is more informative than how its peers ended.
     return sorted(exits.values(), key=lambda rank_exit: rank_exit.code >= 0)
 
 
 def launcher_signal(run_dir: RunDir) -> str | None:
-    """Return the signal on which the launcher ended its ranks and itself, by name."""
+    """Return the name of the signal on which the launcher ended its ranks and itself."""
     match = _SIGNALED.search(read_tail(run_dir.launcher_log))
     return signal_name(int(match[1])) if match else None
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Return the name of a signal: SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -355,7 +357,7 @@ _PARTS: Final = {
     "backward": "the backward pass",
     "step": "the optimizer update",
 }
-# Messages of libraries; those of CUDA allocate memory outside torch's allocator.
+# Messages of libraries. CUDA's libraries allocate memory outside torch's allocator.
 _PATTERNS: Final = {
     Cause.GPU_MEMORY: re.compile(
         r"CU(BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED|Cuda failure 2\b|Cuda failure 'out of memory'"
@@ -367,11 +369,12 @@ _PATTERNS: Final = {
     ),
     Cause.MISSING_PACKAGE: re.compile(r"No module named|ImportError|ModuleNotFoundError"),
 }
-_TORCH_ADVICE: Final = " If reserved but unallocated memory is large"  # jobs are launched so
+# irrelevant: jobs are launched with this setting
+_TORCH_ADVICE: Final = " If reserved but unallocated memory is large"
 
 
 def why_failed(run_dir: RunDir, exit_code: int | None, **more: Any) -> str:
-    """`diagnose` in one line: which rank, what, when."""
+    """Return the one-line text of `diagnose`."""
     return diagnose(run_dir, exit_code, **more).text
 
 
@@ -382,13 +385,13 @@ def diagnose(
     ended_by_us: Collection[int] = (),
     oom_kills_before: int | None = None,
 ) -> Failure:
-    """Which rank, what, when.
+    """Determine which rank failed, how, and when.
 
     Args:
-        run_dir: Where the ranks wrote.
-        exit_code: The launcher's, or None when it was not our child.
-        ended_by_us: Ranks that were ended only because another one had failed.
-        oom_kills_before: The kernel's count of processes killed for memory before the run.
+        run_dir: The run directory.
+        exit_code: The launcher's exit status; None if it was not our child.
+        ended_by_us: Ranks that were ended only because another rank failed.
+        oom_kills_before: The kernel's count of out-of-memory kills before the run.
     """
     out_of_memory = oom_kills_before is not None and kernel_oom_kills() > oom_kills_before
     errors = run_dir.rank_errors()
@@ -396,7 +399,7 @@ def diagnose(
     if causes:
         return _rank_error(causes[0])
     exits = rank_exits(run_dir)
-    # Those that the launcher or we ended say nothing about why.
+    # Ranks that the launcher or we ended do not explain the failure.
     explained = {int(error.get("rank", -1)) for error in errors} | set(ended_by_us)
     explained |= {rank_exit.rank for rank_exit in exits if rank_exit.ended}
     for rank_exit in exits:
@@ -412,7 +415,7 @@ def diagnose(
 
 
 def _launchers_end(run_dir: RunDir, exit_code: int | None) -> Failure:
-    """No rank has failed."""
+    """Explain the end of a launcher when no rank has failed."""
     if exit_code is not None and exit_code < 0:
         what, killed = f"the launcher was killed by {signal_name(-exit_code)}", -signal.SIGKILL
         return Failure(what, Cause.KILLED if exit_code == killed else Cause.OTHER)
@@ -429,7 +432,7 @@ def _launchers_end(run_dir: RunDir, exit_code: int | None) -> Failure:
 
 
 def is_persons_fault(run_dir: RunDir) -> bool:
-    """Whether the job itself is wrong, so that another attempt would fail the same way."""
+    """Return whether the job itself is at fault, so that another attempt would fail likewise."""
     causes = causes_of(run_dir.rank_errors())
     return bool(causes) and causes[0].get("type") == "UserError"
 
@@ -469,7 +472,7 @@ def _cause_in(text: str) -> Cause:
 def _doing(phase: str, step: Any) -> str:
     """Describe what a rank was doing.
 
-    A part of a step belongs to the step that was not yet done.
+    A part of a step belongs to the step that has not been completed.
     """
     if phase in _PARTS and isinstance(step, int):
         return f"in {_PARTS[phase]} of step {step + 1}"
@@ -499,7 +502,7 @@ def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: b
 
 
 def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:
-    """Describe what a rank aborted by torch's watchdog waited for; the late rank, if known."""
+    """Describe what a rank aborted by torch's watchdog waited for, and the late rank if known."""
     timeout = find_timeout(run_dir, rank)
     if timeout is None:
         return None

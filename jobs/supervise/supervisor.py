@@ -78,7 +78,7 @@ class Supervisor:
     _tidied_at: float = float("-inf")
 
     def run(self) -> Outcome:
-        """Launch the ranks or adopt those of an earlier supervisor, and watch them until the end."""
+        """Launch the ranks or adopt an earlier supervisor's, and watch them until the end."""
         try:
             outcome = self.ranks.conclude(self._train())
         except UserError as error:  # for example a job file damaged since submission
@@ -169,7 +169,7 @@ class Supervisor:
         self._tidy()
 
     def _measure(self, statuses: list[RankStatus]) -> list[Stillness]:
-        """Measure for how long ranks made no progress, minus the time this process was suspended."""
+        """Measure how long ranks made no progress, minus the time this process was suspended."""
         ranks = self.watch.look(statuses, time.monotonic())
         if unwatched := self.watch.unwatched:
             self.report.log(f"the supervisor did not run for {unwatched:.0f} s")

@@ -1,1 +1,3 @@
-"""Several machines, no scheduler: what each says of itself over ssh. Nothing new runs on any."""
+"""Monitor several machines without a scheduler: each reports over ssh. No machine runs a new
+service.
+"""

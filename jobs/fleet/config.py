@@ -1,4 +1,4 @@
-"""Which machines are in the fleet: `machines.yaml`, beside the other settings of a person."""
+"""Read the fleet's machines from `machines.yaml`, in the user's configuration directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 def _no_option(text: str) -> str:
-    """ssh reads what begins with a dash as an option, and some options run commands."""
+    """Reject text that ssh would parse as an option, since some of its options run commands."""
     if text.startswith("-") or not text.isprintable() or " " in text or not text:
         raise ValueError("is no machine that ssh could connect to")
     return text
@@ -48,8 +48,8 @@ class Box(BaseModel):
     """A machine of the fleet.
 
     Attributes:
-        name: What the fleet calls it.
-        ssh: What ssh calls it; an alias of the ssh configuration, or `user@host`.
+        name: Its name in the fleet.
+        ssh: Its name for ssh: an alias of the ssh configuration, or `user@host`.
         command: How its login shell finds fsdp-tui.
     """
 
@@ -70,8 +70,8 @@ class Fleet(BaseModel):
     """The keys of `machines.yaml`.
 
     Attributes:
-        machines: The boxes, in the order of the screen.
-        interval: Seconds between two looks of a box at itself.
+        machines: The machines, in display order.
+        interval: Seconds between two reports of a machine.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
@@ -87,7 +87,7 @@ class Fleet(BaseModel):
         return self
 
     def find(self, name: str) -> Box:
-        """Return the box of this name.
+        """Return the machine with a name.
 
         Raises:
             NotFoundError: There is none.
@@ -101,15 +101,15 @@ class Fleet(BaseModel):
 
 
 def config_file() -> Path:
-    """Where the file is, if there is one."""
+    """Return the path of the file, which need not exist."""
     return config_home() / "machines.yaml"
 
 
 def read_fleet() -> Fleet:
-    """Return the machines; none where there is no file.
+    """Return the machines; none if there is no file.
 
     Raises:
-        UserError: It cannot be used, or others could change which commands run.
+        UserError: The file is invalid, or others could change which commands it runs.
     """
     path = config_file()
     try:
@@ -129,7 +129,7 @@ def read_fleet() -> Fleet:
 
 
 def _check_ours(status: os.stat_result) -> None:
-    """Of the file that is read, not of one that has its name a moment later."""
+    """Check the owner and mode of the opened file, which cannot be swapped in between."""
     path = config_file()
     if status.st_uid not in (os.geteuid(), 0):
         raise UserError(f"{path} belongs to someone else", "it says which commands run")

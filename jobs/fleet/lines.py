@@ -1,8 +1,8 @@
-"""What a box reports about itself, one JSON object per line: written there, read here. Pure.
+"""Write and read a machine's reports, one JSON object per line. Pure.
 
-A stream starts with a head. Looks follow: a line for each job and GPU, complete the first time and
-later only what changed, and at the end the time of the look. Each side skips keys that it does not
-know, so boxes of different versions understand each other; a box of another `FORMAT` is refused.
+A stream starts with a head. Reports follow: a line for each job and GPU, complete the first time
+and later only with changed values, then a line with the time of the report. Each side ignores
+unknown keys, so that different versions are compatible; a machine with another `FORMAT` is refused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FORMAT: Final = 1
 LONGEST: Final = 1 << 16  # bytes of a line
 MOST_JOBS: Final = 20_000
 MOST_GPUS: Final = 256
-MOST_KEPT: Final = 8 << 20  # characters and GPU numbers of all rows of a box
+MOST_KEPT: Final = 8 << 20  # characters and GPU numbers in all rows of a machine
 REMOVED: Final = {"state": "removed"}
-_MOST_NOISE: Final = 100  # lines that a shell's start-up files may print before the head
+_MOST_NOISE: Final = 100  # lines that a shell's startup files may print before the head
 _LONGEST_TEXT: Final = 300  # characters
-_LARGEST: Final = 2**53  # that JSON of any language has
-_LONGEST_TIME: Final = 1e9  # seconds that a screen has room for: 30 years
+_LARGEST: Final = 2**53  # the largest integer that JSON parsers of any language represent exactly
+_LONGEST_TIME: Final = 1e9  # seconds that fit on a screen: 30 years
 
 
 def _text(value: Any) -> Any:
@@ -36,7 +36,7 @@ def _text(value: Any) -> Any:
 
 
 def _time(value: Any) -> Any:
-    """Drop an implausible time rather than the job: a job can really be that slow."""
+    """Drop an implausible time instead of the job: a job can really be that slow."""
     far = isinstance(value, int | float) and not 0 <= value <= _LONGEST_TIME
     return None if far else value
 
@@ -53,7 +53,7 @@ class _Message(BaseModel):
 
 
 class Head(_Message):
-    """The first line: which box it is, and the seconds between its looks."""
+    """The first line: the machine, and the seconds between its reports."""
 
     fleet: int
     version: Text = "?"
@@ -63,7 +63,7 @@ class Head(_Message):
 
 
 class BoxGpu(_Message):
-    """A GPU of a box: bytes and percent. `others`: processes that are not of our jobs use it."""
+    """A GPU of a machine: bytes and percent. `others`: used by processes that are not our jobs."""
 
     gpu: Count
     name: Text = ""
@@ -76,7 +76,7 @@ class BoxGpu(_Message):
 
 
 class BoxJob(_Message):
-    """A job of a box, as `list --json` has it."""
+    """A job of a machine, as in `list --json`."""
 
     id: Count
     name: Text
@@ -92,18 +92,18 @@ class BoxJob(_Message):
 
 
 class _Look(_Message):
-    """The last line of a look, by the box's clock."""
+    """The last line of a report, by the machine's clock."""
 
     t: Real
     paused: bool = False
     problem: Text = ""
 
 
-# -- written on the box ------------------------------------------------------------------------
+# # -- writing -----------------------------------------------------------------------------------
 
 
 class Teller:
-    """Makes the lines."""
+    """Generate the lines of a stream."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, Any], Mapping[str, Any]] = {}
@@ -120,7 +120,7 @@ class Teller:
         gpus: Sequence[Mapping[str, Any]],
         paused: bool,
     ) -> Iterator[str]:
-        """Yield what has changed since the last call; ends with a line even if nothing has."""
+        """Yield lines with the changes since the last call, then the final line of the report."""
         now: dict[tuple[str, Any], Mapping[str, Any]]
         now = {("id", row["id"]): _briefly(row) for row in jobs}
         now |= {("gpu", row["gpu"]): row for row in gpus}
@@ -142,12 +142,12 @@ class Teller:
 
 
 def _briefly(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's values that a fleet shows, rounded to the digits shown.
+    """Return a job's displayed values, rounded to the displayed digits.
 
-    More digits would be sent again at each refresh.
+    More digits would have to be sent again with each report.
     """
     shown = {key: row[key] for key in BoxJob.model_fields if key in row}
-    shown["total_steps"] = shown.get("total_steps") or 0  # not counted yet
+    shown["total_steps"] = shown.get("total_steps") or 0  # None until the steps have been counted
     for key in ("loss", "seconds_per_step"):
         if shown.get(key) is not None:
             shown[key] = float(f"{shown[key]:.4g}")
@@ -160,16 +160,16 @@ def _line(values: Mapping[str, Any]) -> str:
     return json.dumps(values, separators=(",", ":"))
 
 
-# -- read here ---------------------------------------------------------------------------------
+# # -- reading -----------------------------------------------------------------------------------
 
 
 class UnreadableError(UserError):
-    """A box sent something that its format does not allow; the rest of its stream is unusable."""
+    """A machine sent something that violates the format; the rest of its stream is unusable."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a box at the end of a look. `newer`: parts of it are not understood here."""
+    """A machine's state at the end of a report. `newer`: parts of it are not understood here."""
 
     head: Head
     gpus: tuple[BoxGpu, ...]
@@ -180,7 +180,7 @@ class Snapshot:
 
 
 class Listener:
-    """Reads the lines of one stream."""
+    """Parse the lines of one stream."""
 
     def __init__(self) -> None:
         self.head: Head | None = None
@@ -189,13 +189,13 @@ class Listener:
         self._changed: dict[tuple[str, int], None] = {}  # in the order of the lines
         self._newer = False
         self._noise = 0
-        self._kept = 0  # of MOST_KEPT
+        self._kept = 0  # towards MOST_KEPT
 
     def take(self, line: bytes) -> Snapshot | None:
-        """Read a line; return a snapshot of the box if the line ends a look.
+        """Parse a line; return a snapshot of the machine if the line ends a report.
 
         Raises:
-            UnreadableError: It is not from a box, or from one whose format is unknown here.
+            UnreadableError: It does not come from fsdp-tui, or has an unknown format.
         """
         if self.head is None and not line.startswith(b"{") and self._noise < _MOST_NOISE:
             self._noise += 1
@@ -263,7 +263,7 @@ class Listener:
 
 
 def _worth_keeping(value: Any) -> Any:
-    """As much of a value as any field may have; what none may have becomes {}, which is refused."""
+    """Truncate a value to what fields allow; {} for values that no field allows."""
     if isinstance(value, str):
         return value[:_LONGEST_TEXT]
     if isinstance(value, list):

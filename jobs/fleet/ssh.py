@@ -1,7 +1,7 @@
-"""How ssh is called, and what its failures mean.
+"""Build ssh commands, and explain ssh's failures.
 
-One connection for each box, shared by all that runs over it (ssh's own multiplexing); who reaches a
-box, by which way and with which key is the business of the person's ssh configuration.
+All commands for a machine share one connection (ssh's own multiplexing). Users, routes and keys are
+up to the user's ssh configuration.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 CONNECTS_WITHIN: Final = 10  # seconds
 FAILED: Final = 255  # ssh's exit status for its own failures
-_NOT_FOUND: Final = 127  # a shell's for a command that is not there
-_STAYS: Final = 60  # seconds that an unused connection is kept for what comes next
-_LONGEST_FOLDER: Final = 70  # bytes; a socket's path has 108, of which ssh and the name take 34
-# Seconds of silence after which ssh asks the box whether it lives, and how often it does before the
-# box is away. Longer than the usual interval, so that nothing is asked of a box that speaks.
+_NOT_FOUND: Final = 127  # a shell's exit status for an unknown command
+_STAYS: Final = 60  # seconds that an unused connection is kept open for the next command
+# bytes; a socket path has at most 108, of which ssh and the name take 34
+_LONGEST_FOLDER: Final = 70
+# Seconds of silence after which ssh probes the machine, and number of probes before it gives up.
+# Longer than the usual interval, so that a machine that reports is never probed.
 _ALIVE: Final = (8, 2)
-_ANSWERS_WITHIN: Final = 3.0  # seconds, for a process of this machine
+_ANSWERS_WITHIN: Final = 3.0  # seconds for a local process to answer
 _OWN: Final = ["ControlMaster=no", "ControlPath=none"]
 
 
@@ -40,19 +41,19 @@ def ssh_command(
     ask: bool = False,
     share: bool = True,
 ) -> list[str]:
-    """Return the command that runs fsdp-tui on a box.
+    """Return the command that runs fsdp-tui on a machine.
 
     Args:
-        box: Which.
-        words: Of fsdp-tui's command line; the box's shell reads them as they stand here.
-        terminal: Give it a terminal, ours.
-        ask: Let ssh ask for a password or about a new host; else it fails where it would.
-        share: Use the connection that there is to the box; see `shared_answers`.
+        box: The machine.
+        words: Arguments of fsdp-tui, quoted for the machine's shell.
+        terminal: Allocate a terminal.
+        ask: Let ssh prompt for a password or about an unknown host; otherwise it fails instead.
+        share: Use the shared connection to the machine; see `shared_answers`.
     """
     options = [f"ConnectTimeout={CONNECTS_WITHIN}"]
     options += [f"ServerAliveInterval={_ALIVE[0]}", f"ServerAliveCountMax={_ALIVE[1]}"]
     options += ["Compression=yes", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes"]
-    options += ["RemoteCommand=none"]  # a configuration may have one for logins
+    options += ["RemoteCommand=none"]  # the user's configuration may set one for logins
     if not ask:
         options += ["BatchMode=yes"]
     options += _shared(box) if share else _OWN
@@ -81,9 +82,9 @@ def _socket(box: Box) -> Path | None:
 
 
 def shared_answers(box: Box) -> bool:
-    """Whether the connection to a box that is shared can be used, or there is none yet.
+    """Return whether the shared connection to a machine works or does not exist yet.
 
-    Whoever waits for a process that holds it and hangs waits without end.
+    If the process that holds it hangs, every command that uses it would wait forever.
     """
     socket = _socket(box)
     if socket is None or not socket.exists():
@@ -99,21 +100,21 @@ def shared_answers(box: Box) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    except OSError:  # the call itself will say so
+    except OSError:  # the ssh command itself will report this
         return True
     return True
 
 
 def runtime_folder() -> Path | None:
-    """Return a private folder for sockets, created if needed; None where none can be had.
+    """Return a private folder for sockets, created if needed; None if there is no safe one.
 
-    Whoever could write there could offer ssh a connection of their own.
+    Anyone who can write to it could make ssh use a connection of theirs.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     places = [Path(runtime) / "fsdp-tui"] if runtime else []
     places.append(Path(tempfile.gettempdir()) / f"fsdp-tui-{os.geteuid()}")
     for place in places:
-        # ssh reads % and spaces of a path in its own way
+        # ssh expands % and splits at spaces
         plain = not set(str(place)) & set("% \"'\\")
         if plain and len(os.fsencode(place)) <= _LONGEST_FOLDER and _is_ours(place):
             return place
@@ -131,12 +132,12 @@ def _is_ours(place: Path) -> bool:
 
 
 def why_failed(box: Box, status: int, stderr: str) -> str:
-    """Why a command on a box has ended, in a sentence that continues "BOX is away: ".
+    """Return why a command on a machine ended, as a sentence that continues "BOX is away: ".
 
     Args:
-        box: Which.
-        status: Of ssh; that of the command where ssh itself did not fail.
-        stderr: What it wrote to standard error.
+        box: The machine.
+        status: ssh's exit status, which is that of the command if ssh itself did not fail.
+        stderr: Its standard error.
     """
     lines = [line.strip() for line in stderr.splitlines() if "Permanently added" not in line]
     lines = [line for line in lines if line]
@@ -163,5 +164,5 @@ def why_failed(box: Box, status: int, stderr: str) -> str:
 
 
 def is_too_old(status: int, stderr: str) -> bool:
-    """Whether a box's fsdp-tui ended because it does not know an option it was given."""
+    """Return whether a machine's fsdp-tui failed because it does not know an option."""
     return status == 2 and "--machine" in stderr and "No such option" in stderr

@@ -1,4 +1,4 @@
-"""All boxes at once: one thread reads what they say. It holds no truth; each box does of itself."""
+"""Watch all machines in one thread that reads their reports. Each machine keeps its own state."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 
 # -- link -----------------------------------------------------------------------------------
-# The connection to one box: a long-lived ssh with `list --watch` at its other end.
+# The connection to one machine: a long-lived ssh that runs `list --watch` there.
 
 
 Status = Literal["connecting", "here", "silent", "away"]
 
-_FIRST_WORD: Final = 30.0  # seconds from the start of ssh to the end of the box's first look
-_MOST_MISSED: Final = 6.0  # looks, after which the connection is given up
-ENDS_IN: Final = 2.0  # seconds that ssh has to end after SIGTERM, or its end of output
-_AGAIN: Final = (2.0, 4.0, 8.0, 15.0)  # seconds until the next try
-_AGAIN_SETTLED: Final = 60.0  # where ssh works, and what it finds there will not pass by itself
-# Where ssh works, and what it started there hangs: each try may leave one more process there, which
+_FIRST_WORD: Final = 30.0  # seconds from starting ssh until the machine's first report is complete
+_MOST_MISSED: Final = 6.0  # missed reports after which the connection is given up
+ENDS_IN: Final = 2.0  # seconds for ssh to exit after SIGTERM, or after its output has ended
+_AGAIN: Final = (2.0, 4.0, 8.0, 15.0)  # seconds until the next attempt
+# if ssh works and the problem on the machine will not go away by itself
+_AGAIN_SETTLED: Final = 60.0
+# If ssh works but the remote process hangs: each attempt may leave another process there, which
 # ends once it is no longer stuck.
 _AGAIN_HUNG: Final = (2.0, 60.0, 300.0)
 _LOOKS_MISSED: Final = 2.0
@@ -46,15 +47,15 @@ _AT_ONCE: Final = 1 << 16  # bytes
 
 @dataclass(frozen=True)
 class BoxView:
-    """What is known about a box at one moment.
+    """What is known about a machine at one moment.
 
     Attributes:
-        box: Which.
-        status: Of the connection; see `status_at`.
-        why: Why it is away, or what else is wrong, a sentence.
-        snapshot: Its last report; None before the first.
-        heard: When that arrived, by our own monotonic clock.
-        received: Bytes received from it in total.
+        box: The machine.
+        status: Status of the connection; see `status_at`.
+        why: Why it is away, or another problem; one sentence.
+        snapshot: Its latest report; None before the first.
+        heard: When that arrived, on our monotonic clock.
+        received: Total bytes received from it.
     """
 
     box: Box
@@ -65,9 +66,9 @@ class BoxView:
     received: int = 0
 
     def status_at(self, now: float) -> Status:
-        """Return the status: a box that has missed refreshes is silent.
+        """Return the status; a machine that has missed reports is silent.
 
-        Its ssh is alive, but the box or the connection hangs.
+        In that case ssh is running, but the machine or the connection hangs.
         """
         if self.status == "here" and self.snapshot is not None and self.heard is not None:
             late = now - self.heard > _LOOKS_MISSED * self.snapshot.head.interval
@@ -76,13 +77,14 @@ class BoxView:
 
 
 class Link:
-    """Starts ssh, reads what comes, and starts it again when it has ended. For one thread."""
+    """Run ssh, parse its output, and restart it after it has ended. Not thread-safe."""
 
     def __init__(self, box: Box, interval: float) -> None:
-        """
+        """Prepare a connection without starting it.
+
         Args:
-            box: To which.
-            interval: Seconds between two looks there.
+            box: The machine.
+            interval: Seconds between two of its reports.
         """
         self.view = BoxView(box)
         self._due = 0.0
@@ -92,13 +94,13 @@ class Link:
         self._listener = Listener()
         self._rest = self._errors = b""
         self._failures = 0
-        self._patience = _FIRST_WORD  # seconds until a box that says nothing is given up
-        self._alone = False  # the connection that is shared may be what hangs
-        self._ending: list[tuple[subprocess.Popen[bytes], float]] = []  # killed when it is time
+        self._patience = _FIRST_WORD  # seconds without a report until the connection is given up
+        self._alone = False  # use an unshared connection, because the shared one may be what hangs
+        self._ending: list[tuple[subprocess.Popen[bytes], float]] = []  # killed at the given time
 
     @property
     def due(self) -> float:
-        """When something is to be done even if nothing comes, monotonic."""
+        """Return the monotonic time of the next action that needs no input."""
         return min([self._due, *(at for _, at in self._ending)])
 
     def files(self) -> Sequence[int]:
@@ -109,7 +111,7 @@ class Link:
         return [pipe.fileno() for pipe in pipes if pipe is not None and not pipe.closed]
 
     def tend(self, now: float) -> None:
-        """Do what is due."""
+        """Carry out everything that is due."""
         self._reap(now)
         if now < self._due:
             return
@@ -122,7 +124,7 @@ class Link:
             self._fail(now, f"no answer within {self._patience:.0f} s", _AGAIN_HUNG)
 
     def hurry(self, now: float) -> None:
-        """Try at once, if it is away or silent."""
+        """Retry at once if the machine is away or silent."""
         if self._process is not None and self.view.status_at(now) == "silent":
             self._alone = not self._alone
             self._drop(now)
@@ -130,7 +132,7 @@ class Link:
             self._due, self._failures = 0.0, 0
 
     def read(self, file: int, now: float) -> None:
-        """Read what has come."""
+        """Read the available output."""
         assert self._process is not None
         out, errors = self._process.stdout, self._process.stderr
         assert out is not None
@@ -151,20 +153,20 @@ class Link:
                 self._settle(now)
 
     def end(self) -> None:
-        """Ask ssh to end, from any thread; `forget` waits for it."""
+        """Tell ssh to end, from any thread; `forget` waits for it."""
         process = self._process
         if process is not None:
             process.terminate()
 
     def forget(self, until: float) -> None:
-        """Make sure that it has ended; it has until this time to do so by itself."""
+        """Make sure that ssh has ended, killing it after the given time."""
         self._drop(until)
         for process, _ in self._ending:
             end_child(process, max(0.0, until - time.monotonic()))
         self._ending.clear()
 
     def _drop(self, now: float) -> None:
-        """Let ssh end by itself: to wait for it would hold up the other boxes."""
+        """Let ssh end by itself; waiting for it would block the other machines."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -182,7 +184,7 @@ class Link:
         left = [(process, at) for process, at in self._ending if process.poll() is None]
         self._ending = [(process, at if now < at else now + ENDS_IN) for process, at in left]
 
-    # -- its life --------------------------------------------------------------------------
+    # # -- lifecycle -------------------------------------------------------------------------
 
     def _start(self, now: float) -> None:
         words = ["--version"] if self._asks_version else self._words
@@ -197,12 +199,12 @@ class Link:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C and Ctrl-Z in our terminal are not for it
+                start_new_session=True,  # shield it from Ctrl-C and Ctrl-Z in our terminal
             )
         except OSError as error:
             self._fail(now, f"cannot run ssh here ({error.strerror})", _AGAIN)
         else:
-            wait_for_by_hand(self._process.pid)  # its exit status says what has happened
+            wait_for_by_hand(self._process.pid)  # its exit status is needed
 
     def _take(self, data: bytes, now: float) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -224,14 +226,14 @@ class Link:
             self._fail(now, str(error), (_AGAIN_SETTLED,))
 
     def _settle(self, now: float) -> None:
-        """ssh has closed its output: say why."""
+        """Determine why ssh has closed its output."""
         assert self._process is not None
         status = self._process.poll()
         if status is None:
             self._process.kill()
             status = self._process.wait()
         self._read_last_errors()
-        self._alone = False  # the shared one may be the one that needs no password
+        self._alone = False  # the shared connection may be the one that needs no password
         errors = self._errors.decode(errors="replace")
         if self._asks_version and status != FAILED:
             self._asks_version = False
@@ -270,13 +272,13 @@ def _check_length(line: bytes) -> None:
 # -- watch ----------------------------------------------------------------------------------
 
 
-# Between two reads: what a box says in a burst is shown once, and one that talks without end
-# costs no core.
+# Pause between two reads, so that a burst of reports is published once and an endless stream does
+# not occupy a core.
 _REST: Final = 0.05
 
 
 class FleetWatch:
-    """Connections to the boxes, and what is known about each."""
+    """The connections to all machines, and what is known about each."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.links = [Link(box, fleet.interval) for box in fleet.machines]
@@ -289,7 +291,7 @@ class FleetWatch:
         return tuple(link.view for link in self.links)
 
     def run(self, publish: Callable[[tuple[BoxView, ...]], None]) -> None:
-        """Call `publish` with each change, until `close`."""
+        """Call `publish` after each change, until `close`."""
         shown: tuple[BoxView, ...] = ()
         try:
             while not self._closed.is_set():
@@ -313,7 +315,7 @@ class FleetWatch:
             os.close(self._woken)
 
     def _wait(self) -> None:
-        """Until something comes, or is due."""
+        """Wait until there is input or an action is due."""
         due = min((link.due for link in self.links), default=float("inf"))
         left = None if due == float("inf") else max(0.0, due - time.monotonic())
         with selectors.DefaultSelector() as selector:
@@ -324,18 +326,22 @@ class FleetWatch:
             for key, _ in selector.select(left):
                 if key.data is None:
                     os.read(self._woken, 4096)
-                elif key.fd in key.data.files():  # else it has failed over the other one
+                # otherwise the link has failed while handling its other descriptor
+                elif key.fd in key.data.files():
                     key.data.read(key.fd, time.monotonic())
         if not self._retry_requested.is_set():
             self._closed.wait(_REST)
 
     def retry(self) -> None:
-        """Try the boxes that are away or silent now. From any thread."""
+        """Retry the machines that are away or silent now. Thread-safe."""
         self._retry_requested.set()
         self._wake()
 
     def close(self) -> None:
-        """End, with every ssh, whatever the thread does now. From any thread, once."""
+        """End everything, including every ssh, whatever the thread is doing.
+
+        Thread-safe; call once.
+        """
         self._closed.set()
         for link in self.links:
             link.end()
@@ -345,5 +351,5 @@ class FleetWatch:
     def _wake(self) -> None:
         try:
             os.write(self._wakes, b".")
-        except OSError:  # full, or over
+        except OSError:  # full or closed
             return

@@ -1,4 +1,4 @@
-"""Models and datasets of the Hugging Face hub: fetched by a process of its own, pushed by another.
+"""Download models and datasets from the Hugging Face hub, and push results, in separate processes.
 
-`huggingface_hub` is imported by those processes, and by a look into its cache.
+Only those processes, and reads of the cache, import `huggingface_hub`.
 """

@@ -1,7 +1,7 @@
-"""`python -m jobs.hub.fetch KIND NAME`: fetch a model or a dataset into the hub's cache.
+"""`python -m jobs.hub.fetch KIND NAME`: download a model or a dataset into the hub's cache.
 
-It outlives whoever started it. How far it has come stands in a file, see `jobs.hub.fetches`. Files
-that are complete are never fetched again; a broken connection is resumed where it broke.
+The process outlives its starter and records its progress in a file, see `jobs.hub.fetches`.
+Complete files are never downloaded again; after a connection failure, partial ones are resumed.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.hub.listing import Listing
-_LOOK_EVERY: Final = 0.5  # seconds between two looks at how far it is
-_FIRST_PAUSE: Final = 1.0  # seconds after a failure that may pass; each further pause is longer
+_LOOK_EVERY: Final = 0.5  # seconds between two progress updates
+_FIRST_PAUSE: Final = 1.0  # seconds after a temporary failure; the pause doubles each time
 _LONGEST_PAUSE: Final = 60.0
-_GIVES_UP: Final = 20  # failures in a row, about 15 minutes, without a file that came through
+_GIVES_UP: Final = 20  # consecutive failures without progress, about 15 minutes
 _CHECKED_WITHIN: Final = 1.0  # seconds; a process that only checks the lock holds it briefly
-_STALE: Final = 3600.0  # seconds since the last byte of a partial file that nobody resumes
+_STALE: Final = 3600.0  # seconds since the last write to a partial file that nothing resumes
 _HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_SHA256: Final = 64  # characters
-_PARTIAL: Final = ".incomplete"  # what `huggingface_hub` appends to files under way
+_SHA256: Final = 64  # hex digits
+_PARTIAL: Final = ".incomplete"  # the suffix that `huggingface_hub` gives partial files
 
 
 def fetch(
     name: HubName, tell: Callable[[Fetch], None], pause: Callable[[float], None] = time.sleep
 ) -> Path:
-    """Fetch what a job reads, whatever the network does.
+    """Download what a job reads, retrying temporary failures.
 
     Args:
-        name: What.
-        tell: Called with every change of how far it is.
-        pause: Waits for these seconds before another try.
+        name: The model or dataset.
+        tell: Called with every change of the progress.
+        pause: Sleeps for these seconds before a retry.
 
     Returns:
         The folder in the hub's cache.
 
     Raises:
-        HubError: It cannot be fetched.
+        HubError: It cannot be downloaded.
     """
     failures, best = 0, 0
-    intact = {path.name for path in _blobs(name).glob("*")}  # what was there was compared then
+    # files that were there before were verified when they were downloaded
+    intact = {path.name for path in _blobs(name).glob("*")}
     while True:
         try:
             listing = list_files(name)
@@ -104,7 +105,7 @@ def _download(
     finally:
         over.set()
         watcher.join()
-    # Where the listing cannot be read, the library returns what is there, whole or not.
+    # If the file listing cannot be read, the library returns whatever is cached, complete or not.
     for path, count in listing.files.items():
         if not _has(Path(folder, path), count):
             raise HubError(f"{path} of {name.repo} did not come through", passing=True)
@@ -118,8 +119,8 @@ def _download(
 
 
 def _is_intact(blob: Path) -> bool:
-    """Whether a file has the contents by which the cache names it: their SHA-256, or git's hash."""
-    if not _HASH.fullmatch(blob.name):  # a cache without links
+    """Return whether a blob's contents match its name, which is their SHA-256 or git hash."""
+    if not _HASH.fullmatch(blob.name):  # a cache without symlinks
         return True
     with open(blob, "rb") as file:
         if len(blob.name) == _SHA256:
@@ -137,7 +138,7 @@ def _has(path: Path, count: int) -> bool:
 
 
 def _blobs(name: HubName) -> Path:
-    """Where the cache keeps the contents of a repository's files."""
+    """Return the directory with the contents of a repository's files."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -146,7 +147,7 @@ def _blobs(name: HubName) -> Path:
 
 
 def _bytes_there(name: HubName) -> int:
-    """Bytes of complete files of the repository."""
+    """Return the bytes of the repository's complete files."""
     with suppress(OSError):
         return sum(
             os.stat(path).st_size
@@ -157,7 +158,7 @@ def _bytes_there(name: HubName) -> int:
 
 
 def _under_way() -> set[str]:
-    """Return the files that this process is writing."""
+    """Return the partial files that this process is writing."""
     paths = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -174,12 +175,12 @@ def _bytes_under_way() -> int:
             status = os.stat(path)
             total += min(
                 status.st_size, status.st_blocks * 512
-            )  # of a file with holes, what is there
+            )  # for a sparse file, count only allocated blocks
     return total
 
 
 def _remove_stale(blobs: Path) -> None:
-    """Remove partial files that killed processes left: nothing resumes them."""
+    """Remove partial files that killed processes left; nothing resumes them."""
     with suppress(OSError):
         for path in blobs.glob(f"*{_PARTIAL}"):
             if time.time() - path.stat().st_mtime > _STALE:
@@ -187,7 +188,7 @@ def _remove_stale(blobs: Path) -> None:
 
 
 def _leave(number: int, _: Any) -> None:
-    """Exit at once, without waiting for threads, and leave no partial files on disk."""
+    """Exit at once, without joining threads, and leave no partial files on disk."""
     for path in _under_way():
         with suppress(OSError):
             os.unlink(path)
@@ -195,7 +196,7 @@ def _leave(number: int, _: Any) -> None:
 
 
 def main() -> int:
-    """Fetch, unless another process does; the exit status."""
+    """Download unless another process does; return the exit status."""
     leave_starter()
     kind, text = sys.argv[1:]
     assert kind in get_args(Kind)
@@ -216,7 +217,7 @@ def _run(name: HubName) -> int:
 
     def tell(now: Fetch) -> None:
         nonlocal latest
-        # What waits for the network is no less far than it was.
+        # Keep the last known progress while waiting for the network.
         latest = now if now.total else now.of(latest.done, latest.total)
         with suppress(OSError):
             latest.write(name)

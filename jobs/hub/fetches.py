@@ -1,6 +1,6 @@
-"""Fetches under way: who starts them, looks at how far they are, and ends them.
+"""Start downloads from the hub, read their progress, and end them.
 
-Nothing here imports `huggingface_hub`, or asks the network in this process.
+This module neither imports `huggingface_hub` nor accesses the network.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 Stage = Literal["fetching", "waiting", "failed", "done"]
 _STARTS_WITHIN: Final = 20.0  # seconds
-_AGAIN_AFTER: Final = 60.0  # seconds between two starts that nobody asked for
+_AGAIN_AFTER: Final = 60.0  # seconds between two automatic starts
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """How far a fetch is.
+    """Progress of a download.
 
     Attributes:
-        state: `waiting` is for the network.
-        done: Bytes that are there.
-        total: Bytes of all files; 0 while that is not known.
+        state: `waiting` means waiting for the network.
+        done: Downloaded bytes.
+        total: Bytes of all files; 0 if not yet known.
         reason: What it waits for, or why it failed.
-        path: Where it is, once it is done.
-        pid: The process that wrote this.
-        started: When that began, in seconds since the boot.
-        boot: Where its process lives; see `jobs.machine.residence`.
+        path: The downloaded folder, once it is complete.
+        pid: The downloading process.
+        started: Start of that process, in seconds since the boot.
+        boot: Residence of that process; see `jobs.machine.residence`.
     """
 
     state: Stage
@@ -65,7 +65,7 @@ class Fetch:
         return replace(self, done=done, total=total)
 
     def write(self, name: HubName) -> None:
-        """Keep it for others to read."""
+        """Store the progress for other processes."""
         me = ProcessId.of(os.getpid())
         assert me is not None
         values = asdict(self) | {"pid": me.pid, "started": me.started, "boot": str(residence())}
@@ -73,38 +73,38 @@ class Fetch:
 
     @property
     def alive(self) -> bool:
-        """Whether its process still runs here; one that lives elsewhere cannot be judged."""
+        """Return whether its process is running here; False for a process elsewhere."""
         return self.boot == str(residence()) and ProcessId(self.pid, self.started).alive()
 
     def __str__(self) -> str:
-        """`12.4 GiB of 31.4 GiB`."""
+        """Format the progress, as in `12.4 GiB of 31.4 GiB`."""
         far = f"{size(self.done)} of {size(self.total)}" if self.total else "asking the hub"
         return f"{far}; {self.reason}" if self.state == "waiting" else far
 
 
 def look_at(name: HubName) -> Fetch | None:
-    """How far a fetch is, or was when its process ended; None if there never was one."""
+    """Read the progress of a download, running or ended; None if there never was one."""
     values = read_json(_file_of(name))
     try:
         return Fetch(**values) if values else None
-    except TypeError:  # of another version
+    except TypeError:  # written by another version
         return None
 
 
 def is_cut_off(name: HubName) -> bool:
-    """Whether it was started here, and not finished."""
+    """Return whether it was started here and is not complete."""
     fetch = look_at(name)
     return fetch is not None and fetch.state != "done"
 
 
 def is_under_way(name: HubName) -> bool:
-    """Whether a process fetches it, here or on another machine that shares the state directory."""
+    """Return whether a process downloads it, on any machine that shares the state directory."""
     fetch = look_at(name)
     return (fetch is not None and fetch.alive) or _is_locked(lock_of(name))
 
 
 def forget_ended(name: HubName) -> None:
-    """Forget how a fetch ended: a license may have been accepted since, or the cache deleted."""
+    """Forget a download's end: a license may have been accepted since, or the cache deleted."""
     fetch = look_at(name)
     if fetch is not None and fetch.state in ("failed", "done"):
         _file_of(name).unlink(missing_ok=True)
@@ -113,13 +113,13 @@ def forget_ended(name: HubName) -> None:
 
 
 def forget_start(name: HubName) -> None:
-    """Allow an immediate restart. Called by the fetching process before it exits."""
+    """Allow an immediate restart. Called by the downloading process before it exits."""
     _file_of(name).unlink(missing_ok=True)
     os.utime(lock_of(name), (0, 0))
 
 
 def has_just_started(name: HubName) -> bool:
-    """Whether it was started so recently that another start would hardly end differently."""
+    """Return whether it was started so recently that a restart would likely end the same way."""
     try:
         return abs(time.time() - lock_of(name).stat().st_mtime) < _AGAIN_AFTER
     except FileNotFoundError:
@@ -127,17 +127,17 @@ def has_just_started(name: HubName) -> bool:
 
 
 def start(name: HubName) -> None:
-    """Fetch it in a process that outlives this one, unless one does.
+    """Download it in a process that outlives this one, unless a process already does.
 
     Raises:
-        UserError: The state directory cannot be written, or the process does not start.
+        UserError: The state directory is not writable, or the process does not start.
     """
     ensure_state_home()
     place = ensure_private_dir(_home())
     _end_of(name).unlink(missing_ok=True)
     if is_under_way(name):
         return
-    _file_of(name).unlink(missing_ok=True)  # it says why the last one failed
+    _file_of(name).unlink(missing_ok=True)  # it may hold the failure of the previous download
     lock_of(name).touch()
     log = log_of(name)
     try:
@@ -151,12 +151,12 @@ def start(name: HubName) -> None:
 
 
 def end(name: HubName) -> bool:
-    """End a fetch of this machine; what is complete stays. Whether there was one.
+    """End a download on this machine; return whether there was one. Complete files stay.
 
-    A fetch that is still starting has not recorded its pid yet, so it checks `is_to_end` itself.
+    A download that is still starting has not recorded its pid yet, so it checks `is_to_end` itself.
     """
-    if lock_of(name).exists():  # before it looks, or one that starts may be missed
-        with suppress(OSError):  # it may have filled the disk
+    if lock_of(name).exists():  # before reading the pid, or a starting download may be missed
+        with suppress(OSError):  # the download may have filled the disk
             _end_of(name).touch()
     fetch = look_at(name)
     if fetch is None or not fetch.alive:
@@ -165,12 +165,12 @@ def end(name: HubName) -> bool:
 
 
 def is_to_end(name: HubName) -> bool:
-    """Whether `end` was called while the fetch was starting. Check after recording the pid."""
+    """Return whether `end` was called during the start. Check this after recording the pid."""
     return _end_of(name).exists()
 
 
 def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> Fetch:
-    """Wait for a fetch that was started, until it is done or its process is gone."""
+    """Wait until a started download completes or its process ends."""
     until = time.monotonic() + _STARTS_WITHIN
     while True:
         now = look_at(name)
@@ -186,13 +186,13 @@ def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> F
 
 
 def ask_size(name: HubName, cancelled: Callable[[], bool] = lambda: False) -> tuple[int, int]:
-    """Ask the hub, in a separate process, how much would be fetched.
+    """Query the hub, in a separate process, for the size of a download.
 
     Returns:
-        Bytes that are missing here, and bytes of all files.
+        Missing bytes, and bytes of all files.
 
     Raises:
-        UserError: It cannot be fetched, in a sentence.
+        UserError: It cannot be downloaded; one sentence.
         ToolError: The process failed.
         Cancelled: `cancelled` returned True.
     """
@@ -209,26 +209,27 @@ def ask_size(name: HubName, cancelled: Callable[[], bool] = lambda: False) -> tu
 
 @contextmanager
 def waiting_for(name: HubName) -> Iterator[None]:
-    """Keep others from ending a fetch that someone waits for in the foreground."""
+    """Keep others from ending a download while someone waits for it in the foreground."""
     ensure_state_home()
     ensure_private_dir(_home())
-    with open(_waiting_file(name), "a+") as file:  # NFS shares only what can be read
+    # readable, because NFS requires that for shared locks
+    with open(_waiting_file(name), "a+") as file:
         file_lock.share(file)
         yield
 
 
 def is_waited_for(name: HubName) -> bool:
-    """Whether someone waits for it in the foreground."""
+    """Return whether someone waits for it in the foreground."""
     return _is_locked(_waiting_file(name))
 
 
 def log_of(name: HubName) -> Path:
-    """Return the log of the processes that fetch it."""
+    """Return the log file of its downloads."""
     return _home() / f"{name.slug}.log"
 
 
 def lock_of(name: HubName) -> Path:
-    """Taken by the process that fetches it; modified when that was started."""
+    """Return the lock held by the downloading process; its mtime is the start of the download."""
     return _home() / f"{name.slug}.lock"
 
 
@@ -236,7 +237,7 @@ def _is_locked(path: Path) -> bool:
     try:
         with open(path, "r+") as file:
             return not file_lock.take(file)
-    except FileNotFoundError:  # never taken
+    except FileNotFoundError:  # never locked
         return False
 
 

@@ -1,6 +1,7 @@
-"""`python -m jobs.hub.listing KIND NAME`: ask the hub what of a model or dataset would be fetched.
+"""`python -m jobs.hub.listing KIND NAME`: list the hub files that a job would download.
 
-A process of its own: `huggingface_hub` takes 0.3 s to import, and a network may not answer.
+It is a separate process because importing `huggingface_hub` takes 0.3 s, and a network may not
+answer.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from jobs.units import size
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-# Read at the top of a repository: what the model is, and under which license.
+# Top-level files of a repository: what the model is, and its license.
 _TOP: Final = ("model_index.json", "config.json", "README.md", "LICENSE*", "NOTICE*")
 _WEIGHTS: Final = (".safetensors", ".bin")
-# Weights of other libraries, and what is no part of a pipeline.
+# Weights for other libraries, and files that are not part of a pipeline.
 _NEVER: Final = (
     *("*.onnx*", "*.pb", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.pth", "*.gguf", "*.tflite"),
     *("openvino*", "flax_*", "*.ot", "*.mlmodel*", "*.xml"),
@@ -46,11 +47,11 @@ _NOTES: Final = ("README.md", "LICENSE*")
 
 
 def choose(name: HubName, files: Iterable[str], parts: Collection[str] = ()) -> list[str]:
-    """Return the files to fetch.
+    """Select the files to download.
 
     Args:
-        name: What they are files of.
-        files: Paths of all files in the repository.
+        name: The repository.
+        files: Paths of all its files.
         parts: Folders of the pipeline, if its model_index.json was read; otherwise every folder
             with a config or a tokenizer counts as a part.
     """
@@ -74,7 +75,7 @@ def _of_part(files: list[str]) -> list[str]:
     kept = [path for path in files if not _is_any(PurePosixPath(path).name, _NEVER)]
     names = {path: PurePosixPath(path).name for path in kept}
     plain = [path for path in kept if variant_of(names[path]) is None]
-    # Where there is only a variant, the check of the model reports what is missing.
+    # If there is only a variant, keep it; the check of the model reports what is missing.
     if any(path.endswith(_WEIGHTS) for path in plain):
         kept = plain
     if any(path.endswith(".safetensors") for path in kept):
@@ -100,17 +101,17 @@ def _is_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-_SPARE = 1 << 30  # bytes that stay free on the disk
+_SPARE = 1 << 30  # bytes to keep free on the disk
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a job reads of a repository.
+    """The files of a repository that a job reads.
 
     Attributes:
-        commit: The revision, as a commit.
+        commit: Commit hash of the revision.
         files: Path → bytes.
-        missing: Bytes of those that are not in the cache.
+        missing: Bytes of the files that are not cached.
     """
 
     commit: str
@@ -119,20 +120,21 @@ class Listing:
 
     @property
     def total(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(self.files.values())
 
 
 def list_files(name: HubName, scratch: str | None = None) -> Listing:
-    """Ask the hub.
+    """Query the hub for the files of a repository.
 
     Args:
-        name: Of what.
-        scratch: Takes what has to be read for that, instead of the cache, where a model's index
-            alone would be taken for the model.
+        name: The repository.
+        scratch: Cache directory for files read meanwhile. In the real cache, a model's index alone
+            would be mistaken for the model.
 
     Raises:
-        HubError: It refuses, cannot be reached, or has nothing that a job could read.
+        HubError: The hub refuses, is unreachable, or the repository has nothing that a job can
+            read.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.hf_api import RepoFile
@@ -148,7 +150,7 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
         }
         parts: list[str] = []
         if name.kind == "model" and "model_index.json" in sizes:
-            # Small, and refused where the model is gated, though its listing is not.
+            # This file is small. For a gated model the hub refuses it, but not the listing.
             index = hf_hub_download(
                 name.repo, "model_index.json", revision=commit, cache_dir=scratch
             )
@@ -160,7 +162,7 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
         chosen = choose(name, sizes, parts)
         if name.kind == "dataset" and chosen:
             api.auth_check(name.repo, repo_type=name.kind)
-    except Exception as error:  # of a network, a server, a library
+    except Exception as error:  # from the network, the server or the library
         raise explain(error, name) from error
     if not any("/" in path or name.kind == "dataset" for path in chosen):
         what = "model in the layout of diffusers" if name.kind == "model" else "images or tables"
@@ -177,10 +179,10 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
 
 
 def check_room(listing: Listing, name: HubName) -> None:
-    """Refuse what the disk of the cache has no room for.
+    """Reject a download that does not fit on the cache's disk.
 
     Raises:
-        HubError: It has not.
+        HubError: It does not fit.
     """
     from huggingface_hub import constants
 
@@ -194,7 +196,7 @@ def check_room(listing: Listing, name: HubName) -> None:
 
 
 def main() -> int:
-    """Print what would be fetched, as JSON."""
+    """Print the listing as JSON; return the exit status."""
     kind, text = sys.argv[1:]
     assert kind in get_args(Kind)
     name = HubName.read(kind, text)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""`python -m jobs.hub.push JOB`: push what a job exports, beside its supervisor.
+"""`python -m jobs.hub.push JOB`: push a job's exports to the hub, in parallel with its supervisor.
 
-A separate process: nothing waits for it, and a network that fails delays no step. Its progress is
-in `hub/push.json` of the run directory, so that another process can resume where it stopped.
+It is a separate process, so that nothing waits for it and network failures delay no step. Its
+progress is in `hub/push.json` of the run directory, so that another process can resume.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 # Upload an export with its model card, in one commit.
 
 
-_PICTURES: Final = 6  # on a card
+_PICTURES: Final = 6  # images on a card
 LORA_WEIGHTS: Final = "pytorch_lora_weights.safetensors"
-PEFT_WEIGHTS: Final = "adapter_model.safetensors"  # of pipelines without a LoRA loader
+PEFT_WEIGHTS: Final = "adapter_model.safetensors"  # for pipelines without a LoRA loader
 _LORAS: Final = (LORA_WEIGHTS, PEFT_WEIGHTS)
 _SNAPSHOT: Final = "snapshots"
 
@@ -64,13 +64,13 @@ def upload(
     """Push a directory; files that the hub already has are not sent again.
 
     Returns:
-        The repository, and the address of the commit.
+        The repository, and the URL of the commit.
 
     Raises:
-        HubError: The hub refuses it, or cannot be reached.
+        HubError: The hub refuses, or is unreachable.
     """
-    # Before the library is imported: it reads these once. A mirror need not have Xet's storage, and
-    # an upload would not fall back by itself; every hub takes LFS.
+    # Set these before importing the library, which reads them once. A mirror may lack Xet storage,
+    # and uploads do not fall back automatically; every hub supports LFS.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if (urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname or "huggingface.co") != (
         "huggingface.co"
@@ -78,7 +78,7 @@ def upload(
         os.environ["HF_HUB_DISABLE_XET"] = "1"
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what matters is raised
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # errors that matter are raised
 
     target = repo or spec.hub_model_id or job.name
     name = HubName("model", target)
@@ -107,16 +107,16 @@ def upload(
             [CommitOperationAdd(path, content) for path, content in files.items()],
             commit_message=f"Step {facts.step}",
         )
-    except Exception as error:  # of a network, a server, a library
+    except Exception as error:  # from the network, the server or the library
         raise explain(error, name) from error
     return name.repo, str(done.commit_url)
 
 
 def _is_own_file(path: Path) -> bool:
-    """Whether a file is to be pushed.
+    """Return whether a path is a file to push.
 
     Raises:
-        HubError: It is a link: what it leads to may be anything on this machine.
+        HubError: It is a link, whose target may be any file on this machine.
     """
     if path.is_symlink():
         raise HubError(
@@ -129,11 +129,11 @@ def _is_own_file(path: Path) -> bool:
 def _facts(
     job: Job, spec: InputKeys, export: Path, repo: str
 ) -> tuple[CardFacts, dict[str, Path | bytes]]:
-    """Collect the facts for the card, and the images that it shows."""
+    """Collect the facts and the images for the card."""
     exported = export_facts(export) or {}
     step = int(exported.get("step") or 0)
     state: dict[str, Any] = {}
-    with suppress(UserError):  # deleted since
+    with suppress(UserError):  # deleted in the meantime
         state = read_state(find_checkpoint(job.run_dir, step, "").path)
     data = state.get("data") if isinstance(state.get("data"), dict) else {}
     per_epoch = (data or {}).get("steps_per_epoch") or 0
@@ -161,11 +161,11 @@ def _facts(
 
 
 def _base(spec: JobKeys) -> tuple[str, dict[str, Any]]:
-    """Return the base model's hub id, or "", and the metadata of its own card."""
+    """Return the base model's hub id, or "", and the metadata of its card."""
     text = spec.pretrained_model_name_or_path
     try:
         root = find_model(text)
-    except SpecError:  # gone since
+    except SpecError:  # deleted in the meantime
         return "", {}
     named = HubName.read("model", text)
     base = named.repo if named is not None and not Path(text).expanduser().is_dir() else ""
@@ -183,11 +183,11 @@ def _base(spec: JobKeys) -> tuple[str, dict[str, Any]]:
     return base, card if isinstance(card, dict) else {}
 
 
-# -- the card ----------------------------------------------------------------------------
+# # -- card --------------------------------------------------------------------------------
 
 
 _LICENSE: Final = ("license", "license_name", "license_link")
-# Said in other parts of the card.
+# These are in other sections of the card.
 _ELSEWHERE: Final = ("name", "model_family", "model_flavour", "trigger_word")
 _ALWAYS: Final = (
     *("resolution", "learning_rate", "optimizer", "lr_scheduler", "train_batch_size"),
@@ -197,19 +197,19 @@ _ALWAYS: Final = (
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says besides the job's settings.
+    """Facts on a card in addition to the job's settings.
 
     Attributes:
-        repo: Where it is pushed, `ORG/NAME`.
-        step: Optimizer steps done.
-        base: Hub id of the base model; "" where it has none.
-        base_card: The head of the base model's own card.
-        samples: Images and videos that it was trained on; 0 if unknown.
-        epochs: How often it saw each of them; 0 if unknown.
-        ranks: How many trained it.
-        pictures: Path in the repository → its prompt.
+        repo: The target repository, `ORG/NAME`.
+        step: Optimizer steps trained.
+        base: Hub id of the base model; "" if it has none.
+        base_card: The metadata of the base model's card.
+        samples: Number of training images and videos; 0 if unknown.
+        epochs: How often each was used; 0 if unknown.
+        ranks: Number of ranks that trained it.
+        pictures: Path in the repository → prompt of the image.
         weights: Name of the LoRA file, `LORA_WEIGHTS` or `PEFT_WEIGHTS`; "" for a full model.
-        ema: Whether it is an average of the weights.
+        ema: Whether the weights are averaged.
     """
 
     repo: str
@@ -225,7 +225,7 @@ class CardFacts:
 
 
 def write_card(spec: JobSpec, facts: CardFacts) -> str:
-    """Return the text of README.md; equal facts give equal text."""
+    """Return the text of README.md. Deterministic: equal facts give equal text."""
     family, lora = get_family(spec.model_family, spec.model_flavour), spec.model_type == "lora"
     video, trigger = family.frame_step > 0, trigger_of(spec)
     pipeline = "text-to-video" if video else "text-to-image"
@@ -281,7 +281,8 @@ def _usage(spec: RecipeKeys, facts: CardFacts) -> str:
     if by_peft:
         component = f"pipeline.{component_of(spec)}"
         lines.append(f'{component} = PeftModel.from_pretrained({component}, "{facts.repo}")')
-    elif facts.weights and spec.lora_variant == "lokr":  # which few pipelines load, and all models
+    # few pipelines can load LoKr, but all models can
+    elif facts.weights and spec.lora_variant == "lokr":
         component = component_of(spec)
         prefix = component if component == "unet" else "transformer"
         lines.append(
@@ -302,7 +303,7 @@ def _data(spec: JobKeys, facts: CardFacts) -> str:
 
 
 def _settings(spec: JobSpec, facts: CardFacts) -> dict[str, Any]:
-    """Return public settings that differ from the defaults, and those that everyone asks about."""
+    """Return public settings that differ from the defaults, plus those readers always expect."""
     values = {key: getattr(spec, key) for key in _ALWAYS} | spec.public_values()
     values["gradient_accumulation_steps"] = accumulation_steps(spec, facts.ranks)
     shown = {"steps": facts.step, "ranks": facts.ranks} | ({"ema": True} if facts.ema else {})
@@ -328,21 +329,21 @@ def _cell(value: Any) -> str:
 
 LOOK_EVERY: Final = 5.0  # seconds
 _NICE: Final = 10
-_FIRST_PAUSE: Final = 5.0  # seconds after a failure that may pass; each further pause is longer
+_FIRST_PAUSE: Final = 5.0  # seconds after a temporary failure; the pause doubles each time
 _LONGEST_PAUSE: Final = 600.0
-_GIVES_UP: Final = 40  # failures in a row, about five hours
+_GIVES_UP: Final = 40  # consecutive failures, about five hours
 
 
 def follow(store: Store, job_id: int, pause: Callable[[float], None] = time.sleep) -> int:
-    """Push what the job asks for as it appears, until it has ended; the exit status.
+    """Push a job's exports as they appear, until it has ended; return the exit status.
 
-    A checkpoint on the way that cannot be pushed is skipped: the final export comes after it.
+    An intermediate checkpoint that cannot be pushed is skipped, because the final export follows.
     """
     failures, skipped = 0, set[int]()
     while True:
         try:
             job = store.get(job_id)
-        except NotFoundError:  # removed
+        except NotFoundError:  # the job was removed
             return 0
         spec = load_spec(job.run_dir.job_file)
         if not spec.push_to_hub:
@@ -359,7 +360,8 @@ def follow(store: Store, job_id: int, pause: Callable[[float], None] = time.slee
             push_step(job, step)
         except (UserError, ToolError, OSError) as error:
             if step != final and step not in _saved(job):
-                continue  # deleted while it was read, as by checkpoints_total_limit
+                # deleted while it was read, for example because of checkpoints_total_limit
+                continue
             failures += 1
             problem = without_secrets(str(error))
             replace(Push.read(job.run_dir), problem=problem).keep(job.run_dir)
@@ -383,17 +385,17 @@ def push_step(
     private: bool | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Push:
-    """Push an export, made first if there is none.
+    """Push an export, creating it first if necessary.
 
     Args:
-        job: Whose.
-        step: Of which checkpoint; by default the job's export, or its newest checkpoint.
-        repo: Where to; by default what the job says.
-        private: Whether a new repository is private; by default what the job says.
-        progress: Called with how far the export is, and 100.
+        job: The job.
+        step: Step of the checkpoint; by default that of the job's export, or the newest one.
+        repo: The target repository; by default the job's.
+        private: Whether a new repository is private; by default as the job says.
+        progress: Called with the export's progress in percent, and 100.
 
     Raises:
-        HubError: The hub refuses it, or cannot be reached.
+        HubError: The hub refuses, or is unreachable.
         UserError: There is nothing to export.
         ToolError: The export failed.
     """
@@ -405,7 +407,7 @@ def push_step(
         step = ready if ready is not None else next(iter(newest), None)
     if ready is None or ready != step:
         made = job.run_dir.root / "hub" / f"step-{step}"
-        shutil.rmtree(made, ignore_errors=True)  # of a try that was killed
+        shutil.rmtree(made, ignore_errors=True)  # left by a killed attempt
         made.parent.mkdir(mode=0o700, exist_ok=True)
         export = export_checkpoint(job, step, output=made, progress=progress).path
     try:
@@ -413,7 +415,7 @@ def push_step(
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
-    if repo is not None:  # by hand, elsewhere
+    if repo is not None:  # a manual push to another repository
         return Push(name, [step] if step is not None else [], url)
     before = Push.read(job.run_dir)
     done = [*before.pushed, *([step] if step is not None and step not in before.pushed else [])]
@@ -428,7 +430,7 @@ def push_step(
 
 
 def _pending(job: Job, *, checkpoints: bool) -> tuple[int | None, list[int]]:
-    """Return the final step, if training has completed, and the steps to push, ascending."""
+    """Return the final step if training has completed, and the steps to push, ascending."""
     before = Push.read(job.run_dir).pushed
     steps = _saved(job) if checkpoints else []
     final = (export_facts(job.run_dir.export) or {}).get("step")
@@ -445,7 +447,7 @@ def _saved(job: Job) -> list[int]:
 
 
 def main() -> int:
-    """Run the command; another process that does the same is left alone."""
+    """Push the exports of a job, unless another process does; return the exit status."""
     job = Store(patience=SERVICE).get(int(sys.argv[1]))
     place = job.run_dir.root / "hub"
     place.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How far the pushes of a job are, as its run directory keeps it."""
+"""Store the progress of a job's pushes in its run directory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Push:
-    """How far the pushes of a job are.
+    """Progress of a job's pushes.
 
     Attributes:
-        repo: Where to, once that is known.
-        pushed: Steps of the checkpoints that are there.
-        url: Of the latest commit.
-        problem: Why the latest try failed; "" once one went well.
+        repo: The target repository, once it is known.
+        pushed: Steps of the pushed checkpoints.
+        url: URL of the latest commit.
+        problem: Why the latest attempt failed; "" after a success.
     """
 
     repo: str = ""
@@ -32,7 +32,7 @@ class Push:
 
     @classmethod
     def read(cls, run_dir: RunDir) -> Push:
-        """What was kept, or the beginning where it cannot be used."""
+        """Read the stored progress; an empty one if it is missing or unusable."""
         values: dict[str, Any] = read_json(pushes_file(run_dir)) or {}
         try:
             steps = [int(step) for step in values["pushed"]]
@@ -41,14 +41,14 @@ class Push:
             return cls()
 
     def keep(self, run_dir: RunDir) -> Push:
-        """Write it down."""
+        """Write the progress to the run directory."""
         pushes_file(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
         write_atomic(pushes_file(run_dir), json.dumps(asdict(self)) + "\n", durable=True)
         return self
 
 
 def go_back(run_dir: RunDir, step: int) -> None:
-    """Push the later steps again: they are trained again."""
+    """Forget that later steps were pushed, because they will be trained again."""
     before = Push.read(run_dir)
     kept = [pushed for pushed in before.pushed if pushed <= step]
     if kept != before.pushed:
@@ -56,5 +56,5 @@ def go_back(run_dir: RunDir, step: int) -> None:
 
 
 def pushes_file(run_dir: RunDir) -> Path:
-    """Where it is kept."""
+    """Return the file with the progress."""
     return run_dir.root / "hub" / "push.json"

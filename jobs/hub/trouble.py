@@ -1,4 +1,4 @@
-"""What went wrong with the hub, in one sentence with the remedy; never with a token."""
+"""Turn errors of the hub into one sentence with a remedy, never containing a token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from jobs.spec.values.hub_names import HubName
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-_PASSING: Final = (408, 409, 412, 429)  # statuses of HTTP, beside those from 500
+_PASSING: Final = (408, 409, 412, 429)  # HTTP status codes in addition to those from 500
 
 
 class HubError(UserError):
-    """The hub refused something, or cannot be reached.
+    """The hub refused a request, or is unreachable.
 
     Attributes:
-        passing: Whether it may go well at another try.
+        passing: Whether the problem is temporary, so that a retry may succeed.
     """
 
     def __init__(self, message: str, hint: str | None = None, *, passing: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Which models and datasets of the hub a job names, and which of them this machine lacks."""
+"""Find the hub models and datasets that a job names, and which of them are not on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHAT: Final = {"model": "its model", "dataset": "its dataset"}
 
 
 def names_in(spec: InputKeys) -> list[HubName]:
-    """The model and the datasets that can only be of the hub: nothing lies at such a path."""
+    """Return the model and the datasets that must be hub names, because no such path exists."""
     paths = [entry.path for entry in spec.datasets] if spec.datasets else [spec.dataset]
     texts = [("model", spec.pretrained_model_name_or_path), *(("dataset", path) for path in paths)]
     names = [
@@ -37,7 +37,7 @@ def names_in(spec: InputKeys) -> list[HubName]:
 
 
 def find_missing(spec: InputKeys) -> list[HubName]:
-    """Those that are not in the cache, or not whole as far as can be told without the network."""
+    """Return the names that are not cached, or not completely as far as can be checked offline."""
     return [name for name in names_in(spec) if not _is_whole(name)]
 
 
@@ -55,12 +55,12 @@ def _is_whole(name: HubName) -> bool:
 def ask_sizes(
     names: Iterable[HubName], cancelled: Callable[[], bool] = lambda: False
 ) -> dict[HubName, int]:
-    """Ask the hub how much of each is missing here; those that are complete are skipped.
+    """Query the missing bytes of each name; complete ones are left out.
 
-    Empty if the hub is turned off or does not answer: then the job is checked without it.
+    Empty if the hub is disabled or does not answer; the job is then checked without it.
 
     Raises:
-        UserError: One cannot be fetched, in a sentence.
+        UserError: One cannot be downloaded; one sentence.
         Cancelled: `cancelled` returned True.
     """
     if is_offline():
@@ -72,26 +72,26 @@ def ask_sizes(
         except ToolError:  # no network
             return {}
         except UserError as error:
-            if name.kind == "dataset":  # more likely a folder that is not there
+            if name.kind == "dataset":  # more likely a mistyped folder
                 raise UserError(f"no such dataset folder: {name}; and {error}") from None
             raise
     return {name: count for name, count in sizes.items() if count}
 
 
 def question(sizes: Mapping[HubName, int]) -> str:
-    """`FLUX.1-dev is not on this machine: fetch 31.4 GiB?`."""
+    """Ask for confirmation: `FLUX.1-dev is not on this machine: fetch 31.4 GiB?`."""
     names = " and ".join(name.repo.partition("/")[2] for name in sizes)
     verb = "is" if len(sizes) == 1 else "are"
     return f"{names} {verb} not on this machine: fetch {size(sum(sizes.values()))}?"
 
 
-# -- jobs that wait ------------------------------------------------------------------------
+# # -- waiting jobs -------------------------------------------------------------------------
 
 
 def note(run_dir: RunDir, names: Iterable[HubName]) -> None:
-    """Keep what a queued job waits for; nothing waits without names.
+    """Record the downloads that a queued job waits for; none if `names` is empty.
 
-    Only a fetch that runs, or is yet to start, decides about this job.
+    Forgets how earlier downloads ended, so that only a running or future one decides about the job.
     """
     absent = list(names)
     values = [{"kind": name.kind, "name": str(name)} for name in absent]
@@ -109,7 +109,7 @@ def forget(run_dir: RunDir) -> None:
 
 
 def noted(run_dir: RunDir) -> list[HubName]:
-    """What a queued job waits for."""
+    """Return the downloads that a queued job waits for."""
     path = waits_file(run_dir)
     values: Any = (read_json(path) or {}).get("waits_for") if path.exists() else None
     names = [
@@ -123,16 +123,17 @@ def noted(run_dir: RunDir) -> list[HubName]:
 
 
 def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
-    """Why a queued job cannot start yet; resume a fetch that a reboot cut off.
+    """Return why a queued job cannot start yet, resuming a download that a reboot interrupted.
 
     Returns:
-        The reason, "" if there is none, and whether the job has failed because of it.
+        The reason, "" if there is none, and whether it makes the job fail.
 
     Raises:
-        UserError: A fetch cannot be started.
+        UserError: A download cannot be started.
     """
     for name in noted(run_dir):
-        runs = fetches.is_under_way(name)  # first: what is read then is the last that it wrote
+        # check this first, so that the status read next is the final one
+        runs = fetches.is_under_way(name)
         now = fetches.look_at(name)
         ended = now is not None and now.state in ("failed", "done")
         if not ended and not runs:
@@ -153,7 +154,7 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
 
 
 def end_unwanted(job: Job, queue: Iterable[Job]) -> None:
-    """End the fetches of a job that left the queue, unless someone else waits for the same."""
+    """End the downloads of a job that left the queue, unless another job or user waits for them."""
     needed = {name for other in queue if other.id != job.id for name in noted(other.run_dir)}
     for name in noted(job.run_dir):
         if name not in needed and not fetches.is_waited_for(name):
@@ -162,5 +163,5 @@ def end_unwanted(job: Job, queue: Iterable[Job]) -> None:
 
 
 def waits_file(run_dir: RunDir) -> Path:
-    """Where it stands what a queued job waits for."""
+    """Return the file that lists the downloads a queued job waits for."""
     return run_dir.root / "fetch.json"

@@ -1,1 +1,1 @@
-"""Models as files: where they are, how large, and which blocks repeat in them."""
+"""Models on disk: their location, sizes and repeated blocks."""

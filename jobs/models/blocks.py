@@ -1,4 +1,4 @@
-"""Which classes of a model are its repeated blocks: asked of the engine once, then remembered."""
+"""Detect a model's repeated blocks with the engine, and cache the result."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 # -- detection cache ------------------------------------------------------------------------
-# What was found out about models' blocks: one small file that many processes share.
+# Cache of detections: one small file that many processes share.
 
 
-SCHEMA: Final = 1  # of an entry; others are forgotten
+SCHEMA: Final = 1  # version of an entry; other versions are discarded
 
-_MOST: Final = 200  # entries of some 10 KB; the oldest go
+_MOST: Final = 200  # entries of some 10 KB; the oldest are deleted
 _PATIENCE: Final = 10.0  # seconds to wait for another writer, which takes milliseconds
 
 
@@ -44,14 +44,14 @@ def lock_file() -> Path:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """Read what is cached under a key, or None; a damaged file counts as empty."""
+    """Read a cached value; None if there is none. A damaged file counts as empty."""
     entry = _entries().get(key)
     value = entry.get("found") if isinstance(entry, dict) else None
     return value if isinstance(value, dict) else None
 
 
 def remember(key: str, answer: dict[str, Any]) -> None:
-    """Keep JSON values under a key. That there is no room for them is no failure: it is a cache."""
+    """Store JSON values under a key. A full disk is not an error here; this is only a cache."""
     with suppress(OSError):
         cache_home().mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone():
@@ -63,7 +63,7 @@ def remember(key: str, answer: dict[str, Any]) -> None:
 
 
 def _entries() -> dict[str, Any]:
-    """All of them, the oldest first."""
+    """Return all entries, oldest first."""
     data = read_json(cache_file()) or {}
     entries = data.get("entries")
     return entries if data.get("schema") == SCHEMA and isinstance(entries, dict) else {}
@@ -71,9 +71,9 @@ def _entries() -> dict[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold the lock. Continue without it after a long wait: at worst another entry is lost.
+    """Hold the lock, but proceed without it after a long wait; at worst an entry is lost.
 
-    The holder may have been stopped, and some file systems have no locks.
+    The holder may be suspended, and some file systems have no locks.
     """
     with open(lock_file(), "w") as lock:
         with suppress(OSError):
@@ -82,30 +82,30 @@ def _alone() -> Iterator[None]:
 
 
 # -- detection ------------------------------------------------------------------------------
-# Which classes of a model are its repeated blocks: asked of the engine once, then remembered.
+# Detect which classes of a model are its repeated blocks.
 #
-# The engine builds the model without its weights (`engine.blocks`), in a process of its own.
+# The engine builds the model without its weights (`engine.blocks`), in a separate process.
 
 
 __all__ = ["BlockClass", "Coverage", "Detection", "cached_detection", "detect_blocks"]
 
-# What comes of reading what another version wrote, or nobody.
+# Errors from parsing what another version, or another program, wrote.
 _NOT_OURS: Final = (ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
 class Detection:
-    """What was found in a model.
+    """The detected blocks of a model.
 
     Attributes:
-        model_family: What was asked for, if it was a family.
-        model_flavour: The flavour of it.
+        model_family: The requested family, if any.
+        model_flavour: Its flavour.
         pretrained_model: The model: a path, a hub id, or a published config's hub id.
         model_class: Class of the model.
         total_params: Its parameters; shared ones count once.
-        no_split_modules: What the model class says of itself.
+        no_split_modules: The model class's `_no_split_modules`.
         cached: Whether this is from the cache.
-        classes: The recommended ones first, then by how well they would do.
+        classes: The recommended ones first, then by suitability.
         dtype_bytes: Bytes of one parameter as the weights are stored.
         parts: What `coverage` needs.
     """
@@ -123,19 +123,19 @@ class Detection:
 
     @property
     def recommended(self) -> list[str]:
-        """The classes to wrap."""
+        """Return the classes to wrap."""
         return [block.class_name for block in self.classes if block.recommended]
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
-        """Compute what wrapping these classes would do; instant."""
+        """Compute the effect of wrapping these classes; instant."""
         return self.parts.coverage(chosen)
 
     @classmethod
     def of(cls, target: Target, answer: dict[str, Any], *, cached: bool) -> Detection:
-        """Read the answer of `python -m engine.blocks` for a target.
+        """Parse the answer of `python -m engine.blocks` for a target.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: It is something else.
+            ValueError, TypeError, KeyError, AttributeError: It is not such an answer.
         """
         return cls(
             model_family=target.model_family,
@@ -160,27 +160,27 @@ def detect_blocks(
     progress: Progress = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Detection:
-    """Find the repeated blocks of a model, from the cache if they are there.
+    """Find the repeated blocks of a model, using the cache.
 
     Args:
-        model_family: With `model_flavour`, a published model; with `pretrained_model`, what to
-            expect there.
-        model_flavour: The first of the family if None.
+        model_family: With `model_flavour`, selects a published model; with `pretrained_model`, the
+            expected family.
+        model_flavour: The family's first one if None.
         pretrained_model: A directory, a config.json, or a hub id in the local cache.
-        refresh: Look again, and remember that instead.
+        refresh: Detect again and replace the cached result.
         progress: Called with the steps done and the total.
-        cancelled: Asked many times a second, in the thread of the caller.
+        cancelled: Polled many times a second, in the caller's thread.
 
     Raises:
         UserError: There is no such model, or it cannot be built from its config.
-        ToolError: Looking failed for another reason.
-        Cancelled: `cancelled` said so.
+        ToolError: The detection failed for another reason.
+        Cancelled: `cancelled` returned True.
     """
     target = find_target(model_family, model_flavour, pretrained_model)
     if not refresh and (cached := _recall(target)) is not None:
         return cached
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
-        # A copy, so that what is cached belongs to the config that was read.
+        # Pass a copy, so that the cached result belongs to the config that was read.
         config = Path(name, "config.json")
         config.write_text(json.dumps(target.config), encoding="utf-8")
 
@@ -207,7 +207,7 @@ def cached_detection(
     model_flavour: str | None = None,
     pretrained_model: str | None = None,
 ) -> Detection | None:
-    """Return a model's cached detection, or None; starts no process and never fails."""
+    """Return a model's cached detection, or None. Starts no process and never fails."""
     try:
         return _recall(find_target(model_family, model_flavour, pretrained_model))
     except UserError:

@@ -1,4 +1,4 @@
-"""Where a model is on this machine, and how large it is."""
+"""Find a model on this machine, and its size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 # -- damaged weights ------------------------------------------------------------------------
-# Whether a safetensors file is whole, by its header and its size alone.
+# Check a safetensors file using only its header and its size.
 
 
 LONGEST_HEADER: Final = 100_000_000  # bytes; the format's own limit
@@ -47,11 +47,11 @@ BITS: Final = {
 
 
 class DamagedError(Exception):
-    """A file is no whole safetensors file; says why, in a few words."""
+    """A file is not a complete safetensors file; says why, in a few words."""
 
 
 def find_damage(path: Path) -> str | None:
-    """Say what is wrong with a file in a few words; None where nothing is."""
+    """Return what is wrong with a file, in a few words; None if it is intact."""
     try:
         return _wrong_with(*read_header(path))
     except DamagedError as error:
@@ -59,10 +59,10 @@ def find_damage(path: Path) -> str | None:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the entries of a file's tensors by name, and how many bytes it has for them.
+    """Return the tensors' header entries by name, and the bytes available for their data.
 
     Raises:
-        DamagedError: It cannot be read.
+        DamagedError: The header cannot be read.
     """
     header, room = _read(path)
     header.pop("__metadata__", None)
@@ -73,7 +73,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata of a file's header.
 
     Raises:
-        DamagedError: It cannot be read.
+        DamagedError: The header cannot be read.
     """
     metadata = _read(path)[0].get("__metadata__")
     return metadata if isinstance(metadata, dict) else {}
@@ -101,20 +101,20 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def elements_of(entry: Any) -> int:
-    """Elements of the tensor that an entry of a header describes.
+    """Return the number of elements of the tensor in a header entry.
 
     Raises:
-        DamagedError: The entry gives no shape of sizes.
+        DamagedError: The entry has no valid shape.
     """
     return math.prod(shape_of(entry))
 
 
 def shape_of(entry: Any) -> tuple[int, ...]:
-    """Return the shape of the tensor that an entry of a header describes.
+    """Return the shape of the tensor in a header entry.
 
     Raises:
-        DamagedError: The entry gives no shape of sizes. (A product of what else stands there can
-            take any amount of memory: `"a"` times 10^9.)
+        DamagedError: The entry has no valid shape. (Multiplying anything else could take any amount
+            of memory: `"a"` times 10^9.)
     """
     shape = entry.get("shape") if isinstance(entry, dict) else None
     if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
@@ -123,7 +123,7 @@ def shape_of(entry: Any) -> tuple[int, ...]:
 
 
 def _wrong_with(header: dict[str, Any], room: int) -> str | None:
-    """Describe what is wrong with the tensors of a file that has `room` bytes for them."""
+    """Return what is wrong with the tensors of a file that has `room` bytes for them, or None."""
     spans = []
     for name, tensor in header.items():
         try:
@@ -180,13 +180,13 @@ def find_model(name_or_path: str) -> Path:
 
 
 def count_parameters(component: Path) -> int | None:
-    """Elements of all tensors in a component's safetensors files; None when that is unknown."""
+    """Count the elements of all tensors in a component's safetensors files; None if unknown."""
     shapes = read_shapes(component) or {}
     return sum(map(math.prod, shapes.values())) or None
 
 
 def read_shapes(component: Path) -> dict[str, tuple[int, ...]] | None:
-    """Name → shape of all tensors in a component's safetensors files; None when that is unknown.
+    """Return name → shape of all tensors in a component's safetensors files; None if unknown.
 
     Reads only the files' headers: 8 bytes with the length of a JSON object, and that object.
     """
@@ -215,17 +215,17 @@ def read_shapes(component: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 # -- find lora ------------------------------------------------------------------------------
-# Where a LoRA lies that a job names.
+# Find the file of a LoRA that a job names.
 
 
-# Diffusers' name, and peft's.
+# The file names that diffusers and peft use.
 _USUAL: Final = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 
 
 def find_lora(place: str) -> Path | None:
-    """Return the file that a path names: itself, or what a directory has.
+    """Return the LoRA file at a path; None if there is none.
 
-    Of a directory, that is the file that diffusers or peft would read; else its only one.
+    In a directory, that is the file which diffusers or peft would read, or else the only one.
     """
     path = expand(place)
     if not path.is_dir():

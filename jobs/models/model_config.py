@@ -1,4 +1,4 @@
-"""Find the config to detect blocks from: a file, a directory, a hub id, a flavour."""
+"""Find the config for block detection: a file, a directory, a hub id or a flavour."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from jobs.spec.families import Family
 
 
-# What of a pipeline is trained, in the order in which it is looked for.
+# Components of a pipeline that can be trained, in search order.
 _DENOISERS: Final = ("transformer", "unet", "prior")
-# Of names in configs; published weights are bf16 if nothing says.
+# By dtype name in a config; published weights without one are bf16.
 _BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _COUNTS_LAYERS: Final = re.compile(r"layers|blocks|depth")
 _MOST_LAYERS: Final = 1000
 _SHOWN: Final = 1e30
-_LARGEST_SIZE: Final = 100_000_000  # of a vocabulary, a context, a width
+_LARGEST_SIZE: Final = 100_000_000  # limit for a vocabulary, a context length or a width
 _PUBLISHED_BYTES: Final = 2
 
 
 @dataclass(frozen=True)
 class Target:
-    """A config to look at.
+    """A model config to inspect.
 
     Attributes:
-        model_family: As asked for.
-        model_flavour: As asked for, or the family's first.
-        name: What people know it by: a path or a hub id.
-        config: What the config says.
-        dtype_bytes: Of one parameter as stored.
+        model_family: The requested family.
+        model_flavour: The requested flavour, or the family's first.
+        name: The model's name for users: a path or a hub id.
+        config: The parsed config.
+        dtype_bytes: Bytes of one parameter as stored.
     """
 
     model_family: str | None
@@ -55,7 +55,10 @@ class Target:
     dtype_bytes: int
 
     def key(self, schema: int) -> str:
-        """Names what would be found: other values or other libraries may have other blocks."""
+        """Return the cache key of a detection.
+
+        Other configs or library versions may have other blocks.
+        """
         facts = [
             schema,
             self.model_family,
@@ -73,15 +76,16 @@ def find_target(
     model_flavour: str | None = None,
     pretrained_model: str | None = None,
 ) -> Target:
-    """Find the config, without network.
+    """Find the config, without network access.
 
     Args:
-        model_family: Checked against what is found, if anything else says where that is.
+        model_family: The expected family, or the one whose published model to use.
         model_flavour: A published model of the family; its first if None.
         pretrained_model: A config.json, a directory with one, a pipeline, or a hub id.
 
     Raises:
-        SpecError: There is none, or it is of another family; says what to give instead.
+        SpecError: There is none, or it belongs to another family; the message says what to pass
+            instead.
     """
     if model_flavour and not model_family:
         raise SpecError(f"model_flavour {model_flavour} needs a model_family")
@@ -103,7 +107,7 @@ def find_target(
 
 
 def _look_at(text: str) -> tuple[str, dict[str, Any], Path | None]:
-    """Name, config and directory of what a person points to."""
+    """Return name, config and directory of the model that the user named."""
     path = expand(text)
     if exists(path) and not path.is_dir():
         if path.name == "model_index.json":
@@ -113,7 +117,7 @@ def _look_at(text: str) -> tuple[str, dict[str, Any], Path | None]:
         root = find_model(text)
         folder = _component(root)
         config = _read(folder / "config.json")
-    except SpecError:  # of the hub's cache, not whole
+    except SpecError:  # incomplete in the hub's cache
         if exists(path) or (published := _of_hub_id(text)) is None:
             raise
         return text, published, None
@@ -123,7 +127,7 @@ def _look_at(text: str) -> tuple[str, dict[str, Any], Path | None]:
 def _component(root: Path) -> Path:
     """Return the directory with the denoiser's config.
 
-    In a pipeline, it is a folder; else it is the directory itself.
+    In a pipeline, it is a subfolder; otherwise the directory itself.
     """
     if exists(root / "config.json"):
         return root
@@ -137,7 +141,7 @@ def _component(root: Path) -> Path:
 
 
 def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any], Path | None]:
-    """Return a flavour's config: of the hub's cache if it is there, else as we know it."""
+    """Return a flavour's config: from the hub's cache if it is there, else the shipped one."""
     published = family.flavours.get(flavour or "")
     if published is None:
         raise SpecError(
@@ -156,7 +160,7 @@ def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any]
 
 def _of_hub_id(hub_id: str) -> dict[str, Any] | None:
     """Read a published config that is shipped with the package, so that nothing is downloaded."""
-    name = hub_id.partition("@")[0].replace("/", "--")  # of any revision
+    name = hub_id.partition("@")[0].replace("/", "--")  # any revision
     file = files("jobs") / "models" / "published" / f"{name}.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -175,10 +179,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dict[str, Any]:
-    """Add the class to a config that does not name it.
+    """Add the family's class to a config that does not name one.
 
     Raises:
-        SpecError: It does not say, or is of another family.
+        SpecError: The class is unknown, or belongs to another family.
     """
     _refuse_giants(config, name)
     class_name = config.get("_class_name")
@@ -191,7 +195,7 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
         )
     if not class_name and not config.get(
         "model_type"
-    ):  # the engine takes the family's class as well
+    ):  # the engine assumes the family's class, too
         return config | {"_class_name": family.transformer}
     if class_name in family.other_names:
         return config | {"_class_name": family.transformer}
@@ -210,10 +214,10 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
 
 
 def _refuse_giants(config: dict[str, Any], name: str) -> None:
-    """Refuse what no model has, and what would take all memory to look at.
+    """Reject implausible sizes, which would exhaust memory when the model is built.
 
     Raises:
-        SpecError: It has more layers than any model, or is larger.
+        SpecError: It has more layers than any model, or larger ones.
     """
     for key, value in config.items():
         most = _MOST_LAYERS if _COUNTS_LAYERS.search(key) else _LARGEST_SIZE
@@ -227,11 +231,11 @@ def _refuse_giants(config: dict[str, Any], name: str) -> None:
 
 
 def _stored_bytes(folder: Path | None, config: dict[str, Any]) -> int:
-    """Bytes of most parameters, by the first weights file's header, else by the config."""
+    """Return the bytes of most parameters, from the first weight file's header or the config."""
     if folder is not None:
-        # Not the copy in another precision that may lie beside it.
+        # Prefer the plain file over a copy in another precision next to it.
         weights = sorted(folder.glob("*.safetensors"), key=lambda path: (len(path.name), path.name))
-        # Training reports damaged weights; blocks can be detected without them.
+        # Ignore damaged weights: training reports them, and blocks can be detected without them.
         with suppress(DamagedError, LookupError, TypeError):
             kinds: Counter[str] = Counter()
             for path in weights[:1]:

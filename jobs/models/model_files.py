@@ -1,4 +1,4 @@
-"""Whether a model is there, whole, of the job's family, and able to do what the job wants."""
+"""Check that a model is complete, of the job's family, and suitable for the job."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 # -- weight variants ------------------------------------------------------------------------
-# Names of weight files: hub repositories keep copies in other precisions beside the plain
-# ones.
+# Names of weight files: hub repositories have copies in other precisions next to the plain ones.
 
 
-# What `save_pretrained` of diffusers and of transformers calls them.
+# The stems that diffusers' and transformers' `save_pretrained` use.
 _STEMS: Final = ("diffusion_pytorch_model", "model", "pytorch_model")
 _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 _USUAL: Final = ("safetensors", "bin", "index", "json")
 
 
 def variant_of(name: str) -> str | None:
-    """`fp16` of `model.fp16.safetensors`; None of a plain file, and of one that is no weights.
+    """Return the variant of a weight file, `fp16` for `model.fp16.safetensors`.
 
-    `from_pretrained` loads such a file only when asked to (`variant="fp16"`). Shards, and
-    indices of shards, have it in other places of their names.
+    None for a plain file, and for files that are not weights. `from_pretrained` loads a variant
+    only when asked to (`variant="fp16"`). Shards, and indices of shards, have it elsewhere in their
+    names.
     """
     stem, *words = _SHARD.sub("", name).split(".")
     if stem not in _STEMS or not {"safetensors", "bin"} & set(words):
@@ -51,19 +51,19 @@ def variant_of(name: str) -> str | None:
 # -- model files ----------------------------------------------------------------------------
 
 
-_MASKS: Final = 4  # channels: one for each frame of a latent
+_MASKS: Final = 4  # mask channels, one for each frame of a latent
 
 
 def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
-    """Return the model directory, known to hold a pipeline of the job's family.
+    """Check that the model directory holds a pipeline of the job's family, and return it.
 
     Args:
         spec: The job.
-        settings: Whether its flavour and its sizes have to fit the model too; the form asks about
-            a directory alone.
+        settings: Whether the job's flavour and sizes must match the model, too; the form checks a
+            directory alone.
 
     Raises:
-        SpecError: It is missing, is no diffusers model, is incomplete, or is of another family.
+        SpecError: It is missing, not a diffusers model, incomplete, or of another family.
     """
     root = find_model(spec.pretrained_model_name_or_path)
     index = read_json(root / "model_index.json")
@@ -99,11 +99,11 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
     return root
 
 
-# -- what is there -------------------------------------------------------------------------
+# # -- files ---------------------------------------------------------------------------------
 
 
 def _denoisers(spec: JobKeys, family: Family, index: Mapping[str, Any]) -> list[str]:
-    """The one that is trained, and the one that denoises the other noise levels of samples."""
+    """Return the trained denoiser, and the one for the other noise levels of samples."""
     parts = [component_of(spec)]
     if index.get("boundary_ratio") is not None:
         parts += [family.component_of(flavour) for flavour in family.flavours]
@@ -111,7 +111,7 @@ def _denoisers(spec: JobKeys, family: Family, index: Mapping[str, Any]) -> list[
 
 
 def _check_part(root: Path, part: str) -> None:
-    """A denoiser or a VAE: read from safetensors files only."""
+    """Check a denoiser or VAE, which is loaded from safetensors files only."""
     if read_json(root / part / "config.json") is None:
         raise SpecError(
             f"{root} is incomplete: {part}/config.json is missing or damaged", "download it again"
@@ -128,7 +128,7 @@ def _check_part(root: Path, part: str) -> None:
 
 
 def _text_encoders(index: Mapping[str, Any]) -> list[str]:
-    """Those that the model has; optional ones are null."""
+    """Return the text encoders that the model has; absent optional ones are null."""
     return [name for name in index if name.startswith("text_encoder") and _has(index, name)]
 
 
@@ -138,7 +138,7 @@ def _has(index: Mapping[str, Any], part: str) -> bool:
 
 
 def _check_image_inputs(root: Path, index: Mapping[str, Any]) -> None:
-    """What encodes conditioning images beside a text, and what prepares them for it."""
+    """Check the encoder of conditioning images and its preprocessors."""
     if _has(index, "image_encoder"):
         _check_encoder(root, "image_encoder")
         _check_whole(root / "image_encoder")
@@ -151,7 +151,7 @@ def _check_image_inputs(root: Path, index: Mapping[str, Any]) -> None:
 
 
 def _check_code(root: Path, part: str, index: Mapping[str, Any]) -> None:
-    """Refuse what needs code that comes with the model: none of it is run."""
+    """Reject a component that needs the model's own code, which is never run."""
     library, name = (*map(str, index[part]), "?")[:2]
     if library not in ("diffusers", "transformers"):
         raise SpecError(
@@ -161,7 +161,7 @@ def _check_code(root: Path, part: str, index: Mapping[str, Any]) -> None:
 
 
 def _check_encoder(root: Path, part: str) -> None:
-    """Check an encoder, which is read from safetensors files only, too."""
+    """Check an encoder, which is loaded from safetensors files only, too."""
     if read_json(root / part / "config.json") is None:
         raise SpecError(
             f"{root} is incomplete: {part}/config.json is missing or damaged", "download it again"
@@ -180,7 +180,7 @@ def _check_encoder(root: Path, part: str) -> None:
 
 
 def _check_plain(root: Path, part: str, names: list[str], usual: str) -> None:
-    """A copy in another precision is not what `from_pretrained` looks for."""
+    """Reject weights of which only a variant exists, since `from_pretrained` ignores variants."""
     variants = {variant_of(name) for name in names}
     if None not in variants:
         variant = min(map(str, variants))
@@ -192,14 +192,14 @@ def _check_plain(root: Path, part: str, names: list[str], usual: str) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Refuse weights that are incomplete or not weights at all."""
+    """Reject weights that are incomplete or not weights at all."""
     for path in sorted(folder.glob("*.safetensors")):
         if variant_of(path.name) is None and (damage := find_damage(path)):
             raise SpecError(f"{path} is damaged: {damage}", "download it again")
 
 
 def _check_supplied(root: Path, family: Family) -> None:
-    """What a family is published without has to be put there."""
+    """Check the components that a family is published without and the user must add."""
     missing = [part for part in family.supplied if not any((root / part).glob("*.json"))]
     if missing:
         raise SpecError(
@@ -208,11 +208,11 @@ def _check_supplied(root: Path, family: Family) -> None:
         )
 
 
-# -- whether the job fits it ---------------------------------------------------------------
+# # -- job and model -------------------------------------------------------------------------
 
 
 def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str, Any]) -> None:
-    """What the model's own files say of its flavour; without one, the family's first is meant."""
+    """Check the flavour against the model's own files; the default is the family's first one."""
     flavour_name = spec.model_flavour or next(iter(family.flavours), "")
     fits = [
         name
@@ -238,7 +238,10 @@ def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str
 def _check_first_frame(
     spec: JobKeys, family: Family, root: Path, config: Mapping[str, Any]
 ) -> None:
-    """Whether the denoiser takes a first frame as its flavour does, beside the video and seen."""
+    """Check that the denoiser takes a first frame the way its flavour does.
+
+    It may be concatenated with the video in the channels, encoded as an image, or both.
+    """
     flavour_name = spec.model_flavour or next(iter(family.flavours), "")
     flavour = family.flavours.get(flavour_name)
     if flavour is None or not any(other.needs_first_frame for other in family.flavours.values()):
@@ -251,7 +254,7 @@ def _check_first_frame(
             "use a model that takes the first frame alone",
         )
     inputs, outputs = config.get("in_channels"), config.get("out_channels")
-    # Beside the video, the channels of the first frame's video, and of its mask.
+    # In addition to the video: the channels of the first frame's latents and of its mask.
     expected = outputs and (2 * outputs + _MASKS if flavour.needs_first_frame else outputs)
     if inputs is not None and expected is not None and inputs != expected:
         differs = f"in_channels is {inputs}, not {expected}"
@@ -266,13 +269,13 @@ def _check_first_frame(
 
 
 def _is_marked(index: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Whether an entry is as a flavour has it, or as one of its kinds."""
+    """Return whether an entry has the flavour's value, or one of its values."""
     entry = index.get(key) or False
     return entry in value if isinstance(value, tuple) else entry == value
 
 
 def _latent_step(family: Family, root: Path, component: str) -> int | None:
-    """Pixels of a token's side; None where all flavours have as many, or it is unknown."""
+    """Return the pixels per side of a token; None if unknown or the same for all flavours."""
     if len({family.latent_step_of(flavour) for flavour in family.flavours}) < 2:
         return None
     shrinks = _shrinks_by(read_json(root / "vae" / "config.json") or {})
@@ -282,30 +285,30 @@ def _latent_step(family: Family, root: Path, component: str) -> int | None:
 
 
 def _shrinks_by(vae: Mapping[str, Any]) -> int | None:
-    """Pixels of a latent's side, by a VAE's config; None where it does not say."""
+    """Return the pixels per side of a latent, from a VAE's config; None if it does not say."""
     for key in ("scale_factor_spatial", "spatial_compression_ratio"):
         if isinstance(vae.get(key), int):
             return int(vae[key])
     for key in ("block_out_channels", "encoder_block_out_channels"):
         if isinstance(vae.get(key), list):
             return int(2 ** (len(vae[key]) - 1))
-    if isinstance(vae.get("dim_mult"), list):  # older files of Wan's, without its factor
+    if isinstance(vae.get("dim_mult"), list):  # older files of Wan lack the factor
         return int(2 ** (len(vae["dim_mult"]) - 1) * (vae.get("patch_size") or 1))
     return None
 
 
 def check_config(spec: JobSpec, config: Mapping[str, Any]) -> None:
-    """Check what a denoiser's config alone says about a job.
+    """Check a job against the denoiser's config alone.
 
     Raises:
-        SpecError: Its heads cannot be shared out, or it has no positions for a side so long.
+        SpecError: Its heads cannot be divided among ranks, or a side is too long for its positions.
     """
     _check_heads(spec, config)
     _check_sizes(spec, get_family(spec.model_family, spec.model_flavour), config)
 
 
 def _check_heads(spec: DeviceKeys, config: Mapping[str, Any]) -> None:
-    """Ulysses gives each rank some of the attention heads."""
+    """Check that Ulysses can divide the attention heads among ranks."""
     if spec.context_parallel_size == 1 or spec.context_parallel_comm_strategy != "alltoall":
         return
     heads = config.get("num_attention_heads")
@@ -318,7 +321,7 @@ def _check_heads(spec: DeviceKeys, config: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(spec: DataPlanKeys, family: Family, config: Mapping[str, Any]) -> None:
-    """Some denoisers know positions up to a side only."""
+    """Check sizes against denoisers that have positions only up to some side."""
     limit = family.longest_side(config) if family.longest_side is not None else None
     if limit is None:
         return
@@ -344,7 +347,7 @@ def _check_sizes(spec: DataPlanKeys, family: Family, config: Mapping[str, Any]) 
 
 
 def longest_bucket_side(resolution: int, spec: InputKeys) -> int:
-    """The longest side of a resolution's buckets, as `jobs.spec.rules.buckets` makes them."""
+    """Return the longest side of a resolution's buckets, as made by `jobs.spec.rules.buckets`."""
     step, widest = bucket_step(resolution, spec), widest_bucket(spec)
     area = max(resolution, step) ** 2
     long = int(math.sqrt(area * widest)) // step * step

@@ -1,7 +1,7 @@
-"""What a model is made of, as far as wrapping it needs to know: small, and without torch.
+"""A compact description of a model's modules for choosing what to wrap, without torch.
 
-Modules that look alike are written down once, with how often they occur, so that FLUX.2's 32 B
-parameters are a few dozen lines and any choice of classes can be judged in microseconds.
+Identical modules are stored once with their count, so that FLUX.2's 32 B parameters are a few dozen
+lines and any choice of classes can be evaluated in microseconds.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class BlockClass:
     """One class of modules in a model.
 
     Attributes:
-        class_name: Its name, as `fsdp_transformer_layer_cls_to_wrap` takes it.
-        count: Modules of this class; one that stands in several places counts once.
-        params_each: Parameters of one with all that is below it; of the largest if they differ.
+        class_name: Its name, as in `fsdp_transformer_layer_cls_to_wrap`.
+        count: Modules of this class; one used in several places counts once.
+        params_each: Parameters of one including its submodules; of the largest if they differ.
         params_total: Parameters of all of them; shared ones count once.
-        share: `params_total` of the model's parameters, 0 to 1.
+        share: `params_total` divided by the model's parameters, 0 to 1.
         recommended: Whether it is in the set to wrap.
         in_no_split_modules: Whether the model class lists it in `_no_split_modules`.
         in_repeated_blocks: Whether the model class lists it in `_repeated_blocks`.
-        sample_paths: Where the first ones are, at most 3.
+        sample_paths: Paths of the first ones, at most 3.
     """
 
     class_name: str
@@ -42,12 +42,12 @@ class BlockClass:
 
 @dataclass(frozen=True)
 class Part:
-    """A module, or many that look alike.
+    """A module, or several identical ones.
 
     Attributes:
         class_name: Its class.
-        own: Parameters that it holds itself; a shared one counts where it is met first.
-        children: `(index into the parts, how often)` of the modules right below it.
+        own: Parameters of the module itself; a shared one counts only where it is first seen.
+        children: `(index into the parts, count)` of its direct submodules.
     """
 
     class_name: str
@@ -57,14 +57,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What wrapping some classes does to a model. All sizes are numbers of parameters.
+    """The effect of wrapping some classes. All sizes are numbers of parameters.
 
     Attributes:
-        share: Of all parameters, those in units below the root: 0 to 1.
+        share: Share of all parameters in units below the root, 0 to 1.
         units: FSDP units below the root.
-        largest: The unit with the most parameters; they are gathered at the same time.
-        root: What is left to the root, gathered on every rank for the whole step.
-        nested: `(outer, inner)` chosen classes of which one holds the other.
+        largest: Size of the largest unit, which is gathered as a whole.
+        root: Size of the root unit, gathered on every rank for the entire step.
+        nested: `(outer, inner)` chosen classes where one contains the other.
         unknown: Chosen names that no module of the model has.
     """
 
@@ -78,12 +78,12 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Parts:
-    """All parts of a model, what is below before what is above; the root is the last.
+    """All parts of a model, children before parents; the root is the last.
 
     Attributes:
         parts: Each kind of module once.
-        ancestors: Class → classes of the model that it inherits from. Wrapping such a class wraps
-            this one as well, as accelerate's policy does.
+        ancestors: Class → its base classes in the model. Wrapping a base class also wraps this
+            class, as in accelerate's policy.
         containers: Classes without a forward, such as lists: they cannot be wrapped.
     """
 
@@ -92,15 +92,15 @@ class Parts:
     containers: tuple[str, ...] = ()
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
-        """Compute what `engine.parallel.sharding.shard` would make of these classes."""
+        """Compute what `engine.parallel.sharding.shard` would do with these classes."""
         present = {part.class_name for part in self.parts}
         wrapped = {
             name: {c for c in (name, *self.ancestors.get(name, ())) if c in chosen}
             for name in present
         }
-        left: list[int] = []  # parameters of a part that are in no unit inside of it
+        left: list[int] = []  # parameters of a part outside of its inner units
         units: list[int] = []
-        below: list[set[str]] = []  # chosen classes met inside
+        below: list[set[str]] = []  # chosen classes inside of it
         largest = 0
         nested: set[tuple[str, str]] = set()
         *inner, root = self.parts
@@ -125,7 +125,7 @@ class Parts:
         )
 
     def total(self) -> int:
-        """Parameters of the model, a shared one counted once."""
+        """Return the parameters of the model; shared ones count once."""
         sizes: list[int] = []
         for part in self.parts:
             sizes.append(part.own + sum(sizes[child] * times for child, times in part.children))
@@ -135,7 +135,7 @@ class Parts:
     def _gather(
         part: Part, left: list[int], units: list[int], below: list[set[str]]
     ) -> tuple[int, int, set[str]]:
-        """Return what a part has outside of units below it, these units, and their classes."""
+        """Return a part's parameters outside of inner units, the inner units, and their classes."""
         rest = part.own + sum(left[child] * times for child, times in part.children)
         count = sum(units[child] * times for child, times in part.children)
         names = set().union(*(below[child] for child, _ in part.children))
@@ -150,10 +150,10 @@ class Parts:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Parts:
-        """Read what `to_dict` wrote.
+        """Rebuild the parts from `to_dict`.
 
         Raises:
-            ValueError, TypeError, KeyError: It is something else.
+            ValueError, TypeError, KeyError: The data is malformed.
         """
         parts: list[Part] = []
         for name, own, children in data["parts"]:

@@ -1,4 +1,4 @@
-"""How many parameters the denoisers of published models have."""
+"""Number of parameters of published models' denoisers."""
 
 from __future__ import annotations
 

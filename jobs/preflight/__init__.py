@@ -1,1 +1,1 @@
-"""What can be known to be wrong with a job before any rank starts."""
+"""Find problems of a job before any rank starts."""

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a job before any rank starts, without torch."""
+"""Find problems of a job before any rank starts, without torch."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 
 
 # -- compiler -------------------------------------------------------------------------------
-# The C compiler with which torch makes kernels while a job runs.
+# The C compiler with which torch compiles kernels while a job runs.
 
 
-# Backends of torch.compile that only rearrange calls.
+# Backends of torch.compile that compile no kernels.
 _WITHOUT: Final = ("eager", "aot_eager", "cudagraphs")
 
 
 def check_compiler(spec: RecipeKeys, *, on_gpus: bool) -> None:
-    """Look for what the job will compile with.
+    """Check that the compiler which the job needs is installed.
 
     Args:
         spec: The job.
         on_gpus: Whether its ranks compute on GPUs; kernels for CPUs are in C++.
 
     Raises:
-        SpecError: The job compiles, and there is no compiler.
+        SpecError: The job compiles kernels, and there is no compiler.
     """
     compiles = spec.torch_compile and spec.torch_compile_backend not in _WITHOUT
-    # On the CPU it runs eagerly: see `engine.train.optimizer`.
+    # On the CPU this optimizer is not compiled: see `engine.train.optimizer`.
     eight_bit = spec.optimizer == "adamw_8bit" and on_gpus and not spec.fsdp_cpu_offload
     if not (compiles or eight_bit):
         return
@@ -66,9 +66,9 @@ def check_compiler(spec: RecipeKeys, *, on_gpus: bool) -> None:
 
 
 def what_lacks(*, on_gpus: bool) -> str | None:
-    """Name what compiling lacks; None if nothing.
+    """Return what is missing for compiling; None if nothing is.
 
-    As Triton (3.7) and torch's Inductor (2.13) look for it: by CC or CXX, else by name.
+    Triton (3.7) and torch's Inductor (2.13) use CC or CXX, or else search for these names.
     """
     variable, names = ("CC", ("gcc", "clang")) if on_gpus else ("CXX", ("g++",))
     if chosen := os.environ.get(variable):
@@ -83,25 +83,26 @@ def what_lacks(*, on_gpus: bool) -> str | None:
 
 
 def hint(*, on_gpus: bool) -> str:
-    """Say how to install it."""
+    """Say how to install a compiler."""
     packages = "gcc python3-dev" if on_gpus else "g++"
     return f"apt install {packages}, or the equivalent"
 
 
 # -- wrapped classes ------------------------------------------------------------------------
-# Check the block classes that a job names against its model, before any rank starts.
+# Check the block classes that a job names against its model.
 
 
-_MOST_NAMED = 6  # classes in an error
+_MOST_NAMED = 6  # classes listed in an error
 
 
 def check_block_names(spec: RecipeKeys) -> None:
-    """Check `fsdp_transformer_layer_cls_to_wrap`, if it says something else than the family.
+    """Check `fsdp_transformer_layer_cls_to_wrap` if it differs from the family's default.
 
-    A model that is not cached takes some seconds, others none.
+    Takes some seconds for a model whose blocks are not cached.
 
     Raises:
-        SpecError: The model has no such class, or one cannot be wrapped; names the nearest.
+        SpecError: The model has no such class, or it cannot be wrapped; the message names the
+            closest class.
     """
     names = spec.fsdp_transformer_layer_cls_to_wrap or []
     if set(names) <= set(get_family(spec.model_family).blocks):
@@ -122,10 +123,10 @@ def check_block_names(spec: RecipeKeys) -> None:
 
 
 def check_names(names: list[str], detection: Detection) -> None:
-    """Check that each of these classes is in the model and can be a unit of its own.
+    """Check that each of these classes is in the model and can be wrapped.
 
     Raises:
-        SpecError: As `check_block_names`.
+        SpecError: See `check_block_names`.
     """
     present = {part.class_name for part in detection.parts.parts[:-1]}  # the root is the last
     for name in names:
@@ -147,12 +148,12 @@ LONGEST: Final = 60.0  # seconds for the import; torch alone may take ten from a
 
 
 def check_wrap_policy(spec: RecipeKeys, *, longest: float = LONGEST) -> None:
-    """Import the job's own wrap policy, if it has one that may be, as its ranks will.
+    """Import the job's own wrap policy the way its ranks will, if it may be imported here.
 
-    Another is imported by the ranks alone, see `may_import`.
+    Otherwise only the ranks import it, see `may_import`.
 
     Raises:
-        SpecError: It cannot be imported or called, or importing it does not end.
+        SpecError: It cannot be imported or called, or the import does not finish.
     """
     path, deadline = own_policy(spec), time.monotonic() + longest
     if path is None or not may_import(path) or not (shards(spec) or depends_on_memory(spec)):
@@ -179,16 +180,16 @@ __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
 
 def check(spec: JobSpec, absent: Collection[HubName] = ()) -> None:
-    """Check what is the same wherever the job runs: model, data, caches, trackers and pushes.
+    """Check what does not depend on where the job runs: model, data, caches, trackers and pushes.
 
     Args:
         spec: The job.
-        absent: What will be fetched before it starts, and is checked then.
+        absent: Names that will be downloaded before it starts, and are checked then.
 
     Raises:
-        UserError: The first thing that would make the job fail, in one line.
+        UserError: The first problem that would make the job fail, in one line.
     """
-    # Not imported with this module, which they need themselves.
+    # imported here to avoid an import cycle
 
     if not any(name.kind == "model" for name in absent):
         check_model(spec, settings=True)
@@ -208,7 +209,7 @@ def check_here(spec: RecipeKeys) -> int | list[str] | None:
         GPU UUIDs, a count of any GPUs, or None for CPU ranks.
 
     Raises:
-        SpecError: It has not what the job needs.
+        SpecError: The machine does not have it.
     """
     requested = check_devices(spec)
     check_compiler(spec, on_gpus=requested is not None)
@@ -223,7 +224,7 @@ def cache_of(spec: DataKeys) -> Path:
 
 
 def check_beginning(spec: JobSpec) -> None:
-    """Refuse a job whose LoRAs are not there; one that resumes does not need `init_lora`.
+    """Check that the job's initial LoRAs exist; a resumed job does not need `init_lora`.
 
     Raises:
         SpecError: There is no such file, or no LoRA in that directory.
@@ -253,14 +254,14 @@ def _check_lora(key: str, text: str) -> None:
 
 
 def _check_push(spec: HubKeys) -> None:
-    """Refuse to train for days what cannot be pushed then. Nothing is asked of the network."""
+    """Fail now if the results could not be pushed after days of training. No network access."""
     if not spec.push_to_hub:
         return
     if is_offline():
         raise SpecError(
             "push_to_hub: HF_HUB_OFFLINE turns the hub off", "unset it, or remove push_to_hub"
         )
-    from huggingface_hub import get_token  # 0.3 s, for those who push
+    from huggingface_hub import get_token  # takes 0.3 s
 
     if not get_token():
         raise SpecError(
@@ -269,7 +270,7 @@ def _check_push(spec: HubKeys) -> None:
 
 
 def _check_kernel(spec: TrainingKeys) -> None:
-    """FlashAttention 3 is a package of its own; which GPUs it runs on, the ranks say."""
+    """Check that FlashAttention 3, a separate package, is installed. The ranks check the GPUs."""
     if spec.attention_backend == "flash3" and find_spec("flash_attn_interface") is None:
         raise SpecError(
             "attention_backend: flash3 needs the package flash_attn_3; it is not installed",
@@ -278,7 +279,7 @@ def _check_kernel(spec: TrainingKeys) -> None:
 
 
 def check_devices(spec: RecipeKeys) -> int | list[str] | None:
-    """Match what the job asks for to what this machine has.
+    """Match the requested devices to this machine's.
 
     Returns:
         GPU UUIDs, a count of any GPUs, or None for CPU ranks.

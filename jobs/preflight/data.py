@@ -1,4 +1,4 @@
-"""What can be known of a job's data before it is queued."""
+"""Find problems of a job's data before it is queued."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
 
 
 # -- dataset --------------------------------------------------------------------------------
-# What can be known to be wrong with a job's data before it is queued.
+# Check datasets before a job is queued.
 
 
-_MOST_OPENED: Final = 5000  # images; of more, hardly all are unusable
+_MOST_OPENED: Final = 5000  # images; in a larger folder hardly all are unusable
 
 
 def check_dataset(spec: JobSpec) -> int:
     """Count the images and videos in the job's folders, before any file is read.
 
-    Rows of tables are not counted.
+    Table rows are not counted.
 
     Raises:
-        SpecError: There is no such folder, or no image in it, or a caption for none of them; or
-            the job trains on or samples videos, and what reads and writes them is not installed.
+        SpecError: A folder does not exist or has no images or no captions; or the job trains on or
+            samples videos, and the library for them is not installed.
     """
     if any(request.frames > 1 for request in requests_of(spec)):
         _check_videos("validation_prompts are sampled as videos")
@@ -100,7 +100,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
                 f"{root} is a directory of the datasets library, which is not installed",
                 "pip install 'fsdp-tui[datasets]'",
             )
-        return 0  # rows are counted when they are read
+        return 0  # counted when they are read
     takes_videos = get_family(spec.model_family).frame_step > 0
     masked = spec.masked_loss == "file"
     masks = expand(dataset.mask_path) if dataset.mask_path else None
@@ -134,12 +134,12 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
 
 
 def _check_any_usable(root: Path, pictures: list[Path], spec: DataKeys, buckets: Buckets) -> None:
-    """Refuse a folder of which no image can be trained on, by their names and first bytes.
+    """Reject a folder in which no image is usable, judging by names and file headers.
 
-    One that can ends the search, so this costs a moment; the engine decodes them all later.
+    Stops at the first usable image, so it is fast; the engine decodes all of them later.
 
     Raises:
-        SpecError: None of them can; says why not for the first one.
+        SpecError: No image is usable; the message says why for the first one.
     """
     if len(pictures) > _MOST_OPENED:
         return
@@ -152,12 +152,12 @@ def _check_any_usable(root: Path, pictures: list[Path], spec: DataKeys, buckets:
 
 
 def _why_unusable(path: Path, spec: DataKeys, buckets: Buckets) -> str:
-    """Say why an image cannot be used, as far as its first bytes tell; "" if it can."""
+    """Return why an image cannot be used, judging by its header; "" if it can."""
     if spec.missing_captions == "skip" and not any(
         path.with_suffix(suffix).exists() for suffix in CAPTION_SUFFIXES
     ):
         return "no caption" if path.name.isascii() else ""
-    from PIL import Image, UnidentifiedImageError  # 25 ms, which most commands need not spend
+    from PIL import Image, UnidentifiedImageError  # takes 25 ms, which most commands avoid
 
     try:
         if not path.stat().st_size:
@@ -170,13 +170,13 @@ def _why_unusable(path: Path, spec: DataKeys, buckets: Buckets) -> str:
         return "" if path.suffix.lower() in READ_WITH_HELP else "not an image"
     except Image.DecompressionBombError:
         return "more than 178 megapixels; downscale it"
-    except Exception:  # a permission, or a damaged header: the engine says it better
+    except Exception:  # no permission or a damaged header: the engine reports it better
         return ""
     return buckets.why_unfit(width, height)
 
 
 def _check_videos(why: str) -> None:
-    """Videos are read and written by a library that images do not need."""
+    """Check that the library for videos is installed; images do not need it."""
     if find_spec("av") is None:
         raise SpecError(
             f"{why}, which need PyAV; it is not installed", "pip install 'fsdp-tui[video]'"
@@ -190,15 +190,14 @@ def _why_foreign(path: Path) -> str:
 
 
 # -- conditioning ---------------------------------------------------------------------------
-# What can be known to be wrong with conditioning images before a job is queued: by their
-# names.
+# Check the names of conditioning images before a job is queued.
 
 
 def check_prompt_images(spec: DataPlanKeys) -> None:
-    """Refuse samples whose conditioning image is not there.
+    """Check that the conditioning images of all samples exist.
 
     Raises:
-        SpecError: It is not.
+        SpecError: One is missing.
     """
     for request in requests_of(spec):
         for path in request.conditioning:
@@ -207,10 +206,10 @@ def check_prompt_images(spec: DataPlanKeys) -> None:
 
 
 def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
-    """Refuse places where this kind of dataset can have no conditioning images.
+    """Check that conditioning images are configured in a way that this kind of dataset supports.
 
     Raises:
-        SpecError: Names the key.
+        SpecError: The message names the key.
     """
     for path in dataset.conditioning_path or ():
         if not exists(expand(path)) or not expand(path).is_dir():
@@ -236,10 +235,12 @@ def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
 
 
 def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Return a folder's samples without its conditioning images, and those that lack theirs.
+    """Return a folder's samples, and those of them without a conditioning image.
+
+    Conditioning images themselves are not samples.
 
     Raises:
-        SpecError: None of them has one.
+        SpecError: None of the samples has a conditioning image.
         OSError: A folder cannot be read.
     """
     if not dataset.references or dataset.conditioning_column:
@@ -256,7 +257,7 @@ def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list
 
 
 def missing_partners(spec: InputKeys) -> list[str]:
-    """List what lacks a conditioning image in a job's folders, a sentence each."""
+    """Return a sentence for each of a job's folders with missing conditioning images."""
     folders = [
         dataset
         for dataset in datasets_of(spec)
@@ -272,19 +273,19 @@ def missing_partners(spec: InputKeys) -> list[str]:
 
 
 def samples_in(spec: DataKeys, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
-    """Return a folder's images without masks and conditioning images, and those lacking theirs."""
+    """Return a folder's samples (no masks or conditioning images), and those lacking partners."""
     pictures = files.pictures
     if spec.masked_loss == "file":
         masks = expand(dataset.mask_path) if dataset.mask_path else None
         pictures = without_masks(pictures, masks)
     try:
         return split_samples(dataset, pictures)
-    except (SpecError, OSError):  # said elsewhere
+    except (SpecError, OSError):  # reported by another check
         return pictures, []
 
 
 def tell_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path]) -> list[str]:
-    """Return a sentence on the samples that lack a conditioning image, if any do."""
+    """Return a sentence on the samples without a conditioning image; empty if there are none."""
     if not alone:
         return []
     names = ", ".join(path.name for path in alone[:3]) + (", …" if len(alone) > 3 else "")
@@ -295,14 +296,14 @@ def tell_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path
 
 
 # -- data glance ----------------------------------------------------------------------------
-# A glance at a job's images, as few files and bytes as will do: what of them cannot be used?
+# Sample a job's images, reading as few files and bytes as possible, to find unusable ones.
 
 
-MOST: Final = 500  # images of a folder that are read, evenly spread
-_WORTH_TELLING: Final = 0.2  # of them; a few odd ones are in every dataset
+MOST: Final = 500  # images read per folder, evenly spaced
+_WORTH_TELLING: Final = 0.2  # share of the images; a few bad ones are in every dataset
 _HEAD: Final = 12  # bytes
-# How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000, and JPEG XL
-# twice.
+# First bytes of image files: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000, and JPEG
+# XL twice.
 _BEGINNINGS: Final = (
     *(b"\x89PNG", b"\xff\xd8", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
     *(b"RIFF", b"P", b"qoif", b"\0\0\0\x0cjP", b"\xff\x0a", b"\0\0\0\x0cJXL"),
@@ -310,7 +311,7 @@ _BEGINNINGS: Final = (
 
 
 def find_unusable(spec: InputKeys) -> list[str]:
-    """List which images would be skipped, a sentence for each reason and folder.
+    """List which images would be skipped, one sentence for each reason and folder.
 
     Raises:
         OSError: A folder cannot be read.
@@ -357,12 +358,12 @@ def _has_caption(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class DataLook:
-    """What a look at a job's data found.
+    """The result of reading a job's data.
 
     Attributes:
         report: The fields of `engine.data.report.DataReport`, as JSON values.
-        strips: For each bucket of the report a PNG: some of its samples in a row, cut as they are
-            trained on. Empty when they were not asked for.
+        strips: A PNG for each bucket of the report with some of its samples in a row, cropped as
+            for training. Empty if not requested.
     """
 
     report: dict[str, Any]
@@ -382,14 +383,14 @@ def look_at_data(
     Args:
         spec: The job.
         progress: Called with the samples read and the total.
-        cancelled: Asked many times a second, in the thread of the caller.
+        cancelled: Polled many times a second, in the caller's thread.
         sheet: Where to write a contact sheet of all buckets, as PNG.
         strips: Whether to return some images of each bucket.
 
     Raises:
-        UserError: There is nothing usable where the job says its data is.
-        ToolError: Looking failed for another reason.
-        Cancelled: `cancelled` said so.
+        UserError: The data location has nothing usable.
+        ToolError: Reading failed for another reason.
+        Cancelled: `cancelled` returned True.
     """
     spec, _ = with_folder_repeats(spec)
     check_dataset(spec)

@@ -1,4 +1,4 @@
-"""Which versions of libraries were tested, and what depends on them."""
+"""Record which library versions were tested, and what depends on them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tested:
-    """The versions of a library that the whole test suite passes with.
+    """The versions of a library with which the complete test suite passes.
 
     Attributes:
-        oldest: `(major, minor)`; the bound in pyproject.toml.
+        oldest: `(major, minor)`; the lower bound in pyproject.toml.
         newest: `(major, minor)`.
-        needed_for: What may not work with another version.
+        needed_for: What may not work with other versions.
     """
 
     oldest: tuple[int, int]
@@ -30,7 +30,7 @@ class Tested:
     needed_for: str
 
 
-# As `tests/versions.sh` last showed.
+# As last verified by `tests/versions.sh`.
 TESTED: Final = {
     "torch": Tested((2, 12), (2, 15), "sharding, packed bases, torch_compile and checkpoints"),
     "accelerate": Tested((1, 13), (1, 15), "launching ranks and trackers"),
@@ -43,10 +43,10 @@ _FOR_JOBS: Final = ("torch", "accelerate", "diffusers", "transformers", "peft")
 
 
 def find_untested(names: tuple[str, ...] = tuple(TESTED)) -> Iterator[tuple[str, str, str]]:
-    """Find installed libraries of versions that were not tested.
+    """Find installed libraries whose versions were not tested.
 
     Yields:
-        Name, what is wrong with it, and how to install one that was tested.
+        Name, problem, and the command that installs a tested version.
     """
     for name in names:
         tested, version = TESTED[name], installed(name)
@@ -66,7 +66,7 @@ def find_untested(names: tuple[str, ...] = tuple(TESTED)) -> Iterator[tuple[str,
 
 
 def check_versions(spec: RecipeKeys) -> list[str]:
-    """Warn of libraries that the job runs with and that were not tested.
+    """Return warnings about untested versions of libraries that the job uses.
 
     Raises:
         SpecError: Torch cannot shard or swap the job's packed base.
@@ -84,7 +84,7 @@ def check_versions(spec: RecipeKeys) -> list[str]:
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

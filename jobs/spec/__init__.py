@@ -1,1 +1,1 @@
-"""The description of a job: its keys, their rules, and the files it is read from."""
+"""The description of a job: its keys, the rules between them, and its files."""

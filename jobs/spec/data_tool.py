@@ -1,10 +1,10 @@
-"""What `python -m engine.data` and those who ask it (`jobs.machine.engine_tools`) agree on."""
+"""Constants shared by `python -m engine.data` and its callers (`jobs.machine.engine_tools`)."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# What a job may lack when only its data is checked; then no tokens are counted.
+# Keys that a job may lack if only its data is checked; tokens are not counted then.
 NOT_NEEDED: Final = ("pretrained_model_name_or_path",)
 
 STRIP_GAP: Final = 6

@@ -1,9 +1,8 @@
-"""One description of a job. YAML, flags, the form and the documentation all come from here.
+"""Define a job. YAML, flags, the form and the documentation are all derived from this.
 
-A field exists once, in `jobs.spec.keys`, with all that is to be known about it: see
-`jobs.spec.values.field.KeyFacts`.
-`jobs.spec.file.load` reads it from YAML and flags; `jobs.spec.rules.conflicts` says which
-combinations cannot run.
+Each field is defined once, in `jobs.spec.keys`, with all facts about it: see
+`jobs.spec.values.field.KeyFacts`. `jobs.spec.file.load` reads jobs from YAML and flags;
+`jobs.spec.rules.conflicts` finds combinations that cannot run.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from jobs.spec.noise_levels import SHIFTED
 from jobs.spec.values.field import KeyFacts, facts_of
 from jobs.spec.values.spellings import as_none
 
-_WHOLE: Final = 100  # keys of a job that is written down whole, at the least
-_UNSET: Final = "deepspeed_config"  # a key that never has a value, in a job that is written whole
+_WHOLE: Final = 100  # minimum number of keys in a complete job
+_UNSET: Final = "deepspeed_config"  # a key without a value that only complete jobs contain
 
 FOLLOWS: Final = {
     "gradient_accumulation_steps": "global_batch_size",
@@ -41,16 +40,16 @@ FOLLOWS: Final = {
 
 
 class InputKeys(DataKeys, JobKeys):
-    """What a job reads: the model, and the data."""
+    """What a job reads: the model and the data."""
 
 
 class DataPlanKeys(ValidationKeys, InputKeys, TrainingKeys, JobKeys):
-    """Which samples a step sees, and which the validation loss."""
+    """What determines the samples of a step and of the validation loss."""
 
 
-# Pydantic takes the fields of the last base first.
+# Pydantic orders fields from the last base class to the first.
 class RecipeKeys(FsdpKeys, DeviceKeys, LoraKeys, NoiseKeys, TrainingKeys, JobKeys):
-    """How the model is trained and shared by ranks; nothing of data, files, or where it runs."""
+    """How the model is trained and split over ranks; not data, files, or where it runs."""
 
 
 class JobSpec(
@@ -64,7 +63,10 @@ class JobSpec(
     InputKeys,
     RecipeKeys,
 ):
-    """A valid job. Raises `pydantic.ValidationError`; `jobs.spec.file.load` puts it into words."""
+    """A valid job.
+
+    Raises `pydantic.ValidationError`, which `jobs.spec.file.load` puts into words.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -77,10 +79,10 @@ class JobSpec(
     @model_validator(mode="before")
     @classmethod
     def _fill_unset(cls, data: Any) -> Any:
-        """Give keys without a value (`lora_alpha:`) their default, which may be the family's.
+        """Give keys without a value (`lora_alpha:`) their default, which may depend on the family.
 
-        Where there is no `model_flavour` at all, the model's name may say it; an empty one stays
-        empty, so that every job can be written down and read back.
+        A missing `model_flavour` may be derived from the model's name. An empty one stays empty, so
+        that every job can be written and read back.
         """
         if not isinstance(data, dict):
             return data
@@ -97,14 +99,15 @@ class JobSpec(
         return default_values(family, given.get("model_flavour")) | given
 
     def to_dict(self, *, only_set: bool = False) -> dict[str, Any]:
-        """Plain values, in field order; with `only_set`, those that differ from the default."""
+        """Return plain values in field order; with `only_set`, those that differ from defaults."""
         values = self.model_dump(mode="json")
         if not only_set:
             return values
         fields = {"model_family", "model_flavour", *FOLLOWS.values()}
         usual = type(self)(**self.model_dump(include=fields)).model_dump(mode="json")
         usual |= {name: type(self).model_fields[name].default for name in fields}
-        if self.model_flavour is None:  # where the model's name says one, none has to be written
+        # a flavour that follows from the model's name need not be written
+        if self.model_flavour is None:
             usual["model_flavour"] = flavour_of(
                 self.model_family, self.pretrained_model_name_or_path
             )
@@ -119,7 +122,7 @@ class JobSpec(
 
         A resume uses it to detect changes.
         """
-        # -0.0 equals 0.0, so files that leave defaults out cannot keep it.
+        # -0.0 equals the default 0.0, so files without defaults cannot preserve its sign.
         values = {
             key: value + 0.0 if isinstance(value, float) else value
             for key, value in self.to_dict().items()
@@ -129,9 +132,9 @@ class JobSpec(
 
 
 def upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a job that was written down whole by an earlier version as it trains since.
+    """Return a complete job of an earlier version such that it trains the same today.
 
-    Once, before anything is laid over it: what it returns is not earlier, and stays as it is.
+    Apply this once, before overrides; it returns a current job unchanged.
     """
     if _is_earlier(data, "lora_experts"):
         data = data | {"lora_experts": True, "size_conditioning": "target"}
@@ -148,19 +151,19 @@ def upgraded(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_earlier(data: dict[str, Any], key: str) -> bool:
-    """Whether a whole job was written down before this was a key (and others of its time were).
+    """Return whether a complete job was written before a key existed.
 
-    Files of people leave most keys out, and all that have no value; what a run directory or a
-    checkpoint has says all.
+    Users' files lack most keys, and all without a value; jobs in run directories and checkpoints
+    are complete.
     """
     whole = _UNSET in data and len(data.keys() & set(field_names())) >= _WHOLE
     return whole and key not in data
 
 
 def _shift_before(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the shift of a job that drew by its sampler's: all did, before training had its own.
+    """Return the shift of an old job that drew with its sampler's shift, the only one at that time.
 
-    Of every family, since only the model's scheduler says whether the two differ.
+    This applies to every family, since only the model's scheduler knows whether the two differ.
     """
     family = FAMILIES.get(str(data.get("model_family")))
     drew = data.get("timestep_sampling") in SHIFTED and as_none(data.get("flow_shift")) is None
@@ -169,7 +172,7 @@ def _shift_before(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def field_names() -> list[str]:
-    """Every key a job file may have."""
+    """Return every key that a job file may have."""
     return list(JobSpec.model_fields)
 
 
@@ -179,13 +182,13 @@ def key_facts(name: str) -> KeyFacts:
 
 
 def is_public(name: str) -> bool:
-    """Whether anyone may read a field's value; see `KeyFacts`."""
+    """Return whether a field's value may be published; see `KeyFacts`."""
     answer = key_facts(name).public
     return _is_plain(JobSpec.model_fields[name].annotation) if answer is None else answer
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether values of a type are numbers, switches and words of ours alone."""
+    """Return whether a type allows only numbers, switches and fixed words."""
     origin = get_origin(kind)
     if origin is Annotated:
         return _is_plain(get_args(kind)[0])
@@ -207,9 +210,9 @@ def field_choices(name: str) -> tuple[str, ...]:
 
 
 def field_words(name: str) -> tuple[str, ...]:
-    """Return the words to offer for a field.
+    """Return the words to suggest for a field.
 
-    These are the allowed words, or the usual words if others are allowed too.
+    These are the allowed words, or the usual ones if others are allowed, too.
     """
     if name == "model_family":
         return tuple(FAMILIES)
@@ -218,24 +221,24 @@ def field_words(name: str) -> tuple[str, ...]:
 
 
 def takes_none(name: str) -> bool:
-    """Whether a field may have no value at all."""
+    """Return whether a field may have no value."""
     field = JobSpec.model_fields.get(name)
     return field is not None and type(None) in get_args(field.annotation)
 
 
 def is_switch(name: str) -> bool:
-    """Whether a field is just on or off, so that a bare flag turns it on."""
+    """Return whether a field is a switch, so that a bare flag turns it on."""
     field = JobSpec.model_fields.get(name)
     return field is not None and field.annotation in (bool, bool | None, bool | int)
 
 
 def takes_number(name: str) -> bool:
-    """Whether a field that is on or off may also be a number."""
+    """Return whether a switch may also be a number."""
     field = JobSpec.model_fields.get(name)
     return field is not None and field.annotation == bool | int
 
 
 def takes_many(name: str) -> bool:
-    """Whether a field holds a list."""
+    """Return whether a field holds a list."""
     field = JobSpec.model_fields.get(name)
     return field is not None and "list[" in str(field.annotation)

@@ -1,4 +1,4 @@
-"""How `timestep_sampling` spreads noise levels, to be checked before anything is trained."""
+"""Compute the distribution of noise levels for `timestep_sampling`, without training."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ SHIFTED_IN_WORDS: Final = "timestep_sampling: shift, uniform_shift or stretched"
 LEAST_STRETCHED: Final = 1e-3
 """The lowest sigma that `stretched` draws."""
 
-_ENDS: Final = (0.005, 0.999)  # quantiles that `stretched` pulls to 0 and 1
-_NARROWEST: Final = 1e-4  # of what `stretched` pulls apart; in less, fp32 has too few numbers
-_HIGH: Final = 0.9  # sigmas above this decide what an image shows
+_ENDS: Final = (0.005, 0.999)  # quantiles that `stretched` maps to 0 and 1
+# minimum width of the stretched interval; fp32 has too few numbers in a smaller one
+_NARROWEST: Final = 1e-4
+_HIGH: Final = 0.9  # sigmas above this determine the composition of an image
 
 
 def sigma_at(
@@ -29,12 +30,12 @@ def sigma_at(
     deviation: float = 1.0,
     scale: float = 1.29,
 ) -> float:
-    """Return the sigma below which a share of `engine.diffusion.rectified_flow`'s draws lies.
+    """Return a quantile of the sigmas that `engine.diffusion.rectified_flow` draws.
 
     Args:
-        share: A quantile, from 0 to 1.
+        share: The quantile, from 0 to 1.
         how: The job's `timestep_sampling`.
-        shift: Of the values in `SHIFTED`.
+        shift: The shift, for the values in `SHIFTED`.
         mean: `logit_mean`.
         deviation: `logit_std`.
         scale: `mode_scale`.
@@ -42,7 +43,7 @@ def sigma_at(
     if not 0 < share < 1:
         least = LEAST_STRETCHED if how == "stretched" else 0.0
         return least if share <= 0 else 1.0
-    if how == "mode":  # training draws it from the other end, where 1 is no noise
+    if how == "mode":  # training draws from the other end, where 1 is no noise
         bend = math.cos(math.pi / 2 * (1 - share)) ** 2 - share
         return share - scale * bend
     sigma = share
@@ -57,10 +58,10 @@ def sigma_at(
 
 
 def stretched_ends(shift: float, mean: float, deviation: float) -> tuple[float, float]:
-    """Return the shifted sigmas that `stretched` pulls to 0 and to 1.
+    """Return the shifted sigmas that `stretched` maps to 0 and to 1.
 
-    They are quantiles of what `shift` draws; or 0 and 1, which changes nothing, where those are too
-    close to be pulled apart.
+    They are quantiles of the `shift` distribution; or 0 and 1, which changes nothing, if those are
+    too close to be stretched apart.
     """
     low, high = (
         sigma_at(end, "shift", shift=shift, mean=mean, deviation=deviation) for end in _ENDS
@@ -70,7 +71,7 @@ def stretched_ends(shift: float, mean: float, deviation: float) -> tuple[float, 
 
 def _logit_normal(share: float, mean: float, deviation: float) -> float:
     logit = mean + deviation * NormalDist().inv_cdf(share)
-    # Never the exponential of a large number, which a float cannot hold.
+    # Avoid the exponential of a large number, which overflows a float.
     rest = math.exp(-abs(logit))
     return (1 if logit > 0 else rest) / (1 + rest)
 

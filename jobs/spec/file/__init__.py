@@ -1,1 +1,1 @@
-"""Jobs as files and flags: read, written, compared, kept as templates."""
+"""Jobs as files and flags: read, written, compared, and saved as templates."""

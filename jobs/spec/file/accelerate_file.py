@@ -1,8 +1,8 @@
-"""An accelerate config file as the base of a job.
+"""Use an accelerate config file as the base of a job.
 
-Settings that have a key fill in what the job does not set; where both set something, the job wins
-and a note says so. The rest stays with the job, and goes into its launch: nothing of the file is
-lost, and the file itself is not needed again.
+Its settings that have a job key fill in what the job does not set. If both set something, the job
+wins and a note says so. All other settings are stored in the job and passed to its launch, so
+nothing is lost and the file itself is not needed again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEY: Final = "accelerate_config"
-# Who runs: the job says all of it, or the file does.
+# Number and kind of ranks: set either all by the job or all by the file.
 _RANKS: Final[tuple[str, ...]] = ("gpus", "num_processes", "device")
-# Keys of a job that accelerate's files have too, under the same name.
+# Keys with the same name in a job and in accelerate's files.
 SAME: Final = (
     "num_processes",
     "num_machines",
@@ -33,7 +33,7 @@ SAME: Final = (
     "main_process_port",
     "mixed_precision",
 )
-# What has no key here, and is handed on.
+# Keys without a job key, which are passed on.
 REST: Final = (
     "debug",
     "downcast_bf16",
@@ -66,7 +66,7 @@ FOREIGN: Final = {
     "mpirun_config": "accelerate starts the ranks, not mpirun",
     "fp8_config": "fp8 is not supported; use mixed_precision: bf16",
 }
-_A_SLIP: Final = 0.8  # how much like a known key an unknown one is, to be taken for it
+_A_SLIP: Final = 0.8  # similarity above which an unknown key is taken for a typo
 _ON: Final = "jobs run on NVIDIA GPUs or on CPU ranks"
 _TYPES: Final = {
     "DEEPSPEED": "FSDP and DeepSpeed cannot be enabled simultaneously. The file is for DeepSpeed; "
@@ -86,18 +86,18 @@ _PARALLEL: Final = {
 def lay_over(
     values: Mapping[str, Any], config: Mapping[str, Any], name: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Lay a job over an accelerate config.
+    """Apply a job on top of an accelerate config.
 
     Args:
-        values: Of the job, by normal key; they win over the file.
+        values: The job's values, by normalized key; they override the file.
         config: The contents of the file.
-        name: What to call the file.
+        name: The file's name in messages.
 
     Returns:
-        The job's values, completed from the file, and notes about them, a sentence each.
+        The job's values, completed from the file, and notes about them, one sentence each.
 
     Raises:
-        SpecError: The file is for something unsupported, or accelerate would refuse it.
+        SpecError: The file is for something unsupported, or accelerate would reject it.
     """
     notes: list[str] = []
     theirs, rest = _split({normal_key(str(k)): v for k, v in config.items()}, name, notes)
@@ -142,7 +142,7 @@ def _split(
 
 
 def _read(key: str, value: Any, name: str, notes: list[str]) -> dict[str, Any]:
-    """One setting of the file as keys of the job."""
+    """Convert one setting of the file to keys of the job."""
     if key == "compute_environment":
         if str(value).upper() != "LOCAL_MACHINE":
             raise SpecError(f"{KEY}: {name} is for {value}; jobs run on this machine")
@@ -198,7 +198,7 @@ def _parallelism(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _take_dynamo(rest: dict[str, Any]) -> dict[str, Any]:
-    """Take `dynamo_backend`, which is a key of the job; other dynamo options stay in the file."""
+    """Extract `dynamo_backend`, which has a job key; other dynamo options stay in the file."""
     config = rest.get("dynamo_config")
     if not isinstance(config, dict):
         return {}
@@ -239,7 +239,7 @@ def _fitting(
 
 
 def _ranks(rank_keys: dict[str, Any]) -> dict[str, Any]:
-    """As accelerate does: of more GPUs than processes, the first ones."""
+    """Limit the GPUs to the number of processes, as accelerate does."""
     if "gpus" not in rank_keys:
         return rank_keys
     gpus = read_value("gpus", rank_keys["gpus"])
@@ -250,12 +250,12 @@ def _ranks(rank_keys: dict[str, Any]) -> dict[str, Any]:
 def _count(own: dict[str, Any]) -> int | None:
     try:
         return world_size(JobSpec.model_validate(own))
-    except ValidationError:  # told later
+    except ValidationError:  # reported later
         return None
 
 
 def _check(theirs: dict[str, Any], name: str) -> None:
-    """Refuse values that no job may have, naming the file."""
+    """Reject values that are invalid in a job, naming the file."""
     supported = {key: value for key, value in theirs.items() if key in JobSpec.model_fields}
     wrong = [key for key in theirs if key not in supported]
     if wrong:
@@ -269,7 +269,7 @@ def _check(theirs: dict[str, Any], name: str) -> None:
 
 
 def _look_at_unknown(key: str, name: str, notes: list[str]) -> None:
-    """Refuse an unknown key that looks like a typo; note others: a later accelerate may know it."""
+    """Reject an unknown key that looks like a typo; note others, which newer versions may know."""
     best = nearest(key, (*SAME, *REST, *READ, *FOREIGN), least=_A_SLIP)
     if best is not None:
         raise SpecError(f'{KEY}: {name} has an unknown key "{key}" (did you mean "{best}"?)')

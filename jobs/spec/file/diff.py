@@ -1,4 +1,4 @@
-"""How the settings of two jobs differ."""
+"""Compare the settings of two jobs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 Kind = Literal["added", "removed", "changed"]
 
-_NAME: Final = "name"  # tells nothing about what the jobs do
+_NAME: Final = "name"  # irrelevant for what the jobs do
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {}, "")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A key with other values.
+    """A key whose values differ.
 
     Attributes:
-        key: Of the job file.
+        key: The key in the job file.
         group: The heading under which the key is documented.
         before: Its value in the first job.
-        after: Its value in the second one.
-        kind: Whether only the second one has a value, only the first one, or both.
+        after: Its value in the second job.
+        kind: Whether only the second job has a value, only the first, or both.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Difference:
     kind: Kind
 
     def to_dict(self) -> dict[str, Any]:
-        """For scripts."""
+        """Return the difference as JSON values, for scripts."""
         return asdict(self)
 
 

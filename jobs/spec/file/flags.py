@@ -1,4 +1,4 @@
-"""A job as flags: `--key=value`, `--key value`, bare switches; and back."""
+"""Convert a job to flags and back: `--key=value`, `--key value`, bare switches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jobs.spec.values.yaml_lines import STDIN
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_BARE: Final = re.compile(r"[\w./@:+-]+")  # entries of a list that need no quotes
+_BARE: Final = re.compile(r"[\w./@:+-]+")  # list items that need no quotes
 _WORDS: Final = "accelerate_extra_args"
 _PROMPTS: Final = "validation_prompts"
 _MAPPINGS: Final = (
@@ -29,14 +29,14 @@ _MAPPINGS: Final = (
 
 
 def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Read flags.
+    """Parse flags.
 
     Returns:
-        Values by normal key, and the words that are no flags. A key that takes several values may
-        be given several times; of another the last one counts.
+        Values by normalized key, and the words that are not flags. Keys with several values may be
+            repeated; of others the last one counts.
 
     Raises:
-        SpecError: A word is half a flag.
+        SpecError: A word is an incomplete flag.
     """
     values: dict[str, Any] = {}
     others: list[str] = []
@@ -73,9 +73,7 @@ def read_flag(name: str, text: str) -> Any:
 def to_flags(spec: JobSpec) -> list[str]:
     """Return the flags that `parse_flags` reads back to the same job.
 
-    `shlex.join` joins them to one line.
-
-    Defaults of the job's family are skipped.
+    `shlex.join` joins them to one line. Defaults of the job's family are left out.
     """
     return flags_of(spec.to_dict(only_set=True))
 
@@ -86,7 +84,7 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _value_of(name: str, rest: list[str]) -> tuple[str, str]:
-    """Return the name and value of a flag without an equals sign; takes its value off the rest."""
+    """Return the name and value of a flag without an equals sign; removes the value from `rest`."""
     if name not in JobSpec.model_fields and name.startswith("no_") and is_switch(name[3:]):
         return name[3:], "false"
     follows = bool(rest) and not rest[0].startswith("--")
@@ -98,17 +96,17 @@ def _value_of(name: str, rest: list[str]) -> tuple[str, str]:
 
 
 def _is_setting(switch: str, word: str) -> bool:
-    """Whether the word after a switch belongs to it; else it is a word of its own."""
+    """Return whether the word after a switch is its value."""
     if isinstance(as_bool(word), bool) or (takes_number(switch) and word.isdecimal()):
         return True
     return takes_none(switch) and as_none(word) is None and bool(word)
 
 
 def _check_stray(word: str, listed: str) -> None:
-    """Refuse a word that is neither a flag nor the name of a job file.
+    """Reject a word that is neither a flag nor the name of a job file.
 
     Raises:
-        SpecError: It is.
+        SpecError: The word is neither.
     """
     if word == STDIN or exists(Path(word)):
         return
@@ -126,10 +124,10 @@ def _check_stray(word: str, listed: str) -> None:
 
 
 def _entries(name: str, value: Any) -> list[Any]:
-    """Of a list that is given in several flags, what one of them says."""
+    """Return the items in one flag of a list that may be spread over several flags."""
     if not isinstance(value, str):
         return list(value or [])
-    if name == _PROMPTS:  # which have commas in them
+    if name == _PROMPTS:  # prompts contain commas
         entries = as_list(value) if value.strip().startswith('["') else [value.strip()]
     elif name == _WORDS:
         try:
@@ -142,7 +140,7 @@ def _entries(name: str, value: Any) -> list[Any]:
 
 
 def _example(name: str) -> str:
-    """Return a value that the field might have."""
+    """Return an example value for a field."""
     field = JobSpec.model_fields[name]
     default = field.default
     if takes_many(name):
@@ -164,7 +162,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _is_plain(name: str, value: list[Any]) -> bool:
-    """Whether commas between are enough."""
+    """Return whether a list can be joined by commas without quotes."""
     if name in (_PROMPTS, _WORDS):
         return False
     bare = all(isinstance(entry, str) and _BARE.fullmatch(entry) for entry in value)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from jobs.spec.values.datasets import Dataset
 
 
-_MOST_TOLD: Final = 10  # unknown keys
-_LONGEST_KEY: Final = 60  # characters of one
+_MOST_TOLD: Final = 10  # unknown keys listed
+_LONGEST_KEY: Final = 60  # characters shown of a key
 _HALF: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -44,19 +44,19 @@ def load_spec(
     """Read and check a job.
 
     Args:
-        path: The YAML file; None when `overrides` say everything.
-        overrides: Values from flags or a form; they win over the file.
-        base: Relative model and dataset paths are looked up here first (default: the working
-            directory), then beside the YAML file.
-        ignoring: Keys whose conflicts do not matter here, such as the model where only the data is
-            checked.
-        on_note: Called with each value that was read as something else than it says, as a sentence.
+        path: The YAML file; None if `overrides` has everything.
+        overrides: Values from flags or a form; they override the file.
+        base: Directory where relative model and dataset paths are looked up first (default: the
+            working directory); second is the YAML file's directory.
+        ignoring: Keys whose conflicts do not matter here, for example the model's when only the
+            data is checked.
+        on_note: Called with a sentence for each value that was interpreted as another one.
 
     Returns:
-        The job, with absolute paths where the named files exist.
+        The job, with absolute paths of the named files that exist.
 
     Raises:
-        SpecError: Anything that cannot be run as written, all problems in one line.
+        SpecError: The job cannot run; all problems in one line.
     """
     written, lines = ({}, {}) if path is None else read_mapping(path)
     where = "flags" if path is None else "standard input" if str(path) == STDIN else str(path)
@@ -96,13 +96,13 @@ def load_spec(
 
 
 def _is_replaced(key: str, flags: Mapping[str, Any]) -> bool:
-    """Whether a flag says in another way what a file's key says, such as a job's length."""
+    """Return whether a flag replaces a file's key by another one, as for a job's length."""
     others = [other for pair in FOLLOWS.items() if key in pair for other in pair if other != key]
     return key not in flags and any(as_none(flags.get(other)) is not None for other in others)
 
 
 def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys that no job has, and texts that no computer takes."""
+    """Yield unknown keys, and strings with invalid characters."""
     names = field_names()
     unknown = [key for key in values if key not in names]
     for key in unknown[:_MOST_TOLD]:
@@ -116,7 +116,7 @@ def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _conflicts(spec: JobSpec, ignoring: Collection[str]) -> Sequence[Problem]:
-    """Values that can each be read but contradict each other."""
+    """Return the conflicts between values that are valid on their own."""
     try:
         get_family(spec.model_family, spec.model_flavour)
     except SpecError as error:
@@ -125,7 +125,7 @@ def _conflicts(spec: JobSpec, ignoring: Collection[str]) -> Sequence[Problem]:
 
 
 def _is_no_text(key: str, value: Any) -> bool:
-    """Whether a value has half of a surrogate pair in it, or a path a zero byte."""
+    """Return whether a value contains half of a surrogate pair, or a path a zero byte."""
     if isinstance(value, str):
         return _HALF.search(value) is not None or (_is_path(key) and "\0" in value)
     if isinstance(value, dict):
@@ -141,10 +141,10 @@ def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
 def _with_accelerate(
     values: dict[str, Any], roots: Sequence[Path]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values over those of an accelerate config, and notes about them.
+    """Return the values on top of an accelerate config's, and notes about them.
 
     Raises:
-        SpecError: It cannot be read, or is for something unsupported.
+        SpecError: The config cannot be read, or is for something unsupported.
     """
     named = values.get(ACCELERATE)
     try:
@@ -190,7 +190,7 @@ def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
 
 
 def _absolute_entry(entry: Dataset, roots: Sequence[Path]) -> dict[str, Any]:
-    """Return the paths of a dataset."""
+    """Return the absolute paths of a dataset entry, by key."""
     return {
         "path": _absolute(entry.path, roots) or entry.path,
         "mask_path": _absolute(entry.mask_path or "", roots) or entry.mask_path,
@@ -203,7 +203,7 @@ def _all_absolute(texts: Sequence[str] | None, roots: Sequence[Path]) -> list[st
 
 
 def _absolute(text: str, roots: Sequence[Path]) -> str | None:
-    """Resolve a path below one of the roots; None if it does not exist and does not have to."""
+    """Resolve a path below one of the roots; None if it does not exist and need not."""
     if not text:
         return None
     path = expand(text)

@@ -1,6 +1,6 @@
-"""Keys and words of FSDP v1 and of accelerate's files, and what they are called here.
+"""Translate keys and words of FSDP v1 and of accelerate's files.
 
-Nothing is translated in silence: each comes with a sentence, or is refused with a reason.
+Nothing is translated silently: each key gets a note, or is rejected with a reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "HYBRID_SHARD": {"strategy": "hsdp", _RESHARD: True},
     "HYBRID_SHARD_ZERO2": {"strategy": "hsdp", _RESHARD: False},
 }
-_BY_NUMBER: Final = {str(n): name for n, name in enumerate(_STRATEGIES, 1)}  # as torch numbers them
+_BY_NUMBER: Final = {str(n): name for n, name in enumerate(_STRATEGIES, 1)}  # by torch's numbers
 _PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 RENAMED: Final = {
     "use_fsdp": "fsdp_enable",
@@ -51,12 +51,12 @@ OLD_KEYS: Final = (_SHARDING, *RENAMED, *_NEEDLESS, *_REFUSED)
 
 @dataclass
 class Translation:
-    """What became of old keys.
+    """The result of translating old keys.
 
     Attributes:
-        values: The job's values, with the old keys gone.
-        notes: What was read as what, a sentence each.
-        problems: Keys that cannot be read, each with a sentence that begins with the key.
+        values: The job's values, without old keys.
+        notes: How each key was interpreted, one sentence each.
+        problems: Keys that cannot be translated, each with a sentence that begins with the key.
     """
 
     values: dict[str, Any]
@@ -64,7 +64,7 @@ class Translation:
     problems: list[Problem] = field(default_factory=list)
 
     def put(self, old: str, written: Any, new: dict[str, Any], why: str = "") -> None:
-        """Set what an old key means, unless the job says otherwise by the new one's name."""
+        """Set what an old key means, unless the new key has a contradicting value."""
         meaning = ", ".join(f"{key}: {_shown(value)}" for key, value in new.items())
         for key, value in new.items():
             mine = self.values.get(key)
@@ -83,7 +83,7 @@ def translate(values: dict[str, Any]) -> Translation:
     """Translate the old keys and words among a job's values.
 
     Args:
-        values: By normal key; not changed.
+        values: By normalized key; not modified.
     """
     done = Translation(dict(values))
     for key in values:
@@ -97,7 +97,7 @@ def translate(values: dict[str, Any]) -> Translation:
 
 
 def agree(key: str, value: Any, other: Any) -> bool:
-    """Whether two ways of writing a value mean the same; no, where one cannot be read."""
+    """Return whether two spellings of a value mean the same; False if one is invalid."""
     try:
         return bool(read_value(key, value) == read_value(key, other))
     except ValidationError:
@@ -105,10 +105,10 @@ def agree(key: str, value: Any, other: Any) -> bool:
 
 
 def read_value(key: str, value: Any) -> Any:
-    """Return a value as the job has it.
+    """Parse a value as the job does.
 
     Raises:
-        ValidationError: The key may not have it.
+        ValidationError: The value is invalid for the key.
     """
     return getattr(JobSpec.model_validate({key: value}), key)
 
@@ -156,7 +156,7 @@ def _refused(done: Translation, key: str, written: Any) -> None:
 
 
 def _reshard(done: Translation, key: str, written: Any) -> None:
-    """Accelerate's files for FSDP v1 have the sharding strategy here."""
+    """Read the sharding strategy that accelerate's FSDP v1 files store under this key."""
     names = tuple(_STRATEGIES)
     if isinstance(written, str) and as_choice(written.lstrip("_"), names) in names:
         del done.values[key]
@@ -179,7 +179,7 @@ _OLD: Final[dict[str, Callable[[Translation, str, Any], None]]] = {
     **dict.fromkeys(_NEEDLESS, _needless),
     **dict.fromkeys(_REFUSED, _refused),
 }
-# New keys that also had other words.
+# Current keys that formerly had other values.
 _WORDS: Final[dict[str, Callable[[Translation, str, Any], None]]] = {
     _RESHARD: _reshard,
     "fsdp_backward_prefetch": _backward,

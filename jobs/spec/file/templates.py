@@ -1,4 +1,4 @@
-"""Job files to begin from: a person's own, by name, beside the usual values of a family."""
+"""Templates for new jobs: the user's own by name, and the defaults of each family."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NAME: Final = re.compile(r"[\w][\w .+-]{0,63}")
 
 @dataclass(frozen=True)
 class Template:
-    """Something a new job can begin from.
+    """A template for a new job.
 
     Attributes:
-        title: What people call it.
-        about: What is in it, in a few words.
-        values: Of the job, by key; may be incomplete, or wrong.
-        path: The person's file; None for a family's usual values.
+        title: Its display name.
+        about: Its contents, in a few words.
+        values: The job's values, by key; may be incomplete or invalid.
+        path: The user's file; None for a family's defaults.
     """
 
     title: str
@@ -40,14 +40,14 @@ class Template:
 
     @property
     def name(self) -> str:
-        """What the command line calls it: `my flux`, `wan/2.2`."""
+        """Return its name on the command line: `my flux`, `wan/2.2`."""
         if self.path is not None:
             return self.title
         return f"{self.values['model_family']}/{self.values['model_flavour']}"
 
 
 def templates_home() -> Path:
-    """Where a person's templates are. Not created here."""
+    """Return the directory of the user's templates, without creating it."""
     return config_home() / "templates"
 
 
@@ -64,7 +64,7 @@ def list_templates() -> tuple[list[Template], list[str]]:
     """Read the user's templates, by name, then each flavour of each family.
 
     Returns:
-        The templates, and what cannot be read, a sentence each.
+        The templates, and a sentence for each that cannot be read.
     """
     own, problems = _own()
     return [*own, *_of_families()], problems
@@ -89,10 +89,10 @@ def find_template(name: str) -> Template:
 
 
 def save_template(name: str, values: Mapping[str, Any]) -> Path:
-    """Keep values under a name; what was kept under it before is replaced.
+    """Save values under a name, replacing an existing template.
 
     Raises:
-        UserError: It cannot be a file's name, or the file cannot be written.
+        UserError: The name is no valid file name, or the file cannot be written.
     """
     name = _plain(name)
     if not _NAME.fullmatch(name):

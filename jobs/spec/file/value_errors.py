@@ -1,4 +1,4 @@
-"""What is wrong with the values of a job, in words."""
+"""Describe invalid values of a job in words."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic_core import ErrorDetails
 
-# What the mappings in lists are.
+# Models of the mappings inside of lists.
 _ENTRIES: Final[dict[str, type[BaseModel]]] = {
     "datasets": Dataset,
     "validation_prompts": ValidationPrompt,
 }
-# Pydantic's kinds of mistakes, in words of ours.
+# Our texts for pydantic's error types.
 _PLAIN: Final = {
     "int_type": "expected a whole number",
     "int_parsing": "expected a whole number",
@@ -38,7 +38,7 @@ def key_of(error: ErrorDetails) -> str:
 
 
 def in_words(error: ErrorDetails) -> str:
-    """One pydantic error as a sentence for a person, said of the key."""
+    """Describe one pydantic error as a sentence for the user that follows the key."""
     key = key_of(error)
     value = error["input"]
     inner = [str(part + 1) if isinstance(part, int) else str(part) for part in error["loc"][1:]]

@@ -1,1 +1,1 @@
-"""Rules across keys: what follows, what means nothing, what cannot run. Pure."""
+"""Rules across keys: derived values, keys without effect, and invalid combinations. Pure."""

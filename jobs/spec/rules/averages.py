@@ -1,4 +1,4 @@
-"""Whether a job has averaged weights, which its samples and exports use, and what they exclude."""
+"""Determine whether a job averages its weights for samples and exports, and what that excludes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEDULE_FREE: Final = "adamw_schedule_free"
 
 
 def has_average(spec: RecipeKeys) -> bool:
-    """Whether it keeps a moving average, or has an optimizer that averages by itself."""
+    """Return whether the job keeps a moving average or its optimizer averages the weights."""
     return spec.use_ema or spec.optimizer == SCHEDULE_FREE
 
 

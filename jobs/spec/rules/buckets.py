@@ -1,7 +1,4 @@
-"""Aspect-ratio buckets: sizes of about the same area that differ in shape, and what fits none.
-
-Pure.
-"""
+"""Aspect-ratio buckets: sizes of about the same area in different shapes. Pure."""
 
 from __future__ import annotations
 
@@ -19,17 +16,18 @@ if TYPE_CHECKING:
     from jobs.spec.keys.data import DataKeys
     from jobs.spec.values.datasets import Dataset
 
-_WIDEST: Final = 2.0  # ratio of the long side to the short one, where the job says nothing else
-_STEPS: Final = 16  # of a side, at most, where the job says nothing else
+_WIDEST: Final = 2.0  # ratio of the long side to the short one, by default
+_STEPS: Final = 16  # maximum number of steps in a side, by default
 _LARGEST_STEP: Final = 128  # pixels
-_LARGE_ENOUGH: Final = 1.1  # for a resolution: images that it enlarges by no more
+# a resolution is used for images that it enlarges by at most this factor
+_LARGE_ENOUGH: Final = 1.1
 
 
 def bucket_sizes(resolution: int, step: int, widest: float = _WIDEST) -> list[tuple[int, int]]:
-    """`(width, height)` of every bucket.
+    """Return `(width, height)` of every bucket.
 
     Args:
-        resolution: The area is at most `resolution²` pixels (and as close to it as steps allow).
+        resolution: The area is at most `resolution²` pixels, and as close to it as steps allow.
         step: Sides are multiples of this many pixels.
         widest: The largest ratio of the long side to the short one.
     """
@@ -46,9 +44,9 @@ def bucket_sizes(resolution: int, step: int, widest: float = _WIDEST) -> list[tu
 
 
 def bucket_step(resolution: int, spec: InputKeys) -> int:
-    """How many pixels the sides of buckets lie apart at one resolution.
+    """Return the pixels between the sides of buckets at one resolution.
 
-    What is cropped depends on the step's share of the side: `docs/data.md` has the measurement.
+    How much is cropped depends on the ratio of step and side: `docs/data.md` has the measurement.
     """
     least, asked = latent_step_of(spec), spec.bucket_step
     if spec.crop == "square" or asked == 0:
@@ -66,7 +64,7 @@ def widest_bucket(spec: DataKeys) -> float:
 def divisible(sizes: Sequence[tuple[int, int]], step: int, parts: int) -> list[tuple[int, int]]:
     """Keep the sizes whose tokens, one per square of `step` pixels, divide into `parts` parts.
 
-    Under context parallelism a sample's tokens are shared evenly by the ranks of a group.
+    Under context parallelism the ranks of a group share a sample's tokens evenly.
     """
     return [size for size in sizes if size[0] // step * (size[1] // step) % parts == 0]
 
@@ -80,21 +78,21 @@ def nearest_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) ->
 
 
 def enlargement(width: int, height: int, size: tuple[int, int]) -> float:
-    """By how much an image is enlarged to cover a size; below 1 it is made smaller."""
+    """Return the factor by which an image is enlarged to cover a size; below 1 it is reduced."""
     return max(size[0] / width, size[1] / height)
 
 
 def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
-    """Return the sizes that images are fitted to, of all resolutions.
+    """Return the sizes that images are cropped to, for all resolutions.
 
     Raises:
-        UserError: None of a resolution can be shared out over a context-parallel group.
+        UserError: No bucket of a resolution can be divided among a context-parallel group.
     """
     return sorted({size for side in all_resolutions(spec) for size in sizes_at(side, spec)})
 
 
 def sizes_at(resolution: int, spec: JobSpec) -> list[tuple[int, int]]:
-    """Return the sizes that images are fitted to at one resolution; raises as `sizes_of` does."""
+    """Return the sizes that images are cropped to at one resolution; raises like `sizes_of`."""
     sizes = bucket_sizes(resolution, bucket_step(resolution, spec), widest_bucket(spec))
     ranks = spec.context_parallel_size
     sizes = divisible(sizes, latent_step_of(spec), ranks)
@@ -107,23 +105,24 @@ def sizes_at(resolution: int, spec: JobSpec) -> list[tuple[int, int]]:
 
 
 class Buckets:
-    """Finds the buckets of an image, one for each resolution that it is trained at.
+    """Find the buckets of an image, one for each resolution that it is trained at.
 
     Args:
         spec: The job.
-        dataset: Of the images; None for resolutions of the job's own key.
+        dataset: The images' dataset; None to use the job's own resolutions.
     """
 
     def __init__(self, spec: JobSpec, dataset: Dataset | None = None) -> None:
         self._spec = spec
         self.sizes = {side: sizes_at(side, spec) for side in resolutions_of(spec, dataset)}
-        self._by_shape: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # few sizes differ
+        # few distinct shapes occur
+        self._by_shape: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
 
     def find(self, width: int, height: int) -> dict[int, tuple[int, int]]:
-        """Resolution → bucket, in ascending order; at least one, see `why_unfit`.
+        """Return resolution → bucket, in ascending order; at least one, see `why_unfit`.
 
-        An image is trained at the smallest resolution, and at each other one that it is large
-        enough for; with `resolution_mode: largest`, at the largest of these alone.
+        An image is trained at the smallest resolution and at every other one that it is large
+        enough for; with `resolution_mode: largest`, only at the largest of these.
         """
         shape = (width, height)
         if shape not in self._by_shape:
@@ -136,22 +135,23 @@ class Buckets:
             ]
             if self._spec.resolution_mode == "largest":
                 reached = [max(reached)]
-            unlike = {near[side]: side for side in reversed(reached)}  # two may have one size
+            # two resolutions may have the same bucket
+            unlike = {near[side]: side for side in reversed(reached)}
             self._by_shape[shape] = {side: size for size, side in reversed(unlike.items())}
         return self._by_shape[shape]
 
     def why_unfit(self, width: int, height: int) -> str:
-        """Why an image is trained at none of the resolutions; "" if it is."""
+        """Return why an image is trained at none of the resolutions; "" if it is trained."""
         return why_unfit(width, height, next(iter(self.find(width, height).values())), self._spec)
 
 
 def why_unfit(width: int, height: int, size: tuple[int, int], spec: DataKeys) -> str:
-    """Why an image is skipped for its size or shape; "" if it is not.
+    """Return why an image is skipped for its size or shape; "" if it is not.
 
     Args:
         width: In pixels, as displayed.
         height: In pixels, as displayed.
-        size: Of its bucket.
+        size: Size of its bucket.
         spec: The job.
     """
     factor = enlargement(width, height, size)

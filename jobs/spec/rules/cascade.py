@@ -1,4 +1,4 @@
-"""Settings that follow from others, decided once."""
+"""Resolve settings that follow from others."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
-# What one rank and several have otherwise, unless the person says it.
+# Keys whose default differs between one rank and several.
 FOLLOWING: Final = ("strategy", "fsdp_enable", "unload_text_encoder", "cache_text_embeddings")
-_OF_ONE_RANK: Final = ("auto", "single")  # strategies; the first leaves it open
+# strategies for one rank; the first leaves the choice open
+_OF_ONE_RANK: Final = ("auto", "single")
 
 
 def settle(spec: JobSpec) -> JobSpec:
-    """Return the job with nothing left open about its text encoders.
+    """Return the job with its text-encoder settings resolved.
 
-    Several ranks encode all captions first and free the encoders, since a resident copy on each
-    would take the memory that sharding saves. Freed encoders cannot encode, so freeing implies
-    caching. Encoders that are trained stay, on every rank, and what they made is soon out of date.
+    With several ranks, all captions are encoded first and the encoders freed, since a copy on each
+    rank would take the memory that sharding saves. Freed encoders cannot encode, so freeing implies
+    caching. Trained encoders stay on every rank, and their outputs are not cached because they
+    change.
     """
     several = world_size(spec) > 1
     unload = spec.unload_text_encoder
@@ -40,17 +42,17 @@ def settle(spec: JobSpec) -> JobSpec:
 def follow_ranks(
     values: Mapping[str, Any], before: int, after: int, kept: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the changes when a job goes from one rank to several, or the other way round.
+    """Return the changes when a job goes from one rank to several, or vice versa.
 
-    Several ranks shard the model, and free its text encoders once their captions are cached; one
-    rank cannot shard. Nothing changes between two and more.
+    Several ranks shard the model and free its text encoders once the captions are cached; one rank
+    cannot shard. Nothing changes between two and more.
 
     Args:
-        values: Of the job, by key.
-        before: How many ranks it had.
-        after: How many it has.
-        kept: What the keys in `FOLLOWING` were when the job was last as it is now, one rank or
-            several; None if it never was.
+        values: The job's values, by key.
+        before: Number of ranks before.
+        after: Number of ranks now.
+        kept: Values of the keys in `FOLLOWING` from when the job last was on this side (one rank or
+            several); None if it never was.
 
     Returns:
         The new values of the keys that change.
@@ -61,7 +63,7 @@ def follow_ranks(
     if kept is not None:
         target = {key: kept.get(key) for key in FOLLOWING}
     elif after > 1:
-        freed = not values.get("text_encoder_lora_rank")  # those that are trained stay
+        freed = not values.get("text_encoder_lora_rank")  # trained encoders stay
         target = {"unload_text_encoder": True, "cache_text_embeddings": True} if freed else {}
         if values.get("fsdp_enable") is None and values.get("strategy") in (None, *_OF_ONE_RANK):
             target["strategy"] = SHARDING[0]
@@ -74,9 +76,9 @@ def follow_ranks(
 
 
 def find_overruled(spec: JobSpec) -> list[str]:
-    """List the settings that the job turns off and `settle` turns on; a sentence each."""
+    """List the settings that the job turns off but `settle` turns on; one sentence each."""
     if trains_text(spec):
-        return []  # what they say has no effect, and that is said
+        return []  # these keys have no effect, which is reported elsewhere
     settled = settle(spec)
     why = (
         f"{world_size(spec)} ranks"

@@ -1,4 +1,4 @@
-"""Combinations of settings that cannot run, found before anything starts."""
+"""Find combinations of settings that cannot run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Conflict", "find_conflicts"]
 
-# Optimizers whose numbers on shards are not those on whole tensors, and why.
+# Optimizers that compute different results on shards than on full tensors, and why.
 WHOLE_ONLY: Final = {
     "adafactor": "its row and column means need full tensors",
     "came": "its row and column means need full tensors",
@@ -40,13 +40,13 @@ WHOLE_ONLY: Final = {
 
 
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
-    """Every conflict in the job, one per rule, in table order."""
+    """Return every conflict in the job, at most one per rule, in table order."""
     conflicts = (rule(spec) for rule in _RULES)
     return [conflict for conflict in conflicts if conflict is not None]
 
 
 def _any_of(numbers: Sequence[int]) -> str:
-    """Which numbers to use instead, after a semicolon."""
+    """Suggest valid numbers, as the last part of a message."""
     words = list(map(str, numbers))
     return f"use {' or '.join(filter(None, (', '.join(words[:-1]), words[-1])))}"
 
@@ -87,7 +87,7 @@ def _hsdp(spec: DeviceKeys) -> Conflict | None:
         return Conflict(key, f"{key} needs strategy: hsdp")
     ranks = world_size(spec)
     if ranks < 2 or ranks % spec.context_parallel_size:
-        return None  # another rule says it
+        return None  # another rule reports it
     if replicas is None and spec.num_machines > 1:
         replicas = spec.num_machines
     if replicas is None:

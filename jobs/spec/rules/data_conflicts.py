@@ -1,4 +1,4 @@
-"""Combinations of the data's settings that cannot run; a part of `jobs.spec.rules.conflicts`."""
+"""Data settings that cannot run; a part of `jobs.spec.rules.conflicts`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jobs.spec.keys.data import DataKeys
 
 
-_FINEST: Final = 16  # pixels between buckets, where a job says a number
+_FINEST: Final = 16  # minimum bucket step in pixels
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Conflict(Problem):
 
     @property
     def message(self) -> str:
-        """The whole sentence."""
+        """Return the complete sentence."""
         return str(self)
 
 
@@ -210,10 +210,10 @@ DATA_RULES = (
 
 
 # -- conditioning conflicts -----------------------------------------------------------------
-# What of a job's conditioning images cannot be; a part of `jobs.spec.rules.conflicts`.
+# Invalid conditioning images; a part of `jobs.spec.rules.conflicts`.
 
 
-_WITH_FRAME = 512  # tokens, where Wan 2.1's image-to-video looks for the end of its text
+_WITH_FRAME = 512  # tokens; Wan 2.1's image-to-video assumes that the text ends here
 
 
 def _not_taken(spec: DataPlanKeys) -> Conflict | None:
@@ -283,7 +283,7 @@ def _one_place(spec: DataKeys) -> Conflict | None:
 
 
 def _needs(spec: DataPlanKeys) -> Conflict | None:
-    """Of models that make nothing without a conditioning image."""
+    """Check models that require a conditioning image."""
     takes = references_of(spec)
     if not needs_first_frame(spec) and (takes is None or not takes.required):
         return None
@@ -389,8 +389,8 @@ def _widened(spec: RecipeKeys) -> Conflict | None:
 
 
 def _any_names(patterns: Collection[str], layer: str) -> bool:
-    """Whether a layer is among those that names or regular expressions stand for."""
-    with suppress(re.error):  # which another rule says
+    """Return whether any of these names or regular expressions matches a layer."""
+    with suppress(re.error):  # reported by another rule
         return any(re.fullmatch(rf"(?:.*\.)?(?:{pattern})", layer) for pattern in patterns)
     return True
 

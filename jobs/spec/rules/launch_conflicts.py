@@ -1,4 +1,4 @@
-"""Settings of devices and of the launch that cannot run; a part of `jobs.spec.rules.conflicts`."""
+"""Device and launch settings that cannot run; a part of `jobs.spec.rules.conflicts`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # -- extra args -----------------------------------------------------------------------------
-# Flags for `accelerate launch` that have no key of their own: `accelerate_extra_args`.
+# Flags for `accelerate launch` without a key of their own: `accelerate_extra_args`.
 
 
 KEY: Final = "accelerate_extra_args"
@@ -36,7 +36,7 @@ WITH_VALUE: Final = (
     "tee",
 )
 _KNOWN: Final = (*SWITCHES, *WITH_VALUE)
-# What the launcher sets by keys of the job, where they are called otherwise.
+# Flags that the launcher sets from keys of the job with other names.
 _OURS: Final = {
     "config_file": "accelerate_config",
     "gpu_ids": "gpus",
@@ -60,7 +60,7 @@ _FOREIGN: Final = {
 
 
 def words_of(spec: DeviceKeys) -> list[str]:
-    """Return the flags as accelerate takes them: `--key=value`, and bare switches that are on."""
+    """Return the flags for accelerate: `--key=value`, and enabled switches without a value."""
     words = []
     for name, value in _read(spec):
         if name not in SWITCHES:
@@ -71,7 +71,7 @@ def words_of(spec: DeviceKeys) -> list[str]:
 
 
 def extra_args(spec: JobSpec) -> Conflict | None:
-    """Refuse a flag that accelerate does not know, that duplicates a key, or that is not for us."""
+    """Reject flags that accelerate does not know, that duplicate a key, or that are unsupported."""
     for name, value in _read(spec):
         if name in WITH_VALUE and not value:
             return _conflict(f"--{name} needs a value")
@@ -93,7 +93,7 @@ def _conflict(problem: str) -> Conflict:
 
 
 def _read(spec: DeviceKeys) -> list[tuple[str, str]]:
-    """Names and values; the value of a bare flag is empty."""
+    """Return names and values; the value of a bare flag is empty."""
     flags: list[tuple[str, str]] = []
     rest = list(spec.accelerate_extra_args or [])
     while rest:
@@ -108,7 +108,7 @@ def _read(spec: DeviceKeys) -> list[tuple[str, str]]:
 
 
 # -- kernels --------------------------------------------------------------------------------
-# Which attention kernels a job can use; a part of `jobs.spec.rules.conflicts`.
+# The attention kernels a job can use; a part of `jobs.spec.rules.conflicts`.
 
 
 GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
@@ -116,17 +116,19 @@ _FLASH: Final = ("flash", "flash3")
 
 
 def is_masked(family: Family) -> bool:
-    """Whether its attention may have a mask, which no flash attention supports."""
+    """Return whether the family's attention may have a mask, which flash attention does not
+    support.
+    """
     return family.attention.startswith("masked")
 
 
 def kernel_conflict(
     family: Family | None, kernel: str, batch: int, *, samples: bool
 ) -> Conflict | None:
-    """Say why a job cannot use an attention kernel with its model.
+    """Return why a job cannot use an attention kernel with its model; None if it can.
 
     Args:
-        family: The model's; None where it is not known.
+        family: The model's family; None if unknown.
         kernel: `attention_backend`.
         batch: Samples of a micro-batch.
         samples: Whether the job makes samples.
@@ -178,7 +180,7 @@ KERNEL_RULES: Final[tuple[Callable[[JobSpec], Conflict | None], ...]] = (_kernel
 # -- launch conflicts -----------------------------------------------------------------------
 
 
-# Options of sbatch and srun that a key of the job says, or that would break what we rely on.
+# Options of sbatch and srun that a key of the job sets, or that would break our assumptions.
 _SBATCH: Final = {
     "N": "num_machines",
     "nodes": "num_machines",
@@ -246,7 +248,7 @@ def _options(spec: JobSpec) -> Conflict | None:
 
 
 def _refused(words: list[str], ours: Mapping[str, str]) -> str:
-    """Describe what is wrong with options as the user wrote them; "" if nothing is."""
+    """Return what is wrong with options as the user wrote them; "" if nothing is."""
     for word in words:
         if "\n" in word or "\0" in word:
             return f"{shlex.quote(word)} has a line break"
@@ -285,7 +287,7 @@ def gpu_count(spec: DeviceKeys) -> Conflict | None:
 
 
 def machines(spec: JobSpec) -> Conflict | None:
-    """Refuse several machines for a local job: its supervisor knows ranks by their process ids."""
+    """Reject several machines for a local job, whose supervisor identifies ranks by their pids."""
     if spec.num_machines > 1 and spec.launcher == "local":
         return Conflict(
             "num_machines",

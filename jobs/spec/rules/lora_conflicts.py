@@ -1,4 +1,4 @@
-"""Adapters that cannot be trained as described; a part of `jobs.spec.rules.conflicts`."""
+"""Adapters that cannot be trained as configured; a part of `jobs.spec.rules.conflicts`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_PATTERNS: Final = (
     "lora_alpha_pattern",
     "keep_in_full_precision",
 )
-# Optimizers without groups that have rates of their own.
+# Optimizers that do not support a separate learning rate per parameter group.
 ONE_RATE: Final = {
     "prodigy": "prodigy finds one rate for everything",
     SCHEDULE_FREE: f"{SCHEDULE_FREE} has one rate for everything",
@@ -90,7 +90,7 @@ def _lokr(spec: RecipeKeys) -> Conflict | None:
 
 
 def trains_text(spec: RecipeKeys) -> bool:
-    """Whether the job trains a LoRA on text encoders."""
+    """Return whether the job trains a LoRA on text encoders."""
     return spec.model_type == "lora" and spec.text_encoder_lora_rank > 0
 
 
@@ -123,15 +123,15 @@ def _text_rate(spec: RecipeKeys) -> Conflict | None:
 
 
 def may_scale(spec: RecipeKeys) -> bool:
-    """Whether the job has a base that could be multiplied in fp8."""
+    """Return whether the job has a base that can be multiplied in fp8."""
     return spec.model_type == "lora" and spec.base_precision in ("fp8", "fp8_scaled")
 
 
 def modulation_of(spec: LoraKeys) -> BasePrecision:
-    """How a packed base keeps its modulation layers: none, int8 or nf4.
+    """Return the precision of a packed base's modulation layers: none, int8 or nf4.
 
-    Beside nf4, int8 adds nothing to the error that there is; beside 8 bits it adds up to a third
-    (`tests/bench/quantized.py`).
+    With an nf4 base, int8 adds nothing to the existing error; with an 8-bit base it adds up to a
+    third (`tests/bench/quantized.py`).
     """
     if spec.modulation_precision != "auto":
         return spec.modulation_precision

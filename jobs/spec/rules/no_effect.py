@@ -1,8 +1,8 @@
-"""Why a key means nothing beside the rest of a job, in a few words.
+"""Explain in a few words why a key has no effect in a job.
 
-Each function says when keys do nothing; a key's definition names those that are about it.
-`jobs.spec.rules.conflicts` refuses what cannot run; this says beforehand which keys need not be
-filled in.
+Each function says when keys do nothing; a key's definition names the functions that apply to it.
+`jobs.spec.rules.conflicts` rejects what cannot run; this tells beforehand which keys can be
+skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_inapplicable(spec: JobSpec) -> dict[str, str]:
 
 
 def counts(key: str, spec: JobSpec) -> bool:
-    """Whether a key means something in this job."""
+    """Return whether a key has an effect in this job."""
     return not any(reason(spec) for reason in facts_of(type(spec))[key].no_effect)
 
 
@@ -80,7 +80,7 @@ def not_hsdp(spec: DeviceKeys) -> str:
 
 
 def no_context_parallelism(spec: RecipeKeys) -> str:
-    """Why tokens cannot be shared out over ranks."""
+    """Return why tokens cannot be split over ranks; "" if they can."""
     family = _family(spec)
     if why := not_sharded(spec):
         return why
@@ -338,7 +338,7 @@ def no_prompts(spec: ValidationKeys) -> str:
 
 
 def nothing_sampled(spec: DataPlanKeys) -> str:
-    """Class images are sampled too."""
+    """Class images are sampled, too."""
     return "" if spec.num_class_images else no_prompts(spec)
 
 

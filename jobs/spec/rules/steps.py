@@ -1,6 +1,6 @@
-"""What one optimizer step sees, over how many forwards, and how many steps there are. Pure.
+"""Compute the samples per optimizer step, its forward passes, and the number of steps. Pure.
 
-Everyone who needs these numbers asks here, since some keys follow from others.
+All code gets these numbers from here, since some keys follow from others.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from jobs.spec.keys.devices import DeviceKeys
     from jobs.spec.keys.training import TrainingKeys
 
-_MOST: Final = 2  # times as many ranks as the job has, at most, are suggested
+_MOST: Final = 2  # suggest at most this many times the job's ranks
 
 
 def accumulation_steps(spec: RecipeKeys, ranks: int | None = None) -> int:
-    """Return the forwards of each rank in one optimizer step.
+    """Return the forward passes of each rank in one optimizer step.
 
     Args:
-        spec: The job. If its `global_batch_size` does not divide, which `find_conflicts` refuses,
-            the number is rounded up.
+        spec: The job. A `global_batch_size` that does not divide, which `find_conflicts` rejects,
+            is rounded up.
         ranks: World size; default: the job's.
     """
     if spec.global_batch_size is None:
@@ -42,39 +42,39 @@ def global_batch_size(spec: RecipeKeys) -> int:
 
 
 def is_whole_batch(spec: RecipeKeys) -> bool:
-    """Whether the job's ranks reach its global batch exactly, after some number of forwards."""
+    """Return whether a whole number of forward passes gives the global batch exactly."""
     return global_batch_size(spec) % _one_forward(spec) == 0
 
 
 def _one_forward(spec: RecipeKeys, ranks: int | None = None) -> int:
-    """Return the samples that all ranks together compute in one forward."""
+    """Return the samples that all ranks together compute in one forward pass."""
     return data_parallel_size(spec, ranks) * spec.train_batch_size
 
 
-# -- how many steps there are --------------------------------------------------------------------
+# # -- number of steps ----------------------------------------------------------------------------
 
 
 def total_steps(spec: RecipeKeys, draws_per_epoch: float | None = None) -> int | None:
-    """Return the optimizer steps of a job; None while they depend on data that nobody has counted.
+    """Return the optimizer steps of a job; None if they depend on data that is not counted yet.
 
     Args:
         spec: The job.
-        draws_per_epoch: Samples that an epoch of its data draws, if that is known.
+        draws_per_epoch: Samples drawn per epoch of its data, if known.
     """
     if spec.max_train_steps is not None:
         return spec.max_train_steps
     if spec.num_train_epochs is None or draws_per_epoch is None:
         return None
-    # As it is written: 0.1 epochs are a tenth, and not a little more.
+    # Use exact fractions: 0.1 epochs are a tenth, not slightly more.
     draws = Fraction(str(spec.num_train_epochs)) * Fraction(str(round(draws_per_epoch, 3)))
     return max(1, math.ceil(draws / global_batch_size(spec)))
 
 
 def with_total_steps(spec: JobSpec, draws_per_epoch: float) -> JobSpec:
-    """Return the job with its length in steps, also where it is given in epochs.
+    """Return the job with its length in steps, even if it is given in epochs.
 
     Raises:
-        SpecError: They are fewer than its warm-up has.
+        SpecError: It has fewer steps than its warm-up.
     """
     spec = spec.model_copy(update={"max_train_steps": total_steps(spec, draws_per_epoch)})
     if conflict := _warmup(spec):
@@ -83,10 +83,10 @@ def with_total_steps(spec: JobSpec, draws_per_epoch: float) -> JobSpec:
 
 
 def steps_of(spec: TrainingKeys) -> int:
-    """Return the optimizer steps of a job on its ranks, which have settled them.
+    """Return the optimizer steps of a job whose length is resolved.
 
     Raises:
-        ValueError: They are not settled; see `with_total_steps`.
+        ValueError: The length is not resolved; see `with_total_steps`.
     """
     if spec.max_train_steps is None:
         raise ValueError("the job's length is given in epochs, and its data is not counted yet")
@@ -94,27 +94,27 @@ def steps_of(spec: TrainingKeys) -> int:
 
 
 def length_in_words(spec: TrainingKeys) -> str:
-    """Return what decides a job's length: `max_train_steps: 200`, `num_train_epochs: 3`."""
+    """Return the key that sets a job's length: `max_train_steps: 200`, `num_train_epochs: 3`."""
     if spec.num_train_epochs is not None:
         return f"num_train_epochs: {spec.num_train_epochs:g}"
     return f"max_train_steps: {spec.max_train_steps}"
 
 
 def periodic_saves(spec: JobSpec) -> int | None:
-    """Return how many checkpoints a job writes at intervals; None if its length is not known."""
+    """Return how many checkpoints a job writes at intervals; None if its length is unknown."""
     if not spec.checkpointing_steps:
         return 1  # the last one
     steps = total_steps(spec)
     return None if steps is None else math.ceil(steps / spec.checkpointing_steps)
 
 
-# -- combinations that cannot run ----------------------------------------------------------------
+# # -- conflicts ----------------------------------------------------------------------------------
 
 
 def _global_batch(spec: RecipeKeys) -> Conflict | None:
     size, key = spec.global_batch_size, "global_batch_size"
     if size is None or world_size(spec) % spec.context_parallel_size:
-        return None  # or another rule says it
+        return None  # or another rule reports it
     at_once, forwards = _one_forward(spec), spec.gradient_accumulation_steps
     product = f"{_ranks(spec)} x train_batch_size {spec.train_batch_size}"
     if not is_whole_batch(spec):
@@ -138,7 +138,7 @@ def _ranks(spec: DeviceKeys) -> str:
 
 
 def _fitting(spec: RecipeKeys, size: int) -> str:
-    """Say which global batch, batch per rank or number of ranks would do, the nearest of each."""
+    """Suggest the nearest global batches, batch per rank, or numbers of ranks that fit."""
     at_once, batch = _one_forward(spec), spec.train_batch_size
     groups, split = data_parallel_size(spec), spec.context_parallel_size
     below, above = size // at_once * at_once, (size // at_once + 1) * at_once

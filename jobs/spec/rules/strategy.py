@@ -1,4 +1,4 @@
-"""How ranks share the work of a job: which strategy runs, why, and over how many ranks."""
+"""Choose the strategy by which ranks share the work of a job, and its number of ranks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ if TYPE_CHECKING:
 
 SHARDING: Final = ("fsdp2", "hsdp")
 
-# Tell the ranks what the launcher came to, and why.
+# Variables that tell the ranks the launcher's choice, and the reason.
 STRATEGY_VARIABLE: Final = "FSDP_TUI_STRATEGY"
 REASON_VARIABLE: Final = "FSDP_TUI_STRATEGY_REASON"
 AS_ASKED: Final = "set in job"
 _ENABLED: Final = "fsdp_enable is on"
 
-# Names the person's wrap policies that may be imported before a job runs; see `may_import`.
+# Lists the user's wrap policies that may be imported before a job runs; see `may_import`.
 POLICIES_VARIABLE: Final = "FSDP_TUI_WRAP_POLICIES"
 _TORCHS_POLICIES: Final = "torch.distributed.fsdp.wrap"
 
-# What `auto` reckons with where nothing is predicted. Rough on purpose: it only chooses between a
-# whole copy of the model on every rank (faster) and a shard (fits).
-_FULL_BYTES: Final = 18  # a parameter's fp32 master, gradient and two Adam moments; bf16 copy
+# Assumptions of `auto` without a prediction. They are rough on purpose, because they only choose
+# between a full copy of the model on every rank (faster) and a shard (fits).
+# a parameter's fp32 master, gradient and two Adam moments, and its bf16 copy
+_FULL_BYTES: Final = 18
 _ROOM_FOR_WEIGHTS: Final = 0.6  # the rest of a GPU is for activations, kernels and the allocator
 
 
 @dataclass(frozen=True)
 class Whole:
-    """What is predicted of a rank that holds the whole model (ddp), in bytes.
+    """The prediction for a rank that holds the full model (ddp), in bytes.
 
     Attributes:
-        needed: At most.
-        free: On the GPU where it is tightest.
-        fits: Whether it does, for sure.
+        needed: Upper end of the prediction.
+        free: Free bytes on the tightest GPU.
+        fits: Whether it surely fits.
     """
 
     needed: int
@@ -47,12 +48,12 @@ class Whole:
 
 @dataclass(frozen=True)
 class Room:
-    """What `auto` decides by.
+    """The facts by which `auto` decides.
 
     Attributes:
-        parameters: Of the transformer.
-        gpu_bytes: Memory of the smallest GPU of the job.
-        whole: The prediction, where there is one; it counts, and the rough rule does not.
+        parameters: Number of parameters of the transformer.
+        gpu_bytes: Memory of the job's smallest GPU.
+        whole: The prediction, if there is one; it replaces the rough rule.
     """
 
     parameters: int
@@ -70,11 +71,11 @@ def world_size(spec: DeviceKeys) -> int:
 
 
 def replicas_of(spec: RecipeKeys, strategy: str | None = None) -> int:
-    """How many replicas of the model are sharded: under HSDP one per machine by default, else 1.
+    """Return the number of sharded model replicas: with HSDP one per machine by default, else 1.
 
     Args:
         spec: The job.
-        strategy: What it runs; by default what it asks for.
+        strategy: The strategy it runs with; by default the one it asks for.
     """
     if (strategy or chosen_strategy(spec)[0]) != "hsdp":
         return 1
@@ -82,7 +83,7 @@ def replicas_of(spec: RecipeKeys, strategy: str | None = None) -> int:
 
 
 def data_parallel_size(spec: DeviceKeys, ranks: int | None = None) -> int:
-    """How many ranks, or groups of ranks under context parallelism, train on different samples.
+    """Return how many ranks, or groups of context-parallel ranks, train on different samples.
 
     Args:
         spec: The job.
@@ -96,10 +97,10 @@ def chosen_strategy(spec: RecipeKeys, room: Room | None = None) -> tuple[str, st
 
     Args:
         spec: The job.
-        room: What the machine has, as far as it is known; without it `auto` shards.
+        room: The machine's memory, as far as known; without it `auto` shards.
 
     Returns:
-        `(strategy, reason)`, the strategy one of single, ddp, fsdp2, hsdp.
+        `(strategy, reason)`, where the strategy is one of single, ddp, fsdp2, hsdp.
     """
     settled = _settled(spec)
     if settled is not None:
@@ -129,7 +130,7 @@ def chosen_strategy(spec: RecipeKeys, room: Room | None = None) -> tuple[str, st
 
 
 def _has_replicas(spec: DeviceKeys) -> bool:
-    """Whether `auto` may give each machine a replica of its own, sharded over its ranks.
+    """Return whether `auto` may give each machine its own replica, sharded over its ranks.
 
     Across machines FSDP2 moves all weights in every step, HSDP only the gradients.
     """
@@ -141,22 +142,22 @@ def _per_machine(spec: DeviceKeys) -> str:
 
 
 def launched_strategy(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the strategy that a launch was given, and why; both empty where there was none.
+    """Return the strategy that a launch was given, and why; both empty if there was none.
 
     Args:
-        environment: Of the launch; older ones have both in one variable.
+        environment: The launch's environment; older launches have both in one variable.
     """
     strategy, _, reason = str(environment.get(STRATEGY_VARIABLE, "")).partition(": ")
     return strategy, str(environment.get(REASON_VARIABLE, reason))
 
 
 def depends_on_memory(spec: RecipeKeys) -> bool:
-    """Whether `auto` may choose another strategy once it knows the GPUs' memory."""
+    """Return whether `auto` may choose another strategy once it knows the GPUs' memory."""
     return _settled(spec) is None and spec.device != "cpu"
 
 
 def _settled(spec: RecipeKeys) -> tuple[str, str] | None:
-    """Return the strategy and the reason, where the job's own settings decide."""
+    """Return the strategy and the reason, if the job's own settings decide; else None."""
     if spec.strategy != "auto":
         return spec.strategy, AS_ASKED
     ranks = world_size(spec)
@@ -176,7 +177,7 @@ def _settled(spec: RecipeKeys) -> tuple[str, str] | None:
 
 
 def shards(spec: RecipeKeys) -> bool:
-    """Whether the job asks for FSDP, or leaves it to `auto` with several ranks."""
+    """Return whether the job uses FSDP; `auto` with several ranks counts."""
     return chosen_strategy(spec)[0] in SHARDING
 
 
@@ -186,17 +187,17 @@ def own_policy(spec: FsdpKeys) -> str | None:
 
 
 def may_import(policy: str) -> bool:
-    """Whether a wrap policy may be imported where no job runs yet.
+    """Return whether a wrap policy may be imported outside of a running job.
 
-    Importing runs code, and a job file may come from anywhere: only what torch has, and what the
-    person names in `FSDP_TUI_WRAP_POLICIES`, modules or packages with commas.
+    Importing runs code, and a job file may come from anywhere. Allowed are torch's own policies and
+    the modules or packages that the user lists in `FSDP_TUI_WRAP_POLICIES`, separated by commas.
     """
     named = os.environ.get(POLICIES_VARIABLE, "").replace(",", " ").split()
     return any(policy.startswith(f"{prefix}.") for prefix in (_TORCHS_POLICIES, *named))
 
 
 def checkpoints_activations(spec: RecipeKeys) -> bool:
-    """Whether activations are recomputed; accelerate's FSDP key means the same."""
+    """Return whether activations are recomputed; accelerate's FSDP key means the same."""
     return spec.gradient_checkpointing or spec.fsdp_activation_checkpointing
 
 

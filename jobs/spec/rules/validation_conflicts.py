@@ -1,4 +1,4 @@
-"""Settings of samples and of the validation loss that cannot run, or that have no effect."""
+"""Settings of samples and of the validation loss that cannot run or have no effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def shared_tokens(spec: JobSpec) -> Conflict | None:
-    """Ranks that share a sample's tokens need as many each."""
+    """Check that the tokens of samples can be split evenly over context-parallel ranks."""
     ranks, family = spec.context_parallel_size, FAMILIES.get(spec.model_family)
     if ranks == 1 or family is None:
         return None
@@ -40,7 +40,7 @@ VALIDATION_RULES = (shared_tokens,)
 
 
 def validation_warnings(spec: JobSpec) -> list[str]:
-    """List the settings that work, but perhaps not as the user expects; a sentence each."""
+    """List the settings that work, but perhaps not as the user expects; one sentence each."""
     texts = (warning(spec) for warning in _WARNINGS)
     return [text for text in texts if text]
 
@@ -52,7 +52,7 @@ def _trigger(spec: DataPlanKeys) -> str:
 
 
 def _negative_prompts(spec: DataPlanKeys) -> str:
-    """As in stock pipelines, a negative prompt and a scale above 1 work only together."""
+    """Warn about ignored negative prompts: as in stock pipelines, they need a scale above 1."""
     requests, family = requests_of(spec), FAMILIES.get(spec.model_family)
     kind = family.guidance_of(spec.model_flavour) if family is not None else "embedded"
     if family is not None and (
@@ -85,7 +85,7 @@ def _negative_prompts(spec: DataPlanKeys) -> str:
 
 
 def _takes_no_negatives(requests: list[SampleRequest], family: Family, kind: Guidance) -> str:
-    """Of models whose pipeline makes one prediction a step, whatever is asked."""
+    """Warn about settings ignored by pipelines that make only one prediction per step."""
     if any(r.negative_prompt is not None or r.true_cfg_scale > 1 for r in requests):
         return (
             "validation_prompts: negative prompts and true_cfg_scale have no effect with this "
@@ -100,7 +100,7 @@ def _takes_no_negatives(requests: list[SampleRequest], family: Family, kind: Gui
 
 
 def _sizes(spec: DataPlanKeys) -> str:
-    """Sides that are not multiples of the family's step are cut, those of `resolution` too."""
+    """Warn about sides that are not multiples of the family's step, which are reduced."""
     if spec.model_family not in FAMILIES:
         return ""
     for entry in spec.validation_prompts:
@@ -118,7 +118,7 @@ def _sizes(spec: DataPlanKeys) -> str:
 
 
 def _lengths(spec: DataPlanKeys) -> str:
-    """Videos have a multiple of the family's step, plus one, frames; images have one."""
+    """Warn about impossible lengths: videos have n steps plus one frames, images have one."""
     family = FAMILIES.get(spec.model_family)
     if family is None:
         return ""

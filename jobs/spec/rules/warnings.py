@@ -1,4 +1,4 @@
-"""What runs, but not as a person may think."""
+"""Warn about settings that run, but perhaps not as the user expects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jobs.spec.rules.validation_conflicts import validation_warnings
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec, RecipeKeys
 
-# The rates of each optimizer that may train something, the least and the most. All but two change a
-# weight by about the rate in a step, whatever its gradient is, and weights are about 0.02. Prodigy
-# multiplies the rate by its own estimate; a schedule-free one averages larger steps away. What sgd
-# does follows from the gradients, so any rate may be right.
+# The lowest and highest useful learning rates of each optimizer. All but two change a weight by
+# about the rate in a step, whatever its gradient is, and weights are about 0.02. Prodigy multiplies
+# the rate by its own estimate; a schedule-free optimizer averages larger steps out. With sgd the
+# change depends on the gradients, so any rate may be right.
 _RATES: Final = {
     **dict.fromkeys(("adamw", "adamw_8bit", "adafactor", "came"), (1e-8, 1e-2)),
     "lion": (1e-9, 3e-3),
@@ -31,12 +31,12 @@ _ALWAYS: Final = {
     "fsdp_cpu_ram_efficient_loading": "every rank always reads only its own shard from disk",
     "fsdp_limit_all_gathers": "FSDP2 always limits how many units it gathers ahead",
 }
-# Keys that other tools' configs say without need.
+# Keys that configs of other tools often set without need.
 _NO_WARNING: Final = ("fsdp_enable", "fsdp_version")
 
 
 def find_warnings(spec: JobSpec) -> list[str]:
-    """List the settings that work, but not as the user may think; a sentence each."""
+    """List the settings that work, but not as the user may expect; one sentence each."""
     warnings = []
     if spec.fsdp_version == 1:
         warnings.append("fsdp_version: FSDP v1 is deprecated; the job runs with FSDP v2")
@@ -76,7 +76,7 @@ def find_warnings(spec: JobSpec) -> list[str]:
 
 
 def _odd_rates(spec: JobSpec) -> list[str]:
-    """Learning rates that train almost nothing, or that no model survives."""
+    """Warn about learning rates that train almost nothing or ruin any model."""
     least, most = _RATES.get(spec.optimizer, (0.0, math.inf))
     rates: dict[str, float | None] = {"learning_rate": spec.learning_rate}
     if counts("text_encoder_learning_rate", spec):
@@ -98,7 +98,7 @@ def _odd_rates(spec: JobSpec) -> list[str]:
 
 
 def _distilled(spec: RecipeKeys) -> str:
-    """Why a model of few steps is not what one trains, or nothing."""
+    """Warn about training a few-step distilled model; "" if it is none."""
     family = FAMILIES.get(spec.model_family)
     flavour = family.flavours.get(spec.model_flavour or "") if family else None
     if family is None or flavour is None or flavour.undistilled is None:
@@ -116,7 +116,7 @@ def _distilled(spec: RecipeKeys) -> str:
 
 
 def _without_effect(spec: JobSpec) -> list[str]:
-    """Keys that the job sets and that mean nothing in it, a line for each reason."""
+    """Warn about keys that the job sets without effect, one line for each reason."""
     reasons = find_inapplicable(spec)
     refused = {conflict.key for conflict in find_conflicts(spec)}
     keys: dict[str, list[str]] = {}

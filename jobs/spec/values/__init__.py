@@ -1,1 +1,1 @@
-"""Values as people write them: types, spellings, datasets, lines of YAML."""
+"""Parse values as users write them: types, spellings, datasets, lines of YAML."""

@@ -1,4 +1,4 @@
-"""Which files of a dataset folder are samples, and which are not."""
+"""Classify the files of a dataset folder: samples, masks, captions, others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-# Formats that Pillow reads with the help of a package: the module, and where it comes from.
+# Formats that Pillow reads with the help of a package: the module, and the package's name.
 _HELPERS: Final = {
     **dict.fromkeys((".heic", ".heif", ".hif"), ("pillow_heif", "pillow-heif")),
     ".jxl": ("pillow_jxl", "pillow-jxl-plugin"),
@@ -38,7 +38,7 @@ PICTURE_SUFFIXES: Final = frozenset(
     }
 )
 VIDEO_SUFFIXES: Final = frozenset({".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v"})
-# Images that cannot be read: named in the report instead of silently skipped.
+# Images that cannot be read: reported instead of silently skipped.
 FOREIGN_SUFFIXES: Final = (
     frozenset(
         {
@@ -59,7 +59,7 @@ FOREIGN_SUFFIXES: Final = (
     )
     - PICTURE_SUFFIXES
 )
-# The imagefolder layout's, and those of kohya's scripts.
+# Metadata files of the imagefolder layout and of kohya's scripts.
 METADATA: Final = (
     "metadata.jsonl",
     "metadata.csv",
@@ -68,7 +68,7 @@ METADATA: Final = (
     "meta_clean.json",
     "meta_lat.json",
 )
-# In the order in which they are looked for.
+# In search order.
 CAPTION_SUFFIXES: Final = (".txt", ".TXT", ".caption", ".json")
 
 
@@ -76,7 +76,7 @@ _MASK: Final = re.compile(r"(?P<stem>.+)[-_]mask(?:label)?")  # OneTrainer write
 
 
 def masked_stem(stem: str) -> str | None:
-    """Return the stem of the image whose mask a file is, judged by its name.
+    """Return the stem of the image to which a mask belongs, judging by the mask's name.
 
     None if the name is not a mask's.
     """
@@ -85,7 +85,7 @@ def masked_stem(stem: str) -> str | None:
 
 
 def without_masks(pictures: list[Path], folder: Path | None) -> list[Path]:
-    """Keep images neither named as masks of others beside them nor in the masks' folder."""
+    """Drop images that are named as masks of neighboring images or are in the masks' folder."""
     pictures = [path for path in pictures if folder not in path.parents]
     stems = {path.with_suffix("") for path in pictures}
 
@@ -98,19 +98,19 @@ def without_masks(pictures: list[Path], folder: Path | None) -> list[Path]:
 
 @dataclass
 class Listing:
-    """The files below a folder, in a fixed order; hidden ones are skipped.
+    """The files below a folder, in a fixed order, without hidden ones.
 
     Attributes:
-        pictures: Files that look like images, by their names.
-        videos: Files that look like videos.
-        foreign: Images of formats that cannot be read.
+        pictures: Files with names of images.
+        videos: Files with names of videos.
+        foreign: Images of unsupported formats.
         metadata: Files with captions of many images (`METADATA`).
         lonely: Caption files without an image or video of the same name.
         folders: Folders with the name of an image.
-        renamed: Caption files with letters beyond ASCII, by `same_name` of their paths: macOS
-            encodes accents differently from other systems.
+        renamed: Caption files with non-ASCII names, by `same_name` of their paths: macOS encodes
+            accents differently from other systems.
         unreadable: Folders that cannot be read, and why.
-        others: What kind of file → count of everything else but caption files.
+        others: Kind of file → count, for everything but caption files.
     """
 
     pictures: list[Path] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Listing:
 
 
 def list_files(root: Path) -> Listing:
-    """List a folder and all below it; links to folders are followed, once each."""
+    """List a folder recursively, following links to folders, each folder once."""
     listing = Listing()
     seen: set[tuple[int, int]] = set()
 
@@ -139,7 +139,7 @@ def list_files(root: Path) -> Listing:
             refused(error)
             folders.clear()
             continue
-        if (status.st_dev, status.st_ino) in seen:  # a link back up
+        if (status.st_dev, status.st_ino) in seen:  # a link to a parent folder
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
@@ -160,7 +160,7 @@ def same_name(path: Path | str) -> str:
 
 
 def foreign_problem(path: Path) -> str:
-    """Why a file of a foreign format cannot be used, and what helps."""
+    """Return why a file of an unsupported format cannot be used, and a remedy."""
     suffix = path.suffix.lower()
     if suffix in _HELPERS:
         package = _HELPERS[suffix][1]
@@ -169,7 +169,7 @@ def foreign_problem(path: Path) -> str:
 
 
 def _match_captions(listing: Listing, folder: str, names: list[str]) -> None:
-    """Find caption files of a folder that belong to nothing, and those with accents."""
+    """Find a folder's caption files without a partner, and those with non-ASCII names."""
     split = [os.path.splitext(name) for name in names if name not in METADATA]
     stems = {same_name(stem) for stem, suffix in split if suffix not in CAPTION_SUFFIXES}
     for stem, suffix in split:
@@ -177,7 +177,7 @@ def _match_captions(listing: Listing, folder: str, names: list[str]) -> None:
             continue
         path = Path(folder, stem + suffix)
         if same_name(stem) not in stems:
-            if suffix == ".json":  # a tool's settings, most likely
+            if suffix == ".json":  # most likely the settings of a tool
                 listing.others[".json files"] += 1
             else:
                 listing.lonely.append(path)

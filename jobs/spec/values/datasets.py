@@ -1,4 +1,4 @@
-"""Where images and captions come from: the entries of `datasets`, and layouts of folders."""
+"""Parse the entries of `datasets`, and detect folder layouts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 
 Layout = Literal["folder", "arrow", "parquet", "webdataset"]
 
-# Where captions and prompts get the trigger word.
+# The placeholder for the trigger word in captions and prompts.
 TRIGGER: Final = "[trigger]"
 _KOHYA: Final = re.compile(r"([1-9]\d{0,3})_\S")
 _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
 
-# Where conditioning images are; a dataset has one of them. Beside them what others call them.
+# Keys for the location of conditioning images, of which a dataset has one, and other tools' names
+# for them.
 CONDITIONING: Final = ("conditioning_path", "conditioning_suffix", "conditioning_column")
 _OTHER_NAMES: Final = {
     "control_path": "conditioning_path",
@@ -58,7 +59,7 @@ _OTHER_NAMES: Final = {
 
 
 def _read_texts(value: Any) -> Any:
-    """Read a list of texts; a single text becomes a list of one."""
+    """Read a list of strings; a single string becomes a list of one."""
     value = as_none(value)
     return [value] if isinstance(value, str) else value
 
@@ -81,24 +82,24 @@ class Dataset(BaseModel):
 
     Attributes:
         path: A folder of images or videos, or a directory of the `datasets` library.
-        repeats: How often each sample comes in an epoch.
-        weight: Its share of all samples that are drawn, relative to the other datasets' weights;
-            the epoch is then as long as the dataset that needs most takes to be seen whole.
-        resolution: One or several, instead of the job's.
-        trigger_word: Instead of the job's.
-        caption_column: Column with captions, of metadata files and tables.
-        image_column: Column with images, of tables.
-        split: Which split of a table; by default `train`, or the only one.
-        regularization: Whether it shows what the model should keep knowing: its samples come as
+        repeats: How often each sample occurs in an epoch.
+        weight: Its share of all drawn samples, relative to the other datasets' weights. The epoch
+            then lasts until every dataset has been used completely.
+        resolution: One or several, overriding the job's.
+        trigger_word: Overrides the job's.
+        caption_column: Column with captions, in metadata files and tables.
+        image_column: Column with images, in tables.
+        split: The split of a table; by default `train`, or the only one.
+        regularization: Whether it shows what the model should not forget. Its samples are drawn as
             often as all others together, and `prior_loss_weight` weights their loss.
         loss_weight: Weight of the loss of its samples.
-        loss_weight_column: Column with a weight for each, of metadata files and tables.
-        mask_path: A folder with the masks of its images, by their names.
-        conditioning_path: Folders with a conditioning image for each sample, of the same name.
-        conditioning_suffix: What stands behind a sample's name in that of its conditioning image,
-            such as `_control`: both lie in the same folder.
-        conditioning_column: Columns with conditioning images, of tables; of metadata files, with
-            their paths.
+        loss_weight_column: Column with a weight per sample, in metadata files and tables.
+        mask_path: A folder with the masks of its images, matched by name.
+        conditioning_path: Folders with a conditioning image for each sample, matched by name.
+        conditioning_suffix: Suffix that turns a sample's name into that of its conditioning image
+            in the same folder, for example `_control`.
+        conditioning_column: Columns with conditioning images in tables, or with their paths in
+            metadata files.
         first_frame: Whether the model is given the first frame of each video.
     """
 
@@ -123,21 +124,21 @@ class Dataset(BaseModel):
 
     @property
     def references(self) -> int:
-        """How many conditioning images each sample has."""
+        """Return the number of conditioning images of each sample."""
         return max(len(folders or ()) for folders in (getattr(self, name) for name in CONDITIONING))
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, as_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Skip settings that few datasets have, where they are at their default."""
+        """Leave out rarely used settings that have their default."""
         values = as_is(self)
         usual = {name: type(self).model_fields[name].default for name in _RARE}
         return {k: v for k, v in values.items() if k not in usual or v != usual[k]}
 
 
 def read_datasets(value: Any) -> Any:
-    """Read a list of mappings or paths, or paths with commas between.
+    """Read a list of mappings or paths, or comma-separated paths.
 
-    `PATH x3` repeats three times.
+    `PATH x3` sets three repeats.
     """
     value = as_none(value)
     if isinstance(value, dict):
@@ -151,7 +152,7 @@ def read_datasets(value: Any) -> Any:
 def datasets_of(spec: InputKeys) -> list[Dataset]:
     """Return the job's datasets, in order; `dataset` becomes a list of one.
 
-    Those of the hub that were fetched have the path of their folder in its cache.
+    A downloaded hub dataset gets the path of its folder in the cache.
     """
     entries = list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
     return [_with_place(entry) for entry in entries]
@@ -171,13 +172,13 @@ def fallback_caption(spec: DataKeys, dataset: Dataset) -> str | None:
 
 
 def with_folder_repeats(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """Read the repeats in the names of folders, as kohya's scripts do: `10_cat person`.
+    """Read repeats from folder names like kohya's scripts do: `10_cat person`.
 
-    A dataset without images of its own, whose folders all have such names, becomes one dataset for
-    each of them.
+    A dataset without images at its top, in which all folders have such names, becomes one dataset
+    for each folder.
 
     Returns:
-        The job, and what was read, a line each.
+        The job, and a note for each folder.
     """
     entries, notes = [], []
     for dataset in datasets_of(spec):
@@ -192,7 +193,7 @@ def with_folder_repeats(spec: JobSpec) -> tuple[JobSpec, list[str]]:
 
 
 def _repeated(root: Path) -> list[tuple[Path, int]]:
-    """Return the folders of a dataset with their repeats, if all have them."""
+    """Return the folders of a dataset with their repeats; empty unless all have repeats."""
     try:
         inside = sorted(p for p in root.iterdir() if not p.name.startswith("."))
     except OSError:
@@ -205,9 +206,9 @@ def _repeated(root: Path) -> list[tuple[Path, int]]:
 
 
 def find_layout(root: Path) -> Layout:
-    """How a dataset's directory is laid out.
+    """Detect the layout of a dataset's directory.
 
-    `arrow` is what `save_to_disk` of the `datasets` library writes, `parquet` what the hub keeps;
+    `arrow` is the format of `save_to_disk` of the `datasets` library, `parquet` that of the hub;
     `webdataset` are tar files.
     """
     if any((root / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -230,7 +231,7 @@ def _entry(entry: Any) -> Any:
         entry = mapping
     if isinstance(entry, str):
         match = _REPEATS.match(entry.strip())
-        if match and not exists(expand(entry.strip())):  # a folder may really be called so
+        if match and not exists(expand(entry.strip())):  # a folder may really have this name
             return {"path": match["path"], "repeats": int(match["repeats"])}
         return {"path": entry.strip()}
     if isinstance(entry, dict):
@@ -240,14 +241,14 @@ def _entry(entry: Any) -> Any:
 
 
 # -- pairs ----------------------------------------------------------------------------------
-# Which files are the conditioning images of which samples, by their names alone.
+# Match conditioning images with samples by their names.
 
 
 class Pairs:
     """The conditioning images of a folder's samples, with `conditioning_path` or `_suffix`.
 
     Args:
-        dataset: A folder.
+        dataset: The folder.
         pictures: The images in it.
 
     Raises:
@@ -262,7 +263,7 @@ class Pairs:
         self._own = _by_stem(self._root, pictures) if self._suffixes else {}
 
     def expected_paths(self, sample: Path) -> list[Path]:
-        """Where its conditioning images should be, as a person would look for them."""
+        """Return where a sample's conditioning images are expected, for messages."""
         inside = sample.relative_to(self._root)
         apart = [folder / inside for folder in self._folders]
         together = [
@@ -271,16 +272,16 @@ class Pairs:
         return apart or together
 
     def existing_paths(self, sample: Path) -> list[Path | None]:
-        """Its conditioning images, whatever their file type; None for each that is missing."""
+        """Return a sample's conditioning images, of any file type; None for each missing one."""
         stem = _stem(sample, self._root)
         if self._folders:
             return [paths.get(stem) for paths in self._beside]
         return [self._own.get(stem + same_name(suffix)) for suffix in self._suffixes]
 
     def is_sample(self, path: Path) -> bool:
-        """Whether a file of the folder is no conditioning image of another."""
+        """Return whether a file is a sample rather than a conditioning image of another sample."""
         if any(path.is_relative_to(folder) for folder in self._folders):
-            return self._root in self._folders  # a folder that is its own
+            return self._root in self._folders  # images may condition themselves
         stem = _stem(path, self._root)
         return not any(
             stem.endswith(suffix) and stem.removesuffix(suffix) in self._own

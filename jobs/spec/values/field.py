@@ -1,4 +1,4 @@
-"""A key of a job, defined once: its value, and all that the program has to know about the key."""
+"""Define a key of a job once: its value, and everything the program needs to know about it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ruled: it depends on other keys too; `jobs.resume` decides.
 class Keys(BaseModel):
     """A group of a job's keys.
 
-    Only a whole job is ever validated, so pydantic builds no validator for a group: 13 of them
-    would take every process a tenth of its imports.
+    Only complete jobs are validated, so pydantic builds no validator for a group; 13 of them would
+    add a tenth to the import time of every process.
     """
 
     model_config = ConfigDict(defer_build=True)
@@ -43,7 +43,7 @@ class Group:
 
     Attributes:
         name: Its group in the reference.
-        part: Its heading in the form, where a group is long.
+        part: Its heading in the form, if a group is long.
     """
 
     name: str
@@ -56,23 +56,23 @@ class Group:
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """What is to be known about a key besides its type, default, limits and help.
+    """Facts about a key in addition to its type, default, limits and help.
 
     Attributes:
         group: Where it is documented.
-        resume: What another value does to a run that resumes.
-        no_effect: Each says why the key means nothing beside the rest of a job, or "". The first
-            that does is the one to show.
-        memory: Whether it may change how much memory a job takes.
+        resume: The effect of changing the value on a resumed run.
+        no_effect: Functions that return why the key has no effect in a job, or "". The first reason
+            is shown.
+        memory: Whether it may change a job's memory use.
         path: Whether it is the path of a file or folder.
-        label: What it is called in the form; "" for its own name, in words.
-        words: What it may be, where its type does not say.
-        blank: What an empty input of the form shows: what a job does then, or what may be typed;
-            "" for the default.
+        label: Its label in the form; "" for its name, in words.
+        words: Suggested values, if its type does not list them.
+        blank: Placeholder of an empty input in the form: what a job does by default, or what to
+            type; "" for the default value.
         mismatch: Why a checkpoint cannot be used with another value.
-        public: Whether its value is shown where anyone may read it: in model cards, headers of
-            exported files and trackers. None: if it is a number, a switch or a choice, which hold
-            no secret; a text is not, nor is what may contain one.
+        public: Whether its value may be published in model cards, headers of exported files and
+            trackers. None: public if it is a number, a switch or a choice, which hold no secret; a
+            string is not, nor is anything that may contain one.
     """
 
     group: Group
@@ -106,11 +106,11 @@ def field(
     """Return a field of the job.
 
     Args:
-        default: Its value where the job does not set it.
-        group: See `KeyFacts`, as for all that is not named here.
+        default: Its value if the job does not set it.
+        group: See `KeyFacts`; the same goes for the arguments that refer to it below.
         help_text: Its help, its documentation, and the hint in the form.
         resume: See `KeyFacts`.
-        no_effect: One reason, or several.
+        no_effect: One function, or several.
         memory: See `KeyFacts`.
         path: See `KeyFacts`.
         label: See `KeyFacts`.
@@ -118,7 +118,7 @@ def field(
         blank: See `KeyFacts`.
         mismatch: See `KeyFacts`.
         public: See `KeyFacts`.
-        limits: As pydantic's `Field`.
+        limits: Arguments of pydantic's `Field`.
     """
     reasons = (no_effect,) if callable(no_effect) else tuple(no_effect)
     info = cast("FieldInfo", Field(default, description=help_text, **limits))

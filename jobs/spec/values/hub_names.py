@@ -1,4 +1,4 @@
-"""Names of models and datasets on the hub, and where the usual cache has them."""
+"""Parse names of hub models and datasets, and find them in the local cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _WORD: Final = r"[A-Za-z0-9][\w.-]{0,95}"
 _NAME: Final = re.compile(
     rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w.-]+))?(?:/(?P<folder>[^@/][^@]*))?"
 )
-# Asked again for each sample of a dataset; what a revision stands for stays within a process.
+# Cached because it is looked up for each sample of a dataset. A revision keeps its meaning within a
+# process.
 _folders: dict[HubName, Path] = {}
 _TRUE: Final = ("1", "true", "on", "yes")
 
@@ -24,10 +25,10 @@ class HubName:
     """A model or a dataset of the hub: `ORG/NAME`, `ORG/NAME@REVISION`.
 
     Attributes:
-        kind: Which of the two.
+        kind: `model` or `dataset`.
         repo: `ORG/NAME`.
-        revision: Branch, tag or commit; the main branch if there is none.
-        folder: Of a dataset, the only folder that is wanted: `ORG/NAME/FOLDER`.
+        revision: Branch, tag or commit; None for the main branch.
+        folder: For a dataset, the only folder to use: `ORG/NAME/FOLDER`.
     """
 
     kind: Kind
@@ -47,21 +48,21 @@ class HubName:
         return cls(kind, match["repo"], match["revision"], folder)
 
     def __str__(self) -> str:
-        """As a job file has it."""
+        """Return the name as it is in a job file."""
         revision = f"@{self.revision}" if self.revision else ""
         return self.repo + revision + (f"/{self.folder}" if self.folder else "")
 
     @property
     def slug(self) -> str:
-        """A file name of its own."""
+        """Return a unique file name."""
         return f"{self.kind}s--{self}".replace("/", "--")
 
     def find(self) -> Path | None:
-        """Its folder in the hub's cache, whole or not; None if there is none."""
+        """Return its folder in the hub's cache, complete or not; None if there is none."""
         cached = _folders.get(self)
         if cached is not None and cached.is_dir():
             return cached
-        # Where the cache is, and how it is laid out, is its library's business: 0.3 s of import.
+        # Only the library knows the cache's location and layout; importing it takes 0.3 s.
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -72,7 +73,7 @@ class HubName:
                 repo_type=self.kind,
                 revision=self.revision,
                 local_files_only=True,
-                # Else a snapshot of which only the needed files were fetched is refused.
+                # Otherwise a partial snapshot with only the needed files is refused.
                 allow_patterns=patterns,
             )
         except (LocalEntryNotFoundError, OSError, ValueError):
@@ -85,6 +86,6 @@ class HubName:
 
 
 def is_offline() -> bool:
-    """Whether the person turned the hub off."""
+    """Return whether the user has disabled the hub."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").strip().lower() in _TRUE for name in names)

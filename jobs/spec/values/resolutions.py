@@ -1,4 +1,4 @@
-"""Resolutions that images are trained at: one, or several. Pure."""
+"""Training resolutions: one, or several. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIDE: Final[TypeAdapter[int]] = TypeAdapter(Annotated[int, Field(ge=16, le=8192
 
 
 def read_resolutions(value: Any) -> Any:
-    """Read a side (`768`), or several in ascending order (`512,768`); a list of one is a side.
+    """Read a side (`768`), or several in ascending order (`512,768`); a list of one becomes a side.
 
     Raises:
         PydanticCustomError: A side is not a whole number within the limits.
@@ -42,32 +42,32 @@ OptionalResolutions = Annotated[int | list[int] | None, BeforeValidator(_read_op
 
 
 def sides_of(value: int | list[int]) -> tuple[int, ...]:
-    """Return the sides that a value stands for, in ascending order."""
+    """Return the sides in a value, in ascending order."""
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 def resolutions_of(spec: TrainingKeys, dataset: Dataset | None = None) -> tuple[int, ...]:
-    """Return the resolutions of a dataset, in ascending order: its own, else the job's."""
+    """Return the resolutions of a dataset, in ascending order: its own, or else the job's."""
     own = dataset.resolution if dataset is not None else None
     return sides_of(own or spec.resolution)
 
 
 def all_resolutions(spec: DataPlanKeys) -> tuple[int, ...]:
-    """Every resolution that the job trains at, in ascending order."""
+    """Return every resolution that the job trains at, in ascending order."""
     entries = spec.datasets or []
     sides = {side for entry in entries for side in resolutions_of(spec, entry)}
     return tuple(sorted(sides)) or resolutions_of(spec)
 
 
 def has_several(spec: DataPlanKeys) -> bool:
-    """Whether a dataset is trained at several resolutions."""
+    """Return whether a dataset is trained at several resolutions."""
     entries = spec.datasets or []
     counts = [len(resolutions_of(spec, entry)) for entry in entries] or [len(resolutions_of(spec))]
     return max(counts) > 1
 
 
 def largest_resolution(spec: TrainingKeys) -> int:
-    """Return the largest resolution of the job's own key; what samples have by default."""
+    """Return the largest resolution of the job's own key, which is the default for samples."""
     return max(sides_of(spec.resolution))
 
 

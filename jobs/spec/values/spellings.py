@@ -1,4 +1,4 @@
-"""Forgiving spelling: how a person may write keys and values, and what they may have meant."""
+"""Parse keys and values leniently, and suggest corrections of typos."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 _TRUE = {"true", "1", "yes", "on", "y", "t"}
 _FALSE = {"false", "0", "no", "off", "n", "f"}
 _NONE = {"none", "null", "~", ""}
-_ENOUGH = 3  # letters that tell a word by its beginning
+_ENOUGH = 3  # letters after which a prefix identifies a word
 _QUOTES: Final = {'"': '"', "'": "'", "“": "”", "‘": "’"}
-# A part of a list: in double quotes with JSON's escapes, in single quotes, or bare.
+# An item of a list: in double quotes with JSON's escapes, in single quotes, or bare.
 _PART: Final = re.compile(r"""\s*(?:("(?:[^"\\]|\\.)*")|'([^']*)'|([^,]*))\s*(?:,|$)""", re.DOTALL)
 
 
 def normal_key(key: str) -> str:
-    """`--Train-Batch-Size`, `train.batch.size` and `train_batch_size` are one key."""
+    """Normalize a key: `--Train-Batch-Size`, `train.batch.size` → `train_batch_size`."""
     return key.strip().lstrip("-").lower().replace("-", "_").replace(".", "_")
 
 
@@ -31,19 +31,19 @@ def nearest(word: str, words: Iterable[str], *, least: float = 0.6) -> str | Non
 
     Args:
         word: As written.
-        words: The words it may be.
-        least: How much alike they must be, from 0 to 1.
+        words: The valid words.
+        least: Minimum similarity, from 0 to 1.
     """
     by_lower = {name.lower(): name for name in words}
     word = word.lower()
     matches = difflib.get_close_matches(word, by_lower, n=1, cutoff=least)
-    if not matches and len(word) >= _ENOUGH:  # `qwen` for `qwen_image`
+    if not matches and len(word) >= _ENOUGH:  # for example `qwen` for `qwen_image`
         matches = [name for name in by_lower if name.startswith(word)]
     return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """` (did you mean "x"?)`, or an empty string when nothing is close."""
+    """Return ` (did you mean "x"?)`, or "" if no word is close."""
     best = nearest(word, words)
     return f' (did you mean "{best}"?)' if best else ""
 
@@ -51,7 +51,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 def unquoted(text: str) -> str:
     """Strip surrounding spaces, and one pair of leftover quotes.
 
-    In double quotes it may be JSON, so that any text can be given: `"\\"sks\\" cat "`.
+    Text in double quotes may be JSON, so that any string can be written: `"\\"sks\\" cat "`.
     """
     text = text.strip()
     if len(text) < 2 or _QUOTES.get(text[0]) != text[-1]:
@@ -66,7 +66,7 @@ def unquoted(text: str) -> str:
 
 
 def as_bool(value: Any) -> Any:
-    """Read the words people use for yes and no; anything else is returned unchanged."""
+    """Convert the words for yes and no; return anything else unchanged."""
     if isinstance(value, str):
         word = unquoted(value).strip().lower()
         if word in _TRUE:
@@ -77,18 +77,18 @@ def as_bool(value: Any) -> Any:
 
 
 def as_none(value: Any) -> Any:
-    """`None`, `null` and an empty text mean "not set"."""
+    """Convert `None`, `null` and an empty string to None."""
     if isinstance(value, str) and value.strip().lower() in _NONE:
         return None
     return value
 
 
 def as_choice(value: Any, choices: tuple[str, ...]) -> Any:
-    """Match a word to a choice whatever its case and whether it has `-`, `_` or a space.
+    """Match a choice, ignoring case and treating `-`, `_` and spaces alike.
 
-    Of an enumeration's member, `StateDictType.FULL_STATE_DICT`, the last part counts.
+    For an enum member such as `StateDictType.FULL_STATE_DICT`, the last part counts.
     """
-    if value is False and "no" in choices:  # YAML reads a bare `no` as false
+    if value is False and "no" in choices:  # YAML parses a bare `no` as false
         return "no"
     if isinstance(value, str):
         word = re.sub(r"[\s-]+", "_", unquoted(value).strip().lower())
@@ -99,7 +99,7 @@ def as_choice(value: Any, choices: tuple[str, ...]) -> Any:
 
 
 def as_list(value: Any) -> Any:
-    """Read a list in one text: JSON, `[a, b]`, or parts with commas between; unquote each part.
+    """Split a list given as one string: JSON, `[a, b]`, or comma-separated; unquote each item.
 
     A mapping, `{path: a}`, is a list of one.
     """
@@ -117,9 +117,9 @@ def as_list(value: Any) -> Any:
 
 
 def as_mapping(text: str) -> dict[Any, Any] | None:
-    """Parse `{"seed": 3}` or `{seed: 3}`, so that one text can hold settings.
+    """Parse `{"seed": 3}` or `{seed: 3}`, so that one string can hold several settings.
 
-    None if the text is not a mapping.
+    None if the string is not a mapping.
     """
     text = text.strip()
     if not (text.startswith("{") and text.endswith("}")):
@@ -129,7 +129,7 @@ def as_mapping(text: str) -> dict[Any, Any] | None:
 
 
 def _loaded(text: str, kind: type, readers: Iterable[Callable[[str], Any]]) -> Any:
-    """Return the first reader's result that is of this kind; None if there is none."""
+    """Return the first reader's result of this type; None if there is none."""
     for read in readers:
         try:
             value = read(text)

@@ -1,4 +1,4 @@
-"""The types that a job's fields are made of: what they allow, and how it may be spelled."""
+"""Define the types of a job's fields: the valid values, and lenient parsing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Device = Literal["auto", "cuda", "cpu"]
 Loss = Literal["mse", "huber", "smooth_l1"]
 HuberSchedule = Literal["snr", "exponential", "constant"]
 SamplersShift = Literal["sampler"]
-_LARGEST_SHIFT: Final = 1_000_000  # beyond 1e38, fp32 has no number for it
+_LARGEST_SHIFT: Final = 1_000_000  # larger ones overflow fp32 at 1e38
 Shift = Annotated[float, Field(gt=0, le=_LARGEST_SHIFT)]
 CheckpointPolicy = Literal["full", "selective"]
 AttentionBackend = Literal["auto", "flash", "flash3", "efficient", "cudnn", "math"]
@@ -70,7 +70,7 @@ MissingCaptions = Literal["skip", "empty"]
 Launcher = Literal["local", "slurm"]
 
 SAID: Final = "said"
-"""The type of errors whose message is a whole sentence and names the value."""
+"""Error type for messages that are complete sentences and name the value."""
 
 _YES_NO: Final = ("true", "false", "yes", "no", "on", "off")
 _V1_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
@@ -82,7 +82,7 @@ _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
 
 
 def refuse(value: Any, allowed: Sequence[str], instead: str = "") -> PydanticCustomError:
-    """Build the error about a value that is not one of the allowed words; suggests the nearest."""
+    """Build the error for a value that is not an allowed word; suggests the closest one."""
     words = {
         "value": str(value),
         "allowed": instead or f"one of {', '.join(allowed)}",
@@ -96,7 +96,7 @@ def choice(literal: Any) -> BeforeValidator:
 
 
 def read_bool(value: Any) -> Any:
-    """Yes or no, in the words people use; 1 and 0 too."""
+    """Read yes or no in the usual words, or as 1 and 0."""
     value = as_bool(value)
     if value is None or value in (True, False):
         return value
@@ -104,17 +104,17 @@ def read_bool(value: Any) -> Any:
 
 
 def read_family(value: Any) -> Any:
-    """`Qwen-Image` is `qwen_image`."""
+    """Normalize a family name: `Qwen-Image` → `qwen_image`."""
     return value.strip().lower().replace("-", "_") if isinstance(value, str) else value
 
 
 def read_state_dict_type(value: Any) -> Any:
-    """`full` and `sharded` will do."""
+    """Read a state-dict type; `full` and `sharded` are accepted."""
     return _by_stem(value, get_args(StateDictType), "_state_dict")
 
 
 def read_wrap_policy(value: Any) -> Any:
-    """`transformer_based`, `size` or `no` will do; or the dotted path of a callable."""
+    """Read a wrap policy; `transformer_based`, `size`, `no` or a callable's dotted path."""
     policies = get_args(WrapPolicy)
     policy = _by_stem(value, policies, "_wrap", "_based_wrap")
     if policy in policies:
@@ -127,16 +127,16 @@ def read_wrap_policy(value: Any) -> Any:
 
 
 def read_loss(value: Any) -> Any:
-    """`l2`, as other trainers call it, is `mse`."""
+    """Read a loss; `l2`, its name in other trainers, is `mse`."""
     if isinstance(value, str) and value.strip().lower() == "l2":
         return "mse"
     return as_choice(value, get_args(Loss))
 
 
 def read_shift(value: Any) -> Any:
-    """Read a shift of sigma: a number in its limits, the word sampler, or nothing.
+    """Read a shift of sigma: a number within limits, the word sampler, or nothing.
 
-    Checked here, since pydantic would report a problem for each type that the value is not.
+    Checked here, because pydantic would report one problem for each type that does not match.
     """
     value = as_choice(as_none(value), get_args(SamplersShift))
     if value is None or value in get_args(SamplersShift):
@@ -155,7 +155,10 @@ def read_shift(value: Any) -> Any:
 
 
 def read_attention(value: Any) -> Any:
-    """`flash_attention_3` and the like are flash3; SageAttention cannot train, and is refused."""
+    """Read an attention backend; spellings of flash3 are accepted.
+
+    SageAttention is rejected because it cannot train.
+    """
     word = normal_key(str(value)).strip("_")
     if word in _FLASH_3:
         return "flash3"
@@ -165,14 +168,14 @@ def read_attention(value: Any) -> Any:
 
 
 def read_version(value: Any) -> Any:
-    """`v2` and `fsdp2` are 2."""
+    """Read an FSDP version; `v2` and `fsdp2` are 2."""
     if isinstance(value, str):
         return unquoted(value).lower().removeprefix("fsdp").removeprefix("v")
     return value
 
 
 def read_reshard(value: Any) -> Any:
-    """Yes, no, or into how many shards; 1 and 0 are yes and no."""
+    """Read yes, no, or a number of shards; 1 and 0 mean yes and no."""
     if isinstance(value, str):
         word = unquoted(value)
         value = int(word) if word.isdecimal() else as_bool(word)
@@ -182,9 +185,9 @@ def read_reshard(value: Any) -> Any:
 
 
 def read_prefetch(value: Any) -> Any:
-    """Read a number of units; yes and no mean 1 and 0, and so do FSDP v1's words.
+    """Read a number of units; yes and no mean 1 and 0, and FSDP v1's words mean 0.
 
-    What they name, FSDP2 does by itself: it gathers the next unit while one computes.
+    FSDP2 does what those words describe by itself: it gathers the next unit during compute.
     """
     if isinstance(value, str):
         if as_choice(value, _V1_PREFETCH) in _V1_PREFETCH:
@@ -210,7 +213,7 @@ def read_gpus(value: Any) -> Any:
 
 
 def _gpu(name: Any) -> int | str:
-    """Read an index, also written `cuda:0`, or a UUID or its beginning."""
+    """Read an index, also written `cuda:0`, or a UUID or its prefix."""
     if isinstance(name, int) and not isinstance(name, bool):
         return name
     word = str(name).strip()
@@ -224,7 +227,7 @@ def _gpu(name: Any) -> int | str:
 
 
 def read_names(value: Any) -> Any:
-    """Read a list in one text."""
+    """Read a list given as one string."""
     if not isinstance(value, str):
         return value
     text = unquoted(value)
@@ -234,7 +237,7 @@ def read_names(value: Any) -> Any:
 
 
 def read_words(value: Any) -> Any:
-    """Words as a shell would split them; also a list of words."""
+    """Split words like a shell; lists of words are accepted, too."""
     if not isinstance(value, str) or value.strip().startswith("["):
         return as_list(value)
     try:
@@ -254,7 +257,7 @@ def read_slurm_time(value: Any) -> Any:
 
 
 def read_settings(value: Any) -> Any:
-    """Read a mapping, also as JSON in one text; any other text is the path of a file."""
+    """Read a mapping, also as JSON in one string; any other string is the path of a file."""
     settings = as_none(value)
     if settings is None:
         return None
@@ -271,7 +274,7 @@ def read_settings(value: Any) -> Any:
 
 
 def read_numbers(value: Any) -> Any:
-    """Read a mapping of texts to numbers, also in one text."""
+    """Read a mapping of strings to numbers, also given as one string."""
     numbers = as_none(value)
     if isinstance(numbers, str):
         numbers = as_mapping(numbers)

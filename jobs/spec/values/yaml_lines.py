@@ -16,37 +16,38 @@ from jobs.untrusted.text import harmless
 if TYPE_CHECKING:
     from pathlib import Path
 
-STDIN: Final = "-"  # as a file's name
-_MOST_VALUES: Final = 20_000  # keys and entries of lists count too
+STDIN: Final = "-"  # the file name that stands for standard input
+_MOST_VALUES: Final = 20_000  # including keys and list entries
 MOST_LEVELS: Final = 30
 """How deep the values of a file that a person writes may be nested."""
-_LONGEST_NUMBER: Final = 4300  # characters; Python reads no more
+_LONGEST_NUMBER: Final = 4300  # characters; Python's own limit
 
 
 def read_mapping(path: Path, what: str = "job file") -> tuple[dict[str, Any], dict[str, int]]:
-    """Values by normal key, and the line of each key.
+    """Return values by normalized key, and the line of each key.
 
     Args:
-        path: The file; `-` is standard input. JSON is YAML but for tabs between its words.
+        path: The file; `-` is standard input. JSON is YAML except for tabs between tokens.
         what: What it should be, for errors.
 
     Raises:
-        SpecError: It cannot be read, or has no keys, or one twice.
+        SpecError: It cannot be read, has no keys, or has a key twice.
     """
     return parse_mapping(_read(path, what), path)
 
 
 def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Values by normal key, and the line of each key, of a text that stands in a file.
+    """Parse the text of a file: values by normalized key, and the line of each key.
 
     Raises:
-        SpecError: It has no keys, or one twice.
+        SpecError: It has no keys, or a key twice.
     """
     if path.suffix.lower() == ".json":
         text = text.replace("\t", "  ")
     try:
         node, data = parse_yaml(text)
-    except (ValueError, OverflowError, RecursionError) as error:  # what YAML itself cannot build
+    # values that YAML itself cannot construct
+    except (ValueError, OverflowError, RecursionError) as error:
         raise SpecError(f"{path}: a value cannot be read ({error})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -65,7 +66,8 @@ def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]
             )
         lines[name] = key_node.start_mark.line + 1
     values = {normal_key(str(key)): value for key, value in data.items()}
-    for name in values:  # YAML reads `yes`, `0x10` and `<<` as something else than they say
+    # YAML parses keys such as `yes`, `0x10` and `<<` into something other than their text
+    for name in values:
         lines.setdefault(name, node.start_mark.line + 1)
     return values, lines
 
@@ -74,8 +76,8 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     """Parse a text once into a tree and its values.
 
     Raises:
-        ValueError: It has more in it than a person writes.
-        yaml.YAMLError: It is no YAML.
+        ValueError: It is larger than anything a user writes.
+        yaml.YAMLError: It is not YAML.
     """
     if len(text) > LARGEST_TEXT:
         raise ValueError(f"larger than {LARGEST_TEXT >> 20} MiB")
@@ -90,7 +92,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 class _Limited(yaml.SafeLoader):
-    """Refuses what takes minutes or all memory to build: bombs of aliases, numbers, levels."""
+    """Reject input that takes minutes or all memory to build: many aliases, digits or levels."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -111,13 +113,13 @@ class _Limited(yaml.SafeLoader):
             digits = len(node.value)
             if digits > _LONGEST_NUMBER:
                 raise ValueError(f"a number of {digits} characters")
-            if ":" in node.value:  # YAML 1.1 reads a time, 1:30:00, as 5400
+            if ":" in node.value:  # YAML 1.1 parses a time, 1:30:00, as 5400
                 node.tag = "tag:yaml.org,2002:str"
         return node
 
 
 def _expanded(node: yaml.Node, counts: dict[int, float]) -> float:
-    """How many values a tree has with a copy for each alias; infinite if it is in itself."""
+    """Count the values of a tree with all aliases expanded; infinite if it contains itself."""
     if id(node) not in counts:
         counts[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -129,11 +131,11 @@ def _expanded(node: yaml.Node, counts: dict[int, float]) -> float:
 
 
 def dump_mapping(values: dict[str, Any]) -> str:
-    """Dump the values as YAML that reads back to equal values and is safe to show in a terminal."""
+    """Dump values as YAML that reads back equal and is safe to print in a terminal."""
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     if harmless(text) == text and yaml.safe_load(text) == values:
         return text
-    # Line separators of Unicode, for one, come back changed unless they are escaped.
+    # Unicode line separators, for example, do not survive a round trip unless they are escaped.
     escaped: str = yaml.safe_dump(values, sort_keys=False)
     return escaped
 

@@ -42,9 +42,9 @@ def check_trackers(spec: TrackingKeys) -> None:
 
 
 def start_trackers(spec: TrackingKeys, run_dir: RunDir) -> list[subprocess.Popen[bytes]]:
-    """Start a follower of the run for each of its trackers; one that runs already stays the one.
+    """Start a follower for each of the run's trackers; a running one is not started twice.
 
-    They carry no run id, end by themselves, and nobody waits for them.
+    They carry no run id, end by themselves, and are not waited for.
 
     Raises:
         OSError: One could not be started.

@@ -1,1 +1,1 @@
-"""The keys of a job, one file for each heading. `jobs.spec.job_spec` puts them together."""
+"""The keys of a job, one file per heading. `jobs.spec.job_spec` combines them."""

@@ -1,4 +1,4 @@
-"""The data, and what is made of it before training."""
+"""Keys for the data and its preparation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices, how many ranks, and how they share the work."""
+"""Keys for devices, the number of ranks, and how they share the work."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class DeviceKeys(Keys):
 
 
 # -- fsdp -----------------------------------------------------------------------------------
-# How FSDP shards; the names are SimpleTuner's, so that its users feel at home.
+# How FSDP shards. The names are those of SimpleTuner, so that its users recognize them.
 
 
 class FsdpKeys(Keys):

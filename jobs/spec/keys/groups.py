@@ -1,4 +1,4 @@
-"""The headings of the keys: in the reference by group, in the form by heading."""
+"""The headings of the keys, grouped for the reference and subdivided for the form."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What is trained, and on which model."""
+"""Keys for what is trained, and the model."""
 
 from __future__ import annotations
 

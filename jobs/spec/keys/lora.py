@@ -1,4 +1,4 @@
-"""The adapter."""
+"""Keys for the adapter."""
 
 from __future__ import annotations
 

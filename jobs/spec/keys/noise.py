@@ -1,4 +1,4 @@
-"""What a sample is trained with: noise, loss, caption; and the average of what is learned."""
+"""Keys for noise, loss, caption dropout and the moving average."""
 
 from __future__ import annotations
 

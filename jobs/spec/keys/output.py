@@ -1,4 +1,4 @@
-"""Checkpoints and exports."""
+"""Keys for checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OutputKeys(Keys):
 
 
 # -- export ---------------------------------------------------------------------------------
-# What is exported at the end, or from a checkpoint.
+# Exports at the end of a job, or from a checkpoint.
 
 
 ExportFormat = Literal["diffusers", "kohya", "comfyui"]
@@ -65,7 +65,7 @@ _SPELLINGS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "
 
 
 def read_formats(value: Any) -> Any:
-    """One format or several; none means the default."""
+    """Read one format or several; none means the default."""
     value = as_list(as_none(value))
     if isinstance(value, list | tuple):
         return [
@@ -75,7 +75,7 @@ def read_formats(value: Any) -> Any:
 
 
 def read_dtype(value: Any) -> Any:
-    """Return a precision, also as torch calls it."""
+    """Read a precision; torch's names are accepted, too."""
     value = as_choice(value, get_args(ExportDtype))
     return _SPELLINGS.get(value.strip().lower(), value) if isinstance(value, str) else value
 
@@ -100,7 +100,7 @@ class ExportKeys(Keys):
 
 
 # -- hub ------------------------------------------------------------------------------------
-# What is pushed to the Hugging Face hub.
+# Pushing to the Hugging Face hub.
 
 
 class HubKeys(Keys):

@@ -1,4 +1,4 @@
-"""What is sampled while training: prompts, each with settings of its own where it has any."""
+"""Prompts that are sampled during training, with optional settings for each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_size(value: Any) -> Any:
     """Read a side (`768`), or `WIDTHxHEIGHT`; equal sides become one number.
 
     Raises:
-        PydanticCustomError: It is neither, or too small or large.
+        PydanticCustomError: The value is neither, or out of range.
     """
     value = as_none(value)
     if value is None:
@@ -60,18 +60,18 @@ Size = Annotated[int | str | None, BeforeValidator(read_size)]
 
 
 class ValidationPrompt(BaseModel):
-    """A prompt to sample. What it does not set is as the job's `validation_*` keys say.
+    """A prompt to sample. Unset fields default to the job's `validation_*` keys.
 
     Attributes:
-        prompt: The text; `[trigger]` in it becomes the job's trigger word.
-        negative_prompt: What the image should not be like; works with a guidance above 1, of
-            guidance-distilled models with a true_cfg_scale above 1.
+        prompt: The text; `[trigger]` is replaced by the job's trigger word.
+        negative_prompt: What the image should not show. It needs a guidance above 1 or, for
+            guidance-distilled models, a true_cfg_scale above 1.
         resolution: Side of the image, or `WIDTHxHEIGHT`.
         steps: Denoising steps.
-        guidance: Guidance scale; of distilled models, the one they take as an input.
-        seed: Of the noise it begins with.
-        true_cfg_scale: How far away from the negative prompt, of guidance-distilled models.
-        num_frames: Of a video.
+        guidance: Guidance scale; for distilled models, the scale that they take as an input.
+        seed: Seed of the initial noise.
+        true_cfg_scale: Scale of classifier-free guidance, for guidance-distilled models.
+        num_frames: Number of frames of a video.
         conditioning_image: Paths of images, for models that take them.
     """
 
@@ -89,7 +89,8 @@ class ValidationPrompt(BaseModel):
 
     @model_serializer
     def _as_written(self) -> str | dict[str, Any]:
-        """Serialize a prompt without settings as text, unless that reads as something else."""
+        """Serialize a prompt without settings as a string, unless that would be parsed differently.
+        """
         values = {name: value for name, value in self if value is not None}
         plain = len(values) == 1 and as_prompt(self.prompt) is None
         return self.prompt if plain else values
@@ -97,19 +98,19 @@ class ValidationPrompt(BaseModel):
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One image to sample, with nothing left open.
+    """One image to sample, with all values resolved.
 
     Attributes:
         prompt: As written.
-        negative_prompt: As written; None for none, where that has no effect.
+        negative_prompt: As written; None if there is none and it has no effect.
         width: Pixels, a multiple of the family's step.
-        height: Pixels, likewise.
+        height: Pixels, a multiple of the family's step.
         steps: Denoising steps.
         guidance: Guidance scale.
-        true_cfg_scale: Of classifier-free guidance, for models with `guidance` as an input.
+        true_cfg_scale: Scale of classifier-free guidance, for models with `guidance` as an input.
         seed: `torch.Generator("cpu").manual_seed(seed)` gives the noise.
         guided: Whether the negative prompt has an effect, as in stock pipelines.
-        frames: Of a video; 1 for an image.
+        frames: Number of frames of a video; 1 for an image.
         conditioning: Paths of its conditioning images.
     """
 
@@ -149,16 +150,16 @@ def validation_seed_of(spec: DataPlanKeys) -> int:
 
 
 def as_prompt(text: str) -> dict[str, Any] | None:
-    """Parse `{prompt: a cat, seed: 3}`, so that one text can hold settings.
+    """Parse `{prompt: a cat, seed: 3}`, so that one string can hold several settings.
 
-    None if the text is not a mapping.
+    None if the string is not such a mapping.
     """
     value = as_mapping(text)
     return value if value is not None and "prompt" in value else None
 
 
 def read_prompts(value: Any) -> Any:
-    """Read a list of texts or mappings, one of them, or texts with commas between."""
+    """Read a list of strings or mappings, a single one, or comma-separated strings."""
     if isinstance(value, str):
         value = [value] if _is_one(value) else as_list(value)
     if isinstance(value, (dict, ValidationPrompt)):
@@ -169,7 +170,8 @@ def read_prompts(value: Any) -> Any:
 
 
 def _is_one(text: str) -> bool:
-    """Whether a text is one prompt: with settings, or `[trigger]`, which is no list."""
+    """Return whether a string is a single prompt: one with settings, or starting with `[trigger]`.
+    """
     marked = text.strip().startswith("[") and not any(mark in text for mark in "\"',{")
     return marked or as_prompt(text) is not None
 
@@ -220,13 +222,13 @@ def _request(entry: ValidationPrompt, spec: DataPlanKeys) -> SampleRequest:
 
 
 def frames_of(length: int, family: str) -> int:
-    """Frames that a family can make, at most what was asked for."""
+    """Return the closest number of frames, at most `length`, that a family supports."""
     step = FAMILIES[family].frame_step if family in FAMILIES else 0
     return (length - 1) // step * step + 1 if step else 1
 
 
 def size_of(resolution: int | str, step: int) -> tuple[int, int]:
-    """Width and height in multiples of `step`, at most what was asked for."""
+    """Return width and height in multiples of `step`, at most as requested."""
     width, _, height = str(resolution).partition("x")
     sides = (int(width), int(height or width))
     return max(step, sides[0] // step * step), max(step, sides[1] // step * step)

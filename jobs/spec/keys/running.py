@@ -1,4 +1,4 @@
-"""How the job runs and ends."""
+"""Keys for how the job runs and ends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RunningKeys(Keys):
 
 
 # -- slurm ----------------------------------------------------------------------------------
-# How a job is handed to Slurm.
+# How a job is submitted to Slurm.
 
 
 _WORD = r"^[^\s\x00]+$"

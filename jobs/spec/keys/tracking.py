@@ -1,4 +1,4 @@
-"""Experiment trackers that a run reports to."""
+"""Keys for experiment trackers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPELLINGS: Final = {"comet": "comet_ml", "weights_and_biases": "wandb"}
 
 
 def read_trackers(value: Any) -> Any:
-    """One name or several; `none` is none."""
+    """Read one name or several; `none` means no tracker."""
     value = as_list(as_none(value))
     if not isinstance(value, list | tuple):
         return [] if value is None else value

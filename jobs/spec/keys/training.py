@@ -1,4 +1,4 @@
-"""How it is trained: batch, optimizer, schedule, precision."""
+"""Keys for training: batch, optimizer, schedule, precision."""
 
 from __future__ import annotations
 

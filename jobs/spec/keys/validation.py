@@ -1,4 +1,4 @@
-"""Samples while training, and the loss on what is held out."""
+"""Keys for samples during training, and for the validation loss."""
 
 from __future__ import annotations
 

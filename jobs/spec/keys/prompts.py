@@ -89,8 +89,7 @@ class ValidationPrompt(BaseModel):
 
     @model_serializer
     def _as_written(self) -> str | dict[str, Any]:
-        """Serialize a prompt without settings as a string, unless that would be parsed differently.
-        """
+        """Serialize a prompt without settings as a string, unless that parses differently."""
         values = {name: value for name, value in self if value is not None}
         plain = len(values) == 1 and as_prompt(self.prompt) is None
         return self.prompt if plain else values
@@ -170,8 +169,7 @@ def read_prompts(value: Any) -> Any:
 
 
 def _is_one(text: str) -> bool:
-    """Return whether a string is a single prompt: one with settings, or starting with `[trigger]`.
-    """
+    """Return whether a string is a single prompt: with settings, or starting with `[trigger]`."""
     marked = text.strip().startswith("[") and not any(mark in text for mark in "\"',{")
     return marked or as_prompt(text) is not None
 

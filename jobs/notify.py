@@ -108,7 +108,7 @@ def deliver(config: NotifyConfig, facts: Mapping[str, str]) -> Iterator[tuple[st
         return
     logging.getLogger("apprise").setLevel(logging.CRITICAL)  # it would print addresses
     for number, url in enumerate(config.urls, start=1):
-        yield f"url {number}", _tell(apprise.Apprise(), url, facts)
+        yield f"url {number}", _notify_service(apprise.Apprise(), url, facts)
 
 
 def _run(command: str, facts: Mapping[str, str]) -> str:
@@ -129,7 +129,7 @@ def _run(command: str, facts: Mapping[str, str]) -> str:
     return f"exit status {done.returncode}" if done.returncode else ""
 
 
-def _tell(service: object, url: str, facts: Mapping[str, str]) -> str:
+def _notify_service(service: object, url: str, facts: Mapping[str, str]) -> str:
     try:
         if not service.add(url):  # type: ignore[attr-defined]
             return "is no address that apprise knows"

@@ -130,7 +130,7 @@ def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
     return JobSpec.model_validate(rest), {key: readable[key] for key in bad & readable.keys()}
 
 
-def _is_second(spec: JobKeys) -> bool:
+def _is_second_denoiser(spec: JobKeys) -> bool:
     """Whether it trains another denoiser than the family's usual one."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.component_of(spec.model_flavour) != family.component
@@ -162,11 +162,11 @@ def _model(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -
 def _flavour(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -> None:
     """Check the flavour, which matters only where it names one of two denoisers."""
     was, now = old.model_flavour, spec.model_flavour
-    if was != now and (_is_second(old) or _is_second(spec)):
+    if was != now and (_is_second_denoiser(old) or _is_second_denoiser(spec)):
         conflicts.impossible.append(_refusal("model_flavour", was, now))
 
 
-def _held_out(
+def _validation_seed(
     old: ValidationKeys, spec: ValidationKeys, done: int, conflicts: ResumeConflicts
 ) -> None:
     """Check the validation seed, if it chooses which samples are held out."""
@@ -351,7 +351,7 @@ def _modulation(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflic
 _RULES: Final = (
     _model,
     _flavour,
-    _held_out,
+    _validation_seed,
     _class_images,
     _matmul,
     _modulation,

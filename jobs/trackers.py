@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jobs.spec.keys.output import HubKeys
     from jobs.spec.keys.tracking import TrackingKeys
 
-_ALONE: Final = {
+_FOLLOWER_VARIABLES: Final = {
     "PYTHONSAFEPATH": "1",
     "PYTHONUNBUFFERED": "1",
     "CUDA_VISIBLE_DEVICES": "",  # no follower may take GPU memory
@@ -50,7 +50,7 @@ def start_trackers(spec: TrackingKeys, run_dir: RunDir) -> list[subprocess.Popen
         OSError: One could not be started.
     """
     return [
-        _start_beside(
+        _start_follower(
             run_dir, ["engine.tracking", str(run_dir.root), name], run_dir.tracker_log(name)
         )
         for name in spec.report_to
@@ -66,11 +66,11 @@ def start_push(spec: HubKeys, job: Job) -> list[subprocess.Popen[bytes]]:
     if not spec.push_to_hub:
         return []
     log = job.run_dir.logs / "push.log"
-    return [_start_beside(job.run_dir, ["jobs.hub.push", str(job.id)], log)]
+    return [_start_follower(job.run_dir, ["jobs.hub.push", str(job.id)], log)]
 
 
-def _start_beside(run_dir: RunDir, module: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environment = full_environment(Launch([], _ALONE | bytecode_variables()))
+def _start_follower(run_dir: RunDir, module: list[str], log: Path) -> subprocess.Popen[bytes]:
+    environment = full_environment(Launch([], _FOLLOWER_VARIABLES | bytecode_variables()))
     environment.pop(RUN_ID_VARIABLE, None)
     with open(log, "ab") as output:
         return subprocess.Popen(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from jobs.errors import SpecError
 from jobs.paths import config_home
 from jobs.spec.values.spellings import as_choice, did_you_mean, normal_key, unquoted
-from jobs.spec.values.value_types import SAID, choice, read_bool, refuse
+from jobs.spec.values.value_types import FULL_SENTENCE, choice, read_bool, refuse
 from jobs.spec.values.yaml_lines import parse_mapping
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _without(values: dict[str, Any], place: tuple[int | str, ...]) -> Any:
 def _in_words(key: str, error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return f'unknown key "{key}"{did_you_mean(key, Settings.model_fields)}'
-    if error["type"] == SAID:
+    if error["type"] == FULL_SENTENCE:
         return f"{key}: {error['msg']}"
     if error["type"] == "literal_error":
         return f'{key}: "{error["input"]}" is not {error["ctx"]["expected"]}'

@@ -32,12 +32,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         run_id=options.run_id,
     )
     for finding in examine(CHECKS, patient):
-        _say(finding.to_dict())
-    _say({END: True})
+        _print_line(finding.to_dict())
+    _print_line({END: True})
     os._exit(0)  # without joining threads that may hang
 
 
-def _say(values: dict[str, Any]) -> None:
+def _print_line(values: dict[str, Any]) -> None:
     try:
         print(json.dumps(values), flush=True)
     except BrokenPipeError:  # the reader has gone

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 # seconds to wait after SIGKILL; a process that the driver holds longer is abandoned
-_GONE_WITHIN: Final = 3.0
+_KILL_TIMEOUT: Final = 3.0
 _SWEEPS: Final = 3  # a launcher may start another rank while it is being killed
 
 
 @dataclass(frozen=True)
-class Said:
+class HelperOutput:
     """The output of a helper process.
 
     Attributes:
@@ -59,7 +59,7 @@ class Said:
     last_line: str
 
 
-def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Said:
+def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> HelperOutput:
     """Run `python -m module` for at most `seconds`."""
     # Number GPUs the way ranks do.
     variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", RUN_ID_VARIABLE: run_id}
@@ -77,12 +77,12 @@ def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Sai
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            end_child(process, patience=_GONE_WITHIN)
+            end_child(process, patience=_KILL_TIMEOUT)
         out.seek(0)
         err.seek(0)
         words = err.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(words) if line.strip()), "")
-        return Said(_facts(out.read()), status, last)
+        return HelperOutput(_facts(out.read()), status, last)
 
 
 def end_all(run_id: str) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def end_all(run_id: str) -> tuple[int, ...]:
     left: list[ProcessId] = []
     for _ in range(_SWEEPS):
         processes = with_run_id(run_id)
-        left = end(processes, grace=0, timeout=_GONE_WITHIN) if processes else []
+        left = end(processes, grace=0, timeout=_KILL_TIMEOUT) if processes else []
         if left or not processes:
             break
     return tuple(process.pid for process in left)
@@ -109,7 +109,7 @@ def _facts(text: bytes) -> dict[str, Any]:
 # Run the whole examination in a separate process.
 
 
-_SILENT: Final = 240.0  # seconds; longer than any check's limit
+_OUTPUT_TIMEOUT: Final = 240.0  # seconds; longer than any check's limit
 
 
 def find(
@@ -117,7 +117,7 @@ def find(
     gpus: tuple[str, ...] = (),
     *,
     quick: bool = False,
-    silent: float = _SILENT,
+    silent: float = _OUTPUT_TIMEOUT,
 ) -> Generator[Finding, None, None]:
     """Examine the machine; yield findings as they arrive. All processes have ended afterwards.
 
@@ -142,10 +142,10 @@ def find(
         try:
             ended = yield from _findings(process.stdout, silent)
         finally:
-            end_child(process, patience=_GONE_WITHIN)
+            end_child(process, patience=_KILL_TIMEOUT)
             end_all(run_id)  # its children; a process that the driver holds is abandoned
         if not ended:
-            yield _broken_off(errors, silent, process.returncode)
+            yield _aborted(errors, silent, process.returncode)
 
 
 def _findings(pipe: IO[bytes], silent: float) -> Generator[Finding, None, bool]:
@@ -171,7 +171,7 @@ def _read(pipe: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
     lines.put(b"")
 
 
-def _broken_off(errors: IO[bytes], silent: float, status: int | None) -> Finding:
+def _aborted(errors: IO[bytes], silent: float, status: int | None) -> Finding:
     errors.seek(0)
     lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
     word = lines[-1] if lines else f"no answer for {silent:g} s" if status is None else str(status)
@@ -184,9 +184,9 @@ def _broken_off(errors: IO[bytes], silent: float, status: int | None) -> Finding
 # Run an all-reduce on ranks that start the way a job's ranks do, and end all of them.
 
 
-_LOOK_EVERY: Final = 0.1  # seconds
-_MUTE: Final = 15.0  # seconds at most; ranks send a heartbeat every second
-_RANK_GONE_WITHIN: Final = 5.0  # seconds after SIGKILL
+_POLL_INTERVAL: Final = 0.1  # seconds
+_STALE: Final = 15.0  # seconds at most; ranks send a heartbeat every second
+_RANK_KILL_TIMEOUT: Final = 5.0  # seconds after SIGKILL
 _NCCL_WARNING: Final = "NCCL WARN"
 
 
@@ -249,11 +249,11 @@ def all_reduce(
         try:
             deadline = time.monotonic() + limit
             while child.poll() is None and not late:
-                time.sleep(_LOOK_EVERY)
+                time.sleep(_POLL_INTERVAL)
                 statuses = run_dir.rank_statuses()
                 now = time.monotonic()
-                late = _stand_still(watch.look(statuses, now), ranks, still) or now > deadline
-                silent = find_silent(statuses, ranks, min(_MUTE, still / 2)) if late else ()
+                late = _is_stuck(watch.look(statuses, now), ranks, still) or now > deadline
+                silent = find_silent(statuses, ranks, min(_STALE, still / 2)) if late else ()
         finally:
             left = _end(child, run_id)
         warning = _nccl_warning(run_dir.launcher_log)
@@ -261,7 +261,7 @@ def all_reduce(
         if result is not None and child.returncode == 0:
             sizes = tuple(Size(**values) for values in result["sizes"])
             return Outcome(sizes, Size(**result["gathered"]), left=left)
-        problem = _words(silent, limit, still) if late else why_failed(run_dir, child.returncode)
+        problem = _sentence(silent, limit, still) if late else why_failed(run_dir, child.returncode)
         return Outcome(problem=problem, silent=silent, left=left, warning=warning)
 
 
@@ -320,7 +320,7 @@ def _start(
     return child
 
 
-def _stand_still(seen: Sequence[Stillness], ranks: int, still: float) -> bool:
+def _is_stuck(seen: Sequence[Stillness], ranks: int, still: float) -> bool:
     """Return whether all ranks have met and none has progressed for `still` seconds."""
     if len(seen) < ranks or not all(rank.status.step for rank in seen):
         return False
@@ -332,11 +332,11 @@ def _end(child: subprocess.Popen[bytes], run_id: str) -> tuple[int, ...]:
     child.poll()  # collect its status before anyone else does
     left = end_all(run_id)
     with suppress(subprocess.TimeoutExpired):
-        child.wait(_RANK_GONE_WITHIN)
+        child.wait(_RANK_KILL_TIMEOUT)
     return left
 
 
-def _words(silent: Sequence[int], limit: float, still: float) -> str:
+def _sentence(silent: Sequence[int], limit: float, still: float) -> str:
     who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
     return f"{who} did not answer (waited {still:g} s after all ranks met, {limit:g} s in total)"
 

@@ -102,7 +102,7 @@ class _Look(_Message):
 # # -- writing -----------------------------------------------------------------------------------
 
 
-class Teller:
+class ReportWriter:
     """Generate the lines of a stream."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Teller:
     ) -> Iterator[str]:
         """Yield lines with the changes since the last call, then the final line of the report."""
         now: dict[tuple[str, Any], Mapping[str, Any]]
-        now = {("id", row["id"]): _briefly(row) for row in jobs}
+        now = {("id", row["id"]): _shown_values(row) for row in jobs}
         now |= {("gpu", row["gpu"]): row for row in gpus}
         for (kind, name), row in now.items():
             before = self._sent.get((kind, name), {})
@@ -141,7 +141,7 @@ class Teller:
         return _line({"t": round(t), "problem": problem})
 
 
-def _briefly(row: Mapping[str, Any]) -> dict[str, Any]:
+def _shown_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a job's displayed values, rounded to the displayed digits.
 
     More digits would have to be sent again with each report.
@@ -179,7 +179,7 @@ class Snapshot:
     newer: bool = False
 
 
-class Listener:
+class ReportReader:
     """Parse the lines of one stream."""
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class Listener:
         fields = BoxJob.model_fields if kind == "id" else BoxGpu.model_fields
         kept = rows.setdefault(name, {})
         self._kept -= _size(kept)
-        kept.update((key, _worth_keeping(row[key])) for key in row if key in fields)
+        kept.update((key, _truncated(row[key])) for key in row if key in fields)
         self._kept += _size(kept)
         self._changed[kind, name] = None
         if self._kept > MOST_KEPT:
@@ -262,7 +262,7 @@ class Listener:
         )
 
 
-def _worth_keeping(value: Any) -> Any:
+def _truncated(value: Any) -> Any:
     """Truncate a value to what fields allow; {} for values that no field allows."""
     if isinstance(value, str):
         return value[:_LONGEST_TEXT]

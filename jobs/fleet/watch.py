@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from jobs.errors import UserError
-from jobs.fleet.lines import LONGEST, Listener, UnreadableError
+from jobs.fleet.lines import LONGEST, ReportReader, UnreadableError
 from jobs.fleet.ssh import FAILED, is_too_old, ssh_command, why_failed
 from jobs.machine.child import end_child
 from jobs.machine.processes import wait_for_by_hand
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 Status = Literal["connecting", "here", "silent", "away"]
 
-_FIRST_WORD: Final = 30.0  # seconds from starting ssh until the machine's first report is complete
-_MOST_MISSED: Final = 6.0  # missed reports after which the connection is given up
+_FIRST_REPORT_TIMEOUT: Final = 30.0  # seconds, including the start of ssh
+_MAX_MISSED: Final = 6.0  # missed reports after which the connection is given up
 ENDS_IN: Final = 2.0  # seconds for ssh to exit after SIGTERM, or after its output has ended
-_AGAIN: Final = (2.0, 4.0, 8.0, 15.0)  # seconds until the next attempt
+_RETRY_DELAYS: Final = (2.0, 4.0, 8.0, 15.0)  # seconds until the next attempt
 # if ssh works and the problem on the machine will not go away by itself
-_AGAIN_SETTLED: Final = 60.0
+_RETRY_PERMANENT: Final = 60.0
 # If ssh works but the remote process hangs: each attempt may leave another process there, which
 # ends once it is no longer stuck.
-_AGAIN_HUNG: Final = (2.0, 60.0, 300.0)
-_LOOKS_MISSED: Final = 2.0
-_KEPT_ERRORS: Final = 4096  # bytes
-_AT_ONCE: Final = 1 << 16  # bytes
+_RETRY_HUNG: Final = (2.0, 60.0, 300.0)
+_SILENT_AFTER: Final = 2.0
+_STDERR_TAIL: Final = 4096  # bytes
+_READ_SIZE: Final = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class BoxView:
         In that case ssh is running, but the machine or the connection hangs.
         """
         if self.status == "here" and self.snapshot is not None and self.heard is not None:
-            late = now - self.heard > _LOOKS_MISSED * self.snapshot.head.interval
+            late = now - self.heard > _SILENT_AFTER * self.snapshot.head.interval
             return "silent" if late else "here"
         return self.status
 
@@ -91,11 +91,11 @@ class Link:
         self._words = ["list", "--watch", "--json", "--machine", "--interval", f"{interval:g}"]
         self._asks_version = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._listener = Listener()
+        self._listener = ReportReader()
         self._rest = self._errors = b""
         self._failures = 0
-        self._patience = _FIRST_WORD  # seconds without a report until the connection is given up
-        self._alone = False  # use an unshared connection, because the shared one may be what hangs
+        self._patience = _FIRST_REPORT_TIMEOUT  # seconds of silence before giving up
+        self._unshared = False  # avoid the shared connection, which may be what hangs
         self._ending: list[tuple[subprocess.Popen[bytes], float]] = []  # killed at the given time
 
     @property
@@ -110,7 +110,7 @@ class Link:
         pipes = (self._process.stdout, self._process.stderr)
         return [pipe.fileno() for pipe in pipes if pipe is not None and not pipe.closed]
 
-    def tend(self, now: float) -> None:
+    def run_due(self, now: float) -> None:
         """Carry out everything that is due."""
         self._reap(now)
         if now < self._due:
@@ -118,15 +118,15 @@ class Link:
         if self._process is None:
             self._start(now)
         elif self._process.stdout is not None and self._process.stdout.closed:
-            self._settle(now)
+            self._handle_exit(now)
         else:
-            self._alone = not self._alone
-            self._fail(now, f"no answer within {self._patience:.0f} s", _AGAIN_HUNG)
+            self._unshared = not self._unshared
+            self._fail(now, f"no answer within {self._patience:.0f} s", _RETRY_HUNG)
 
-    def hurry(self, now: float) -> None:
+    def retry_now(self, now: float) -> None:
         """Retry at once if the machine is away or silent."""
         if self._process is not None and self.view.status_at(now) == "silent":
-            self._alone = not self._alone
+            self._unshared = not self._unshared
             self._drop(now)
         if self._process is None:
             self._due, self._failures = 0.0, 0
@@ -137,20 +137,20 @@ class Link:
         out, errors = self._process.stdout, self._process.stderr
         assert out is not None
         assert errors is not None
-        data = os.read(file, _AT_ONCE)
+        data = os.read(file, _READ_SIZE)
         if not errors.closed and file == errors.fileno():
-            self._errors = (self._errors + data)[-_KEPT_ERRORS:]
+            self._errors = (self._errors + data)[-_STDERR_TAIL:]
             if not data:
                 errors.close()
         elif data:
             self.view = replace(self.view, received=self.view.received + len(data))
-            self._take(data, now)
+            self._consume(data, now)
         else:
             out.close()
             self._due = now + ENDS_IN
             with suppress(subprocess.TimeoutExpired):  # it has nearly always ended by now
                 self._process.wait(0.02)
-                self._settle(now)
+                self._handle_exit(now)
 
     def end(self) -> None:
         """Tell ssh to end, from any thread; `forget` waits for it."""
@@ -188,25 +188,25 @@ class Link:
 
     def _start(self, now: float) -> None:
         words = ["--version"] if self._asks_version else self._words
-        self._listener, self._rest, self._errors = Listener(), b"", b""
-        self._patience = _FIRST_WORD
+        self._listener, self._rest, self._errors = ReportReader(), b"", b""
+        self._patience = _FIRST_REPORT_TIMEOUT
         self._due = now + self._patience
         if self.view.status != "away":
             self.view = replace(self.view, status="connecting")
         try:
             self._process = subprocess.Popen(
-                ssh_command(self.view.box, words, share=not self._alone),
+                ssh_command(self.view.box, words, share=not self._unshared),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # shield it from Ctrl-C and Ctrl-Z in our terminal
             )
         except OSError as error:
-            self._fail(now, f"cannot run ssh here ({error.strerror})", _AGAIN)
+            self._fail(now, f"cannot run ssh here ({error.strerror})", _RETRY_DELAYS)
         else:
             wait_for_by_hand(self._process.pid)  # its exit status is needed
 
-    def _take(self, data: bytes, now: float) -> None:
+    def _consume(self, data: bytes, now: float) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._asks_version:
             self._rest = data[:100]
@@ -215,17 +215,17 @@ class Link:
             for line in lines:
                 _check_length(line)
                 if (snapshot := self._listener.take(line)) is not None:
-                    looks = _MOST_MISSED * snapshot.head.interval
-                    self._patience = max(_FIRST_WORD, looks)
+                    looks = _MAX_MISSED * snapshot.head.interval
+                    self._patience = max(_FIRST_REPORT_TIMEOUT, looks)
                     self._failures, self._due = 0, now + self._patience
                     self.view = replace(
                         self.view, status="here", why=snapshot.problem, snapshot=snapshot, heard=now
                     )
             _check_length(self._rest)
         except UserError as error:
-            self._fail(now, str(error), (_AGAIN_SETTLED,))
+            self._fail(now, str(error), (_RETRY_PERMANENT,))
 
-    def _settle(self, now: float) -> None:
+    def _handle_exit(self, now: float) -> None:
         """Determine why ssh has closed its output."""
         assert self._process is not None
         status = self._process.poll()
@@ -233,18 +233,18 @@ class Link:
             self._process.kill()
             status = self._process.wait()
         self._read_last_errors()
-        self._alone = False  # the shared connection may be the one that needs no password
+        self._unshared = False  # avoid the shared connection, which may be what hangs
         errors = self._errors.decode(errors="replace")
         if self._asks_version and status != FAILED:
             self._asks_version = False
             version = self._rest.decode(errors="replace").rpartition(" ")[2].strip() or "unknown"
             why = f"its fsdp-tui is {version}, too old for this; update it there"
-            self._fail(now, why, (_AGAIN_SETTLED,))
+            self._fail(now, why, (_RETRY_PERMANENT,))
         elif is_too_old(status, errors):
             self._asks_version = True
             self._fail(now, "its fsdp-tui is too old for this; update it there", (0.0,))
         else:
-            again = _AGAIN if status == FAILED or status <= 0 else (_AGAIN_SETTLED,)
+            again = _RETRY_DELAYS if status == FAILED or status <= 0 else (_RETRY_PERMANENT,)
             self._fail(now, why_failed(self.view.box, status, errors), again)
 
     def _read_last_errors(self) -> None:
@@ -254,8 +254,8 @@ class Link:
             return
         os.set_blocking(errors.fileno(), False)
         with suppress(BlockingIOError):
-            while data := os.read(errors.fileno(), _AT_ONCE):
-                self._errors = (self._errors + data)[-_KEPT_ERRORS:]
+            while data := os.read(errors.fileno(), _READ_SIZE):
+                self._errors = (self._errors + data)[-_STDERR_TAIL:]
 
     def _fail(self, now: float, why: str, again: Sequence[float]) -> None:
         self._drop(now)
@@ -274,7 +274,7 @@ def _check_length(line: bytes) -> None:
 
 # Pause between two reads, so that a burst of reports is published once and an endless stream does
 # not occupy a core.
-_REST: Final = 0.05
+_READ_PAUSE: Final = 0.05
 
 
 class FleetWatch:
@@ -299,9 +299,9 @@ class FleetWatch:
                 if self._retry_requested.is_set():
                     self._retry_requested.clear()
                     for link in self.links:
-                        link.hurry(now)
+                        link.retry_now(now)
                 for link in self.links:
-                    link.tend(now)
+                    link.run_due(now)
                 if self.views != shown:
                     shown = self.views
                     publish(shown)
@@ -330,7 +330,7 @@ class FleetWatch:
                 elif key.fd in key.data.files():
                     key.data.read(key.fd, time.monotonic())
         if not self._retry_requested.is_set():
-            self._closed.wait(_REST)
+            self._closed.wait(_READ_PAUSE)
 
     def retry(self) -> None:
         """Retry the machines that are away or silent now. Thread-safe."""

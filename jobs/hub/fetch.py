@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.hub.listing import Listing
-_LOOK_EVERY: Final = 0.5  # seconds between two progress updates
+_POLL_INTERVAL: Final = 0.5  # seconds between two progress updates
 _FIRST_PAUSE: Final = 1.0  # seconds after a temporary failure; the pause doubles each time
 _LONGEST_PAUSE: Final = 60.0
 _GIVES_UP: Final = 20  # consecutive failures without progress, about 15 minutes
@@ -88,7 +88,7 @@ def _download(
         return Fetch("fetching", min(done, listing.total), listing.total)
 
     def watch() -> None:
-        while not over.wait(_LOOK_EVERY):
+        while not over.wait(_POLL_INTERVAL):
             tell(look())
 
     there = _bytes_there(name)

@@ -57,7 +57,7 @@ def choose(name: HubName, files: Iterable[str], parts: Collection[str] = ()) -> 
     """
     paths = sorted(path for path in files if not path.startswith("."))
     if name.kind == "dataset":
-        return _of_dataset(name, paths)
+        return _select_dataset_files(name, paths)
     folders = {str(PurePosixPath(path).parent) for path in paths} - {"."}
     if "model_index.json" not in paths:
         folders = {"."} if "config.json" in paths else set()
@@ -66,11 +66,11 @@ def choose(name: HubName, files: Iterable[str], parts: Collection[str] = ()) -> 
     chosen = [path for path in paths if "/" not in path and _is_any(path, _TOP)]
     for folder in sorted(folders):
         inside = [path for path in paths if str(PurePosixPath(path).parent) == folder]
-        chosen += _of_part(inside)
+        chosen += _select_part_files(inside)
     return sorted(set(chosen))
 
 
-def _of_part(files: list[str]) -> list[str]:
+def _select_part_files(files: list[str]) -> list[str]:
     """Return a folder's files without copies in other precisions, formats or libraries."""
     kept = [path for path in files if not _is_any(PurePosixPath(path).name, _NEVER)]
     names = {path: PurePosixPath(path).name for path in kept}
@@ -83,7 +83,7 @@ def _of_part(files: list[str]) -> list[str]:
     return kept
 
 
-def _of_dataset(name: HubName, files: list[str]) -> list[str]:
+def _select_dataset_files(name: HubName, files: list[str]) -> list[str]:
     inside = [
         path for path in files if not name.folder or path.startswith(f"{name.folder.rstrip('/')}/")
     ]

@@ -38,10 +38,10 @@ def names_in(spec: InputKeys) -> list[HubName]:
 
 def find_missing(spec: InputKeys) -> list[HubName]:
     """Return the names that are not cached, or not completely as far as can be checked offline."""
-    return [name for name in names_in(spec) if not _is_whole(name)]
+    return [name for name in names_in(spec) if not _is_complete(name)]
 
 
-def _is_whole(name: HubName) -> bool:
+def _is_complete(name: HubName) -> bool:
     root = name.find()
     if root is None or fetches.is_cut_off(name):
         return False

@@ -29,7 +29,7 @@ def start_child(
     environment = (
         os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables() | dict(variables or {})
     )
-    with _interrupt_noted() as interrupted:
+    with _deferred_interrupt() as interrupted:
         child = subprocess.Popen(list(command), env=environment, **more)
     if interrupted:
         end_child(child)
@@ -59,7 +59,7 @@ def end_child(
 
 
 @contextmanager
-def _interrupt_noted() -> Iterator[list[int]]:
+def _deferred_interrupt() -> Iterator[list[int]]:
     """Record a Ctrl-C instead of raising it; `Popen` would lose a child that it has just forked."""
     noted: list[int] = []
     if (

@@ -49,7 +49,7 @@ _SLOWDOWNS: Final = {  # bits of NVML's clock event reasons; being idle does not
 }
 # set in addition to the specific reason, if that is known
 _SLOWED: Final = (0x08, "hardware slowdown")
-_TROUBLE: Final = {  # NVML's error → the GPU's problem
+_GPU_ERRORS: Final = {  # NVML's error → the GPU's problem
     4: "is not accessible to you",
     15: "is lost (it fell off the bus); reboot the machine",
     16: "must be reset before use",
@@ -101,8 +101,8 @@ class _Driver:
         self.retry_at = 0.0
         self.absent: set[Any] = set()  # calls that this driver is too old or too new for
         self.facts: dict[int, _Facts] = {}  # by NVML's index
-        self.people: dict[tuple[int, float], tuple[str, str]] = {}
-        self.people_until = 0.0
+        self.owners: dict[tuple[int, float], tuple[str, str]] = {}
+        self.owners_until = 0.0
 
     def close(self, nvml: Any) -> None:
         with suppress(nvml.NVMLError):
@@ -170,7 +170,7 @@ class _Ask:
                 if error.value == self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
                     _driver.absent.add(call)
                 elif error.value != self.nvml.NVML_ERROR_NO_PERMISSION:
-                    self.problem = _TROUBLE.get(error.value)
+                    self.problem = _GPU_ERRORS.get(error.value)
         return None
 
 
@@ -194,9 +194,9 @@ def _look(nvml: Any) -> list[Gpu]:
         _driver.close(nvml)
         return []
     now = time.monotonic()
-    if now >= _driver.people_until:
-        _driver.people.clear()
-        _driver.people_until = now + _SLOW
+    if now >= _driver.owners_until:
+        _driver.owners.clear()
+        _driver.owners_until = now + _SLOW
     placed: list[tuple[tuple[int, ...], Gpu]] = []
     place: tuple[int, ...] = ()
     for position in range(count):
@@ -213,7 +213,7 @@ def _read(nvml: Any, position: int) -> Gpu:
     try:
         ask = _Ask(nvml, nvml.nvmlDeviceGetHandleByIndex(position))
     except nvml.NVMLError as error:
-        return _lost(position, _TROUBLE.get(error.value, f"cannot be reached ({error})"))
+        return _lost(position, _GPU_ERRORS.get(error.value, f"cannot be reached ({error})"))
     remembered = _slow_facts(ask, position)
     memory = _memory(ask)
     rates = ask("nvmlDeviceGetUtilizationRates")
@@ -335,29 +335,29 @@ def _processes(
             for entry in ask(call, f"{call}_v2") or ():
                 # In containers some drivers report 0 bytes, which no process on a GPU uses.
                 memory = entry.usedGpuMemory or None
-                process = GpuProcess(entry.pid, memory, kind, *_who(entry.pid), mig)
+                process = GpuProcess(entry.pid, memory, kind, *_owner_of(entry.pid), mig)
                 processes.setdefault((entry.pid, mig), process)
     return tuple(processes.values())
 
 
-def _who(pid: int) -> tuple[str | None, str | None]:
+def _owner_of(pid: int) -> tuple[str | None, str | None]:
     """Return user and command line of a process that the driver names; None if they are unknown."""
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         bearer = (pid, process.create_time())
-        if not _is_meant(*bearer):
+        if not _is_local_pid(*bearer):
             return None, None
-        if bearer not in _driver.people:
+        if bearer not in _driver.owners:
             words = " ".join(process.cmdline()) or process.name()
             # The text is untrusted: its characters must not control a terminal.
             plain = "".join(c if c.isprintable() else " " for c in words[:_COMMAND_LENGTH])
-            _driver.people[bearer] = (process.username(), " ".join(plain.split()))
-        return _driver.people[bearer]
+            _driver.owners[bearer] = (process.username(), " ".join(plain.split()))
+        return _driver.owners[bearer]
     return None, None
 
 
 @lru_cache(maxsize=256)
-def _is_meant(pid: int, _started: float) -> bool:
+def _is_local_pid(pid: int, _started: float) -> bool:
     """Return whether the driver's pid refers to the process with this pid in our namespace.
 
     In the host's own pid namespace it does. In a container some drivers translate pids and others

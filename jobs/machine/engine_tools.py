@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # done, total
 
-_NOTICE_WITHIN: Final = 0.1  # seconds between two checks for cancellation
+_POLL_INTERVAL: Final = 0.1  # seconds between two checks for cancellation
 _GRACE: Final = 2.0  # seconds to end after SIGTERM
 _PREFIX: Final = "fsdp-tui: "
 
@@ -86,7 +86,7 @@ def _lines(pipe: IO[bytes], cancelled: Callable[[], bool]) -> Iterator[str]:
         while True:
             if cancelled():
                 raise Cancelled
-            if not waiting.select(_NOTICE_WITHIN):
+            if not waiting.select(_POLL_INTERVAL):
                 continue
             data = os.read(pipe.fileno(), 1 << 16)
             *lines, rest = (rest + data).split(b"\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 LOCKS: Final = Path("/proc/locks")
-_AGAIN: Final = 0.02  # seconds between two attempts
+_RETRY_INTERVAL: Final = 0.02  # seconds between two attempts
 
 
 def take(file: IO[Any], patience: float = 0.0) -> bool:
@@ -26,7 +26,7 @@ def take(file: IO[Any], patience: float = 0.0) -> bool:
         except BlockingIOError:
             if time.monotonic() >= until:
                 return False
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_INTERVAL)
         else:
             return True
 

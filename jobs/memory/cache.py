@@ -19,7 +19,7 @@ from jobs.spec.values.field import facts_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_MOST: Final = 2000  # cached files of about 4 KB each; the oldest are deleted
+_MAX_FILES: Final = 2000  # cached files of about 4 KB each; the oldest are deleted
 _PACKAGES: Final = ("torch", "diffusers", "transformers", "peft", "fsdp-tui")
 
 
@@ -65,7 +65,7 @@ def remember(key: str, predicted: Predicted) -> None:
         write_atomic(folder() / f"{key}.json", json.dumps(predicted.values))
 
 
-def forget_old(most: int = _MOST) -> None:
+def forget_old(most: int = _MAX_FILES) -> None:
     """Delete all but the `most` newest predictions."""
     with suppress(OSError):
         files = sorted(folder().glob("*.json"), key=_written, reverse=True)

@@ -163,7 +163,7 @@ SCHEMA: Final = 1
 PHASES: Final = ("forward", "backward", "optimizer")  # phases that set the peak of most jobs
 _NEWEST: Final = 50  # newest runs that are used
 _LONGEST: Final = 400  # lines; a longer file is rewritten with only the newest ones
-_BELIEVED: Final = (0.5, 2.0)  # ratios outside this range have another cause, such as a shared GPU
+_PLAUSIBLE_RATIOS: Final = (0.5, 2.0)  # others have another cause, such as a shared GPU
 _HIGH_SHARE: Final = 0.9  # share of runs that stay below the upper end of the band
 
 
@@ -276,12 +276,12 @@ def read_calibration(path: Path | None = None) -> Calibration:
         for entry in everything
         if isinstance(entry.get("beside"), int) and isinstance(entry.get("ranks"), int)
     }
-    entries = [entry for entry in everything if _believed(entry.get("peak"))]
+    entries = [entry for entry in everything if _is_plausible(entry.get("peak"))]
     for entry in entries[-_NEWEST:]:
         peak.append(float(entry["peak"]))
         phases_of = entry.get("phases")
         for name, ratio in phases_of.items() if isinstance(phases_of, dict) else ():
-            if _believed(ratio):
+            if _is_plausible(ratio):
                 phases.setdefault(str(name), []).append(float(ratio))
     by_phase = {name: tuple(ratios) for name, ratios in phases.items()}
     return Calibration(len(peak), tuple(peak), by_phase, beside)
@@ -291,8 +291,8 @@ def _peak(phases: Any, name: str) -> int:
     return next((phase.peak for phase in phases if phase.name == name), 0)
 
 
-def _believed(ratio: object) -> bool:
-    low, high = _BELIEVED
+def _is_plausible(ratio: object) -> bool:
+    low, high = _PLAUSIBLE_RATIOS
     return isinstance(ratio, int | float) and low <= ratio <= high
 
 

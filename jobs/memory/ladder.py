@@ -374,11 +374,11 @@ def climb(
     """
     now = fit(spec)
     while now is not None and not enough(now):
-        step = _next(spec, now, fit)
+        step = _next_step(spec, now, fit)
         if step is None:
             return
         if step.rung.milder and enough(step.after):
-            tried = (_take(rung, spec, now, fit) for rung in step.rung.milder)
+            tried = (_step(rung, spec, now, fit) for rung in step.rung.milder)
             step = next((step for step in tried if step is not None and enough(step.after)), step)
         yield step
         spec, now = step.spec, step.after
@@ -400,17 +400,17 @@ def loosen(
     now = fit(spec) if checkpoints_activations(spec) else None
     if now is None or not enough(now):
         return None
-    tried = (_take(rung, spec, now, fit) for rung in LOOSER)
+    tried = (_step(rung, spec, now, fit) for rung in LOOSER)
     return next((step for step in tried if step is not None and enough(step.after)), None)
 
 
-def _next(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
-    tried = (_take(rung, spec, now, fit) for rung in LADDER)
+def _next_step(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
+    tried = (_step(rung, spec, now, fit) for rung in LADDER)
     helps = (step for step in tried if step is not None and step.after.high < now.high * _HELPS)
     return next(helps, None)
 
 
-def _take(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
+def _step(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
     """Apply a rung; return None if it has no effect or the job could not run."""
     changes = rung.change(spec)
     changed = changes and _with(spec, changes)

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
 COMMAND: Final = (sys.executable, "-m", "engine.memory")
 PATIENCE: Final = 180.0  # seconds for an answer; a large model on a busy login node takes 20
-_NOTICE_WITHIN: Final = 0.1  # seconds between two checks for cancellation
+_POLL_INTERVAL: Final = 0.1  # seconds between two checks for cancellation
 _NICE: Final = 10  # it shares the CPU with training and with other users of a login node
 _GRACE: Final = 2.0  # seconds to exit after its input is closed
-_LAST_WORDS: Final = 2000  # bytes read from the end of its standard error
+_STDERR_TAIL: Final = 2000  # bytes read from the end of its standard error
 
 
-class Gone(ToolError):
+class Died(ToolError):
     """The process exited without answering."""
 
 
@@ -75,9 +75,9 @@ class Server:
         self._rest = b""
         self._outstanding = 0  # requests sent but not yet answered; answers arrive in order
         self._numbers = itertools.count(1)
-        self._talking = threading.Lock()
+        self._request_lock = threading.Lock()
         # so that `close` also ends a process that is still starting
-        self._starting = threading.Lock()
+        self._process_lock = threading.Lock()
         self._closed = False
 
     @property
@@ -101,15 +101,15 @@ class Server:
             Cancelled: `cancelled` returned True.
         """
         deadline = time.monotonic() + self._patience
-        while not self._talking.acquire(timeout=_NOTICE_WITHIN):
-            _go_on(cancelled, deadline)
+        while not self._request_lock.acquire(timeout=_POLL_INTERVAL):
+            _raise_if_done(cancelled, deadline)
         try:
             try:
                 answer = self._ask(request, cancelled, deadline)
-            except Gone:  # it may have been killed from outside; a new one may work
+            except Died:  # it may have been killed from outside; a new one may work
                 answer = self._ask(request, cancelled, deadline)
         finally:
-            self._talking.release()
+            self._request_lock.release()
         if "error" in answer:
             raise SpecError(str(answer["error"]), answer.get("hint"))
         return answer
@@ -117,7 +117,7 @@ class Server:
     def close(self) -> None:
         """End the process and do not start another."""
         self._closed = True
-        with self._starting:
+        with self._process_lock:
             self._end()
 
     def _ask(
@@ -133,7 +133,7 @@ class Server:
             process.stdin.write(line.encode())
             process.stdin.flush()
         except OSError:
-            raise self._gone() from None
+            raise self._exit_error() from None
         self._outstanding += 1
         answer = self._read(process, cancelled, deadline)
         self._outstanding -= 1
@@ -156,20 +156,20 @@ class Server:
                             return answer
                     continue
                 try:
-                    _go_on(cancelled, deadline)
+                    _raise_if_done(cancelled, deadline)
                 except ToolError:
                     self._end()  # the process hangs
                     raise
-                if not waiting.select(_NOTICE_WITHIN):
+                if not waiting.select(_POLL_INTERVAL):
                     continue
                 if not (data := os.read(process.stdout.fileno(), 1 << 16)):
-                    raise self._gone()
+                    raise self._exit_error()
                 self._rest += data
 
     # -- the process -----------------------------------------------------------------------
 
     def _running(self) -> subprocess.Popen[bytes]:
-        with self._starting:
+        with self._process_lock:
             if self._closed:
                 raise ToolError("prediction cancelled: the dashboard is closing")
             if self._process is not None and self._process.poll() is None:
@@ -190,15 +190,15 @@ class Server:
         forget_old()  # while it imports torch
         return process
 
-    def _gone(self) -> Gone:
+    def _exit_error(self) -> Died:
         last_line = ""
         if self._errors is not None:
             end = self._errors.seek(0, os.SEEK_END)
-            self._errors.seek(max(0, end - _LAST_WORDS))
+            self._errors.seek(max(0, end - _STDERR_TAIL))
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
             last_line = lines[-1] if lines else ""
         self._end()
-        return Gone(f"python -m engine.memory failed: {last_line or 'it exited without an answer'}")
+        return Died(f"python -m engine.memory failed: {last_line or 'it exited without an answer'}")
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -214,7 +214,7 @@ class Server:
             self._errors = None
 
 
-def _go_on(cancelled: Callable[[], bool], deadline: float) -> None:
+def _raise_if_done(cancelled: Callable[[], bool], deadline: float) -> None:
     if cancelled():
         raise Cancelled
     if time.monotonic() > deadline:

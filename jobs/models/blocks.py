@@ -54,7 +54,7 @@ def remember(key: str, answer: dict[str, Any]) -> None:
     """Store JSON values under a key. A full disk is not an error here; this is only a cache."""
     with suppress(OSError):
         cache_home().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _alone():
+        with _locked():
             entries = _entries()
             entries.pop(key, None)
             entries[key] = {"t": round(time.time()), "found": answer}
@@ -70,7 +70,7 @@ def _entries() -> dict[str, Any]:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _locked() -> Iterator[None]:
     """Hold the lock, but proceed without it after a long wait; at worst an entry is lost.
 
     The holder may be suspended, and some file systems have no locks.
@@ -90,7 +90,7 @@ def _alone() -> Iterator[None]:
 __all__ = ["BlockClass", "Coverage", "Detection", "cached_detection", "detect_blocks"]
 
 # Errors from parsing what another version, or another program, wrote.
-_NOT_OURS: Final = (ValueError, TypeError, KeyError, AttributeError)
+_PARSE_ERRORS: Final = (ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def detect_blocks(
             raise SpecError(f"{target.name}: {error.message}", error.hint) from None
     try:
         detection = Detection.of(target, answer, cached=False)
-    except _NOT_OURS as error:
+    except _PARSE_ERRORS as error:
         raise ToolError(f"unexpected answer from python -m engine.blocks: {error!r}") from None
     remember(target.key(SCHEMA), answer)
     return detection
@@ -218,5 +218,5 @@ def _recall(target: Target) -> Detection | None:
     stored = recall(target.key(SCHEMA))
     try:
         return Detection.of(target, stored, cached=True) if stored is not None else None
-    except _NOT_OURS:  # damaged; detect again
+    except _PARSE_ERRORS:  # damaged; detect again
         return None

@@ -91,7 +91,7 @@ def find_target(
         raise SpecError(f"model_flavour {model_flavour} needs a model_family")
     family = get_family(read_family(model_family), model_flavour) if model_family else None
     if pretrained_model:
-        name, config, folder = _look_at(pretrained_model)
+        name, config, folder = _resolve(pretrained_model)
         flavour = model_flavour
     elif family is not None:
         flavour = model_flavour or next(iter(family.flavours), None)
@@ -106,12 +106,12 @@ def find_target(
     )
 
 
-def _look_at(text: str) -> tuple[str, dict[str, Any], Path | None]:
+def _resolve(text: str) -> tuple[str, dict[str, Any], Path | None]:
     """Return name, config and directory of the model that the user named."""
     path = expand(text)
     if exists(path) and not path.is_dir():
         if path.name == "model_index.json":
-            return _look_at(str(path.parent))
+            return _resolve(str(path.parent))
         return str(path.absolute()), _read(path), path.parent
     try:
         root = find_model(text)
@@ -149,7 +149,7 @@ def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any]
             "set pretrained_model_name_or_path to a directory or a config.json",
         )
     try:
-        return _look_at(published.hub_id)
+        return _resolve(published.hub_id)
     except SpecError:
         raise SpecError(
             f"the config of {family.title} {flavour} ({published.hub_id}) is not available",
@@ -184,7 +184,7 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
     Raises:
         SpecError: The class is unknown, or belongs to another family.
     """
-    _refuse_giants(config, name)
+    _check_sizes(config, name)
     class_name = config.get("_class_name")
     if family is None:
         if class_name or config.get("model_type"):
@@ -213,7 +213,7 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
     return config
 
 
-def _refuse_giants(config: dict[str, Any], name: str) -> None:
+def _check_sizes(config: dict[str, Any], name: str) -> None:
     """Reject implausible sizes, which would exhaust memory when the model is built.
 
     Raises:

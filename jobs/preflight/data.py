@@ -266,7 +266,7 @@ def missing_partners(spec: InputKeys) -> list[str]:
     return [
         line
         for dataset in folders
-        for line in tell_missing(
+        for line in describe_missing(
             dataset, *samples_in(spec, dataset, list_files(expand(dataset.path)))
         )
     ]
@@ -284,7 +284,7 @@ def samples_in(spec: DataKeys, dataset: Dataset, files: Listing) -> tuple[list[P
         return pictures, []
 
 
-def tell_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path]) -> list[str]:
+def describe_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path]) -> list[str]:
     """Return a sentence on the samples without a conditioning image; empty if there are none."""
     if not alone:
         return []
@@ -300,7 +300,7 @@ def tell_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path
 
 
 MOST: Final = 500  # images read per folder, evenly spaced
-_WORTH_TELLING: Final = 0.2  # share of the images; a few bad ones are in every dataset
+_REPORTED_SHARE: Final = 0.2  # share of the images; a few bad ones are in every dataset
 _HEAD: Final = 12  # bytes
 # First bytes of image files: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000, and JPEG
 # XL twice.
@@ -323,7 +323,7 @@ def find_unusable(spec: InputKeys) -> list[str]:
             continue
         files = list_files(root)
         pictures, alone = samples_in(spec, dataset, files)
-        sentences += tell_missing(dataset, pictures, alone)
+        sentences += describe_missing(dataset, pictures, alone)
         total = len(pictures)
         seen = pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)
@@ -331,7 +331,7 @@ def find_unusable(spec: InputKeys) -> list[str]:
         if not files.metadata and spec.missing_captions == "skip" and not default:
             bare = sum(not _has_caption(path) for path in seen)
         for count, what in ((broken, "not readable"), (bare, "no caption")):
-            if seen and count >= max(1, _WORTH_TELLING * len(seen)):
+            if seen and count >= max(1, _REPORTED_SHARE * len(seen)):
                 exact = f"{count} of {total} images"
                 share = f"about {count / len(seen):.0%} of {total:,} images"
                 which = exact if len(seen) == total else share

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Place = Literal["first", "up", "down", "last"]
 LOCAL: Final = "local"
 """The backend of jobs that want CPU ranks or GPUs of this machine."""
-_APART: Final = 1e-3  # seconds between two jobs that were queued at the same time
+_MIN_GAP: Final = 1e-3  # seconds between two jobs that were queued at the same time
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def moved(job: Job, queue: Sequence[Job], to: Place) -> dict[int, float]:
     places: dict[int, float] = {}
     last = -math.inf
     for job_id, peer in zip(order, peers, strict=True):
-        places[job_id] = last = max(peer.queued, last + _APART)
+        places[job_id] = last = max(peer.queued, last + _MIN_GAP)
     return places
 
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 _PACE_WINDOW: Final = 20  # steps
-_FIRST_END: Final = 16 << 10  # bytes of the first read from the end of the file
-_LARGER: Final = 8  # factor by which each further read is larger
+_FIRST_READ: Final = 16 << 10  # bytes of the first read from the end of the file
+_READ_GROWTH: Final = 8  # factor by which each further read is larger
 # `jobs.run.rundir.event` begins lines like this; any other line is decoded.
 STEP_LINE: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "step"')
 _NEITHER_STEP_NOR_START: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "(?!step"|start")')
@@ -117,7 +117,7 @@ class EventLog:
             if isinstance(event, dict):
                 # Characters that could control a terminal are escaped in JSON, or outside of ASCII.
                 plain = b"\\" not in line and line.isascii()
-                self._take(event if plain else harmless_value(event))
+                self._consume(event if plain else harmless_value(event))
         return end > 0
 
     def read_all(self) -> Self:
@@ -142,7 +142,7 @@ class EventLog:
             self.__init__(self.path, passed_over=self.passed_over)  # type: ignore[misc]
         self._inode = stat.st_ino
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _consume(self, event: dict[str, Any]) -> None:
         try:
             match event.get("kind"):
                 case Step.kind:
@@ -208,13 +208,13 @@ def read_end(path: Path) -> EventLog:
         size = os.stat(path).st_size
     except OSError:
         return EventLog(path)
-    length = _FIRST_END
+    length = _FIRST_READ
     while True:
         offset = max(0, size - length)
         log = EventLog(path, passed_over=_NEITHER_STEP_NOR_START, _offset=offset).read_all()
         if offset == 0 or len(log.steps) >= _PACE_WINDOW:
             return log
-        length *= _LARGER
+        length *= _READ_GROWTH
 
 
 # -- run report -----------------------------------------------------------------------------
@@ -314,10 +314,10 @@ class ReportLog(EventLog):
         """Return the number of bytes read."""
         return self._offset
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _consume(self, event: dict[str, Any]) -> None:
         if str(event.get("kind")) not in _REPORTED:
             return
-        super()._take(event)
+        super()._consume(event)
         del self.warnings[:-_MOST_WARNINGS], self.validations[:-_MOST_VALIDATIONS]
 
 
@@ -352,7 +352,7 @@ _LEAST_SECONDS: Final = 1.0  # shorter phases are not shown
 _LAST: Final = 1e11  # Unix seconds of the year 5138; calendars cannot represent much later times
 _FIRST, _LAST_STAGE = "import", "train"
 _MOST_STAGES: Final = 40
-_LONG_STORIES: Final = ("train",)  # phases that other moments describe
+_UNLISTED_PHASES: Final = ("train",)  # phases that other moments describe
 
 
 class Stage(NamedTuple):
@@ -390,8 +390,8 @@ class Timeline(EventLog):
     moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=_MOST))
     stages: list[Stage] = field(default_factory=list)
 
-    def _take(self, event: dict[str, Any]) -> None:
-        super()._take(event)
+    def _consume(self, event: dict[str, Any]) -> None:
+        super()._consume(event)
         kind = event.get("kind")
         if kind == Step.kind or not isinstance(kind, str):
             return
@@ -466,7 +466,7 @@ _READ: Final[dict[str, type[Event]]] = {event.kind: event for event in _EVENTS}
 
 def _phase(event: PhaseEvent) -> str:
     """Describe a finished phase that took long enough to mention."""
-    if event.state != "end" or event.name in _LONG_STORIES:
+    if event.state != "end" or event.name in _UNLISTED_PHASES:
         return ""
     seconds = event.seconds or 0.0
     if seconds < _LEAST_SECONDS:

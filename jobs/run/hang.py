@@ -66,7 +66,7 @@ class Watch:
         self._seen = {s.rank: _since(before.get(s.rank), s, elapsed) for s in statuses}
         return [self._seen[status.rank] for status in statuses]
 
-    def look_again(self, now: float) -> None:
+    def restart_interval(self, now: float) -> None:
         """Start the next interval now, because the watching process itself was busy."""
         self._looked_at = now
 
@@ -154,6 +154,6 @@ def _where(status: RankStatus) -> str:
     return f"at step {status.step} while {PHASES.get(status.phase, status.phase)}"
 
 
-def saves_on(ranks: Sequence[Stillness]) -> bool:
+def is_saving(ranks: Sequence[Stillness]) -> bool:
     """Return whether a checkpoint or an export is being written and makes progress."""
     return any(r.status.phase in ("copy", "save", "export") and r.still < SAVE_STEP for r in ranks)

@@ -146,7 +146,7 @@ def environment(run_dir: RunDir) -> dict[str, str]:
     }
 
 
-def tell_hang(run_dir: RunDir, reason: str, say: Callable[[str], None]) -> str:
+def explain_hang(run_dir: RunDir, reason: str, say: Callable[[str], None]) -> str:
     """Extend the reason of a hang by what its ranks waited for, if their records show it."""
     try:
         wait = find_wait(run_dir)
@@ -431,7 +431,7 @@ def _launchers_end(run_dir: RunDir, exit_code: int | None) -> Failure:
     return Failure(what, _cause_in(last))
 
 
-def is_persons_fault(run_dir: RunDir) -> bool:
+def is_user_error(run_dir: RunDir) -> bool:
     """Return whether the job itself is at fault, so that another attempt would fail likewise."""
     causes = causes_of(run_dir.rank_errors())
     return bool(causes) and causes[0].get("type") == "UserError"

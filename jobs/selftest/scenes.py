@@ -40,13 +40,13 @@ _MEASURE: Final = 4.0  # seconds of collectives
 Scene = tuple[str, str, "Callable[[], Iterator[Finding]]"]
 
 
-def perform(stage: Stage) -> Iterator[Finding]:
+def run_scenes(stage: Stage) -> Iterator[Finding]:
     """Every scene; one that fails does not keep the others from being played."""
-    refused = list(_played(stage, "toy", lambda: _toy(stage)))
+    refused = list(_run_scene(stage, "toy", lambda: _toy(stage)))
     if refused:  # without a model there is nothing to play with
         yield from (finding.plain("one device") for finding in refused)
         return
-    first = _First(stage)
+    first = _OneDevice(stage)
     everything = _layouts(stage.ranks)
     scenes: list[Scene] = [
         ("one device", "train, sample, export", first.train),
@@ -66,11 +66,11 @@ def perform(stage: Stage) -> Iterator[Finding]:
         ]
     for group, name, play in scenes:
         stage.say(f"{group}: {name}")
-        for finding in _played(stage, name, play):
+        for finding in _run_scene(stage, name, play):
             yield finding.plain(group)
 
 
-def _played(stage: Stage, name: str, play: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _run_scene(stage: Stage, name: str, play: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from play()
     except SceneFailed as failed:
@@ -112,7 +112,7 @@ def _toy(stage: Stage) -> Iterator[Finding]:
     yield from ()
 
 
-class _First:
+class _OneDevice:
     """One device trains; what it trained is what everything else is compared with."""
 
     def __init__(self, stage: Stage) -> None:
@@ -407,7 +407,7 @@ def run(
     stage = Stage(store, root, gpus, ranks, say)
     findings: list[Finding] = []
     try:
-        for finding in perform(stage):
+        for finding in run_scenes(stage):
             findings.append(finding)
             yield finding
     finally:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 STEPS: Final = 8
 PREFIX: Final = "selftest-"
-_LOOK_EVERY: Final = 0.05  # seconds
+_POLL_INTERVAL: Final = 0.05  # seconds
 _LONGEST: Final = 900.0  # seconds a job may take; the slowest machine takes a tenth of it
 
 COMMON: Final[dict[str, Any]] = {
@@ -157,7 +157,7 @@ class Stage:
                 return job
             if time.monotonic() > deadline:
                 raise SceneFailed(f"it is still {job.state} after {_LONGEST:g} s", job)
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_INTERVAL)
 
     def kill_rank(self, job: Job, rank: int) -> None:
         """SIGKILL a rank of a running job."""

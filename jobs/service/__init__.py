@@ -51,7 +51,7 @@ __all__ = ["Progress", "progress"]  # with what is defined here
 
 # Around what follows a change that the database has taken: the next look does it as well, and with
 # an error people would make the change twice.
-_CHANGED_ALREADY: Final = suppress(OSError, sqlite3.Error)
+_BEST_EFFORT: Final = suppress(OSError, sqlite3.Error)
 
 
 class FilesLeftError(UserError):
@@ -86,7 +86,7 @@ def carry_out(store: Store, plan: Plan) -> Job:
     else:
         prepare = partial(_prepare, store, plan.job.run_dir, plan)
         terms = Terms.of(plan.spec, plan.wanted)
-        job = store.requeue(plan.job.id, _how_it_goes_on(plan), terms, prepare)
+        job = store.requeue(plan.job.id, _describe_resume(plan), terms, prepare)
     return start_if_free(store, job)
 
 
@@ -97,7 +97,7 @@ def _write_files(text: str, absent: Sequence[HubName], run_dir: RunDir) -> None:
 
 def start_if_free(store: Store, job: Job) -> Job:
     """Start a queued job if it may start now; otherwise make sure that a keeper will."""
-    with _CHANGED_ALREADY:
+    with _BEST_EFFORT:
         dispatch(store)
         ensure_keepers(store)
         return store.get(job.id)
@@ -106,7 +106,7 @@ def start_if_free(store: Store, job: Job) -> Job:
 
 def _dispatched(store: Store, job: Job) -> Job:
     """Let the queue act on a change of a job."""
-    with _CHANGED_ALREADY:
+    with _BEST_EFFORT:
         dispatch(store)
         return store.get(job.id)
     return job
@@ -162,7 +162,7 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
         and not place.holds(job)
         and store.change(job_id, State.STOPPED, "removed from the queue", only_from={State.QUEUED})
     ):
-        with _CHANGED_ALREADY:
+        with _BEST_EFFORT:
             hub.end_unwanted(job, store.in_states([State.QUEUED]))
         return f"job {job_id} was removed from the queue"
     job = store.get(job_id)
@@ -195,7 +195,7 @@ def resume(
     return carry_out(store, plan_resume(store, job_id, overrides, back_to=back_to))
 
 
-def _how_it_goes_on(plan: Plan) -> str:
+def _describe_resume(plan: Plan) -> str:
     how = "restarted from step 0"
     if plan.begin is not None:
         how = f"resumed after step {plan.begin.step}"
@@ -236,7 +236,7 @@ def move(store: Store, job_id: int, *, to: Place | None = None, priority: int | 
 def pause(store: Store, paused: bool = True) -> None:
     """Pause or unpause the queue; running jobs are not affected."""
     store.pause(paused)
-    with _CHANGED_ALREADY:
+    with _BEST_EFFORT:
         dispatch(store)
 
 

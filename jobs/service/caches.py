@@ -32,8 +32,8 @@ _TITLES: Final = {
     "webdataset": "unpacked archives of datasets",
     "tables": "copies of datasets' parquet files",
 }
-_OF_NO_JOB: Final = ("detection",)
-_ALWAYS_AT_HOME: Final = ("tables",)  # wherever a job's cache_dir is
+_NOT_FOR_JOBS: Final = ("detection",)
+_IGNORE_CACHE_DIR: Final = ("tables",)  # wherever a job's cache_dir is
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _valid_names(names: Sequence[str]) -> list[str]:
 
 
 def _check_unused(store: Store, names: Sequence[str]) -> None:
-    if set(names) <= set(_OF_NO_JOB):
+    if set(names) <= set(_NOT_FOR_JOBS):
         return
     service.refresh(store)  # a job whose processes are gone uses nothing
     for job in store.in_states(ACTIVE):
@@ -132,14 +132,14 @@ def _check_unused(store: Store, names: Sequence[str]) -> None:
 
 
 def _may_use(job: Job, name: str) -> bool:
-    if name in _OF_NO_JOB:
+    if name in _NOT_FOR_JOBS:
         return False
     try:
         place = load_spec(job.run_dir.job_file).cache_dir
     except UserError:  # it runs all the same
         return True
     elsewhere = place is not None and Path(place).resolve() != cache_home().resolve()
-    return not elsewhere or name in _ALWAYS_AT_HOME
+    return not elsewhere or name in _IGNORE_CACHE_DIR
 
 
 def _place(name: str) -> Path:

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 STEPS: Final = 2  # Adam's state appears in the first; the second is like all others
-_LOOK_EVERY: Final = 0.2  # seconds
+_POLL_INTERVAL: Final = 0.2  # seconds
 _LONGEST_NAME: Final = 64  # characters
-_ENDLESS: Final = 1_000_000  # steps: it must not end by itself, which would save
-_WITHOUT: Final[Mapping[str, Any]] = {
-    "max_train_steps": _ENDLESS,
+_MAX_STEPS: Final = 1_000_000  # steps: it must not end by itself, which would save
+_OVERRIDES: Final[Mapping[str, Any]] = {
+    "max_train_steps": _MAX_STEPS,
     "num_train_epochs": None,
     "checkpointing_steps": 0,
     "validation_prompts": [],
@@ -82,9 +82,9 @@ def measure(
         UserError: It cannot run as described, or someone stopped it.
         ToolError: It failed for a reason other than memory.
     """
-    values = spec.to_dict() | dict(_WITHOUT) | {"name": f"measure-{spec.name}"[:_LONGEST_NAME]}
+    values = spec.to_dict() | dict(_OVERRIDES) | {"name": f"measure-{spec.name}"[:_LONGEST_NAME]}
     plan = plan_submit(store, type(spec).model_validate(values))
-    with _leaving_in_order():
+    with _exit_on_signals():
         job = service.carry_out(store, plan)
         try:
             report, ended = _watch(store, job, tell)
@@ -101,7 +101,7 @@ def measure(
 
 
 @contextmanager
-def _leaving_in_order() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Handle SIGHUP and SIGTERM like Ctrl-C, so that the endless run is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -133,7 +133,7 @@ def _watch(store: Store, job: Job, tell: Callable[[str], None]) -> tuple[RunRepo
             return report, None
         if now.state.ended:
             return report, now
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_POLL_INTERVAL)
 
 
 def _remove(store: Store, job_id: int) -> None:
@@ -143,5 +143,5 @@ def _remove(store: Store, job_id: int) -> None:
     with suppress(NotFoundError, service.FilesLeftError):
         while not store.get(job_id).state.ended:
             service.refresh(store)
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_INTERVAL)
         service.remove(store, job_id)

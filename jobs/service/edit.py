@@ -9,7 +9,7 @@ from jobs import service
 from jobs.errors import StateError, UserError
 from jobs.hub import wanted as hub
 from jobs.queue.job import Terms
-from jobs.service.plan import check_not_handed_in, plan_change
+from jobs.service.plan import check_not_submitted, plan_change
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.strategy import world_size
 
@@ -64,7 +64,7 @@ def change(
     old, new = dump_spec(before), dump_spec(plan.spec)
 
     def prepare(undo: Undo) -> None:
-        check_not_handed_in(store.get(job_id))
+        check_not_submitted(store.get(job_id))
         if dump_spec(load_spec(run_dir.job_file)) != old:
             raise StateError(f"job {job_id} was changed elsewhere in the meantime", "reload it")
         undo.keep([run_dir.job_file, hub.waits_file(run_dir)])

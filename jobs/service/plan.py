@@ -163,7 +163,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
     job = store.get(job_id)
     if job.state is not State.QUEUED:
         raise StateError(f"job {job_id} is {job.state}, not queued")
-    check_not_handed_in(job)
+    check_not_submitted(job)
     begin = newest_whole(job.run_dir)
     if begin is None:
         if not absent and noted(job.run_dir):
@@ -189,7 +189,7 @@ def _check(spec: JobSpec, absent: Sequence[HubName] = ()) -> int | list[str] | N
     return backend(spec.launcher).request(spec)
 
 
-def check_not_handed_in(job: Job) -> None:
+def check_not_submitted(job: Job) -> None:
     """Raise `StateError` if someone else's queue has this attempt of the job, as it is."""
     if holder := backend(job.backend).holds(job):
         raise StateError(

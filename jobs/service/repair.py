@@ -50,7 +50,7 @@ _TABLES: Final = ("jobs", "history", "settings", "claims")
 _SIDES: Final = ("", "-wal", "-shm")
 _HELD: Final = "restored by doctor --repair; release it to run"
 _SUPERVISORS: Final = frozenset({b"jobs.backends.local", b"jobs.supervise"})  # or of version 0.1
-_WAITS: Final = 5.0  # seconds for others to leave the queue
+_LOCK_TIMEOUT: Final = 5.0  # seconds for others to leave the queue
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def repair(home: Path) -> Repaired:
     """
     path = home / "jobs.db"
     with open(home / "dispatch.lock", "a") as lock:
-        if not file_lock.take(lock, _WAITS):
+        if not file_lock.take(lock, _LOCK_TIMEOUT):
             raise UserError("another process holds the queue; try again")
-        if path.exists() and _is_sound(path):
-            _fit_journal(path)
+        if path.exists() and _is_intact(path):
+            _fix_journal(path)
             return Repaired(None)
         rows = {name: list(_readable(path, name)) for name in _TABLES}
         readable = {row["id"] for row in rows["jobs"]}
@@ -96,14 +96,14 @@ def repair(home: Path) -> Repaired:
     return Repaired(kept, tuple(sorted(readable)), tuple(row["id"] for row in restored))
 
 
-def _fit_journal(path: Path) -> None:
+def _fix_journal(path: Path) -> None:
     """Leave the write-ahead log where machines share the file and none of them uses it now."""
     if is_shared(path.parent) and journal_of(path) == "wal":
-        with closing(sqlite3.connect(path, timeout=_WAITS, isolation_level=None)) as db:
+        with closing(sqlite3.connect(path, timeout=_LOCK_TIMEOUT, isolation_level=None)) as db:
             leave_wal(db)
 
 
-def _is_sound(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -126,14 +126,14 @@ def _readable(path: Path, table: str) -> Iterator[Row]:
                 for row in db.execute(
                     f"SELECT rowid AS row_, * FROM {table} ORDER BY rowid{order}"
                 ):
-                    if row["row_"] not in seen and _is_whole(table, row):
+                    if row["row_"] not in seen and _is_usable(table, row):
                         seen.add(row["row_"])
                         yield {name: row[name] for name in row.keys() if name != "row_"}  # noqa: SIM118
         except (sqlite3.Error, UnicodeDecodeError):
             continue
 
 
-def _is_whole(table: str, row: sqlite3.Row) -> bool:
+def _is_usable(table: str, row: sqlite3.Row) -> bool:
     """Whether a row of jobs can be used; a damaged page may hold anything."""
     if table != "jobs":
         return True

@@ -97,7 +97,7 @@ class Ranks(Protocol):
         May kill more than was asked.
         """
 
-    def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
+    def clean_up(self, attempt: Attempt, *, healthy: bool, stop_request: Callable[[], int]) -> bool:
         """End the processes the launcher left; return whether healthy ranks had lost their
         launcher.
         """
@@ -125,7 +125,7 @@ class Ranks(Protocol):
 class Report(Protocol):
     """Where a supervisor reports what it sees and reads stop requests."""
 
-    def wish(self) -> int:
+    def stop_request(self) -> int:
         """Return the requested stop level; 0 if no stop was requested."""
 
     def say(self, state: State, reason: str) -> None:

@@ -18,9 +18,9 @@ from jobs.queue.states import State
 from jobs.run.disk_space import cap_logs, space_warning
 from jobs.run.eventlog import EventLog
 from jobs.run.failure import Cause, Failure, keep_failure
-from jobs.run.hang import SAVE_STEP, Watch, find_hang, saves_on
+from jobs.run.hang import SAVE_STEP, Watch, find_hang, is_saving
 from jobs.run.rundir import FLIGHT, REQUESTS
-from jobs.run.why_failed import diagnose, is_persons_fault, launcher_signal, rank_exits, tell_hang
+from jobs.run.why_failed import diagnose, explain_hang, is_user_error, launcher_signal, rank_exits
 from jobs.spec.rules.strategy import world_size
 from jobs.supervise.port import AwayError, Outcome
 
@@ -36,7 +36,7 @@ FAILURE_GRACE: Final = 10.0  # seconds that ranks have to exit by themselves aft
 STACKS_TAKE: Final = 3.0  # seconds in which every rank writes its stack and its flight record
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
-_NOT_UP: Final = ("start", "import")  # phases in which a rank is not yet up
+_STARTING_PHASES: Final = ("start", "import")  # phases in which a rank is not yet up
 _STOPS: Final = {
     1: "stops after the current step, with a checkpoint",
     2: "SIGTERM sent",
@@ -73,9 +73,9 @@ class Supervisor:
     watch: Watch = field(default_factory=Watch)
     hang: str | None = None
     ended_by_us: set[int] = field(default_factory=set)
-    _unsaid: str | None = None
+    _unreported: str | None = None
     _logged: set[str] = field(default_factory=set)
-    _tidied_at: float = float("-inf")
+    _housekept_at: float = float("-inf")
 
     def run(self) -> Outcome:
         """Launch the ranks or adopt an earlier supervisor's, and watch them until the end."""
@@ -98,29 +98,29 @@ class Supervisor:
         restarts, attempt = 0, self.ranks.adopt()
         while True:
             if attempt is None:
-                if self._is_to_end():
+                if self._should_end():
                     self.ranks.end_all()  # left by an interrupted launch
                     return Outcome(State.STOPPED, "stopped before the ranks started")
                 self.report.look(())
                 attempt = self.ranks.launch(restarts)
                 self.report.log(f"launched {attempt.command}")
             restarts, most = attempt.restarts, attempt.spec.max_restarts
-            outcome = self.ranks.reconsider(self._watch(attempt), self._look_without_ranks)
+            outcome = self.ranks.reconsider(self._watch(attempt), self._poll_without_ranks)
             attempt = None
             if outcome is None:
                 continue
-            if not outcome.worth_retrying or restarts >= most or self._is_to_end():
+            if not outcome.worth_retrying or restarts >= most or self._should_end():
                 return outcome
             restarts += 1
             self._say(State.STARTING, f"restart {restarts} of {most} after: {outcome.reason}")
 
-    def _is_to_end(self) -> bool:
-        return bool(self.ranks.must_end()) or self.report.wish() > 0
+    def _should_end(self) -> bool:
+        return bool(self.ranks.must_end()) or self.report.stop_request() > 0
 
-    def _look_without_ranks(self) -> bool:
+    def _poll_without_ranks(self) -> bool:
         """Report while the ranks have no resources; return whether to stop waiting."""
         self.report.look(())
-        return self._is_to_end()
+        return self._should_end()
 
     def _watch(self, attempt: Attempt) -> Outcome:
         """Watch an attempt until none of its processes is left."""
@@ -130,14 +130,14 @@ class Supervisor:
         while attempt.alive():
             self.ranks.leave_if_replaced()
             try:
-                self._look(attempt)
+                self._poll(attempt)
             except (OSError, sqlite3.Error, AwayError) as error:  # for example a full disk
                 self._log_once(f"cannot look after the ranks: {error}", type(error).__name__)
             except Exception as error:  # a bug in monitoring must not end the training either
                 self._log_once(f"monitoring failed: {traceback.format_exc()}", type(error).__name__)
             self.ranks.rest(attempt)
         healthy = self.failed_at is None and self.hang is None
-        orphaned = self.ranks.clean_up(attempt, healthy=healthy, wish=self._note_wish)
+        orphaned = self.ranks.clean_up(attempt, healthy=healthy, stop_request=self._note_stop)
         return judge(
             self.run_dir,
             attempt,
@@ -147,26 +147,26 @@ class Supervisor:
             ended_by_us=self.ended_by_us,
         )
 
-    def _note_wish(self) -> int:
-        self.stop_level = max(self.stop_level, self.report.wish())
+    def _note_stop(self) -> int:
+        self.stop_level = max(self.stop_level, self.report.stop_request())
         return self.stop_level
 
-    def _look(self, attempt: Attempt) -> None:
+    def _poll(self, attempt: Attempt) -> None:
         """Poll the ranks once: track their phases and carry out requests."""
         statuses, unreadable = self.run_dir.read_ranks()
         for name, why in unreadable.items():
             self._log_once(f"cannot read {name}: {why}", name)
         ranks = self._measure(statuses)
         everyone = len(statuses) == world_size(attempt.spec)
-        if everyone and all(status.phase not in _NOT_UP for status in statuses):
+        if everyone and all(status.phase not in _STARTING_PHASES for status in statuses):
             self._follow([_SAVING[s.phase] for s in statuses if s.phase in _SAVING])
-        self._say_again()
+        self._retry_report()
         self.report.look(ranks if everyone else ())
         self._carry_out_stops(attempt, ranks)
         self._end_the_stranded(attempt, statuses)
         if everyone:
             self._end_a_hang(attempt, ranks)
-        self._tidy()
+        self._housekeep()
 
     def _measure(self, statuses: list[RankStatus]) -> list[Stillness]:
         """Measure how long ranks made no progress, minus the time this process was suspended."""
@@ -199,22 +199,22 @@ class Supervisor:
         Level 1 asks the ranks to stop at the next step boundary, 2 sends them SIGTERM, 3 kills
         everything.
         """
-        wish, place = self.report.wish(), self.ranks.must_end()
+        stop_request, place = self.report.stop_request(), self.ranks.must_end()
         now = time.monotonic()
-        if self.deadline is not None and saves_on(ranks):
+        if self.deadline is not None and is_saving(ranks):
             # Never cut off a save: saving is the purpose of the stop.
             self.deadline = max(self.deadline, now + SAVE_STEP)
-        overdue = wish > 0 and self.deadline is not None and now > self.deadline
-        level = max(wish, int(place != ""), self.stop_level + 1 if overdue else 0)
+        overdue = stop_request > 0 and self.deadline is not None and now > self.deadline
+        level = max(stop_request, int(place != ""), self.stop_level + 1 if overdue else 0)
         if level > self.stop_level:
             self.stop_level, self.unsent = min(level, 3), True
             self._set_deadline(attempt)
-            self._say(State.STOPPING, ("" if wish else place) + _STOPS[self.stop_level])
+            self._say(State.STOPPING, ("" if stop_request else place) + _STOPS[self.stop_level])
         if self.unsent:  # retry, because the target processes may be unknown at first
             try:
                 self._send(attempt)
             finally:  # a backend that does not respond may have taken long
-                self.watch.look_again(time.monotonic())
+                self.watch.restart_interval(time.monotonic())
 
     def _set_deadline(self, attempt: Attempt) -> None:
         graces = {1: attempt.spec.stop_grace_seconds, 2: TERM_GRACE}
@@ -242,7 +242,7 @@ class Supervisor:
         failed = {error["rank"] for error in self.run_dir.rank_errors()}
         gone = self.ranks.gone(statuses)
         if self.failed_at is None:
-            if failed or self._one_left_early(gone, statuses, world_size(attempt.spec)):
+            if failed or self._exited_early(gone, statuses, world_size(attempt.spec)):
                 self.failed_at = time.monotonic()
             return
         if time.monotonic() - self.failed_at < FAILURE_GRACE or not (failed or gone):
@@ -255,7 +255,7 @@ class Supervisor:
         self.ended_by_us |= stranded
         self.ranks.kill(attempt, stranded)
 
-    def _one_left_early(self, gone: set[int], statuses: list[RankStatus], ranks: int) -> bool:
+    def _exited_early(self, gone: set[int], statuses: list[RankStatus], ranks: int) -> bool:
         """Return whether a rank exited before its end phase while another still runs.
 
         A rank in its end phase may exit long before rank 0, which has more to write. It may have
@@ -281,7 +281,7 @@ class Supervisor:
             self.ranks.dump_stacks([rank.status for rank in ranks])
         with suppress(Exception):
             time.sleep(STACKS_TAKE)
-            reason = tell_hang(self.run_dir, hang.reason, self.report.log)
+            reason = explain_hang(self.run_dir, hang.reason, self.report.log)
         self.ranks.kill(attempt)
         self.hang = reason
 
@@ -296,11 +296,11 @@ class Supervisor:
         self.report.log(f"{outcome.state}: {outcome.reason}")
         self.report.end(outcome)
 
-    def _tidy(self) -> None:
+    def _housekeep(self) -> None:
         """Truncate logs that would fill the disk, and warn before a save fails."""
-        if time.monotonic() - self._tidied_at < HOUSEKEEPING_EVERY:
+        if time.monotonic() - self._housekept_at < HOUSEKEEPING_EVERY:
             return
-        self._tidied_at = time.monotonic()
+        self._housekept_at = time.monotonic()
         for path in cap_logs(self.run_dir):
             self.report.log(f"{path.name} grew too large; its middle was removed")
         if warning := space_warning(self.run_dir):
@@ -311,19 +311,19 @@ class Supervisor:
     # # -- reporting -------------------------------------------------------------------------
 
     def _say(self, state: State, reason: str) -> None:
-        self.state, self._unsaid = state, reason
-        self._say_again()
+        self.state, self._unreported = state, reason
+        self._retry_report()
 
-    def _say_again(self) -> None:
+    def _retry_report(self) -> None:
         """Retry a report that failed, for example because of a full disk."""
-        if self._unsaid is None:
+        if self._unreported is None:
             return
         try:
-            self.report.say(self.state, self._unsaid)
+            self.report.say(self.state, self._unreported)
         except (OSError, sqlite3.Error) as error:
             self._log_once(f"cannot record the state: {error}", "state")
         else:
-            self._unsaid = None
+            self._unreported = None
 
     def _log_once(self, text: str, what: str = "") -> None:
         """Log a message only once per attempt; polls would repeat it."""
@@ -387,4 +387,4 @@ def judge(
         oom_kills_before=attempt.oom_kills,
     )
     reason = f"{failure.text}; {resume}" if interrupted else failure.text
-    return Outcome(State.FAILED, reason, not is_persons_fault(run_dir), failure)
+    return Outcome(State.FAILED, reason, not is_user_error(run_dir), failure)

@@ -33,7 +33,7 @@ from jobs import service
 from jobs.backends import backend
 from jobs.backends.keeper import ensure
 from jobs.backends.slurm import commands
-from jobs.backends.slurm.records import read_handed_in
+from jobs.backends.slurm.records import read_submission
 from jobs.backends.slurm.settle import ALIVE, LAUNCH_FAILED, LOST
 from jobs.errors import StateError
 from jobs.machine.processes import ProcessId
@@ -237,7 +237,7 @@ class Trial:
         except AwayError:
             self.untrue_since = None
             return
-        job, record = self.now, read_handed_in(self.job.run_dir, self.now.attempt)
+        job, record = self.now, read_submission(self.job.run_dir, self.now.attempt)
         listed = next((one for one in mine if record and one.id == record.id), None)
         shown = _SHOWN.get(listed.state) if listed is not None else None
         true = listed is None or listed.state == "COMPLETING" or (shown and job.state in shown)
@@ -284,7 +284,7 @@ class Trial:
     def _check_state(self, job: Job) -> None:
         """An end that no fault of ours explains must be Slurm's: others disturb it too."""
         allowed = {State.COMPLETED}.union(*(FAULTS_END.get(one, ()) for one in self.done))
-        record = read_handed_in(job.run_dir, job.attempt)
+        record = read_submission(job.run_dir, job.attempt)
         listed = next((one for one in self._known() if record and one.id == record.id), None)
         if listed is None or listed.state in LOST or listed.reason == LAUNCH_FAILED:
             allowed.add(State.LOST)
@@ -431,7 +431,7 @@ def _nodes(text: str) -> list[str]:
 
 
 def _slurm_id(one: Trial) -> str:
-    record = read_handed_in(one.job.run_dir, one.now.attempt)
+    record = read_submission(one.job.run_dir, one.now.attempt)
     return next(iter([record.id] if record is not None and record.id else []))
 
 

@@ -23,7 +23,7 @@ from jobs.run.eventlog import EventLog, ReportLog, RunReport, Timeline, read_end
 from jobs.run.hang import by_clock, find_hang
 from jobs.run.rundir import RunDir, event
 from jobs.run.samples import list_samples
-from jobs.run.why_failed import find_wait, is_persons_fault, launcher_signal, rank_exits, why_failed
+from jobs.run.why_failed import find_wait, is_user_error, launcher_signal, rank_exits, why_failed
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
@@ -504,6 +504,6 @@ def _launcher_log(rng: random.Random, run_dir: RunDir) -> None:
 def _diagnose(run_dir: RunDir) -> None:
     rank_exits(run_dir)
     launcher_signal(run_dir)
-    is_persons_fault(run_dir)
+    is_user_error(run_dir)
     said = why_failed(run_dir, 1, ended_by_us=(), oom_kills_before=0)
     assert said, "no reason"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.backends.slurm.records import read_handed_in
+from jobs.backends.slurm.records import read_submission
 from jobs.run.rundir import RunDir
 from tests.support.jobs.real_jobs import Bench, Run
 
@@ -36,7 +36,7 @@ def slurm(*words: str) -> str:
 
 
 def slurm_id(bench: Bench, job: int) -> str:
-    record = read_handed_in(bench.store.get(job).run_dir)
+    record = read_submission(bench.store.get(job).run_dir)
     assert record is not None
     return record.id
 

@@ -52,7 +52,7 @@ class LocalRanks:
     report: Report
     # Keep references: Python warns if a child is garbage-collected before it was waited for.
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _unlisted: bool = False
+    _listing_failed: bool = False
 
     def adopt(self) -> Attempt | None:
         try:
@@ -118,7 +118,7 @@ class LocalRanks:
             process.signal(number)
         self.report.log(f"{number.name} to {[process.pid for process in targets]}")
 
-    def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
+    def clean_up(self, attempt: Attempt, *, healthy: bool, stop_request: Callable[[], int]) -> bool:
         left = self._left()
         # If all ranks are alive they can still save; otherwise they only wait for the missing one.
         healthy = healthy and len(left) >= self.job.ranks
@@ -128,7 +128,7 @@ class LocalRanks:
                 process.signal(signal.SIGTERM)
             grace = min(attempt.spec.stop_grace_seconds, supervisor.TERM_GRACE)
             deadline = time.monotonic() + (grace if healthy else _STRANDED)
-            while left and time.monotonic() < deadline and wish() < 3:
+            while left and time.monotonic() < deadline and stop_request() < 3:
                 left = processes.wait_gone(left, LOOK_EVERY)
             if stubborn := processes.end(left, grace=0):
                 self.report.log(f"still alive after SIGKILL: {[p.pid for p in stubborn]}")
@@ -145,9 +145,9 @@ class LocalRanks:
             try:
                 return processes.with_run_id(self.job.run_id)
             except OSError as error:  # for example too many open files
-                if not self._unlisted:
+                if not self._listing_failed:
                     self.report.log(f"cannot list processes: {error}")
-                self._unlisted = True
+                self._listing_failed = True
                 time.sleep(LOOK_EVERY)
 
     def must_end(self) -> str:
@@ -172,7 +172,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     """
     run_dir = job.run_dir
     run_dir.create()
-    _refuse_beside_others(run_dir)
+    _refuse_if_running_elsewhere(run_dir)
     processes.end(processes.with_run_id(job.run_id), grace=0)  # left by an interrupted launch
     run_dir.forget_attempt()
     spec = load_spec(run_dir.job_file)
@@ -225,7 +225,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     return attempt
 
 
-def _refuse_beside_others(run_dir: RunDir) -> None:
+def _refuse_if_running_elsewhere(run_dir: RunDir) -> None:
     """Raise if ranks of an earlier launch still run where they cannot be ended from here."""
     record = read_json(run_dir.launch_file) or {}
     there = elsewhere(str(record.get("residence") or ""), run_dir.root.parent.parent)

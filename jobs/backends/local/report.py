@@ -32,17 +32,17 @@ class DatabaseReport:
     store: Store
     job: Job
     announcer: Announcer = field(init=False)
-    _wish: int = 0
+    _stop_request: int = 0
 
     def __post_init__(self) -> None:
         self.announcer = Announcer(self.job, self.log)
 
-    def wish(self) -> int:
+    def stop_request(self) -> int:
         try:
-            self._wish = self.store.get(self.job.id).stop_level
+            self._stop_request = self.store.get(self.job.id).stop_level
         except sqlite3.OperationalError as error:  # for example a database that stays locked
             self.log(f"cannot read what a person wants: {error}")
-        return self._wish
+        return self._stop_request
 
     def say(self, state: State, reason: str) -> None:
         before = _UP if state is State.STARTING else _UP - {state}  # a restart is a transition, too

@@ -10,10 +10,10 @@ from jobs.backends.slurm import commands
 from jobs.backends.slurm.commands import ask_partitions, unknown_partition
 from jobs.backends.slurm.records import (
     NAME,
-    ask_to_stop,
     outcome_file,
-    read_handed_in,
+    read_submission,
     read_warden_report,
+    request_stop,
     slurm_facts,
 )
 from jobs.backends.slurm.script import script_by_hand
@@ -68,12 +68,12 @@ class Slurm:
         return Keeper(store, float(os.environ.get("FSDP_TUI_SLURM_INTERVAL", ASK_EVERY))).look
 
     def holds(self, job: Job) -> str:
-        return "Slurm's queue" if read_handed_in(job.run_dir, job.attempt) else ""
+        return "Slurm's queue" if read_submission(job.run_dir, job.attempt) else ""
 
     def stop(self, store: Store, job: Job, *, now: bool) -> str:
         """Request a stop, which the supervisor in the allocation or the keeper carries out."""
         level = min(3, store.raise_stop_level(job.id, 3 if now else job.stop_level + 1))
-        ask_to_stop(job.run_dir, job.attempt, level)
+        request_stop(job.run_dir, job.attempt, level)
         ensure(store, self)
         if job.state is State.QUEUED:
             return f"job {job.id} is being taken out of Slurm's queue"
@@ -88,7 +88,7 @@ class Slurm:
 
         Slurm may be running it without any process here.
         """
-        handed = read_handed_in(run_dir)
+        handed = read_submission(run_dir)
         if handed is None:
             return {}
         outcome = read_warden_report(outcome_file(run_dir))

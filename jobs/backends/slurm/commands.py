@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 PATIENCE: Final = 20.0  # seconds; a controller that is down answers much later
 _COLUMNS: Final = ("JobID", "Name", "State", "Reason", "RestartCnt", "StartTime", "NodeList")
-_APART: Final = "\x1f"  # occurs neither in node names nor in our job names
+_SEPARATOR: Final = "\x1f"  # occurs neither in node names nor in our job names
 _ID: Final = re.compile(r"\d+")
 # Messages about Slurm itself, not about a job: a retry may succeed.
-_AWAY: Final = re.compile(
+_UNREACHABLE: Final = re.compile(
     r"Unable to contact slurm controller|Connection refused|Connection timed out|timed out"
     r"|Communication connection failure|Zero Bytes|Socket timed out|Transport endpoint"
     r"|slurm_load_jobs error|Protocol authentication error|Controller busy|backup controller"
@@ -89,7 +89,7 @@ def queue() -> dict[str, Listed]:
     Raises:
         AwayError: Slurm did not answer, or its output cannot be parsed.
     """
-    columns = ",".join(f"{name}:{_APART}" for name in _COLUMNS)
+    columns = ",".join(f"{name}:{_SEPARATOR}" for name in _COLUMNS)
     text = _run(["squeue", "--noheader", "--me", "--states=all", "-O", columns])
     return {job.id: job for job in map(_listed, filter(str.strip, text.splitlines()))}
 
@@ -213,7 +213,7 @@ def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:
     if done.returncode == 0:
         return done.stdout
     message = one_line(" ".join((done.stderr or done.stdout).split()))[:500]
-    if not message or (_AWAY.search(message) and not _GONE.search(message)):
+    if not message or (_UNREACHABLE.search(message) and not _GONE.search(message)):
         raise AwayError(message or f"{command[0]} ended with status {done.returncode}")
     raise UserError(_plain(message))
 
@@ -224,7 +224,7 @@ def _plain(message: str) -> str:
 
 
 def _listed(line: str) -> Listed:
-    parts = [part.strip() for part in line.split(_APART)]
+    parts = [part.strip() for part in line.split(_SEPARATOR)]
     if len(parts) < len(_COLUMNS) or not _ID.fullmatch(parts[0]):
         raise AwayError(f"squeue said {one_line(line)[:200]!r}, which is not a job")
     name, state, reason, restarts, starts, nodes = (one_line(part) for part in parts[1:7])

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.backends.slurm import commands
 from jobs.backends.slurm.records import (
-    HandedIn,
-    forget_wishes,
-    handed_in_file,
+    Submission,
+    clear_stop_requests,
     outcome_file,
+    submission_file,
     warden_file,
-    write_handed_in,
+    write_submission,
 )
 from jobs.backends.slurm.script import SIGNAL_SECONDS, script_of
 from jobs.errors import SpecError, UserError
@@ -39,7 +39,7 @@ _EVENTS: Final = 1 << 20  # bytes read from the end of the event stream
 _SAVES_TAKE: Final = 2  # multiple of the longest measured save
 
 
-def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
+def hand_in(store: Store, job: Job, record: Submission | None) -> Submission | None:
     """Submit a job to Slurm unless Slurm already has it.
 
     Args:
@@ -66,23 +66,23 @@ def hand_in(store: Store, job: Job, record: HandedIn | None) -> HandedIn | None:
             _check_fetched(spec, run_dir)
         newest = run_dir.latest_checkpoint()
         name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
-        record = HandedIn(name, job.attempt, step=newest[0] if newest else 0)
+        record = Submission(name, job.attempt, step=newest[0] if newest else 0)
         script = _write_script(spec, job, name, store.home)
         with store.write():  # the transaction allows no edit between this check and the record
-            if not _as_it_was(store, job, spec):
+            if not _is_unchanged(store, job, spec):
                 return None
-            write_handed_in(run_dir, record)
+            write_submission(run_dir, record)
         try:
             slurm_id = commands.submit(script, inherit=[lock.fileno()])
         except UserError as error:
-            handed_in_file(run_dir).unlink(missing_ok=True)
+            submission_file(run_dir).unlink(missing_ok=True)
             reason = f"Slurm refused the job: {error}"
             store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
             return None
         return _record(run_dir, record, slurm_id)
 
 
-def find(record: HandedIn, listed: Mapping[str, Listed]) -> str:
+def find(record: Submission, listed: Mapping[str, Listed]) -> str:
     """Return the job that an earlier keeper submitted before it was killed; "" if none."""
     return next((job.id for job in listed.values() if job.name == record.name), "")
 
@@ -106,9 +106,9 @@ def _check_fetched(spec: JobSpec, run_dir: RunDir) -> None:
     forget(run_dir)
 
 
-def _record(run_dir: RunDir, record: HandedIn, slurm_id: str) -> HandedIn:
+def _record(run_dir: RunDir, record: Submission, slurm_id: str) -> Submission:
     updated = replace(record, id=slurm_id)
-    write_handed_in(run_dir, updated)
+    write_submission(run_dir, updated)
     return updated
 
 
@@ -117,7 +117,7 @@ def _write_script(spec: JobSpec, job: Job, name: str, home: Path) -> Path:
     run_dir = job.run_dir
     for path in (warden_file(run_dir), outcome_file(run_dir)):
         path.unlink(missing_ok=True)
-    forget_wishes(run_dir)
+    clear_stop_requests(run_dir)
     script = run_dir.root / "job.sbatch"
     seconds, python = signal_seconds(run_dir), sys.executable
     text = script_of(spec, run_dir, name=name, python=python, home=home, signal_seconds=seconds)
@@ -126,7 +126,7 @@ def _write_script(spec: JobSpec, job: Job, name: str, home: Path) -> Path:
     return script
 
 
-def _as_it_was(store: Store, job: Job, spec: JobSpec) -> bool:
+def _is_unchanged(store: Store, job: Job, spec: JobSpec) -> bool:
     """Return whether a job still waits to be submitted, unchanged since it was read."""
     now = store.get(job.id)
     waits = now.state is State.QUEUED and not now.here and now.attempt == job.attempt

@@ -19,13 +19,13 @@ from jobs.backends.slurm.hand_in import find, hand_in
 from jobs.backends.slurm.records import (
     KEPT,
     NAME,
-    HandedIn,
+    Submission,
     WardenReport,
     outcome_file,
-    read_handed_in,
+    read_submission,
     read_warden_report,
     warden_file,
-    write_handed_in,
+    write_submission,
 )
 from jobs.backends.slurm.settle import ALIVE, Facts, Verdict, age, settle
 from jobs.errors import SpecError, UserError
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 EVERY: Final = 60.0  # seconds between queries, whose answers are as long as the cluster's queue
 _SOON: Final = 15.0  # the same while the position of one of our jobs is unknown
 # Jobs that wait for something other than a free node do not delay others.
-_ASIDE: Final = ("JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime")
+_NOT_COMPETING: Final = ("JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime")
 
 
 @dataclass
@@ -93,7 +93,7 @@ def places(waiting: Iterable[Waiting]) -> dict[str, str]:
     """Return job id → text such as `3 of 41 in gpu`, by priority, in the job's first partition."""
     queues: dict[str, list[Waiting]] = {}
     for job in waiting:
-        if not job.reason.startswith(_ASIDE):
+        if not job.reason.startswith(_NOT_COMPETING):
             for name in job.partitions:
                 queues.setdefault(name, []).append(job)
     texts = {}
@@ -108,7 +108,7 @@ def places(waiting: Iterable[Waiting]) -> dict[str, str]:
 
 ASK_AFTER: Final = 10.0  # seconds for which a job is missing before it is queried
 _ASK_EVERY: Final = 15.0  # seconds between two queries for one job
-_AT_ONCE: Final = 20  # queries per window, so that not all of 1,000 jobs are queried at once
+_MAX_QUERIES: Final = 20  # queries per window, so that not all of 1,000 jobs are queried at once
 _WINDOW: Final = 60.0  # seconds
 
 
@@ -130,7 +130,7 @@ class Missing:
     _asked: list[float] = field(default_factory=list)
 
     def look(
-        self, record: HandedIn, listed: Listed | None, now: float, *, other: bool
+        self, record: Submission, listed: Listed | None, now: float, *, other: bool
     ) -> tuple[float, bool]:
         """Note whether Slurm's list has a job, and query a missing job by its id when due.
 
@@ -152,7 +152,7 @@ class Missing:
             return missing, True
         self._asked = [t for t in self._asked if now - t < _WINDOW]
         due = missing >= ASK_AFTER and now - absence.asked_at >= _ASK_EVERY
-        if due and len(self._asked) < _AT_ONCE:
+        if due and len(self._asked) < _MAX_QUERIES:
             absence.asked_at = now
             self._asked.append(now)
             with suppress(AwayError):
@@ -196,7 +196,7 @@ class Keeper:
     _answered_at: float | None = None
     _away_since: float | None = None
     _asked_at: float = float("-inf")
-    _soon: bool = True
+    _poll_soon: bool = True
     _missing: Missing = field(default_factory=Missing)
     _seen: dict[int, _Seen] = field(default_factory=dict)
     # new reasons of waiting jobs, written in one batch
@@ -217,7 +217,7 @@ class Keeper:
         if not jobs:
             return False
         now = time.monotonic()
-        pause = ASK_SOON if self._soon or self._changing(jobs) else self.ask_every
+        pause = ASK_SOON if self._poll_soon or self._changing(jobs) else self.ask_every
         if now - self._asked_at >= min(pause, self.ask_every):
             self._ask(now)
             self._cancel_strays(jobs)
@@ -236,7 +236,7 @@ class Keeper:
         return True
 
     def _ask(self, now: float) -> None:
-        self._asked_at, self._soon = now, False
+        self._asked_at, self._poll_soon = now, False
         try:
             self._listed = self._places.beside(commands.queue(), now)
         except (AwayError, UserError) as error:
@@ -273,14 +273,14 @@ class Keeper:
 
     def _cancel_strays(self, jobs: list[Job]) -> None:
         """Cancel jobs that Slurm accepted although `sbatch` failed, if they were resubmitted."""
-        names = Counter(listed.name for listed in self._listed.values() if not _over(listed))
+        names = Counter(listed.name for listed in self._listed.values() if not _has_ended(listed))
         twice = {name for name, count in names.items() if count > 1}
         for job in jobs if twice else ():
-            record = read_handed_in(job.run_dir, job.attempt)
+            record = read_submission(job.run_dir, job.attempt)
             if record is None or not record.id or record.name not in twice:
                 continue
             for listed in self._listed.values():
-                if listed.name == record.name and listed.id != record.id and not _over(listed):
+                if listed.name == record.name and listed.id != record.id and not _has_ended(listed):
                     _say(f"job {job.id} is Slurm job {record.id}; cancelling {listed.id}")
                     with suppress(AwayError):
                         commands.cancel(listed.id)
@@ -303,7 +303,7 @@ class Keeper:
         return age(time.monotonic() - (self._answered_at or self._away_since))
 
     def _look_after(self, job: Job, *, paused: bool) -> None:
-        record = read_handed_in(job.run_dir, job.attempt)
+        record = read_submission(job.run_dir, job.attempt)
         if record is None or not record.id:
             if job.state is not State.QUEUED:
                 return
@@ -330,9 +330,9 @@ class Keeper:
         facts = self._facts(job, record, listed, other=other)
         if job.stop_level and self._must_cancel(job, listed):
             commands.cancel(record.id)
-            self._soon = True
+            self._poll_soon = True
         verdict = settle(Verdict(job.state, job.reason), facts)
-        if not self._final(job, verdict, listed):
+        if not self._is_final(job, verdict, listed):
             return
         preempted = listed is not None and listed.state == "PREEMPTED"
         if verdict.state is State.LOST and preempted:
@@ -353,7 +353,7 @@ class Keeper:
         if job.reason != reason:
             self._reasons[job.id] = reason
 
-    def _facts(self, job: Job, record: HandedIn, listed: Listed | None, *, other: bool) -> Facts:
+    def _facts(self, job: Job, record: Submission, listed: Listed | None, *, other: bool) -> Facts:
         now, seen = time.monotonic(), self._seen_of(job)
         warden = read_warden_report(warden_file(job.run_dir))
         if warden != seen.warden:
@@ -365,7 +365,7 @@ class Keeper:
             silent = now - (self._answered_at or self._away_since)
         else:
             missing, gone = self._missing.look(record, listed, now, other=other)
-        newest = job.run_dir.latest_checkpoint() if listed is None or _over(listed) else None
+        newest = job.run_dir.latest_checkpoint() if listed is None or _has_ended(listed) else None
         mine = warden is not None and warden.allocation.id == record.id
         return Facts(
             id=record.id,
@@ -378,7 +378,7 @@ class Keeper:
             outcome=read_warden_report(outcome_file(job.run_dir)),
             stopping=job.stop_level > 0,
             saved=newest[0] if newest else None,
-            log=_last_line(job.run_dir) if listed is not None and _over(listed) else "",
+            log=_last_line(job.run_dir) if listed is not None and _has_ended(listed) else "",
         )
 
     def _seen_of(self, job: Job) -> _Seen:
@@ -388,25 +388,25 @@ class Keeper:
 
     def _must_cancel(self, job: Job, listed: Listed | None) -> bool:
         """Return whether Slurm must end it: it waits there, or the user wants it killed."""
-        if listed is None or _over(listed):
+        if listed is None or _has_ended(listed):
             return False
         return job.stop_level >= 3 or listed.state not in ("RUNNING", "COMPLETING")
 
-    def _final(self, job: Job, verdict: Verdict, listed: Listed | None) -> bool:
+    def _is_final(self, job: Job, verdict: Verdict, listed: Listed | None) -> bool:
         """Return whether an end is final; a preempted job may be requeued a moment later."""
         seen = self._seen_of(job)
         if verdict.state is not State.LOST or listed is None or listed.state != "PREEMPTED":
             if self._away_since is None:
                 seen.preempted_at = None
             return True
-        self._soon = True
+        self._poll_soon = True
         if seen.preempted_at is None:
             seen.preempted_at = time.monotonic()
         return time.monotonic() - seen.preempted_at >= BACK_WITHIN
 
     # # -- submission ------------------------------------------------------------------------
 
-    def _hand_in(self, job: Job, record: HandedIn | None) -> None:
+    def _hand_in(self, job: Job, record: Submission | None) -> None:
         handed = hand_in(self.store, job, record)
         if handed is None:
             return
@@ -414,7 +414,7 @@ class Keeper:
         _say(f"job {job.id} is Slurm job {handed.id}")
         if handed.id not in self._listed:
             self.store.explain(job.id, f"Slurm job {handed.id}: handed in")
-            self._soon = True
+            self._poll_soon = True
         if self.store.get(job.id).state.ended:  # removed from the queue in the meantime
             commands.cancel(handed.id)
 
@@ -425,7 +425,7 @@ class Keeper:
             forget(job.run_dir)
         return reason
 
-    def _stop_unknown(self, job: Job, record: HandedIn | None) -> None:
+    def _stop_unknown(self, job: Job, record: Submission | None) -> None:
         """Stop a job for which `sbatch` did not say whether Slurm accepted it."""
         with open(job.run_dir.root / ".handing-in", "a") as lock:
             if not file_lock.take(lock):
@@ -435,22 +435,22 @@ class Keeper:
             if self._away_since is not None:
                 self._explain(job, "Slurm does not respond; the job is stopped later")
             elif record is not None and (slurm_id := find(record, self._listed)):
-                write_handed_in(job.run_dir, replace(record, id=slurm_id))
+                write_submission(job.run_dir, replace(record, id=slurm_id))
                 self._seen.pop(job.id, None)
-                self._soon = True  # it is then stopped like any other
+                self._poll_soon = True  # it is then stopped like any other
             else:
                 reason = "removed from the queue"
                 self.store.change(job.id, State.STOPPED, reason, only_from={State.QUEUED})
 
     # -- the end ---------------------------------------------------------------------------
 
-    def _end(self, job: Job, record: HandedIn, verdict: Verdict, facts: Facts) -> None:
+    def _end(self, job: Job, record: Submission, verdict: Verdict, facts: Facts) -> None:
         ended = self.store.get(job.id)
         Announcer(ended, _say).announce_end(verdict.state, verdict.reason)
         with suppress(Exception):  # readers build a missing summary themselves
             keep_summary(self.store, ended)
         lost = verdict.state is State.LOST
-        if lost and job.auto_resume and not job.stop_level and self._worth_it(record, facts):
+        if lost and job.auto_resume and not job.stop_level and self._should_resume(record, facts):
             self.store.requeue(job.id, f"resumed after: {verdict.reason}")
 
     def _push(self, job: Job) -> None:
@@ -460,13 +460,13 @@ class Keeper:
         except (OSError, UserError) as error:
             _say(f"job {job.id}: cannot push its exports: {error}")
 
-    def _worth_it(self, record: HandedIn, facts: Facts) -> bool:
+    def _should_resume(self, record: Submission, facts: Facts) -> bool:
         """Return whether to resume; not if allocations are too short to reach a new checkpoint."""
         outside = facts.listed is not None and facts.listed.state not in ("TIMEOUT", "DEADLINE")
         return outside or (facts.saved or 0) > record.step
 
 
-def _over(listed: Listed) -> bool:
+def _has_ended(listed: Listed) -> bool:
     """Return whether Slurm has finished with the job."""
     return listed.state not in ALIVE
 

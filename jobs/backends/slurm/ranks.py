@@ -48,7 +48,7 @@ ASK_EVERY: Final = 5.0  # seconds
 _REFUSED: Final = re.compile(
     r"Unable to create step|Unable to confirm allocation|Expired or invalid job"
 )
-_HALF: Final = "Application launch failed"  # a node did not respond
+_PARTIAL_LAUNCH: Final = "Application launch failed"  # a node did not respond
 KILL_TAKES: Final = 40.0  # seconds for srun to end its tasks
 TRACKERS_TAKE: Final = 60.0  # seconds for trackers to report the end
 VERDICT_TAKES: Final = 600.0  # seconds for Slurm to complete an end that starts with SIGTERM
@@ -73,17 +73,17 @@ class SlurmRanks:
     report: Report
     time_up: bool = False
     sigterm_received: bool = False
-    _closing: bool = False  # whether Slurm says that it is ending the allocation
+    _slurm_is_ending: bool = False  # whether Slurm says that it is ending the allocation
     _signalled: bool = False  # whether we signaled all ranks
     _ended_by_us: set[int] = field(default_factory=set)
     _refusals: int = 0
     _attempt: Attempt | None = None
     _trackers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _sent_at: float = float("-inf")
-    _begun: int | None = None
+    _first_checkpoint: int | None = None
 
     def __post_init__(self) -> None:
-        self._begun = self._newest()
+        self._first_checkpoint = self._newest()
 
     def adopt(self) -> Attempt | None:
         """Return None: ranks do not outlive their supervisor, whose end ends all steps."""
@@ -146,7 +146,7 @@ class SlurmRanks:
         except subprocess.TimeoutExpired:
             child.kill()
 
-    def clean_up(self, attempt: Attempt, *, healthy: bool, wish: Callable[[], int]) -> bool:
+    def clean_up(self, attempt: Attempt, *, healthy: bool, stop_request: Callable[[], int]) -> bool:
         """Collect the errors of ranks other than the first; no process outlives srun."""
         add_errors(self.run_dir)
         return False
@@ -158,13 +158,13 @@ class SlurmRanks:
     def must_end(self) -> str:
         if self.time_up:
             return "the time limit is near: "
-        return "Slurm ends the job: " if self.sigterm_received or self._closing else ""
+        return "Slurm ends the job: " if self.sigterm_received or self._slurm_is_ending else ""
 
     def reconsider(self, outcome: Outcome, give_up: Callable[[], bool]) -> Outcome | None:
         """Return the outcome; None to retry a step that Slurm refused (perhaps its controller is
         down).
         """
-        ending = bool(self.must_end()) or self.report.wish() > 0
+        ending = bool(self.must_end()) or self.report.stop_request() > 0
         if not was_refused(self.run_dir) or ending or self._refusals >= _REFUSALS:
             return outcome
         self._refusals += 1
@@ -183,7 +183,7 @@ class SlurmRanks:
         if state == "RUNNING":
             self.report.say(State.STARTING, "starting ranks")
             return None
-        self._closing = True
+        self._slurm_is_ending = True
         return outcome
 
     # -- the end ---------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class SlurmRanks:
         for tracker in self._trackers:
             with suppress(subprocess.TimeoutExpired):
                 tracker.wait(TRACKERS_TAKE)
-        if self.report.wish() or outcome.state is State.COMPLETED:
+        if self.report.stop_request() or outcome.state is State.COMPLETED:
             return outcome
         spec = self._attempt.spec if self._attempt else load_spec(self.run_dir.job_file)
         retries = outcome.worth_retrying and spec.max_restarts > 0 and spec.slurm_requeue
@@ -210,7 +210,7 @@ class SlurmRanks:
                 reason = f"someone sent SIGTERM to the ranks; {outcome.reason}"
                 return Outcome(State.STOPPED, reason)
             return outcome
-        if self._newest() in (None, self._begun):
+        if self._newest() in (None, self._first_checkpoint):
             reason = "the time limit came before the job got to a new checkpoint; raise slurm_time"
             return Outcome(State.FAILED, reason)
         stopped = Outcome(State.STOPPED, f"time limit; {outcome.reason}")
@@ -219,7 +219,7 @@ class SlurmRanks:
     def _requeue(self, stopped: Outcome) -> Outcome:
         """Requeue the job, which ends this process; if that fails, the job has stopped."""
         self.report.say(State.STOPPING, f"{stopped.reason}; requeueing")
-        while not self.report.wish():
+        while not self.report.stop_request():
             self.report.look(())
             try:
                 commands.requeue(self.allocation.id)
@@ -251,7 +251,7 @@ class SlurmRanks:
         while time.monotonic() < until:
             self.leave_if_replaced()
             self.report.look(())
-            if self.report.wish():
+            if self.report.stop_request():
                 return True
             with suppress(AwayError):
                 if commands.state_of(self.allocation.id) == "CANCELLED":
@@ -325,7 +325,7 @@ def was_refused(run_dir: RunDir) -> bool:
     """Return whether Slurm refused the step or failed to start all ranks; not the job's fault."""
     output = read_tail(run_dir.launcher_log)
     none = _REFUSED.search(output) is not None and not run_dir.rank_statuses()
-    return none or _HALF in output
+    return none or _PARTIAL_LAUNCH in output
 
 
 def were_terminated(run_dir: RunDir, ended_by_us: Collection[int]) -> bool:

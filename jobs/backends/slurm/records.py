@@ -32,7 +32,7 @@ STOPS: Final = (1, 2, 3)  # stop levels
 
 
 @dataclass(frozen=True)
-class HandedIn:
+class Submission:
     """The Slurm job of a job.
 
     Attributes:
@@ -82,7 +82,7 @@ class WardenReport:
     still: float = 0.0
 
 
-def handed_in_file(run_dir: RunDir) -> Path:
+def submission_file(run_dir: RunDir) -> Path:
     return run_dir.root / "slurm.json"
 
 
@@ -94,11 +94,11 @@ def outcome_file(run_dir: RunDir) -> Path:
     return run_dir.root / "outcome.json"
 
 
-def read_handed_in(run_dir: RunDir, attempt: int | None = None) -> HandedIn | None:
+def read_submission(run_dir: RunDir, attempt: int | None = None) -> Submission | None:
     """Read the Slurm job; None if there is none, or only one of another attempt."""
-    values = read_json(handed_in_file(run_dir)) or {}
+    values = read_json(submission_file(run_dir)) or {}
     try:
-        record = HandedIn(
+        record = Submission(
             str(values["name"]), int(values["attempt"]), str(values["id"]), int(values["step"])
         )
     except (LookupError, TypeError, ValueError):
@@ -106,8 +106,8 @@ def read_handed_in(run_dir: RunDir, attempt: int | None = None) -> HandedIn | No
     return record if attempt in (None, record.attempt) else None
 
 
-def write_handed_in(run_dir: RunDir, record: HandedIn) -> None:
-    write_atomic(handed_in_file(run_dir), json.dumps(asdict(record)) + "\n", durable=True)
+def write_submission(run_dir: RunDir, record: Submission) -> None:
+    write_atomic(submission_file(run_dir), json.dumps(asdict(record)) + "\n", durable=True)
 
 
 def read_warden_report(path: Path) -> WardenReport | None:
@@ -137,14 +137,14 @@ def write_warden_report(path: Path, report: WardenReport, *, durable: bool = Fal
     write_atomic(path, json.dumps(values) + "\n", durable=durable)
 
 
-def ask_to_stop(run_dir: RunDir, attempt: int, level: int) -> None:
+def request_stop(run_dir: RunDir, attempt: int, level: int) -> None:
     """Leave a stop request for the warden of this attempt, whichever allocation it runs in."""
     run_dir.control.mkdir(parents=True, exist_ok=True, mode=0o700)
     for lower in range(1, level + 1):
-        (run_dir.control / _wish(attempt, lower)).touch()
+        (run_dir.control / _request_name(attempt, lower)).touch()
 
 
-def asked_to_stop(run_dir: RunDir, attempt: int) -> int:
+def requested_stop(run_dir: RunDir, attempt: int) -> int:
     """Return the stop level requested for this attempt; 0 if none.
 
     Lists the directory instead of checking for files: a network file system may cache for a minute
@@ -154,16 +154,16 @@ def asked_to_stop(run_dir: RunDir, attempt: int) -> int:
         there = set(os.listdir(run_dir.control))
     except OSError:
         return 0
-    return max((level for level in STOPS if _wish(attempt, level) in there), default=0)
+    return max((level for level in STOPS if _request_name(attempt, level) in there), default=0)
 
 
-def forget_wishes(run_dir: RunDir) -> None:
+def clear_stop_requests(run_dir: RunDir) -> None:
     """Remove the stop requests of earlier attempts."""
     for path in run_dir.control.glob("slurm-stop-*"):
         path.unlink(missing_ok=True)
 
 
-def _wish(attempt: int, level: int) -> str:
+def _request_name(attempt: int, level: int) -> str:
     return f"slurm-stop-{attempt}-{level}"
 
 
@@ -176,7 +176,7 @@ def slurm_facts(store: Store, job: Job) -> dict[str, Any]:
 
     {} if the job has not been submitted.
     """
-    record = read_handed_in(job.run_dir, job.attempt)
+    record = read_submission(job.run_dir, job.attempt)
     if record is None:
         return {}
     kept = read_json(store.home / KEPT) or {}

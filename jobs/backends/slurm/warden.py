@@ -20,9 +20,9 @@ from jobs.backends.slurm.ranks import SlurmRanks
 from jobs.backends.slurm.records import (
     Allocation,
     WardenReport,
-    asked_to_stop,
     outcome_file,
-    read_handed_in,
+    read_submission,
+    requested_stop,
     warden_file,
     write_warden_report,
 )
@@ -60,11 +60,11 @@ class WardenFile:
     _reported: tuple[State, str] = (State.STARTING, "starting ranks")
     _still: float = 0.0
     _beat: int = 0
-    _beaten_at: float = float("-inf")
+    _last_beat: float = float("-inf")
     _failing: bool = False
 
-    def wish(self) -> int:
-        return asked_to_stop(self.run_dir, self.attempt) if self.attempt is not None else 0
+    def stop_request(self) -> int:
+        return requested_stop(self.run_dir, self.attempt) if self.attempt is not None else 0
 
     def say(self, state: State, reason: str) -> None:
         if (state, reason) != self._reported:
@@ -79,7 +79,7 @@ class WardenFile:
     def look(self, ranks: Sequence[Stillness]) -> None:
         """Write a heartbeat when due."""
         self._still = min((rank.still for rank in ranks), default=0.0)
-        if time.monotonic() - self._beaten_at >= BEAT_EVERY:
+        if time.monotonic() - self._last_beat >= BEAT_EVERY:
             self._write()
 
     def end(self, outcome: Outcome) -> None:
@@ -103,7 +103,7 @@ class WardenFile:
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
 
     def _write(self) -> None:
-        self._beaten_at = time.monotonic()
+        self._last_beat = time.monotonic()
         self._beat += 1
         try:
             write_warden_report(warden_file(self.run_dir), self._report(*self._reported))
@@ -133,7 +133,7 @@ def supervisor_of(run_dir: RunDir, environment: Mapping[str, str]) -> Supervisor
         )
     except (KeyError, ValueError):
         raise UserError("not in a Slurm job; hand it in with sbatch") from None
-    record = read_handed_in(run_dir)
+    record = read_submission(run_dir)
     attempt = record.attempt if record is not None else None
     if record is not None and (
         environment.get("SLURM_JOB_NAME") != record.name or record.id not in ("", allocation.id)

@@ -233,7 +233,7 @@ def count_adapter(spec: LoraKeys, shapes: Mapping[str, tuple[int, ...]]) -> int:
         shapes: Name → shape of the model's tensors.
     """
     return sum(
-        _of_lokr(spec, *shape) if spec.lora_variant == "lokr" else spec.lora_rank * sum(shape)
+        _count_lokr(spec, *shape) if spec.lora_variant == "lokr" else spec.lora_rank * sum(shape)
         for name, shape in shapes.items()
         if len(shape) == 2 and _is_adapted(spec, name.split("."))
     )
@@ -247,7 +247,7 @@ def _is_adapted(spec: LoraKeys, parts: list[str]) -> bool:
     return parts[-1] == "weight" and any(map(str.isdigit, parts)) and not routed
 
 
-def _of_lokr(spec: LoraKeys, rows: int, columns: int) -> int:
+def _count_lokr(spec: LoraKeys, rows: int, columns: int) -> int:
     """Count the Kronecker factors' elements for a `(rows, columns)` matrix; the second factor may
     be decomposed.
     """

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 _OURS: Final = ("jobs", "tui", "engine")
-_OF_OTHERS: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "numpy", "yaml")
+_THIRD_PARTY: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "numpy", "yaml")
 _LIBRARIES: Final = ("libcuda.", "libcudart.", "libnccl.", "libcudnn", "libcublas", "libnvrtc.")
-_OF_A_LAUNCHER: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_LAUNCHERS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OFF: Final = ("", "0", "false", "off", "no")
 
 
@@ -38,7 +38,7 @@ class _Rule(NamedTuple):
     """A variable that is harmful with certain values."""
 
     name: str
-    bites: Callable[[str], bool]
+    is_harmful: Callable[[str], bool]
     what: str
     advice: str = "unset it unless you need it"
 
@@ -112,7 +112,7 @@ def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> 
     bad = [
         warn(rule.name, f"is {_short(environ[rule.name])}, which {rule.what}", rule.advice)
         for rule in _RULES
-        if rule.name in environ and rule.bites(environ[rule.name])
+        if rule.name in environ and rule.is_harmful(environ[rule.name])
     ]
     bad += _judge_interfaces(environ, interfaces)
     bad += _judge_python_path(environ.get("PYTHONPATH", ""))
@@ -131,7 +131,7 @@ def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> 
     dropped = sorted(
         name
         for name in environ
-        if (name.startswith(_NOT_PASSED_ON) and name != "FSDP_TUI_HOME") or name in _OF_A_LAUNCHER
+        if (name.startswith(_NOT_PASSED_ON) and name != "FSDP_TUI_HOME") or name in _OF_LAUNCHERS
     )
     dropped = [name for name in dropped if not name.startswith("FSDP_TUI_")]
     if dropped:
@@ -170,7 +170,7 @@ def _judge_python_path(value: str) -> Iterator[Finding]:
     for entry in value.split(os.pathsep) if value else ():
         if not os.path.isdir(entry) or Path(entry).resolve() == home:
             continue
-        hidden = [name for name in (*_OURS, *_OF_OTHERS) if PathFinder.find_spec(name, [entry])]
+        hidden = [name for name in (*_OURS, *_THIRD_PARTY) if PathFinder.find_spec(name, [entry])]
         ours = [name for name in hidden if name in _OURS]
         if ours:
             yield fail(
@@ -219,7 +219,7 @@ SHM: Final = Path("/dev/shm")
 INFINIBAND: Final = Path("/sys/class/infiniband")
 _MIB: Final = 2**20
 _GIB: Final = 2**30
-_SHM_OF_A_RANK: Final = 64 * _MIB  # NCCL's buffers when GPUs cannot access each other directly
+_SHM_PER_RANK: Final = 64 * _MIB  # NCCL's buffers when GPUs cannot access each other directly
 _ROOMY_SHM: Final = 1 * _GIB
 _FEW_FILES: Final = 1024
 _ENOUGH_FILES: Final = 4096
@@ -245,7 +245,7 @@ def check_shared_memory(patient: Patient) -> Iterator[Finding]:
 
 def judge_shared_memory(total: int, free: int, *, writable: bool, ranks: int) -> Finding:
     """Judge the size of /dev/shm. Pure."""
-    needed = ranks * _SHM_OF_A_RANK
+    needed = ranks * _SHM_PER_RANK
     words = f"{size(free)} free of {size(total)}"
     larger = "docker run --shm-size=16g (or --ipc=host); else remount it larger"
     facts = {"total": total, "free": free}

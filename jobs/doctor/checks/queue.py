@@ -202,21 +202,21 @@ def check_job(patient: Patient) -> Iterator[Finding]:
     spec = patient.spec
     if spec is None:
         return
-    model = list(_tried("model", partial(check_model, settings=True), spec))
+    model = list(_run_check("model", partial(check_model, settings=True), spec))
     yield from model
     if model[0].verdict is Verdict.OK:  # otherwise there is no model to look up blocks in
-        yield from _tried("blocks", check_block_names, spec)
-    yield from _tried("wrap policy", check_wrap_policy, spec)
-    yield from _tried("dataset", check_dataset, spec, "{} images and videos")
-    yield from _tried("trackers", check_trackers, spec)
+        yield from _run_check("blocks", check_block_names, spec)
+    yield from _run_check("wrap policy", check_wrap_policy, spec)
+    yield from _run_check("dataset", check_dataset, spec, "{} images and videos")
+    yield from _run_check("trackers", check_trackers, spec)
     if spec.launcher == "slurm":  # this machine's devices say nothing about the nodes
         slurm = backend(spec.launcher)
-        yield from _tried("slurm", lambda _: slurm.request(spec) and "sbatch is there", spec)
+        yield from _run_check("slurm", lambda _: slurm.request(spec) and "sbatch is there", spec)
     elif patient.nvml is not None:  # otherwise the driver hangs, and would hang again
         yield from check_job_gpus(spec, patient.nvml.gpus)
         on_gpus = spec.device != "cpu" and bool(patient.nvml.gpus)
-        yield from _tried("compiler", partial(check_compiler, on_gpus=on_gpus), spec)
-        yield from _tried("host memory", partial(check_host_memory, on_gpus=on_gpus), spec)
+        yield from _run_check("compiler", partial(check_compiler, on_gpus=on_gpus), spec)
+        yield from _run_check("host memory", partial(check_host_memory, on_gpus=on_gpus), spec)
 
 
 def check_job_gpus(spec: RecipeKeys, present: Sequence[Gpu]) -> Iterator[Finding]:
@@ -255,7 +255,7 @@ def _holder(gpu: Gpu, claims: dict[str, int], others: dict[str, str]) -> str:
     return f"is used by {others[gpu.uuid]}" if gpu.uuid in others else ""
 
 
-def _tried(
+def _run_check(
     name: str, check: Callable[[JobSpec], object], spec: JobSpec, words: str = "{}"
 ) -> Iterator[Finding]:
     """Run one preflight check; yield its outcome, or nothing if it returns None."""

@@ -66,7 +66,7 @@ FOREIGN: Final = {
     "mpirun_config": "accelerate starts the ranks, not mpirun",
     "fp8_config": "fp8 is not supported; use mixed_precision: bf16",
 }
-_A_SLIP: Final = 0.8  # similarity above which an unknown key is taken for a typo
+_TYPO_SIMILARITY: Final = 0.8  # similarity above which an unknown key is taken for a typo
 _ON: Final = "jobs run on NVIDIA GPUs or on CPU ranks"
 _TYPES: Final = {
     "DEEPSPEED": "FSDP and DeepSpeed cannot be enabled simultaneously. The file is for DeepSpeed; "
@@ -83,7 +83,7 @@ _PARALLEL: Final = {
 }
 
 
-def lay_over(
+def merge_config(
     values: Mapping[str, Any], config: Mapping[str, Any], name: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Apply a job on top of an accelerate config.
@@ -270,7 +270,7 @@ def _check(theirs: dict[str, Any], name: str) -> None:
 
 def _look_at_unknown(key: str, name: str, notes: list[str]) -> None:
     """Reject an unknown key that looks like a typo; note others, which newer versions may know."""
-    best = nearest(key, (*SAME, *REST, *READ, *FOREIGN), least=_A_SLIP)
+    best = nearest(key, (*SAME, *REST, *READ, *FOREIGN), least=_TYPO_SIMILARITY)
     if best is not None:
         raise SpecError(f'{KEY}: {name} has an unknown key "{key}" (did you mean "{best}"?)')
     notes.append(f'{KEY}: {name}: "{key}" is passed to accelerate unchanged')

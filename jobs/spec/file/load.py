@@ -13,7 +13,7 @@ from jobs.errors import Problem, SpecError
 from jobs.paths import exists, expand
 from jobs.spec.families import get_family
 from jobs.spec.file.accelerate_file import KEY as ACCELERATE
-from jobs.spec.file.accelerate_file import lay_over
+from jobs.spec.file.accelerate_file import merge_config
 from jobs.spec.file.old_keys import translate
 from jobs.spec.file.value_errors import in_words, key_of
 from jobs.spec.job_spec import FOLLOWS, JobSpec, field_names, key_facts, upgraded
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jobs.spec.values.datasets import Dataset
 
 
-_MOST_TOLD: Final = 10  # unknown keys listed
+_MAX_LISTED: Final = 10  # unknown keys listed
 _LONGEST_KEY: Final = 60  # characters shown of a key
 _HALF: Final = re.compile("[\ud800-\udfff]")
 
@@ -74,7 +74,7 @@ def load_spec(
         notes += done.notes
         problems += done.problems
     problems += _unreadable(values)
-    values = {k: v for k, v in values.items() if k in field_names() and not _is_no_text(k, v)}
+    values = {k: v for k, v in values.items() if k in field_names() and not _is_invalid_text(k, v)}
     try:
         values, more = _with_accelerate(values, roots)
         spec = JobSpec.model_validate(values)
@@ -105,13 +105,13 @@ def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield unknown keys, and strings with invalid characters."""
     names = field_names()
     unknown = [key for key in values if key not in names]
-    for key in unknown[:_MOST_TOLD]:
+    for key in unknown[:_MAX_LISTED]:
         named = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
         yield Problem(key, f'unknown key "{named}"{did_you_mean(named, names)}')
-    if unknown[_MOST_TOLD:]:
-        yield Problem("", f"{len(unknown) - _MOST_TOLD} more unknown keys")
+    if unknown[_MAX_LISTED:]:
+        yield Problem("", f"{len(unknown) - _MAX_LISTED} more unknown keys")
     for key, value in values.items():
-        if key in names and _is_no_text(key, value):
+        if key in names and _is_invalid_text(key, value):
             yield Problem(key, f"{key} has an invalid character")
 
 
@@ -124,13 +124,13 @@ def _conflicts(spec: JobSpec, ignoring: Collection[str]) -> Sequence[Problem]:
     return [conflict for conflict in find_conflicts(spec) if conflict.key not in ignoring]
 
 
-def _is_no_text(key: str, value: Any) -> bool:
+def _is_invalid_text(key: str, value: Any) -> bool:
     """Return whether a value contains half of a surrogate pair, or a path a zero byte."""
     if isinstance(value, str):
         return _HALF.search(value) is not None or (_is_path(key) and "\0" in value)
     if isinstance(value, dict):
-        return any(_is_no_text(str(name), entry) for name, entry in value.items())
-    return isinstance(value, list) and any(_is_no_text("", entry) for entry in value)
+        return any(_is_invalid_text(str(name), entry) for name, entry in value.items())
+    return isinstance(value, list) and any(_is_invalid_text("", entry) for entry in value)
 
 
 def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
@@ -160,7 +160,7 @@ def _with_accelerate(
             config, name = read_mapping(path, "accelerate config")[0], path.name
         except SpecError as error:
             raise SpecError(f"{ACCELERATE}: {error}") from None
-    return lay_over(values, config, name) if config else (values, [])
+    return merge_config(values, config, name) if config else (values, [])
 
 
 def _is_path(key: str) -> bool:

@@ -8,7 +8,7 @@ from jobs.spec.job_spec import JobSpec, field_choices
 from jobs.spec.keys.prompts import ValidationPrompt
 from jobs.spec.values.datasets import Dataset
 from jobs.spec.values.spellings import did_you_mean, unquoted
-from jobs.spec.values.value_types import SAID
+from jobs.spec.values.value_types import FULL_SENTENCE
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -42,7 +42,7 @@ def in_words(error: ErrorDetails) -> str:
     key = key_of(error)
     value = error["input"]
     inner = [str(part + 1) if isinstance(part, int) else str(part) for part in error["loc"][1:]]
-    if error["type"] == SAID:
+    if error["type"] == FULL_SENTENCE:
         return error["msg"]
     if error["type"] == "extra_forbidden" and inner:
         *where, word = inner

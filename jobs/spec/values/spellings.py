@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _TRUE = {"true", "1", "yes", "on", "y", "t"}
 _FALSE = {"false", "0", "no", "off", "n", "f"}
 _NONE = {"none", "null", "~", ""}
-_ENOUGH = 3  # letters after which a prefix identifies a word
+_MIN_PREFIX = 3  # letters after which a prefix identifies a word
 _QUOTES: Final = {'"': '"', "'": "'", "“": "”", "‘": "’"}
 # An item of a list: in double quotes with JSON's escapes, in single quotes, or bare.
 _PART: Final = re.compile(r"""\s*(?:("(?:[^"\\]|\\.)*")|'([^']*)'|([^,]*))\s*(?:,|$)""", re.DOTALL)
@@ -37,7 +37,7 @@ def nearest(word: str, words: Iterable[str], *, least: float = 0.6) -> str | Non
     by_lower = {name.lower(): name for name in words}
     word = word.lower()
     matches = difflib.get_close_matches(word, by_lower, n=1, cutoff=least)
-    if not matches and len(word) >= _ENOUGH:  # for example `qwen` for `qwen_image`
+    if not matches and len(word) >= _MIN_PREFIX:  # for example `qwen` for `qwen_image`
         matches = [name for name in by_lower if name.startswith(word)]
     return by_lower[matches[0]] if matches else None
 

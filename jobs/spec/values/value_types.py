@@ -69,7 +69,7 @@ CaptionLines = Literal["variants", "joined"]
 MissingCaptions = Literal["skip", "empty"]
 Launcher = Literal["local", "slurm"]
 
-SAID: Final = "said"
+FULL_SENTENCE: Final = "said"
 """Error type for messages that are complete sentences and name the value."""
 
 _YES_NO: Final = ("true", "false", "yes", "no", "on", "off")
@@ -88,7 +88,7 @@ def refuse(value: Any, allowed: Sequence[str], instead: str = "") -> PydanticCus
         "allowed": instead or f"one of {', '.join(allowed)}",
         "meant": did_you_mean(unquoted(str(value)), allowed),
     }
-    return PydanticCustomError(SAID, '"{value}" is not {allowed}{meant}', words)
+    return PydanticCustomError(FULL_SENTENCE, '"{value}" is not {allowed}{meant}', words)
 
 
 def choice(literal: Any) -> BeforeValidator:

@@ -70,7 +70,7 @@ class Ranks:
     def kill(self, attempt, ranks=None):
         pass
 
-    def clean_up(self, attempt, *, healthy, wish):
+    def clean_up(self, attempt, *, healthy, stop_request):
         return False
 
     def end_all(self):
@@ -90,7 +90,7 @@ class Report:
     def __init__(self, store, job):
         self.store, self.job, self.lines = store, job, []
 
-    def wish(self):
+    def stop_request(self):
         return self.store.get(self.job.id).stop_level
 
     def say(self, state, reason):

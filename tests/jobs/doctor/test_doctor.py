@@ -118,7 +118,7 @@ def test_nothing_secret_and_nothing_that_steers_a_terminal_gets_out() -> None:
 @pytest.fixture
 def doctor_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script that plays `python -m jobs.doctor`; it leaves its pid beside it."""
-    monkeypatch.setattr(processes, "_GONE_WITHIN", PATIENCE)
+    monkeypatch.setattr(processes, "_KILL_TIMEOUT", PATIENCE)
     script = tmp_path / "python"
     monkeypatch.setattr(processes.sys, "executable", str(script))
     return script

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.fleet.lines import FORMAT, BoxJob, Listener, Snapshot, Teller, UnreadableError
+from jobs.fleet.lines import FORMAT, BoxJob, ReportReader, ReportWriter, Snapshot, UnreadableError
 
 EVIL = "\x1b]52;c;aGk=\x07cats\u202e\nx"
 
@@ -34,22 +34,22 @@ def gpu(**changes: Any) -> dict[str, Any]:
     return {"gpu": 0, "name": "H200", "memory_total": 2**37, "memory_used": 2**30} | changes
 
 
-def hear(listener: Listener, *lines: str) -> Snapshot | None:
+def hear(listener: ReportReader, *lines: str) -> Snapshot | None:
     snapshot = None
     for line in lines:
         snapshot = listener.take(line.encode()) or snapshot
     return snapshot
 
 
-def begun(**head: Any) -> Listener:
-    listener = Listener()
+def begun(**head: Any) -> ReportReader:
+    listener = ReportReader()
     words = {"fleet": FORMAT, "version": "9.9", "host": "big"} | head
     assert listener.take(json.dumps(words).encode()) is None
     return listener
 
 
 def test_the_whole_first_then_what_changed() -> None:
-    teller, listener = Teller(), Listener()
+    teller, listener = ReportWriter(), ReportReader()
     hear(listener, teller.head("1.2", "big", 64, 5.0))
     first = list(teller.look(100.4, [job(), job(id=4, state="completed")], [gpu()], False))
     assert len(first) == 4
@@ -79,7 +79,7 @@ def test_the_whole_first_then_what_changed() -> None:
 
 
 def test_nothing_in_it_steers_a_terminal() -> None:
-    teller, listener = Teller(), Listener()
+    teller, listener = ReportWriter(), ReportReader()
     hear(listener, teller.head(EVIL, EVIL, 1, 5.0))
     snapshot = hear(
         listener,
@@ -135,7 +135,7 @@ def test_a_newer_box_is_understood_as_far_as_it_can_be() -> None:
 )
 def test_what_is_no_box(lines: list[str], why: str) -> None:
     with pytest.raises(UnreadableError) as error:
-        hear(Listener(), *lines)
+        hear(ReportReader(), *lines)
     assert why in str(error.value)
 
 

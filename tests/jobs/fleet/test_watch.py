@@ -120,23 +120,23 @@ def test_a_box_that_hangs_is_tried_again(boxes: FakeBoxes, short: Path) -> None:
     """Its ssh lives; the connection that all share may be what hangs, so it is gone around."""
     boxes.says("big", HEAD, JOB, LOOK)
     link = Link(boxes.fleet("big").machines[0], 5.0)
-    link.tend(100.0)
+    link.run_due(100.0)
     heard(link, 101.0)
-    link.tend(130.0)
+    link.run_due(130.0)
     assert link.view.status_at(130.0) == "silent"
     first = link._process
     assert first is not None
-    link.tend(132.0)
+    link.run_due(132.0)
     assert (link.view.status, link.view.why) == ("away", "no answer within 30 s")
     assert link.view.snapshot is not None
-    link.tend(135.0)
+    link.run_due(135.0)
     heard(link, 136.0)
     assert first.wait(PATIENCE) != 0
     hung = link._process
-    link.hurry(137.0)
+    link.retry_now(137.0)
     assert link._process is hung, "it speaks"
-    link.hurry(150.0)
-    link.tend(150.0)
+    link.retry_now(150.0)
+    link.run_due(150.0)
     assert link._process is not hung
     heard(link, 151.0)
     link.forget(time.monotonic() + PATIENCE)
@@ -149,7 +149,7 @@ def test_an_ssh_that_does_not_end_holds_up_nobody(boxes: FakeBoxes) -> None:
     os.mkfifo(boxes.root / "big" / "pipe")
     stays = boxes.script("stays", f"trap '' TERM; echo '{{'; exec cat {boxes.root}/big/pipe")
     link = Link(boxes.fleet("big", command=stays).machines[0], 5.0)
-    link.tend(100.0)
+    link.run_due(100.0)
     process = link._process
     assert process is not None
     assert select(link.files(), [], [], PATIENCE)[0]
@@ -157,9 +157,9 @@ def test_an_ssh_that_does_not_end_holds_up_nobody(boxes: FakeBoxes) -> None:
     assert link.view.status == "away"
     assert process.poll() is None, "it was not waited for"
     assert link.due == 103.0
-    link.tend(103.0)
+    link.run_due(103.0)
     assert process.wait(PATIENCE) == -signal.SIGKILL
-    link.tend(105.0)
+    link.run_due(105.0)
     assert link._ending == []
     link.forget(time.monotonic())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.backends.slurm.records import ask_to_stop, asked_to_stop
+from jobs.backends.slurm.records import request_stop, requested_stop
 from jobs.doctor.checks.disks import judge_journal
 from jobs.doctor.examine import Verdict
 from jobs.machine.residence import is_shared
@@ -72,10 +72,10 @@ def test_requests_of_another_machine_are_seen_at_once(tmp_path: Path) -> None:
         assert not there.requested("stop")
         assert not (there.control / "stop").exists()
         here.request("stop")
-        ask_to_stop(here, 0, 2)
+        request_stop(here, 0, 2)
         assert not (there.control / "stop").exists(), "else this mount remembers nothing"
         assert there.requested("stop")
-        assert asked_to_stop(there, 0) == 2
+        assert requested_stop(there, 0) == 2
 
 
 @pytest.mark.usefixtures("shared")

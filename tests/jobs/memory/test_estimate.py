@@ -189,7 +189,7 @@ def test_the_answer_to_a_question_that_was_given_up_is_dropped(home: Path, tmp_p
 
 
 def test_a_question_that_nobody_waits_for_any_more_is_never_sent(server: Server, log: Path) -> None:
-    with server._talking, pytest.raises(Cancelled):
+    with server._request_lock, pytest.raises(Cancelled):
         server.ask({"job": {"name": "x"}, "ranks": [1], "strategies": ["single"]}, lambda: True)
     assert asked(log) == []
 

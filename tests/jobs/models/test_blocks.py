@@ -356,7 +356,7 @@ def test_a_cache_that_cannot_be_written_fails_nothing(engine: Engine, model: Pat
 def test_a_writer_that_hangs_holds_nobody_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_PATIENCE", 0.0)
     cache_home().mkdir(parents=True)
-    with blocks._alone():
+    with blocks._locked():
         remember("a", {"is": "kept"})
     assert recall("a") == {"is": "kept"}
 

@@ -136,7 +136,7 @@ def test_command_lines_are_read_rarely(
         for _ in range(3):
             assert all(found.processes[0].command for found in devices.gpus())
         assert reads == [other.pid]
-        monkeypatch.setattr(devices._driver, "people_until", 0.0)  # commands can change
+        monkeypatch.setattr(devices._driver, "owners_until", 0.0)  # commands can change
         devices.gpus()
         assert reads == [other.pid] * 2
 

@@ -106,7 +106,7 @@ def test_of_a_running_job_only_what_is_new_is_read(
     assert reads.bytes < size / 5, "what is new, and the end for the newest steps"
     reads.bytes = 0
     assert progress_of(store, [job])[job.id].step == 3000
-    assert reads.bytes <= eventlog._FIRST_END
+    assert reads.bytes <= eventlog._FIRST_READ
 
 
 def test_steps_of_epochs_are_what_the_ranks_say(store: Store) -> None:
@@ -176,7 +176,7 @@ def test_the_end_has_exactly_the_last_steps_of_the_whole(
     path.write_text("".join(lines))
     whole = EventLog(path).read_all()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eventlog, "_FIRST_END", first)
+        patch.setattr(eventlog, "_FIRST_READ", first)
         end = read_end(path)
     assert end.steps[-20:] == whole.steps[-20:]
     assert end.seconds_per_step() == whole.seconds_per_step()

@@ -120,7 +120,7 @@ def test_equal_losses_prove_nothing_where_nothing_is_computed(
     job = add_job(store, state=State.COMPLETED)
     stage = Stage(store, store.home, [], 2)
     monkeypatch.setattr(stage, "run", lambda values: job)
-    first = scenes._First(stage)
+    first = scenes._OneDevice(stage)
     first._job = job
     for every, verdict in ((0.0, Verdict.WARN), (0.5, Verdict.OK)):
         monkeypatch.setattr(scenes, "losses", lambda job, every=every: [0.0, every])
@@ -160,7 +160,7 @@ def test_a_scene_that_fails_keeps_its_job_and_the_next_is_played(
     good, bad = (add_job(store, state=State.COMPLETED) for _ in range(2))
     stages: list[Stage] = []
 
-    def perform(stage: Stage) -> Iterator[Finding]:
+    def run_scenes(stage: Stage) -> Iterator[Finding]:
         stages.append(stage)
         stage.jobs += [good.id, bad.id]
 
@@ -168,10 +168,10 @@ def test_a_scene_that_fails_keeps_its_job_and_the_next_is_played(
             yield from ()
             raise SceneFailed("losses differ by 1.0e-01", bad)
 
-        yield from scenes._played(stage, "ddp", fails)
-        yield from scenes._played(stage, "fsdp2", lambda: iter([ok("fsdp2", "all is well")]))
+        yield from scenes._run_scene(stage, "ddp", fails)
+        yield from scenes._run_scene(stage, "fsdp2", lambda: iter([ok("fsdp2", "all is well")]))
 
-    monkeypatch.setattr("jobs.selftest.scenes.perform", perform)
+    monkeypatch.setattr("jobs.selftest.scenes.run_scenes", run_scenes)
     found = list(run(store, [], 2, say=lambda words: None))
     assert [(one.name, one.verdict) for one in found] == [
         ("ddp", Verdict.FAIL),

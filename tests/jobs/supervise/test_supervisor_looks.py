@@ -91,7 +91,7 @@ class Watched:
     def look(self, *, after: float = 0.2) -> str | None:
         """The supervisor looks, some seconds later; what it says of a hang."""
         self.clock.sleep(after)
-        self.supervisor._look(self.attempt)
+        self.supervisor._poll(self.attempt)
         return self.supervisor.hang
 
     def judged(self) -> str:
@@ -342,7 +342,7 @@ def test_a_mistake_of_ours_in_a_look_ends_no_training(
         raise ArithmeticError("a mistake")
 
     monkeypatch.setattr(Attempt, "alive", lambda self: next(alive))
-    monkeypatch.setattr(watched.supervisor, "_look", look)
+    monkeypatch.setattr(watched.supervisor, "_poll", look)
     watched.supervisor._watch(watched.attempt)
     assert len(looks) == 5
     assert capsys.readouterr().err.count("ArithmeticError: a mistake") == 1

@@ -89,7 +89,7 @@ def strand(watch: Supervisor, statuses: list[RankStatus]) -> None:
 
 def clean_up(watch: Supervisor, attempt: Any) -> bool:
     healthy = watch.failed_at is None and watch.hang is None
-    return watch.ranks.clean_up(attempt, healthy=healthy, wish=watch._note_wish)
+    return watch.ranks.clean_up(attempt, healthy=healthy, stop_request=watch._note_stop)
 
 
 def job_of(watch: Supervisor) -> Job:
@@ -409,7 +409,7 @@ def test_logs_are_kept_short_and_a_disk_that_fills_is_told_once_a_while(
     monkeypatch.setattr(supervisor, "space_warning", lambda run_dir: "the disk is nearly full")
     watch.state = State.RUNNING
     for _ in range(3):
-        watch._tidy()
+        watch._housekeep()
         world.sleep(supervisor.HOUSEKEEPING_EVERY * 0.6)
     assert looked == [1000.0, 1000.0 + 2 * supervisor.HOUSEKEEPING_EVERY * 0.6]
     assert store.get(job_of(watch).id).reason == "warning: the disk is nearly full"

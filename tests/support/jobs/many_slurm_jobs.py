@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from jobs.backends.slurm.commands import Listed
-from jobs.backends.slurm.records import HandedIn, handed_in_file
+from jobs.backends.slurm.records import Submission, submission_file
 from jobs.run.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ def many_slurm_jobs(store: Store, count: int) -> list[Listed]:
     for number in range(1, count + 1):
         run_dir = RunDir(store.home / "runs" / f"{number}-j")
         run_dir.root.mkdir(parents=True)
-        record = HandedIn(f"fsdp-tui-{number}-00000000-0", 0, str(number))
-        handed_in_file(run_dir).write_text(json.dumps(asdict(record)))
+        record = Submission(f"fsdp-tui-{number}-00000000-0", 0, str(number))
+        submission_file(run_dir).write_text(json.dumps(asdict(record)))
         listed.append(Listed(record.id, record.name, "PENDING", "Priority"))
         rows.append(
             {

@@ -43,8 +43,8 @@ def nvml(nvml_stub: StubNvml, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubN
     monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(nvml_stub.library)))
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     monkeypatch.setattr(devices, "_driver", devices._Driver())
-    devices._is_meant.cache_clear()
+    devices._is_local_pid.cache_clear()
     yield nvml_stub
     if devices._driver.ready:
         pynvml.nvmlShutdown()
-    devices._is_meant.cache_clear()
+    devices._is_local_pid.cache_clear()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
 from jobs.errors import UserError
-from jobs.fleet.lines import Teller
+from jobs.fleet.lines import ReportWriter
 from jobs.machine import devices
 from jobs.queue.states import ENDED
 from tui.cli.echo import echo, pause
@@ -73,7 +73,7 @@ def watch_machine(store: Store, every: float) -> None:
         store: The jobs.
         every: Seconds between two looks.
     """
-    teller = Teller()
+    teller = ReportWriter()
     echo(teller.head(version("fsdp-tui"), socket.gethostname(), devices.host().cores, every))
     while True:
         try:

@@ -21,14 +21,14 @@ from jobs.backends.slurm.commands import Waiting
 from jobs.backends.slurm.keeper import Keeper, places
 from jobs.backends.slurm.records import (
     Allocation,
-    HandedIn,
+    Submission,
     WardenReport,
-    asked_to_stop,
     outcome_file,
-    read_handed_in,
+    read_submission,
+    requested_stop,
     slurm_facts,
     warden_file,
-    write_handed_in,
+    write_submission,
     write_warden_report,
 )
 from jobs.backends.slurm.script import script_of
@@ -285,7 +285,7 @@ def test_a_number_that_slurm_gives_again_is_not_missing_since_before(
     """A controller that was killed has forgotten its newest job, which is resumed after that."""
     monkeypatch.setattr(commands, "state_of", lambda slurm_id: "")
     missing = placing.Missing()
-    before, after = HandedIn("fsdp-tui-3-0", 0, "8"), HandedIn("fsdp-tui-3-1", 1, "8")
+    before, after = Submission("fsdp-tui-3-0", 0, "8"), Submission("fsdp-tui-3-1", 1, "8")
     missing.look(before, None, 0.0, other=False)
     assert missing.look(before, None, 400.0, other=False) == (400.0, True)
     assert missing.look(after, None, 401.0, other=False) == (0.0, False)
@@ -362,7 +362,7 @@ def test_slurm_gives_a_number_again(
     keeper.look()
     assert store.get(job.id).state is State.STOPPED
     again = service.resume(store, job.id, {"auto_resume": False})
-    write_handed_in(job.run_dir, HandedIn("lost", again.attempt, "1"))
+    write_submission(job.run_dir, Submission("lost", again.attempt, "1"))
     keeper.look()
     assert store.get(job.id).state is State.LOST
     assert slurm.get("1", "state") == "RUNNING", "and is not ours to cancel"
@@ -413,7 +413,7 @@ def test_a_job_file_that_cannot_be_read_holds_up_no_other(
     gone.run_dir.job_file.unlink()
     keeper.look()
     assert slurm.ids() == ["1"]
-    assert read_handed_in(good.run_dir) is not None
+    assert read_submission(good.run_dir) is not None
     assert store.get(broken.id).state is State.FAILED
     assert 'unknown key "no_such_key"' in store.get(broken.id).reason
     assert store.get(gone.id).state is State.FAILED
@@ -434,7 +434,7 @@ def test_a_job_whose_database_is_busy_holds_up_no_other(
 
     monkeypatch.setattr(keeper, "_look_after", busy_once)
     keeper.look()
-    assert read_handed_in(good.run_dir) is not None
+    assert read_submission(good.run_dir) is not None
 
 
 def test_a_job_whose_keeper_was_killed_is_handed_in_once(
@@ -443,12 +443,12 @@ def test_a_job_whose_keeper_was_killed_is_handed_in_once(
     """It died between sbatch and the record; the name says whose job it is."""
     job = submit()
     keeper.look()
-    handed = read_handed_in(job.run_dir)
+    handed = read_submission(job.run_dir)
     assert handed is not None
-    write_handed_in(job.run_dir, HandedIn(handed.name, handed.attempt))
+    write_submission(job.run_dir, Submission(handed.name, handed.attempt))
     Keeper(store, ask_every=0.0).look()
     assert slurm.ids() == ["1"]
-    assert read_handed_in(job.run_dir) == handed
+    assert read_submission(job.run_dir) == handed
 
 
 def test_a_job_whose_sbatch_outlives_its_keeper_is_handed_in_once(
@@ -457,9 +457,9 @@ def test_a_job_whose_sbatch_outlives_its_keeper_is_handed_in_once(
     """The next keeper's answer is from before: Slurm is asked again once that sbatch has ended."""
     job = submit()
     keeper.look()
-    handed = read_handed_in(job.run_dir)
+    handed = read_submission(job.run_dir)
     assert handed is not None
-    write_handed_in(job.run_dir, HandedIn(handed.name, handed.attempt))
+    write_submission(job.run_dir, Submission(handed.name, handed.attempt))
     slurm.forget("1")
     following = Keeper(store, ask_every=1e9)
     with open(job.run_dir.root / ".handing-in", "a") as lock:
@@ -468,12 +468,12 @@ def test_a_job_whose_sbatch_outlives_its_keeper_is_handed_in_once(
         (slurm.root / "forgotten-1").rename(slurm.root / "jobs/1")
     slurm.away()
     following.look()
-    assert read_handed_in(job.run_dir) == HandedIn(handed.name, handed.attempt), "nobody knows"
+    assert read_submission(job.run_dir) == Submission(handed.name, handed.attempt), "nobody knows"
     slurm.away(away=False)
     following._away_since = None
     following.look()
     assert slurm.ids() == ["1"]
-    assert read_handed_in(job.run_dir) == handed
+    assert read_submission(job.run_dir) == handed
 
 
 def test_sbatch_gives_up_but_slurm_has_the_job(
@@ -563,7 +563,7 @@ def test_what_changes_while_a_job_is_handed_in(
     monkeypatch.setattr(handing, "script_of", change)
     keeper.look()
     assert slurm.ids() == []
-    assert read_handed_in(job.run_dir) is None
+    assert read_submission(job.run_dir) is None
     keeper.look()
     assert slurm.ids() == (["1"] if what == "edited" else [])
     if what == "edited":
@@ -603,7 +603,7 @@ def test_stop_after_sbatch_gave_up(
     for _ in range(3):
         keeper.look()
     assert store.get(job.id).state is State.STOPPED
-    assert asked_to_stop(job.run_dir, 0) == 1, "a warden that starts all the same stops"
+    assert requested_stop(job.run_dir, 0) == 1, "a warden that starts all the same stops"
     assert slurm.calls("sbatch") == 1
     if has_it:
         assert slurm.get("1", "state") == "CANCELLED"
@@ -632,14 +632,14 @@ def test_stop_in_three_levels(
     keeper.look()
     for level, words in enumerate(("after the current step", "SIGTERM", "is cancelled"), 1):
         assert words in service.stop(store, job.id)
-        assert asked_to_stop(job.run_dir, 0) == level
+        assert requested_stop(job.run_dir, 0) == level
         keeper.look()
         assert slurm.get("1", "state") == ("CANCELLED" if level == 3 else "RUNNING")
     keeper.look()
     assert store.get(job.id).state is State.STOPPED
     service.resume(store, job.id)
     keeper.look()
-    assert asked_to_stop(store.get(job.id).run_dir, 1) == 0, "the next attempt was not asked"
+    assert requested_stop(store.get(job.id).run_dir, 1) == 0, "the next attempt was not asked"
     assert slurm.ids() == ["1", "2"]
     service.stop(store, job.id, now=True)
     keeper.look()
@@ -737,7 +737,7 @@ def test_one_question_for_hundreds_of_jobs(
     opened: list[object] = []
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
     monkeypatch.setattr(asking, "time", clock)
-    for name in ("read_handed_in", "read_warden_report", "move"):
+    for name in ("read_submission", "read_warden_report", "move"):
         monkeypatch.setattr(asking, name, counted(getattr(asking, name), opened))
     listed = many_slurm_jobs(store, 200)
     listed[7] = replace(listed[7], state="RUNNING", reason="", nodes="n1")

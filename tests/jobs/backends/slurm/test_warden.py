@@ -16,12 +16,12 @@ from jobs.backends.slurm import commands, ranks, warden
 from jobs.backends.slurm.ranks import SlurmRanks
 from jobs.backends.slurm.records import (
     Allocation,
-    HandedIn,
-    ask_to_stop,
+    Submission,
     outcome_file,
     read_warden_report,
+    request_stop,
     warden_file,
-    write_handed_in,
+    write_submission,
 )
 from jobs.backends.slurm.task import rank_environment
 from jobs.backends.slurm.warden import WardenFile, supervisor_of
@@ -187,7 +187,7 @@ def test_signals_reach_the_ranks_whatever_the_number_of_their_step(
     keeper.look()
     watcher, _ = watch(job)
     attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
-    ask_to_stop(job.run_dir, job.attempt, 2)
+    request_stop(job.run_dir, job.attempt, 2)
     watcher._carry_out_stops(attempt, [])
     watcher.stop_level = 0
     watcher._end_a_hang(attempt, [])
@@ -296,7 +296,7 @@ def test_a_warden_that_waits_for_slurm_beats_and_ends_when_told(
         mine.time_up = what == "the limit"
         mine.sigterm_received = what == "a cancellation"
         if what == "a person":
-            ask_to_stop(job.run_dir, job.attempt, 1)
+            request_stop(job.run_dir, job.attempt, 1)
         elif what == "another":
             raise_fence(job.run_dir.root, "1.1")
 
@@ -384,9 +384,9 @@ def test_a_run_belongs_to_one_slurm_job(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "ours", "SLURM_RESTART_COUNT": "2"}
     assert report_of(run_dir, environment).allocation == Allocation("7", 2), "handed in by hand"
-    write_handed_in(run_dir, HandedIn("ours", 1))
+    write_submission(run_dir, Submission("ours", 1))
     assert report_of(run_dir, environment).attempt == 1, "before its id was written down"
-    write_handed_in(run_dir, HandedIn("ours", 1, "8"))
+    write_submission(run_dir, Submission("ours", 1, "8"))
     with pytest.raises(UserError, match=r"belongs to Slurm job ours \(8\)"):
         supervisor_of(run_dir, environment)
     with pytest.raises(UserError, match="not in a Slurm job"):

@@ -11,7 +11,7 @@ import yaml
 from jobs import launch
 from jobs.errors import SpecError
 from jobs.run.rundir import RunDir
-from jobs.spec.file.accelerate_file import lay_over
+from jobs.spec.file.accelerate_file import merge_config
 from jobs.spec.file.load import dump_spec, load_spec
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ main_process_port: 29511
 
 def read(config: Any, **values: Any) -> tuple[dict[str, Any], list[str]]:
     data = yaml.safe_load(config) if isinstance(config, str) else config
-    return lay_over(values, data, "acc.yaml")
+    return merge_config(values, data, "acc.yaml")
 
 
 def refusal(config: Any, **values: Any) -> str:

@@ -13,13 +13,13 @@ from jobs.backends.slurm.keeper import Keeper
 from jobs.backends.slurm.ranks import SlurmRanks
 from jobs.backends.slurm.records import (
     Allocation,
-    HandedIn,
+    Submission,
     WardenReport,
-    ask_to_stop,
     outcome_file,
     read_warden_report,
+    request_stop,
     warden_file,
-    write_handed_in,
+    write_submission,
     write_warden_report,
 )
 from jobs.backends.slurm.warden import WardenFile
@@ -52,7 +52,7 @@ class SlurmRig(Rig):
     ) -> SlurmRig:
         """Hand a job in that nobody supervises yet."""
         job = add_job(store, values | {"launcher": "slurm"}, wanted=["slurm"])
-        write_handed_in(job.run_dir, HandedIn("ours", job.attempt, ID))
+        write_submission(job.run_dir, Submission("ours", job.attempt, ID))
         return cls(store, job, patch, capture)
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class SlurmRig(Rig):
     # -- others ----------------------------------------------------------------------------
 
     def person_stops(self, level: int) -> None:
-        ask_to_stop(self.job.run_dir, self.job.attempt, level)
+        request_stop(self.job.run_dir, self.job.attempt, level)
 
     def stop_from_outside(self) -> None:
         """Send SIGTERM to ranks and batch script, as Slurm does at a cancellation."""

@@ -1,1 +1,1 @@
-"""What a job is and how it lives. Knows neither the screen nor torch."""
+"""Jobs: their description, queue and supervision. Depends on neither the dashboard nor torch."""

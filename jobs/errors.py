@@ -1,4 +1,4 @@
-"""The exceptions a person is meant to read."""
+"""The exceptions whose messages are for users."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jobs.untrusted.text import one_line
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_LONGEST: Final = 3000  # characters of a message
-_END: Final = 500  # of it, which often says what is expected
+_LONGEST: Final = 3000  # maximum characters of a message
+_END: Final = 500  # characters kept at its end, which often says what is expected
 
 
 class UserError(Exception):
-    """Something the person can put right; shown as one line, never as a traceback.
+    """A problem that the user can fix; shown as one line, never as a traceback.
 
     Args:
-        message: What is wrong and where. A very long one, such as foreign text, loses its middle.
+        message: What is wrong and where. The middle of a very long message is cut out.
         hint: What to do about it, if that is not obvious from the message.
     """
 
@@ -35,14 +35,13 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong with a job.
+    """A problem of a job.
 
     Attributes:
-        key: What to look at; "" where that is no key of a job.
+        key: The key in question; "" if there is none.
         text: One sentence.
-        line: Where the key is in the file.
-        named: Whether the sentence is said of the key, and needs its name in front where nothing
-            else says which it is.
+        line: Line number of the key in the file.
+        named: Whether the sentence needs the key's name in front of it unless the context shows it.
     """
 
     key: str
@@ -56,12 +55,12 @@ class Problem:
 
 
 class SpecError(UserError):
-    """A job description that cannot be run as written.
+    """A job description that cannot run as written.
 
     Args:
         message: What is wrong and where.
         hint: What to do about it.
-        problems: The same one by one, where the keys are known.
+        problems: The individual problems, if their keys are known.
     """
 
     def __init__(
@@ -72,23 +71,23 @@ class SpecError(UserError):
 
     @classmethod
     def of(cls, where: str, problems: Iterable[Problem]) -> SpecError:
-        """All of them in one line, after the name of what they are in."""
+        """Join all problems on one line, prefixed by where they are."""
         problems = tuple(problems)
         sentences = "; ".join(one_line(str(problem)) for problem in problems)
         return cls(f"{where}: {sentences}", problems=problems)
 
 
 class DiskFullError(UserError):
-    """There is no room on a disk."""
+    """A disk is full."""
 
 
 class NotFiniteError(UserError):
-    """Numbers are not finite: a loss or gradient, what an encoder returns, what is exported."""
+    """Numbers are not finite: a loss or gradient, an encoder's output, or exported weights."""
 
 
 class NotFoundError(UserError):
-    """No such job, or no such thing of a job."""
+    """A job, or a part of a job, does not exist."""
 
 
 class StateError(UserError):
-    """What was asked does not fit the state the job is in."""
+    """The request is impossible in the job's current state."""

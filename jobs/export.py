@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from jobs.queue.job import Job
     from jobs.spec.keys.output import ExportDtype, ExportFormat
 
-# Stage of the tool → per cent of the whole at which it begins and ends, as far as one can tell.
+# Stage of the tool → estimated percentage of the total at its start and end.
 _STAGES: Final = {"checking": (0, 40), "writing": (40, 100)}
 
 
 @dataclass(frozen=True)
 class Export:
-    """A finished export: read back, and renamed into place.
+    """A finished export: verified, and renamed into place.
 
     Attributes:
         path: Its directory.
         step: Optimizer steps of the checkpoint.
-        ema: Whether it is an average of the weights.
+        ema: Whether its weights are averaged.
         warnings: One line each.
     """
 
@@ -39,7 +39,7 @@ class Export:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Where it is."""
+        """Return its path."""
         return str(self.path)
 
 
@@ -58,13 +58,13 @@ def export_checkpoint(
     """Export a checkpoint of a job. Reads it twice, so large ones take minutes.
 
     Args:
-        job: Running or not.
-        step: Of the checkpoint; the newest intact one by default.
+        job: The job; it may be running.
+        step: Step of the checkpoint; the newest intact one by default.
         output: The directory; by default `jobs.run.export_places.default_place`. An earlier
             export of the same step, precision and kind is replaced once the new one is complete.
         dtype: The precision to store; the job's `export_dtype` by default.
         formats: The names to export a LoRA under; the job's `export_formats` by default.
-        ema: Take the average of the weights, if there is one.
+        ema: Export the averaged weights, if there are any.
         single_file: Write a full model as one file that ComfyUI and Forge load.
         progress: Called with the percentage done, and 100.
         cancelled: Polled several times a second in the caller's thread; True cancels the export
@@ -98,7 +98,7 @@ def export_checkpoint(
             ema_left_out=averaged and not ema,
         )
     )
-    if single_file and output is None:  # beside the directory that diffusers loads
+    if single_file and output is None:  # next to the directory that diffusers loads
         target = target.with_name(f"{target.name}-single-file")
     spec = state.get("spec") or {}
     facts = {
@@ -106,7 +106,7 @@ def export_checkpoint(
         "step": checkpoint.step,
         "ema": averaged and ema,
     }
-    if output is not None:  # the run's own place is for the latest, in whatever precision
+    if output is not None:  # the default place is for the latest export, of any precision
         facts |= {"dtype": dtype or spec.get("export_dtype", "auto"), "single_file": single_file}
     check_place(target, facts)
     arguments = [str(checkpoint.path), str(target)]

@@ -1,4 +1,4 @@
-"""The `accelerate launch` command that starts a job's ranks on this machine."""
+"""Build the `accelerate launch` command that starts a job's ranks on this machine."""
 
 from __future__ import annotations
 
@@ -48,17 +48,18 @@ if TYPE_CHECKING:
 
 
 # -- local ----------------------------------------------------------------------------------
-# The `accelerate launch` command that starts a job's ranks on this machine.
+# The command line and environment of `accelerate launch`.
 
 
 _LOOPBACK: Final = "127.0.0.1"
 _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "fsdp-tui")
-# Its options, by their present name and the former one; torch takes both until 3.0.
+# The allocator's options, by their current and their former name; torch accepts both until 3.0.
 ALLOCATOR_VARIABLES: Final = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-# Of glibc, for ranks that keep weights in host memory. Blocks of 1 MiB and more are mapped one by
-# one, so they go back to the system when they are freed. By default glibc soon keeps those up to
-# 32 MiB in a heap with holes, which takes a third more on a real model. In huge pages (glibc 2.35,
-# where the kernel has them) mapping takes less time than the heap (`tests/bench/memory.py --real`).
+# Settings of glibc for ranks with weights in host memory. Blocks of 1 MiB and more are mapped
+# individually and therefore returned to the system when freed. By default glibc soon keeps blocks
+# up to 32 MiB in a fragmented heap, which takes a third more memory on a real model. With huge
+# pages (glibc 2.35, if the kernel has them) mapping is faster than the heap (`tests/bench/memory.py
+# --real`).
 HOST_ALLOCATOR: Final = {
     "MALLOC_MMAP_THRESHOLD_": str(2**20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
@@ -69,7 +70,7 @@ HOST_ALLOCATOR: Final = {
 class Launch:
     """A command line, the environment variables that are set for it, and its accelerate config.
 
-    `strategy` is what the job's came to.
+    `strategy` is the resolved strategy.
     """
 
     command: list[str]
@@ -83,9 +84,9 @@ def build_launch(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id:
 
     Args:
         spec: The job.
-        run_dir: Where its ranks write.
+        run_dir: Its run directory.
         gpus: GPU UUIDs, one per rank; empty for CPU ranks.
-        run_id: Marks every process of the run in its environment.
+        run_id: Identifies every process of the run through its environment.
     """
     ranks = world_size(spec)
     strategy, reason = chosen_before(spec, run_dir) or chosen_strategy(spec, auto_room(spec, gpus))
@@ -120,10 +121,11 @@ def build_launch(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id:
 
     environment = {
         **rank_variables(spec, run_dir, run_id, strategy, reason, on_gpus=bool(gpus)),
-        # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
+        # Not SIGHUP, on which the launcher would end the ranks; their new session is meant to
+        # survive it.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
         **loopback_variables(os.environ),
-        # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
+        # By default, elastic kills ranks 30 s after SIGTERM, in the middle of a large save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
     }
     return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus), strategy)
@@ -136,31 +138,31 @@ def rank_variables(
 
     Args:
         spec: The job.
-        run_dir: Where the ranks write.
-        run_id: Marks every process of the run.
-        strategy: What runs.
-        reason: Why.
+        run_dir: Its run directory.
+        run_id: Identifies every process of the run.
+        strategy: The resolved strategy.
+        reason: Why it was chosen.
         on_gpus: Whether the ranks have GPUs.
     """
     environment = {
         RUN_ID_VARIABLE: run_id,
-        # What `strategy: auto` came to, so that all ranks run what this command line says.
+        # The choice of `strategy: auto`, so that all ranks run what this command line says.
         STRATEGY_VARIABLE: strategy,
         REASON_VARIABLE: reason,
-        # A folder called engine/ or jobs/ in some working directory must not shadow ours.
+        # A folder named engine/ or jobs/ in the working directory must not shadow ours.
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         **bytecode_variables(),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "TOKENIZERS_PARALLELISM": "false",
-        # A rank's log is for the run: no advice about optional packages, no library progress bars.
+        # Keep logs relevant: no advice about optional packages, no progress bars of libraries.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
         **why_failed.environment(run_dir),
     }
     if on_gpus:
-        if not ALLOCATOR_VARIABLES & os.environ.keys():  # the person's own choice stays
+        if not ALLOCATOR_VARIABLES & os.environ.keys():  # the user's own choice takes precedence
             environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
@@ -172,10 +174,12 @@ def rank_variables(
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Keep what ranks of one machine tell each other on it, whatever its name resolves to.
+    """Keep communication between ranks of one machine on the loopback interface.
+
+    Otherwise it depends on what the machine's name resolves to.
 
     Args:
-        environment: The person's, whose own choice of an interface stays.
+        environment: The user's environment, whose choice of an interface takes precedence.
     """
     name = next(
         (
@@ -194,7 +198,7 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def auto_room(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
     """Return the memory by which `strategy: auto` decides.
 
-    None where there are no GPUs or nothing is known about them.
+    None if there are no GPUs or nothing is known about them.
     """
     if spec.strategy != "auto" or not gpus:
         return None
@@ -211,7 +215,7 @@ def auto_room(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers, for `launch.json`."""
+    """Return the versions that affect a run's results, for `launch.json`."""
     by_package = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
@@ -222,7 +226,7 @@ def versions() -> dict[str, str]:
 
 
 def full_environment(launch: Launch) -> dict[str, str]:
-    """Add the launch's variables to the inherited ones, less those that confuse a new run."""
+    """Merge the launch's variables into our environment, dropping those that confuse a new run."""
     inherited = {
         key: value
         for key, value in os.environ.items()
@@ -237,18 +241,17 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# -- accelerate's file -------------------------------------------------------------------
+# # -- accelerate config ------------------------------------------------------------------
 
 
 def accelerate_config(spec: RecipeKeys, strategy: str, *, gpus: Sequence[str]) -> dict[str, Any]:
     """Return the contents of the file for `accelerate launch --config_file`.
 
-    Without a file, it would merge whatever the person's own default config says into the flags it
-    was not given.
+    Without a file, accelerate would use the user's default config for all flags that are not given.
 
     Args:
-        spec: The job; what it keeps of an accelerate config of the person's is in the file too.
-        strategy: What will run.
+        spec: The job; includes the rest of an accelerate config that the user gave.
+        strategy: The resolved strategy.
         gpus: One per rank, by UUID or number; empty for CPU ranks.
     """
     kept = dict(spec.accelerate_config) if isinstance(spec.accelerate_config, dict) else {}
@@ -278,15 +281,15 @@ def fsdp_options(spec: RecipeKeys) -> dict[str, Any]:
     """Return the job's FSDP options under accelerate's names, in its files and as flags."""
     options: dict[str, Any] = {
         "fsdp_version": 2,
-        # Accelerate knows yes and no; the number of shards is the engine's to see to.
+        # Accelerate supports only yes and no; the engine handles the number of shards.
         "fsdp_reshard_after_forward": bool(spec.fsdp_reshard_after_forward),
         "fsdp_state_dict_type": spec.fsdp_state_dict_type,
-        # A callable, of which accelerate's launcher does not know, is called by the engine.
+        # Accelerate's launcher does not support callables; the engine calls them.
         "fsdp_auto_wrap_policy": "NO_WRAP" if own_policy(spec) else spec.fsdp_auto_wrap_policy,
         "fsdp_offload_params": spec.fsdp_cpu_offload,
         "fsdp_activation_checkpointing": spec.fsdp_activation_checkpointing,
-        # The engine always reads only each rank's own shard. Accelerate's switch of this name
-        # would make transformers leave text encoders empty on every rank but the first.
+        # The engine always reads only each rank's own shard. With accelerate's option of this name,
+        # transformers would leave text encoders empty on every rank but the first.
         "fsdp_cpu_ram_efficient_loading": False,
     }
     if spec.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
@@ -308,12 +311,12 @@ _KEPT: Final = ", as on its first launch"
 def chosen_before(spec: RecipeKeys, run_dir: RunDir) -> tuple[str, str] | None:
     """Read what `auto` chose at the job's last launch, and why.
 
-    A restart or a resumed job keeps it: what else is on the GPUs by then, or has been
-    predicted meanwhile, is no reason to train in another way.
+    A restarted or resumed job keeps the choice: other users of the GPUs, or a newer prediction, are
+    no reason to train differently.
 
     Returns:
-        Strategy and reason; None where it was not launched yet, or on another number of ranks, or
-        where its settings leave no choice.
+        Strategy and reason; None if it was not launched yet, had another number of ranks, or its
+            settings leave no choice.
     """
     if not depends_on_memory(spec):
         return None
@@ -322,7 +325,8 @@ def chosen_before(spec: RecipeKeys, run_dir: RunDir) -> tuple[str, str] | None:
     if not (isinstance(environment, dict) and isinstance(gpus, list)):
         return None
     strategy, reason = launched_strategy(environment)
-    chosen = strategy in ("ddp", "fsdp2") and reason != AS_ASKED  # before it said auto
+    # earlier, the job did not say auto
+    chosen = strategy in ("ddp", "fsdp2") and reason != AS_ASKED
     if len(gpus) != world_size(spec) or not chosen:
         return None
     return strategy, reason.removesuffix(_KEPT) + _KEPT
@@ -333,13 +337,13 @@ def predicted_ddp(spec: JobSpec, gpus: Sequence[Gpu]) -> Whole | None:
 
     Args:
         spec: The job.
-        gpus: Those it has, at the moment at which it is launched.
+        gpus: Its GPUs at the time of the launch.
 
     Returns:
-        The prediction where it is tightest; None while the job was never estimated, in the form
-        or with `fsdp-tui estimate`.
+        The prediction for the tightest GPU; None if the job was never estimated, in the form or
+            with `fsdp-tui estimate`.
     """
-    with suppress(Exception):  # whatever is wrong with a file of ours, the job starts
+    with suppress(Exception):  # the job must start even if our files are damaged
         predicted = recall(spec, "ddp", world_size(spec), on_gpus=True)
         if predicted is None or not gpus:
             return None

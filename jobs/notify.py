@@ -1,6 +1,6 @@
-"""Notifications: which ones a person wants and where, and what a supervisor announces.
+"""Send notifications about jobs, as configured by the user.
 
-`python -m jobs.notify` delivers the one that its environment describes.
+`python -m jobs.notify` delivers the one that is described in its environment.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class NotifyConfig(BaseModel):
 
     Attributes:
         command: A shell command; the facts are in its environment (`FSDP_TUI_…`).
-        urls: Services, as the library apprise writes them.
-        on: What to notify of.
-        stalled_after: Seconds without progress on any rank; a hang ends the job only after its
+        urls: Services, in the format of the apprise library.
+        on: The events to notify about.
+        stalled_after: Seconds without progress on any rank. A hang ends the job only after its
             `hang_timeout`.
     """
 
@@ -57,10 +57,10 @@ def config_file() -> Path:
 
 
 def read_config() -> NotifyConfig | None:
-    """Read the file; None where there is none.
+    """Read the file; None if there is none.
 
     Raises:
-        UserError: It cannot be used; the message has no value of it.
+        UserError: It is invalid; the message contains none of its values.
     """
     path = config_file()
     try:
@@ -73,7 +73,7 @@ def read_config() -> NotifyConfig | None:
     if others:
         raise UserError(f"{path} may be read by others", f"chmod 600 {path}")
     try:
-        # YAML 1.1 reads the key `on` as true.
+        # YAML 1.1 parses the key `on` as true.
         values = {"on" if k is True else k: v for k, v in (yaml.safe_load(text) or {}).items()}
         return NotifyConfig.model_validate(values)
     except ValidationError as error:
@@ -84,18 +84,18 @@ def read_config() -> NotifyConfig | None:
         raise UserError(f"{path} is not a YAML mapping") from None
 
 
-_PATIENCE: Final = 60.0  # seconds for the command
+_PATIENCE: Final = 60.0  # seconds until the command is killed
 
 
 def deliver(config: NotifyConfig, facts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Run the command and tell the services.
+    """Run the command and notify the services.
 
     Args:
-        config: Of the person.
-        facts: As `jobs.notify.facts_of` makes them.
+        config: The user's configuration.
+        facts: The result of `jobs.notify.facts_of`.
 
     Yields:
-        Each destination by kind and number, with what went wrong ("" if nothing); never an address.
+        Each destination by kind and number, with the error ("" if none); never an address.
     """
     if config.command:
         yield "command", _run(config.command, facts)
@@ -136,22 +136,22 @@ def _notify_service(service: object, url: str, facts: Mapping[str, str]) -> str:
         delivered = service.notify(  # type: ignore[attr-defined]
             title=facts["FSDP_TUI_TITLE"], body=facts["FSDP_TUI_MESSAGE"]
         )
-    except Exception as error:  # its message may name the address
+    except Exception as error:  # its message may contain the address
         return f"failed ({type(error).__name__})"
     return "" if delivered else "was not delivered"
 
 
-_WORTH_ASKING: Final = 30.0  # seconds without progress, the least that may be configured
+_WORTH_ASKING: Final = 30.0  # seconds without progress; the lowest configurable value
 
 
 @dataclass
 class Announcer:
-    """Announces what happens to a job; whatever goes wrong with it is a line in the log.
+    """Announce events of a job; failures to do so are only logged.
 
     Attributes:
         job: The job.
-        say: Takes a line for the supervisor's log.
-        stalled: Whether the present stall was announced.
+        say: Writes a line to the supervisor's log.
+        stalled: Whether the current stall was announced.
     """
 
     job: Job
@@ -159,10 +159,10 @@ class Announcer:
     stalled: bool = False
 
     def look(self, still: float) -> None:
-        """Announce, once, that no rank has made progress for as long as the person allows.
+        """Announce, once, that no rank has made progress for as long as the user allows.
 
         Args:
-            still: Seconds without progress of the rank that made some last.
+            still: Seconds since any rank last made progress.
         """
         if still < _WORTH_ASKING:
             self.stalled = False
@@ -171,12 +171,12 @@ class Announcer:
             self.announce("stalled", f"no rank made progress for {still:.0f} s")
 
     def announce_end(self, state: State, reason: str) -> None:
-        """Announce how the job ended; whatever is not a success is a failure."""
+        """Announce how the job ended; anything but completed or stopped is a failure."""
         ends: dict[State, Event] = {State.COMPLETED: "completed", State.STOPPED: "stopped"}
         self.announce(ends.get(state, "failed"), reason)
 
     def announce(self, event: Event, reason: str) -> None:
-        """Start a process that delivers it, if the person wants to know."""
+        """Start a process that delivers an event, if the user wants to be notified about it."""
         try:
             config = read_config()
             if config is None or event not in config.on:
@@ -197,13 +197,13 @@ class Announcer:
     def _stalled_after(self) -> float:
         try:
             config = read_config()
-        except UserError:  # said when there is something to announce
+        except UserError:  # reported when there is something to announce
             return 0.0
         return config.stalled_after if config and "stalled" in config.on else 0.0
 
 
 def facts_of(job: Job, event: Event, reason: str) -> dict[str, str]:
-    """Collect what a command gets in its environment."""
+    """Return the environment variables that describe an event."""
     return {
         "FSDP_TUI_EVENT": event,
         "FSDP_TUI_JOB_ID": str(job.id),

@@ -1,4 +1,4 @@
-"""Where things live on disk. Every directory outside a run directory is named here."""
+"""Define all directories outside of run directories."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Final
 
 from jobs.errors import SpecError, UserError
 
-_OTHERS: Final = 0o077  # what a directory lets group and others do
+_OTHERS: Final = 0o077  # permission bits of group and others
 _OTHERS_WRITE: Final = 0o022
 _OURS: Final = (
     *("calibration", "clipboard", "demo", "dispatch", "fetches", "jobs", "runner", "runs"),
     *("selftest", "slurm"),
 )
-"""How the names in a state directory begin."""
+"""Prefixes of the names in a state directory."""
 
 
 def state_home() -> Path:
@@ -31,7 +31,7 @@ def state_home() -> Path:
 
 
 def cache_home() -> Path:
-    """Return the cache directory: `$XDG_CACHE_HOME/fsdp-tui`. Safe to delete when no job runs."""
+    """Return the cache directory, `$XDG_CACHE_HOME/fsdp-tui`; deletable while no job runs."""
     xdg = os.environ.get("XDG_CACHE_HOME")
     base = Path(xdg) if xdg else Path.home() / ".cache"
     return base.absolute() / "fsdp-tui"
@@ -60,7 +60,7 @@ def expand(text: str) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything at a path; a name that no system takes is not there."""
+    """Return whether a path exists; False for invalid names."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -68,15 +68,15 @@ def exists(path: Path) -> bool:
 
 
 def nearest(place: Path) -> Path:
-    """Return the place, or what exists above it."""
+    """Return the path, or its nearest existing parent directory."""
     return next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
 
 
 def ensure_private_dir(path: Path) -> Path:
-    """Create `path` (mode 0700) if it is missing and check that it can be written.
+    """Create a directory (mode 0700) if it is missing, and check that it is writable.
 
     Raises:
-        UserError: It cannot be created or written; says which part of the path is the obstacle.
+        UserError: It cannot be created or written; the message names the part of the path at fault.
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,8 +100,8 @@ def ensure_state_home() -> Path:
     The mode of an existing directory is not changed.
 
     Raises:
-        UserError: It cannot be created or written, is another user's, or is a place such as /tmp,
-            where others may write.
+        UserError: It cannot be created or written, belongs to another user, or is writable by
+            others, like /tmp.
     """
     path = ensure_private_dir(state_home())
     status = path.stat()
@@ -120,14 +120,14 @@ def ensure_state_home() -> Path:
 
 @cache
 def close_to_others(home: Path) -> None:
-    """Keep job files, which name tokens' places and prompts, from others; before one is written.
+    """Restrict access to job files, which contain paths and prompts, before one is written.
 
-    A directory that is ours alone, and where others may write, is narrowed. Where they may only
-    read, it may be one such as /workspace, and what we have in it is narrowed instead.
+    If others may write to a directory that is only ours, its own mode is restricted. If they may
+    only read, it may be a shared one such as /workspace, so our files in it are restricted instead.
     """
     try:
         status = home.stat()
-    except OSError:  # the write says what is wrong
+    except OSError:  # the write reports the problem
         return
     if status.st_uid != os.geteuid() or not status.st_mode & _OTHERS:
         return
@@ -146,7 +146,7 @@ def close_to_others(home: Path) -> None:
 
 
 def _is_ours(home: Path) -> bool:
-    """Whether a directory holds our database and nothing foreign, and is none that people share."""
+    """Return whether a directory contains only our files, with our database, and is not shared."""
     if home.stat().st_mode & stat.S_ISVTX or not (home / "jobs.db").is_file():
         return False
     with os.scandir(home) as entries:
@@ -158,10 +158,10 @@ def _is_ours(home: Path) -> bool:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Whether a directory can be written, or made. Nothing is.
+    """Check that a directory can be written or created, without doing so.
 
     Raises:
-        UserError: It cannot; says which part of the path is the obstacle.
+        UserError: It cannot; the message names the part of the path at fault.
     """
     there = path
     while not exists(there) and there != there.parent:

@@ -1,4 +1,4 @@
-"""What changes when a job resumes from a checkpoint that a different job wrote."""
+"""Determine what changes when a job resumes from a checkpoint that a different job wrote."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 
 # -- resume conflicts -----------------------------------------------------------------------
-# What changes when a job resumes from a checkpoint that a different job wrote.
+# Compare the job that wrote a checkpoint with the one that resumes from it.
 #
-# Pure but for a look at where models are. A setting may leave the result as it is (how ranks
-# share the work), change it (the learning rate), or make the checkpoint useless (the
-# adapter's rank).
+# Pure except for checking where models are. A setting may leave the result unchanged (how ranks
+# share the work), change it (the learning rate), or make the checkpoint unusable (the adapter's
+# rank).
 
 
-# Which samples a step trains on (`engine.data.index.batch_plan`). Checkpoints without a number are
-# of version 1, which padded every bucket to a global batch.
+# Version of the assignment of samples to steps (`engine.data.index.batch_plan`). Checkpoints
+# without a number have version 1, which padded every bucket to a global batch.
 PLAN_VERSION: Final = 2
 
 
 @dataclass(frozen=True)
 class ResumeConflicts:
-    """What resuming from a checkpoint would mean.
+    """The consequences of resuming from a checkpoint.
 
     Attributes:
-        impossible: Why it cannot be done, a sentence each with what to do; empty when it can.
-        changes: What makes the result another than that of a run never stopped, a line each.
+        impossible: Why it is impossible, one sentence each with a remedy; empty if it is possible.
+        changes: Why the result will differ from an uninterrupted run, one line each.
     """
 
     impossible: list[str] = field(default_factory=list)
@@ -64,14 +64,13 @@ def find_resume_conflicts(
 ) -> ResumeConflicts:
     """Compare the job that wrote a checkpoint with the one that resumes from it.
 
-    Looks whether models are where they were, so among ranks one of them asks for all.
+    Checks whether models are where they were, so among ranks only one calls this.
 
     Args:
-        before: The checkpoint's `spec`, of any version: keys that are no longer known are passed
-            over, missing ones have their default. Empty when the checkpoint does not tell, and
-            then there is nothing to compare.
+        before: The checkpoint's `spec`, of any version: unknown keys are ignored, missing ones have
+            their default. If empty, the checkpoint has none and nothing is compared.
         spec: The job as it will run.
-        done: Optimizer steps of the checkpoint; a warm-up that is over changes nothing.
+        done: Optimizer steps of the checkpoint; a completed warm-up cannot change.
     """
     conflicts = ResumeConflicts()
     if not before:
@@ -95,15 +94,15 @@ def find_resume_conflicts(
 
 
 def compare_plans(state: Mapping[str, Any], name: str, *, own: bool) -> list[str]:
-    """Say whether the checkpoint's run drew its samples by another plan than this version does.
+    """Check whether the checkpoint's run assigned samples to steps like this version does.
 
     Args:
-        state: What the checkpoint says of its training.
-        name: The checkpoint's.
-        own: Whether the same run continues, which it only does exactly.
+        state: The training state in the checkpoint.
+        name: The checkpoint's name.
+        own: Whether the same run continues, which must be exact.
 
     Raises:
-        UserError: It cannot continue.
+        UserError: It cannot continue exactly.
     """
     facts = state.get("data")
     if not isinstance(facts, dict) or not facts or facts.get("plan", 1) == PLAN_VERSION:
@@ -120,7 +119,7 @@ def compare_plans(state: Mapping[str, Any], name: str, *, own: bool) -> list[str
 
 
 def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
-    """Read the job of an older version; return also the values that cannot be read."""
+    """Parse the job of an older version; also return the values that are invalid today."""
     readable = {key: value for key, value in values.items() if key in JobSpec.model_fields}
     try:
         return JobSpec.model_validate(readable), {}
@@ -131,7 +130,7 @@ def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
 
 
 def _is_second_denoiser(spec: JobKeys) -> bool:
-    """Whether it trains another denoiser than the family's usual one."""
+    """Return whether the job trains the second of a family's two denoisers."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.component_of(spec.model_flavour) != family.component
 
@@ -140,7 +139,7 @@ def _is_second_denoiser(spec: JobKeys) -> bool:
 
 
 def _model(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -> None:
-    """Refuse another base model, but not the same one in another place."""
+    """Reject another base model, but not the same one at another path."""
     key = "pretrained_model_name_or_path"
     was, now = old.pretrained_model_name_or_path, spec.pretrained_model_name_or_path
     before, after = place_of(was), place_of(now)
@@ -160,7 +159,7 @@ def _model(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -
 
 
 def _flavour(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts) -> None:
-    """Check the flavour, which matters only where it names one of two denoisers."""
+    """Check the flavour, which matters only if it selects one of two denoisers."""
     was, now = old.model_flavour, spec.model_flavour
     if was != now and (_is_second_denoiser(old) or _is_second_denoiser(spec)):
         conflicts.impossible.append(_refusal("model_flavour", was, now))
@@ -169,14 +168,14 @@ def _flavour(old: JobKeys, spec: JobKeys, done: int, conflicts: ResumeConflicts)
 def _validation_seed(
     old: ValidationKeys, spec: ValidationKeys, done: int, conflicts: ResumeConflicts
 ) -> None:
-    """Check the validation seed, if it chooses which samples are held out."""
+    """Check the validation seed, if it selects the validation set."""
     was, now = old.validation_seed, spec.validation_seed
     if was != now and (old.validation_fraction or spec.validation_fraction):
         conflicts.changes.append(_line("validation_seed", was, now))
 
 
 def _class_images(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """They are sampled as the prompts are."""
+    """Check class images, which are sampled with the settings of validation prompts."""
     if not (old.num_class_images and spec.num_class_images):
         return
     for key in _OF_CLASS_IMAGES:
@@ -207,7 +206,7 @@ def _targets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts)
 
 
 def _alpha(old: RecipeKeys, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """Check alpha, which scales what is already trained."""
+    """Check alpha, which scales the weights trained so far."""
     if not counts("lora_alpha", spec):
         return
     if spec.model_type != "lora" or old.model_type != "lora" or old.lora_rank != spec.lora_rank:
@@ -221,7 +220,7 @@ def _alpha(old: RecipeKeys, spec: JobSpec, done: int, conflicts: ResumeConflicts
 
 
 def _batch(old: RecipeKeys, spec: RecipeKeys, done: int, conflicts: ResumeConflicts) -> None:
-    """Which samples a step trains on depends on batch sizes, not on the ranks that take them."""
+    """Check batch sizes, which determine the samples of a step; the number of ranks does not."""
     was, now = global_batch_size(old), global_batch_size(spec)
     if was != now:
         conflicts.changes.append(
@@ -233,7 +232,7 @@ def _batch(old: RecipeKeys, spec: RecipeKeys, done: int, conflicts: ResumeConfli
 
 
 def _schedule(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """Check the learning rate's multiple at every remaining step."""
+    """Check the learning-rate factor at every remaining step."""
     if _rates(old, done) == _rates(spec, done):
         return
     named = [
@@ -250,7 +249,7 @@ _OF_SCHEDULES: Final = ("lr_scheduler", "lr_warmup_steps", "lr_end", "lr_num_cyc
 
 
 def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
-    """Return the values that determine the schedule from a step on."""
+    """Return the values that determine the schedule after a step."""
     if _decays(spec):
         bends = [getattr(spec, key) for key in _OF_SCHEDULES if counts(key, spec)]
         return (*bends, total_steps(spec) or length_in_words(spec))
@@ -258,7 +257,7 @@ def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
 
 
 def _stretched(old: RecipeKeys, spec: RecipeKeys) -> str:
-    """Describe how a new length changes a schedule, in steps or as the jobs say it.
+    """Describe how a new length changes a schedule, in steps or in the jobs' own units.
 
     "" if it does not.
     """
@@ -271,11 +270,11 @@ def _stretched(old: RecipeKeys, spec: RecipeKeys) -> str:
 
 
 def with_known_length(spec: JobSpec, state: Mapping[str, Any]) -> JobSpec:
-    """Set the length in steps, as far as a checkpoint's state tells the draws of an epoch.
+    """Set the length in steps if a checkpoint's state contains the samples per epoch.
 
     Args:
         spec: The job as it will run.
-        state: Of the checkpoint, with its job and facts of its data.
+        state: The checkpoint's state, with its job and facts about its data.
     """
     draws = (state.get("data") or {}).get("draws_per_epoch")
     if spec.max_train_steps is not None or not isinstance(draws, int | float):
@@ -314,7 +313,7 @@ def _average(old: NoiseKeys, spec: NoiseKeys, done: int, conflicts: ResumeConfli
 def _data(old: InputKeys, spec: InputKeys, done: int, conflicts: ResumeConflicts) -> None:
     """Check the datasets; a list of one dataset equals that dataset."""
     if not old.dataset and not old.datasets:
-        return  # the checkpoint does not tell
+        return  # the checkpoint does not contain it
     was, now = datasets_of(old), datasets_of(spec)
     if was == now:
         return
@@ -329,7 +328,7 @@ def _data(old: InputKeys, spec: InputKeys, done: int, conflicts: ResumeConflicts
 
 
 def _buckets(old: InputKeys, spec: DataPlanKeys, done: int, conflicts: ResumeConflicts) -> None:
-    """Told only where sizes lie another number of pixels apart; one may be written in two ways."""
+    """Report a bucket step only if it effectively differs; one value can be written in two ways."""
     if any(bucket_step(side, old) != bucket_step(side, spec) for side in all_resolutions(spec)):
         conflicts.changes.append(_line("bucket_step", old.bucket_step, spec.bucket_step))
 
@@ -395,7 +394,7 @@ _DENOISERS: Final = ("transformer", "unet")
 
 
 def place_of(model: str) -> Path | None:
-    """Return the directory of a model, or None when it is not on this machine."""
+    """Return the directory of a model; None if it is not on this machine."""
     try:
         return find_model(model).resolve() if model else None
     except (SpecError, OSError, ValueError):
@@ -403,10 +402,10 @@ def place_of(model: str) -> Path | None:
 
 
 def looks_same(first: Path, other: Path) -> bool:
-    """Whether both have the same pipeline, and a denoiser of the same configuration and files.
+    """Return whether two models have the same pipeline, and denoisers with equal configs and files.
 
-    A copy on a faster disk does. A model that was trained on has files of other sizes only where
-    its precision changed, so this is no proof: callers say what they take for granted.
+    This holds for a copy on a faster disk. It is not proof: the files of a model that was trained
+    further have other sizes only if its precision changed, so callers report the assumption.
     """
     if read_json(first / "model_index.json") != read_json(other / "model_index.json"):
         return False
@@ -419,7 +418,7 @@ def looks_same(first: Path, other: Path) -> bool:
 
 
 def _files(directory: Path) -> dict[str, int]:
-    """Name → bytes of the weight files."""
+    """Return name → bytes of the weight files."""
     try:
         return {path.name: path.stat().st_size for path in directory.glob("*.safetensors")}
     except OSError:

@@ -1,4 +1,4 @@
-"""Processes beside a run that nothing waits for: its trackers, and the pushes to the hub."""
+"""Start background processes of a run: its trackers, and pushes to the hub."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 _FOLLOWER_VARIABLES: Final = {
     "PYTHONSAFEPATH": "1",
     "PYTHONUNBUFFERED": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # no follower may take GPU memory
+    "CUDA_VISIBLE_DEVICES": "",  # followers must not use GPU memory
     "OMP_NUM_THREADS": "1",
 }
 
 
 def check_trackers(spec: TrackingKeys) -> None:
-    """Refuse a job whose trackers are not installed.
+    """Check that the job's trackers are installed.
 
     Raises:
-        SpecError: One is not; says how to install it.
+        SpecError: One is not; the message says how to install it.
     """
     missing = [name for name in spec.report_to if find_spec(name) is None]
     if missing:
@@ -58,7 +58,7 @@ def start_trackers(spec: TrackingKeys, run_dir: RunDir) -> list[subprocess.Popen
 
 
 def start_push(spec: HubKeys, job: Job) -> list[subprocess.Popen[bytes]]:
-    """Start the process that pushes a job's exports to the hub, if it asks for that.
+    """Start the process that pushes a job's exports to the hub, if the job asks for it.
 
     Raises:
         OSError: It could not be started.

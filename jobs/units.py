@@ -1,4 +1,4 @@
-"""Numbers as people read them. Pure."""
+"""Format numbers for users. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 def size(count: float) -> str:
-    """Bytes with a unit: `610 MiB`, `1.2 GiB`, `140 GiB`."""
-    value, unit = float(min(count, 1e300)), "B"  # a damaged file may hold any number of digits
+    """Format bytes with a unit: `610 MiB`, `1.2 GiB`, `140 GiB`."""
+    value, unit = float(min(count, 1e300)), "B"  # a damaged file may contain any number of digits
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1000:
             break
@@ -19,12 +19,12 @@ def size(count: float) -> str:
 
 
 def gpus(count: int) -> str:
-    """`1 GPU`, `8 GPUs`."""
+    """Format a number of GPUs: `1 GPU`, `8 GPUs`."""
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return indices, runs of three or more drawn together: `0-3,6`."""
+    """Format indices, joining runs of three or more: `0-3,6`."""
     indices = sorted(set(numbers))
     parts: list[str] = []
     start = 0

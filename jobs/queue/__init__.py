@@ -1,1 +1,1 @@
-"""The queue: jobs in the database, which of them starts, and who looks after it."""
+"""The queue: jobs in the database, their order, and changes of their state."""

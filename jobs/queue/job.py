@@ -27,19 +27,21 @@ if TYPE_CHECKING:
 
 Place = Literal["first", "up", "down", "last"]
 LOCAL: Final = "local"
-"""The backend of jobs that want CPU ranks or GPUs of this machine."""
-_MIN_GAP: Final = 1e-3  # seconds between two jobs that were queued at the same time
+"""The backend of jobs that use this machine's CPU or GPUs."""
+_MIN_GAP: Final = 1e-3  # minimum seconds between the queue times of two jobs
 
 
 @dataclass(frozen=True)
 class Job:
     """A row of the database. Times in Unix seconds; `gpus` are UUIDs, empty on CPU ranks.
 
-    `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. `total_steps` is 0 for
-    a length in epochs: its ranks say how many steps that are (`Progress`). The queue is ordered
-    by descending `priority`, then by `queued`; `held` jobs are skipped. A job of
-    another backend wants only its name. `elsewhere` names the container or machine where an active
-    one runs, if it is not this one: `boot_id` is its `jobs.machine.residence`.
+    `wanted` is the request: None for CPU ranks, a count, or UUIDs; for another backend, its name.
+    `total_steps` is 0 for a length in epochs, whose steps the ranks report (`Progress`). The queue
+    is
+    ordered by descending `priority`, then by `queued`; `held` jobs are skipped. `elsewhere` names
+    the
+    container or machine where an active job runs if it is not this one, according to `boot_id`, a
+    `jobs.machine.residence`.
     """
 
     id: int
@@ -68,12 +70,12 @@ class Job:
 
     @property
     def backend(self) -> str:
-        """Who places and supervises it, by its name in `jobs.backends`."""
+        """Return the name of the backend in `jobs.backends` that places and supervises it."""
         return backend_of(self.wanted)
 
     @property
     def here(self) -> bool:
-        """Whether this machine does."""
+        """Return whether this machine places and supervises it."""
         return self.backend == LOCAL
 
     @property
@@ -112,7 +114,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a job's state."""
+    """A state transition of a job."""
 
     t: float
     before: State | None
@@ -121,10 +123,10 @@ class Change:
 
 
 def backend_of(wanted: int | list[str] | None) -> str:
-    """Return whose job it is that wants these devices: a backend's name, or what is here.
+    """Return the backend of a job with this request.
 
-    A name of a backend is a folder's, in lower case and without a hyphen; that of a GPU begins with
-    `GPU-` or `MIG-`.
+    The name of a backend is lower case without a hyphen; that of a GPU begins with `GPU-` or
+    `MIG-`.
     """
     name = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else ""
     return name if name.isidentifier() and name.islower() else LOCAL
@@ -163,9 +165,9 @@ def job_of_row(row: sqlite3.Row) -> Job:
     return cached[1]
 
 
-# Who looks every second at a thousand ended jobs would spend a twentieth of a core on them. One
-# entry a job, of its latest row: a cache of fixed size would forget all of them just before they
-# are asked for again where there are more jobs.
+# Cache parsed rows: polling a thousand ended jobs every second would otherwise take a twentieth of
+# a core. One entry per job, for its latest row. A cache of fixed size would evict every entry just
+# before it is used again if there are more jobs.
 _latest: dict[tuple[str, int], tuple[tuple[Any, ...], Job]] = {}
 
 
@@ -196,10 +198,10 @@ def _job(columns: tuple[str, ...], row: tuple[Any, ...]) -> Job:
 
 
 # -- clocks ---------------------------------------------------------------------------------
-# Times that ranks on other machines write, by the clock of whoever watches.
+# Convert times that ranks on other machines write to this machine's clock.
 #
-# Clocks of machines differ by seconds or hours. What a rank of another machine says about its
-# heartbeat is only compared with what it said before: when it changes, it has just happened.
+# The clocks of machines differ by seconds or hours. A heartbeat from another machine is therefore
+# only compared with the previous one: when it changes, it has just happened.
 
 
 _HERE: Final = socket.gethostname()
@@ -207,19 +209,19 @@ _HERE: Final = socket.gethostname()
 
 @dataclass
 class Clocks:
-    """Remembers when what each rank says has changed.
+    """Track when the status of each rank has changed.
 
     Args:
-        here: The name of this machine, whose ranks have the same clock.
+        here: The name of this machine, whose ranks use the same clock.
     """
 
     here: str = _HERE
     _seen: dict[int, dict[int, tuple[RankStatus, RankStatus]]] = field(default_factory=dict)
 
     def of(self, job: Job, now: float) -> Sequence[RankStatus]:
-        """Return what a job's ranks wrote last.
+        """Return a job's latest rank statuses.
 
-        Times are by this machine's clock; `now` is in Unix seconds.
+        Times are on this machine's clock; `now` is in Unix seconds.
         """
         statuses = job.run_dir.rank_statuses()
         return self.translate(job.id, statuses, now) if not job.here else statuses
@@ -230,9 +232,9 @@ class Clocks:
         """Translate the times of ranks that may be on other machines to this machine's clock.
 
         Args:
-            job: Whose ranks they are.
-            statuses: What they wrote last.
-            now: Unix seconds, of this machine.
+            job: The job's id.
+            statuses: The latest statuses of its ranks.
+            now: Unix seconds on this machine.
         """
         before = self._seen.get(job, {})
         after = {s.rank: (s, self._here(s, before.get(s.rank), now)) for s in statuses}

@@ -1,15 +1,15 @@
-"""The states of a job and which may follow which. The only such table."""
+"""The states of a job and their transitions. No other code defines transitions."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 PAUSED = "the queue is paused"
-"""Why a job waits while no queued job is started."""
+"""The reason of jobs that wait while the queue is paused."""
 
 
 class State(StrEnum):
-    """Where a job is in its life."""
+    """The state of a job."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -23,12 +23,12 @@ class State(StrEnum):
 
     @property
     def active(self) -> bool:
-        """Processes exist, or are about to."""
+        """Return whether processes exist or are about to."""
         return self in ACTIVE
 
     @property
     def ended(self) -> bool:
-        """No process of the job exists, and none will unless someone resumes it."""
+        """Return whether no process of the job exists, and none will unless it is resumed."""
         return self in ENDED
 
 
@@ -39,29 +39,29 @@ _ENDINGS = {State.COMPLETED, State.STOPPED, State.FAILED, State.LOST}
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.STARTING, State.STOPPED, State.FAILED}),
-    # To starting again: a restart after a failure, when the job asks for it.
+    # STARTING again: a restart after a failure, if the job allows it.
     State.STARTING: frozenset(
         {State.STARTING, State.RUNNING, State.SAVING, State.STOPPING, *_ENDINGS}
     ),
     State.RUNNING: frozenset({State.STARTING, State.SAVING, State.STOPPING, *_ENDINGS}),
     State.SAVING: frozenset({State.STARTING, State.RUNNING, State.STOPPING, *_ENDINGS}),
     State.STOPPING: frozenset(_ENDINGS),
-    # Resuming puts an ended job back into the queue; a completed one may be given more steps.
+    # Resuming queues an ended job again; a completed one may be given more steps.
     State.COMPLETED: frozenset({State.QUEUED}),
     State.STOPPED: frozenset({State.QUEUED}),
     State.FAILED: frozenset({State.QUEUED}),
     State.LOST: frozenset({State.QUEUED}),
 }
-# A cluster may put a job back into its own queue, from which it starts again.
+# A cluster may requeue a job, which then starts again.
 PUT_BACK = frozenset({(state, State.QUEUED) for state in ACTIVE})
 
 
 def may_follow(current: State, following: State, *, here: bool = True) -> bool:
-    """Whether a job may go from `current` to `following`.
+    """Return whether a job may go from `current` to `following`.
 
     Args:
-        current: The state.
-        following: The next.
+        current: The current state.
+        following: The next state.
         here: Whether this machine places and supervises the job.
     """
     put_back = not here and (current, following) in PUT_BACK

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VERSION: Final = 2
-# Seconds that a locked database is waited for: by who answers a person, and by who serves nobody.
+# Seconds to wait for a locked database: in processes that answer a user, and in services.
 PERSON: Final = 4.0
 SERVICE: Final = 30.0
 TABLES: Final = """
@@ -77,29 +77,29 @@ CREATE TABLE IF NOT EXISTS summaries (
 @contextmanager
 def opened(path: Path, mode: str, patience: float) -> Iterator[sqlite3.Connection]:
     """Open a connection, closed at the end; waits up to `patience` seconds for a lock."""
-    # Never created here: an empty file in the place of a deleted one would have no tables.
+    # Never create the file: an empty file instead of a deleted database would have no tables.
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     with closing(sqlite3.connect(uri, uri=True, timeout=patience, isolation_level=None)) as db:
         db.row_factory = sqlite3.Row
         db.execute("PRAGMA foreign_keys=ON")
         db.execute("PRAGMA synchronous=NORMAL")
-        # The log is written from its beginning again each time, in space it has already.
+        # Checkpoint after every commit, so that the log is overwritten from its start and never
+        # grows.
         db.execute("PRAGMA wal_autocheckpoint=1")
         yield db
 
 
-# Our statements are right, so that one in error means that its tables are missing.
+# Our statements are valid SQL, so an SQL error means that tables are missing.
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 def create_tables(db: sqlite3.Connection, lock: Path) -> None:
-    """Make an empty database one of jobs.
+    """Create the tables in an empty database.
 
     Args:
         db: A connection, outside of any transaction.
-        lock: A file beside it. One process creates at a time: of two that switch to WAL at once
-            SQLite lets neither wait for the other, whatever the timeout, and one gets "database is
-            locked".
+        lock: A file next to the database. Only one process creates at a time: if two switch to WAL
+            at once, SQLite ignores the timeout and one gets "database is locked".
     """
     with lock.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -109,17 +109,17 @@ def create_tables(db: sqlite3.Connection, lock: Path) -> None:
 
 
 def choose_journal(db: sqlite3.Connection, folder: Path) -> None:
-    """WAL, which lets readers and a writer work at once, where one machine has the file.
+    """Use WAL, which allows concurrent readers and a writer, if only one machine has the file.
 
-    It needs memory that all processes share: across machines there is none, and some mounts do not
-    even offer it to one machine (`disk I/O error`). There, a rollback journal.
+    WAL needs memory shared by all processes. Across machines there is none, and some mounts lack it
+    even on one machine (`disk I/O error`); a rollback journal is used there.
     """
     wal = not is_shared(folder) and _can_share_memory(folder)
     db.execute(f"PRAGMA journal_mode={'WAL' if wal else 'TRUNCATE'}")
 
 
 def _can_share_memory(folder: Path) -> bool:
-    """Try it with a database that is thrown away: one that has failed cannot be used any more."""
+    """Probe with a temporary database, because a database is unusable after this failure."""
     with TemporaryDirectory(prefix=".fsdp-tui-", dir=folder) as place:
         try:
             with closing(sqlite3.connect(f"{place}/probe.db", isolation_level=None)) as db:
@@ -132,9 +132,9 @@ def _can_share_memory(folder: Path) -> bool:
 
 
 def leave_wal(db: sqlite3.Connection) -> None:
-    """Give a database a rollback journal, on a mount that has no memory to share too.
+    """Switch a database to a rollback journal, even on a mount without shared memory.
 
-    A process that has the file alone needs none.
+    A process with exclusive access needs no shared memory.
     """
     db.execute("PRAGMA locking_mode=EXCLUSIVE")
     db.execute("PRAGMA journal_mode=TRUNCATE")
@@ -143,19 +143,19 @@ def leave_wal(db: sqlite3.Connection) -> None:
 
 
 def journal_of(path: Path) -> str:
-    """Return the journal mode of the file: `wal` or `rollback`.
+    """Return the journal mode of a database file: `wal` or `rollback`.
 
-    SQLite does not open the file.
+    Reads the header without opening the file in SQLite.
     """
     with path.open("rb") as file:
         return "wal" if file.read(20)[18:] == b"\x02\x02" else "rollback"
 
 
 def leave_wal_where_it_fails(path: Path, error: sqlite3.Error) -> bool:
-    """Give a database that was made elsewhere a journal that its mount can do.
+    """Switch a database from another machine to a journal that its mount supports.
 
     Returns:
-        Whether it was that, and is done.
+        Whether this was the cause of the error, and is fixed.
     """
     if _code(error) != sqlite3.SQLITE_IOERR or not path.exists() or journal_of(path) != "wal":
         return False
@@ -165,24 +165,24 @@ def leave_wal_where_it_fails(path: Path, error: sqlite3.Error) -> bool:
 
 
 def insert(db: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
-    """Add a row; returns its number."""
+    """Add a row; return its id."""
     marks = ",".join("?" * len(row))
     words = f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})"
     return int(db.execute(words, [*row.values()]).lastrowid or 0)
 
 
 def update(db: sqlite3.Connection, job_id: int, row: Mapping[str, object]) -> None:
-    """Change columns of a job."""
+    """Update columns of a job."""
     words = ", ".join(f"{column}=?" for column in row)
     db.execute(f"UPDATE jobs SET {words} WHERE id=?", [*row.values(), job_id])
 
 
 def trouble(error: Exception, path: Path | None = None) -> UserError:
-    """Say what SQLite complains of, and what to do.
+    """Convert an SQLite error to one that tells the user what to do.
 
     Args:
-        error: What SQLite, or the file system, raised.
-        path: The database, to name it; the state directory's otherwise.
+        error: The error from SQLite or the file system.
+        path: The database to name; None for the state directory's.
     """
     database, details = f"the jobs database{f' {path}' if path else ''}", str(error)
     if is_locked(error):
@@ -205,27 +205,27 @@ def trouble(error: Exception, path: Path | None = None) -> UserError:
 
 
 def _suspended_holder(path: Path) -> int | None:
-    """Return a suspended process in the way of a transaction; it keeps its locks until it resumes.
+    """Return a suspended process that blocks transactions; it keeps its locks until it resumes.
 
-    In WAL mode a writer locks the shared memory, and the last one to close the database locks its
-    file; readers are in nobody's way. With a rollback journal a reader, too, keeps a writer from
-    its commit.
+    In WAL mode a writer locks the shared memory, and the last process to close the database locks
+    its file; readers block nobody. With a rollback journal, readers also keep a writer from
+    committing.
     """
-    # Nothing opens the database here: closing it again would drop every lock of this process.
+    # Do not open the database here: closing it again would drop all of this process's locks.
     memory = path.with_name(f"{path.name}-shm")
     pids = [*holders(memory), *holders(path, shared=not memory.exists())]
     return next(filter(is_suspended, pids), None)
 
 
 def is_locked(error: Exception) -> bool:
-    """Whether SQLite complains that another process has the database.
+    """Return whether an error means that another process has locked the database.
 
-    It says "locking protocol" if another process holds up the start of a transaction for long.
+    SQLite reports "locking protocol" if another process delays the start of a transaction for long.
     """
     return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 
 
 def _code(error: Exception) -> int:
-    """SQLite's primary result code; 0 of what is not SQLite's."""
+    """Return SQLite's primary result code; 0 for other errors."""
     code = getattr(error, "sqlite_errorcode", 0)
     return int(code) & 0xFF

@@ -1,8 +1,8 @@
-"""What a change did to files is undone unless the database took it, whatever ended the process.
+"""Undo a change's file operations unless the database committed it, even if the process died.
 
-A change of files and of rows is noted in a journal beside the database before the first file
+A change of files and rows is recorded in a journal next to the database before the first file
 changes. The next writer finds the journal and, holding the database's lock, either restores the
-files or, if the change is in the history of its job, deletes the copies that were kept of them.
+files or, if the job's history contains the change, deletes the backups.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Undo:
 
     Attributes:
         home: The state directory.
-        job_id: The job that is changed.
-        changes: In its history before the change.
+        job_id: The changed job.
+        changes: Length of its history before the change.
     """
 
     home: Path
@@ -45,14 +45,14 @@ class Undo:
         moves: Iterable[tuple[Path, Path]] = (),
         made: RunDir | None = None,
     ) -> None:
-        """Keep what is needed to undo a change; nothing of it may have been done yet.
+        """Save what is needed to undo a change; call this before any part of the change.
 
-        To undo takes renames alone, which a full disk does not refuse.
+        Undoing only renames files, which works on a full disk.
 
         Args:
-            files: Will be written or deleted; they may be missing.
-            moves: Where directories are, and where they will be.
-            made: A run directory that will be made.
+            files: Files that will be written or deleted; they may be missing.
+            moves: Old and new paths of directories that will be moved.
+            made: A run directory that will be created.
         """
         back: list[tuple[str | None, str]] = []
         for path in files:
@@ -72,20 +72,20 @@ class Undo:
 
 
 def count_changes(db: sqlite3.Connection, job_id: int) -> int:
-    """Count what the history of a job has."""
+    """Return the length of a job's history."""
     row = db.execute("SELECT COUNT(*) FROM history WHERE job=?", (job_id,)).fetchone()
     return int(row[0])
 
 
 def is_left(home: Path) -> bool:
-    """Whether a change has not been settled."""
+    """Return whether there is an unsettled change."""
     return (home / _JOURNAL).exists()
 
 
 def settle(home: Path, db: sqlite3.Connection) -> None:
-    """Undo, or forget, the change that the journal is about; the caller has the write lock.
+    """Undo or forget the change in the journal; the caller has the write lock.
 
-    What the disk refuses is tried again at the next write.
+    Operations that the disk refuses are retried at the next write.
     """
     journal = home / _JOURNAL
     if not journal.exists():
@@ -95,14 +95,16 @@ def settle(home: Path, db: sqlite3.Connection) -> None:
             facts = json.loads(read_regular(journal, LARGEST_JSON))
             taken = count_changes(db, facts["job"]) != facts["changes"]
             _forget(facts) if taken else _undo(facts)
-        except (KeyError, TypeError, ValueError):  # nobody's journal: whole, it has all of these
+        # a malformed journal is not ours; ours is written atomically
+        except (KeyError, TypeError, ValueError):
             pass
         journal.unlink(missing_ok=True)
 
 
 def _undo(facts: dict[str, Any]) -> None:
     if facts["made"] is not None and not (made := RunDir(Path(facts["made"]))).has_run:
-        shutil.rmtree(made.root, ignore_errors=True)  # what stays is set aside by the next submit
+        # anything left is set aside by the next submit
+        shutil.rmtree(made.root, ignore_errors=True)
     for before, now in reversed(facts["moves"]):
         if os.path.lexists(now) and not os.path.lexists(before):
             os.rename(now, before)

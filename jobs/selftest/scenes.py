@@ -1,4 +1,4 @@
-"""What the self-test does, in the order in which a first hour with a machine should go."""
+"""Define the self-test's scenes, in the order in which to try a new machine."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 
 PARITY: Final = 1e-4
-"""Largest relative difference of a loss in fp32 that rounding explains."""
-_PIXEL: Final = 2  # of 255; rounding to 8 bits on two devices
-_LONG: Final = 5_000  # steps: never reached, but the job ends should nobody be there to kill it
-_MEASURE: Final = 4.0  # seconds of collectives
+"""Largest relative difference of an fp32 loss that rounding explains."""
+_PIXEL: Final = 2  # of 255; caused by rounding to 8 bits on two devices
+_LONG: Final = 5_000  # never reached, but the job ends even if nothing kills it
+_MEASURE: Final = 4.0  # seconds of measuring collectives
 
 Scene = tuple[str, str, "Callable[[], Iterator[Finding]]"]
 
 
 def run_scenes(stage: Stage) -> Iterator[Finding]:
-    """Every scene; one that fails does not keep the others from being played."""
+    """Run every scene; a failing scene does not stop the others."""
     refused = list(_run_scene(stage, "toy", lambda: _toy(stage)))
-    if refused:  # without a model there is nothing to play with
+    if refused:  # the other scenes need the model
         yield from (finding.plain("one device") for finding in refused)
         return
     first = _OneDevice(stage)
@@ -81,13 +81,13 @@ def _run_scene(stage: Stage, name: str, play: Callable[[], Iterator[Finding]]) -
         yield fail(name, str(failed), advice)
     except UserError as error:
         yield fail(name, f"the job was refused: {error}", "`fsdp-tui doctor` may say more")
-    except Exception as error:  # whatever it is, the other scenes and the report must come
+    except Exception as error:  # the other scenes and the report must still run
         what = f"the self-test failed here: {type(error).__name__}: {error}"
         yield fail(name, what, "this is a bug in fsdp-tui; please report it")
 
 
 def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
-    """Strategies that this number of ranks can have. Pure."""
+    """Return the strategies that this number of ranks supports. Pure."""
     if ranks < 2:
         return {}
     layouts: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def _toy(stage: Stage) -> Iterator[Finding]:
 
 
 class _OneDevice:
-    """One device trains; what it trained is what everything else is compared with."""
+    """The run on one device; everything else is compared with its results."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -127,12 +127,12 @@ class _OneDevice:
 
     @property
     def why_equal(self) -> str | None:
-        """Why it proves nothing that losses equal those of one device; None if it does."""
+        """Return why a comparison of losses proves nothing; None if it is meaningful."""
         trained = losses(self.job)
         return f"every loss is {trained[0]:g}" if len(set(trained)) == 1 else None
 
     def _values(self, name: str, **changes: Any) -> dict[str, Any]:
-        """One rank, with the global batch of all ranks."""
+        """Return the values for one rank with the global batch of all ranks."""
         stage = self._stage
         accumulated = {"train_batch_size": 1, "global_batch_size": stage.ranks}
         return stage.values(name, 1, **accumulated, **changes)
@@ -176,9 +176,9 @@ class _OneDevice:
         yield ok("train", f"{STEPS} steps, 2 checkpoints, a sample and an export", losses=trained)
 
     def stop_and_resume(self) -> Iterator[Finding]:
-        """Stop the same job after a step, resume it, and compare bit for bit."""
+        """Stop the same job after a step, resume it, and compare the results bit by bit."""
         stage, straight = self._stage, self.job
-        # Saves at every step: a GPU would do the few steps before anybody can stop it.
+        # Save at every step: a GPU would complete the few steps before the job can be stopped.
         values = self._values("resumed", checkpointing_async=True, checkpointing_steps=1)
         job = stage.submit(values)
         stage.until(job, lambda job: job.state.ended or steps_done(job) > 0)
@@ -235,7 +235,9 @@ class _OneDevice:
             )
 
     def load_export(self) -> Iterator[Finding]:
-        """Check that the stock diffusers pipeline with the exported LoRA makes the last sample."""
+        """Check that the stock diffusers pipeline with the exported LoRA reproduces the last
+        sample.
+        """
         job = self.job
         sample = max(list_samples(job.run_dir), key=lambda sample: sample.step)
         answer = self._stage.engine(
@@ -261,7 +263,7 @@ class _OneDevice:
         )
 
     def compare(self, name: str, keys: dict[str, Any]) -> Iterator[Finding]:
-        """All devices train what one did."""
+        """Check that training on all devices gives the results of one device."""
         stage, expected = self._stage, losses(self.job)
         job = stage.run(stage.values(name, stage.ranks, train_batch_size=1, **keys))
         difference = largest_difference(losses(job), expected)
@@ -285,14 +287,17 @@ class _OneDevice:
 
 
 def largest_difference(measured: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference of two runs' losses; infinite if one has fewer. Pure."""
+    """Return the largest relative difference of two runs' losses; infinite if one has fewer.
+
+    Pure.
+    """
     if len(measured) != len(expected) or not expected:
         return float("inf")
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(measured, expected, strict=True))
 
 
 def _bandwidth(stage: Stage) -> Iterator[Finding]:
-    """All-reduce and all-gather between all devices."""
+    """Measure all-reduce and all-gather between all devices."""
     if stage.ranks < 2:
         return
     outcome = all_reduce(
@@ -308,7 +313,7 @@ def _bandwidth(stage: Stage) -> Iterator[Finding]:
 
 
 def _killed_rank(stage: Stage) -> Iterator[Finding]:
-    """Check that a killed rank is named in the reason, and that the other ranks are gone."""
+    """Check that the reason names a killed rank, and that the other ranks have ended."""
     rank = stage.ranks - 1
     values = stage.values(
         "killed", stage.ranks, max_train_steps=_LONG, checkpointing_steps=0, train_batch_size=1
@@ -326,7 +331,7 @@ def _killed_rank(stage: Stage) -> Iterator[Finding]:
 
 
 def _out_of_memory(stage: Stage) -> Iterator[Finding]:
-    """Check that a batch too large for any GPU fails with one sentence, and frees the GPUs."""
+    """Check that a batch too large for any GPU fails with one sentence and frees the GPUs."""
     values = wide_values(
         stage,
         "memory",
@@ -346,24 +351,24 @@ def _out_of_memory(stage: Stage) -> Iterator[Finding]:
 
 
 # -- session --------------------------------------------------------------------------------
-# A whole self-test: which GPUs, its scenes, its report, and nothing left behind.
+# A complete self-test: select GPUs, run the scenes, write the report, and clean up.
 
 
 REPORT: Final = "selftest.json"
-"""In the state directory: what the newest self-test found."""
+"""File name of the newest self-test's report, in the state directory."""
 
 COUNT: Final = 12
-"""About how many results there are, for a progress bar."""
+"""Approximate number of results, for a progress bar."""
 
 
 def choose_gpus(store: Store, names: Sequence[str]) -> list[Gpu]:
-    """Return the GPUs to test: those named, else all that nobody uses.
+    """Return the GPUs to test: the named ones, or else all idle ones.
 
     Returns:
-        None of them: this machine has no GPUs.
+        The GPUs; empty if this machine has none.
 
     Raises:
-        UserError: A name means no GPU, or GPUs are there and all in use.
+        UserError: A name matches no GPU, or all GPUs are in use.
     """
     present = devices.gpus()
     claims = claimed()
@@ -388,13 +393,13 @@ def choose_gpus(store: Store, names: Sequence[str]) -> list[Gpu]:
 def run(
     store: Store, gpus: Sequence[Gpu], ranks: int, say: Callable[[str], None]
 ) -> Iterator[Finding]:
-    """Play every scene, write the report, and leave no job behind but those that failed.
+    """Run every scene, write the report, and remove all jobs except failed ones.
 
     Args:
-        store: The jobs; the self-test's own stand in the same queue.
-        gpus: What to test; empty for CPU ranks.
-        ranks: How many ranks use all of it.
-        say: Called with what is being done.
+        store: The jobs; the self-test uses the same queue.
+        gpus: The GPUs to test; empty for CPU ranks.
+        ranks: Number of ranks that use all of them.
+        say: Called with a description of the current action.
 
     Raises:
         UserError: The queue is paused.

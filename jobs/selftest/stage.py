@@ -1,4 +1,4 @@
-"""Jobs of the self-test: on the toy model, through the queue, the supervisor and the launcher."""
+"""Run the self-test's jobs on a toy model, through the queue, the supervisor and the launcher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STEPS: Final = 8
 PREFIX: Final = "selftest-"
 _POLL_INTERVAL: Final = 0.05  # seconds
-_LONGEST: Final = 900.0  # seconds a job may take; the slowest machine takes a tenth of it
+_LONGEST: Final = 900.0  # maximum seconds of a job; the slowest machine takes a tenth of it
 
 COMMON: Final[dict[str, Any]] = {
     "model_type": "lora",
@@ -52,13 +52,13 @@ COMMON: Final[dict[str, Any]] = {
     "lora_rank": 8,
     "mixed_precision": "no",
     "allow_tf32": False,
-    "deterministic": True,  # so that equal means equal, bit for bit
+    "deterministic": True,  # so that results can be compared bit by bit
     "seed": 42,
 }
 
 
 class SceneFailed(Exception):
-    """A scene did not go as it must; one sentence, and the job to look at."""
+    """A scene failed: one sentence, and the job to inspect."""
 
     def __init__(self, sentence: str, job: Job | None = None) -> None:
         super().__init__(sentence)
@@ -67,16 +67,16 @@ class SceneFailed(Exception):
 
 @dataclass
 class Stage:
-    """Where scenes run.
+    """The environment in which scenes run.
 
     Attributes:
-        store: The jobs of this user: the self-test's stand in the same queue, so that no other job
-            gets its GPUs meanwhile.
-        root: A directory of its own for models, images and caches.
+        store: This user's jobs. The self-test uses the same queue, so that no other job gets its
+            GPUs meanwhile.
+        root: A separate directory for models, images and caches.
         gpus: The GPUs to test; empty for CPU ranks.
-        ranks: How many ranks use all of them.
-        say: Called with what is being done.
-        jobs: Ids of the jobs that were submitted.
+        ranks: Number of ranks that use all of them.
+        say: Called with a description of the current action.
+        jobs: Ids of the submitted jobs.
         failed: Ids of failed jobs, which are kept.
     """
 
@@ -89,7 +89,7 @@ class Stage:
     failed: set[int] = field(default_factory=set)
 
     def values(self, name: str, ranks: int, **changes: Any) -> dict[str, Any]:
-        """Return a job on the toy, as it would stand in a YAML file."""
+        """Return the values of a job on the toy model, as in a job file."""
         toy = self.root / "toy"
         return (
             COMMON
@@ -130,7 +130,7 @@ class Stage:
         return job
 
     def ended(self, job: Job) -> Job:
-        """Wait until a job has ended, and none of its processes is left."""
+        """Wait until a job has ended; raise `SceneFailed` if it left processes behind."""
         job = self.until(job, lambda job: job.state.ended)
         left = [process.pid for process in with_run_id(job.run_id)]
         if left:
@@ -138,16 +138,16 @@ class Stage:
         return job
 
     def expect(self, job: Job, state: State) -> None:
-        """Raise `SceneFailed` unless a job has ended like this."""
+        """Raise `SceneFailed` unless a job is in this state."""
         if job.state is not state:
             why = f": {job.reason}" if job.reason else ""
             raise SceneFailed(f"it is {job.state}, not {state}{why}", job)
 
     def until(self, job: Job, reached: Callable[[Job], bool]) -> Job:
-        """Wait for something about a job.
+        """Wait until a condition on a job is met.
 
         Raises:
-            SceneFailed: It takes far longer than it ever should.
+            SceneFailed: It takes far longer than it should.
         """
         deadline = time.monotonic() + _LONGEST
         while True:
@@ -160,7 +160,7 @@ class Stage:
             time.sleep(_POLL_INTERVAL)
 
     def kill_rank(self, job: Job, rank: int) -> None:
-        """SIGKILL a rank of a running job."""
+        """Send SIGKILL to a rank of a running job."""
         (status,) = [
             rank_status for rank_status in job.run_dir.rank_statuses() if rank_status.rank == rank
         ]
@@ -169,10 +169,10 @@ class Stage:
             raise SceneFailed(f"rank {rank} exited before it could be killed", job)
 
     def engine(self, *words: str) -> dict[str, Any]:
-        """Return the JSON answer of `python -m engine.…`.
+        """Run `python -m engine.…` and return its JSON answer.
 
         Raises:
-            SceneFailed: It gave none.
+            SceneFailed: It failed or did not answer.
         """
         environment = os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
         if not self.gpus:
@@ -197,7 +197,7 @@ class Stage:
         return answer
 
     def clear(self) -> None:
-        """Stop what still runs, and remove every job but those that failed."""
+        """Stop jobs that are still running, and remove all but failed ones."""
         for number in self.jobs:
             job = self.store.get(number)
             if not job.state.ended:
@@ -215,16 +215,16 @@ def losses(job: Job) -> list[float]:
 
 
 def steps_done(job: Job) -> int:
-    """Return the last step of a job that is in its events."""
+    """Return the last step in a job's events; 0 if there is none."""
     last = EventLog(job.run_dir.events).read_all().last
     return last.step if last is not None else 0
 
 
 # -- speed ----------------------------------------------------------------------------------
-# How fast GPUs train, and how right the prediction of their memory is.
+# Measure how fast GPUs train, and how accurate the memory prediction is.
 
 
-# FLUX.1's width with 2 of its 19 and 4 of its 38 blocks.
+# FLUX.1's width with 2 of its 19 double-stream and 4 of its 38 single-stream blocks.
 _SCALE: Final = 24
 _WIDTH: Final = 3072
 _BLOCKS: Final = 6
@@ -232,9 +232,9 @@ _RESOLUTION: Final = 1024
 _TOKENS: Final = (_RESOLUTION // 16) ** 2 + 32
 _PICTURES: Final = 16
 _STEPS: Final = 30
-_WARM: Final = 10  # steps that do not count
+_WARM: Final = 10  # warm-up steps, which are not counted
 
-# Dense bf16 FLOP/s of tensor cores that add in fp32, as the makers' data sheets have them.
+# Dense bf16 FLOP/s of tensor cores with fp32 accumulation, from the manufacturers' data sheets.
 _PEAK: Final = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -254,15 +254,17 @@ _PEAK: Final = {
     "A6000": 155e12,
     "A40": 150e12,
 }
-_OTHERS: Final = re.compile(r"\b(Ti|Laptop|Max-Q|MIG|D)\b")  # chips that share a name with these
-_BUSY: Final = 0.8  # of the time a GPU of a job this size has work, or something holds it up
-_OFF: Final = 0.10  # of the predicted memory
-_LARGEST_GPU: Final = 2**40  # bytes, where the driver does not say
-_IMAGE_TAKES: Final = 2**30  # bytes of activations, at the least; of these blocks more than twice
+# other chips whose names contain one of these
+_OTHERS: Final = re.compile(r"\b(Ti|Laptop|Max-Q|MIG|D)\b")
+_BUSY: Final = 0.8  # share of time in which a GPU must be busy with a job of this size
+_OFF: Final = 0.10  # acceptable relative error of the predicted memory
+_LARGEST_GPU: Final = 2**40  # bytes; used if the driver does not report the memory
+# lower bound of the bytes of activations; these blocks take more than twice as much
+_IMAGE_TAKES: Final = 2**30
 
 
 def speed(stage: Stage) -> Iterator[Finding]:
-    """Measure a LoRA at 1024 px on one GPU and on all of them: seconds, MFU, idle share, memory."""
+    """Measure a LoRA at 1024 px on one GPU and on all: seconds, MFU, idle share, memory."""
     layouts = [(1, "single")] + ([(stage.ranks, "fsdp2")] if stage.ranks > 1 else [])
     for ranks, strategy in layouts:
         values = wide_values(stage, f"speed-{ranks}", ranks, strategy=strategy)
@@ -277,14 +279,14 @@ def speed(stage: Stage) -> Iterator[Finding]:
 def wide_values(
     stage: Stage, name: str, ranks: int, *, too_large: bool = False, **changes: Any
 ) -> dict[str, Any]:
-    """Return a LoRA at 1024 px on a model of FLUX.1's width, which is written when first asked for.
+    """Return a 1024 px LoRA job on a model of FLUX.1's width, writing the model on first use.
 
     Args:
-        stage: Where.
-        name: Of the job.
-        ranks: How many.
-        too_large: Whether its batch is more than any of the GPUs can hold. It takes little host
-            memory all the same.
+        stage: The environment.
+        name: Name of the job.
+        ranks: Number of ranks.
+        too_large: Whether its batch is to exceed the memory of every GPU. It needs little host
+            memory nevertheless.
         changes: Further keys.
     """
     wide = stage.root / "wide"
@@ -322,7 +324,7 @@ def wide_values(
 
 
 def _predict(values: dict[str, Any], strategy: str, ranks: int) -> None:
-    """Have the prediction at hand when the job starts; what fails here is missing below."""
+    """Cache the prediction before the job starts; on failure, it is reported as missing later."""
     server = Server()
     try:
         predict(load_spec(None, values), server, strategy=strategy, ranks=ranks, on_gpus=True)
@@ -333,11 +335,11 @@ def _predict(values: dict[str, Any], strategy: str, ranks: int) -> None:
 
 
 def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, int | None]:
-    """Run a job, and look at its GPUs while it trains.
+    """Run a job and poll its GPUs while it trains.
 
     Returns:
-        The job; the share of looks in which a GPU computed; the most that the driver showed on a
-        GPU, since before the job, besides what torch had reserved there.
+        The job; the share of polls in which a GPU computed; the peak bytes on a GPU outside of
+            torch's reservation, relative to before the job.
     """
     uuids, seen, beside = set(values["gpus"]), list[int](), list[int]()
     before = {gpu.uuid: gpu.memory_used for gpu in devices.gpus()}
@@ -390,9 +392,9 @@ def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Find
 
 
 def utilisation(seconds: float, gpu: str) -> float | None:
-    """Model FLOPs of a step over what the GPU could do meanwhile; None for an unknown GPU. Pure.
+    """Return the MFU of a step: its model FLOPs over the GPU's peak; None for an unknown GPU. Pure.
 
-    A LoRA's backward computes gradients of activations alone, so it costs as much as the forward;
+    A LoRA's backward computes gradients of activations only, so it costs as much as the forward;
     attention's backward costs twice its forward.
     """
     named = (flops for name, flops in _PEAK.items() if re.search(rf"\b{name}\b", gpu))
@@ -405,7 +407,7 @@ def utilisation(seconds: float, gpu: str) -> float | None:
 
 
 def _memory(name: str, job: Job, beside: int | None) -> Finding:
-    """Predicted beside measured; what there was besides tensors is kept for later estimates."""
+    """Compare predicted and measured memory, and record the non-tensor part for later estimates."""
     predicted, report = calibration.read(job.run_dir), read_report(job.run_dir)
     compared = calibration.compare(predicted, report.measure, report.peaks) if predicted else []
     phases = [phase for phase in compared if phase.measured]

@@ -1,6 +1,6 @@
-"""Everything a user can do with jobs; the dashboard and the command line call only these.
+"""Everything a user can do with jobs; the dashboard and the command line call only these functions.
 
-Each function works on the database, the run directory and the process table; nothing here prints.
+Each function works on the database, the run directory and the process table. Nothing here prints.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ if TYPE_CHECKING:
     from jobs.spec.values.hub_names import HubName
 
 
-__all__ = ["Progress", "progress"]  # with what is defined here
+__all__ = ["Progress", "progress"]  # plus the functions defined here
 
 
-# Around what follows a change that the database has taken: the next look does it as well, and with
-# an error people would make the change twice.
+# Wraps follow-up work after a change was committed. The next poll repeats that work, while an error
+# would make users repeat the change.
 _BEST_EFFORT: Final = suppress(OSError, sqlite3.Error)
 
 
 class FilesLeftError(UserError):
-    """A job is removed, and files of it are still there."""
+    """A job was removed, but some of its files are left."""
 
 
 def submit(store: Store, spec: JobSpec) -> Job:
-    """Check a job, put it into the queue, and start it if it may start now.
+    """Check a job, queue it, and start it if it may start now.
 
     Raises:
-        UserError: Something is wrong with the job; nothing was queued.
+        UserError: The job is invalid; nothing was queued.
     """
     return carry_out(store, plan_submit(store, spec))
 
@@ -71,7 +71,7 @@ def carry_out(store: Store, plan: Plan) -> Job:
     """Queue the job of a plan, and start it if it may start now.
 
     Raises:
-        StateError: It was resumed, or removed, since the plan was made; nothing has changed.
+        StateError: It was resumed or removed since the plan was made; nothing has changed.
         UserError: Its files cannot be written; nothing has changed.
     """
     ensure_private_dir(cache_of(plan.spec))
@@ -105,7 +105,7 @@ def start_if_free(store: Store, job: Job) -> Job:
 
 
 def _dispatched(store: Store, job: Job) -> Job:
-    """Let the queue act on a change of a job."""
+    """Dispatch the queue after a change of a job."""
     with _BEST_EFFORT:
         dispatch(store)
         return store.get(job.id)
@@ -115,7 +115,8 @@ def _dispatched(store: Store, job: Job) -> Job:
 def _prepare(store: Store, run_dir: RunDir, plan: Plan, undo: Undo) -> None:
     """Prepare a run directory for a resume. The caller holds the queue."""
     moves: list[tuple[Path, Path]] = []
-    if plan.back_to is not None:  # again: a job may have been submitted since the plan was made
+    # check again, because a job may have been submitted since the plan was made
+    if plan.back_to is not None:
         check_unneeded(store, [path for _, path in checkpoint_files.newer(run_dir, plan.back_to)])
         moves = checkpoint_files.plan_rewind(run_dir, plan.back_to)
     if not moves and not plan.rewritten and plan.back_to is None:
@@ -146,7 +147,7 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
 
     Args:
         store: The jobs.
-        job_id: Which one.
+        job_id: The job.
         now: Send SIGKILL immediately; steps since the last checkpoint are lost.
 
     Returns:
@@ -184,13 +185,13 @@ def resume(
 
     Args:
         store: The jobs.
-        job_id: Which one.
-        overrides: Changed settings, e.g. a larger `max_train_steps`.
+        job_id: The job.
+        overrides: Changed settings, for example a larger `max_train_steps`.
         back_to: Resume from this step and set newer checkpoints aside; 0: restart at step 0.
 
     Raises:
         StateError: The job has not ended, or has nothing left to train.
-        UserError: It can no longer run as described, or not from that checkpoint.
+        UserError: It can no longer run as configured, or not from that checkpoint.
     """
     return carry_out(store, plan_resume(store, job_id, overrides, back_to=back_to))
 
@@ -223,9 +224,9 @@ def move(store: Store, job_id: int, *, to: Place | None = None, priority: int | 
 
     Args:
         store: The jobs.
-        job_id: Which one.
-        to: Among jobs of its priority: to the front or back, or one place up or down.
-        priority: Jobs of higher priority start first.
+        job_id: The job.
+        to: Where to move it among jobs of its priority: to the front or back, or up or down by one.
+        priority: Its new priority; jobs of higher priority start first.
 
     Raises:
         StateError: It is not queued, or cannot go further up or down.
@@ -245,8 +246,8 @@ def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[List
 
     Args:
         store: The jobs.
-        job_id: Whose.
-        names: Steps, or names of directories, such as `step-30.rewound`.
+        job_id: The job that wrote them.
+        names: Steps, or directory names such as `step-30.rewound`.
 
     Raises:
         NotFoundError: No checkpoint has this name.
@@ -267,12 +268,12 @@ def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[List
 
 
 def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
-    """Delete checkpoints of a job. All of them, or none.
+    """Delete checkpoints of a job: all of them, or none.
 
     Raises:
         NotFoundError: No checkpoint has this name.
         StateError: A job needs one.
-        UserError: One cannot be deleted, and none is; or they are, and files of them are left.
+        UserError: One cannot be deleted and none was, or all were but some of their files are left.
     """
     store.check_writable()
     checkpoints = find_deletable(store, job_id, names)
@@ -281,7 +282,7 @@ def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[
 
 
 def request(store: Store, job_id: int, name: str) -> None:
-    """Ask a running job for `save_now` or `sample_now`.
+    """Request `save_now` or `sample_now` from a running job.
 
     Raises:
         StateError: The job is not running.
@@ -294,14 +295,14 @@ def request(store: Store, job_id: int, name: str) -> None:
 
 
 def prune(store: Store, keep_last: int) -> list[Job]:
-    """Remove all ended jobs but the newest `keep`, with their files.
+    """Remove all ended jobs but the newest `keep_last`, with their files.
 
     Returns:
         The removed jobs.
 
     Raises:
-        StateError: A queued or running job starts from a checkpoint of one; none is removed.
-        UserError: All are removed, but not all of their files could be deleted.
+        StateError: A queued or running job starts from a checkpoint of one; none was removed.
+        UserError: All were removed, but some of their files could not be deleted.
     """
     leaving = [job for job in store.all() if job.state.ended][keep_last:]
     check_unneeded(store, [job.run_dir.root for job in leaving])
@@ -319,8 +320,8 @@ def remove(store: Store, job_id: int, *, files: bool = True) -> None:
     """Remove an ended job and, by default, its run directory.
 
     Raises:
-        StateError: The job has not ended, or another job starts from a checkpoint of it.
-        FilesLeftError: It is removed, but not all of its files could be deleted.
+        StateError: The job has not ended, or another job starts from one of its checkpoints.
+        FilesLeftError: It was removed, but some of its files could not be deleted.
         OSError: Its files cannot be marked as kept; nothing has changed.
     """
     store.check_writable()
@@ -338,32 +339,32 @@ def remove(store: Store, job_id: int, *, files: bool = True) -> None:
 
 
 def _delete_run(job: Job) -> bool:
-    """Delete a run directory as far as can be; whether nothing is left of it."""
+    """Delete a run directory as far as possible; return whether nothing is left."""
     shutil.rmtree(job.run_dir.root, ignore_errors=True)
     return not job.run_dir.root.exists()
 
 
 def refresh(store: Store) -> None:
-    """Make the database agree with the process table; cheap when there is nothing to do."""
+    """Synchronize the database with the process table. Cheap if there is nothing to do."""
     if needs_attention(store):
         dispatch(store)
     ensure_keepers(store)
 
 
 def gpu_indices(job: Job, present: list[Gpu]) -> list[int]:
-    """The job's GPUs as people number them; without those this machine no longer shows."""
+    """Return the user-visible indices of the job's GPUs, without GPUs that are gone."""
     index = {gpu.uuid: gpu.index for gpu in present}
     return [index[name] for name in job.gpus if name in index]
 
 
 def as_dicts(store: Store, jobs: Sequence[Job], present: list[Gpu]) -> list[dict[str, Any]]:
-    """Jobs as scripts see them (`list --json`)."""
+    """Return jobs in the format of `list --json`."""
     far = progress_of(store, jobs)
     return [_as_dict(job, far[job.id], present) for job in jobs]
 
 
 def as_dict(store: Store, job: Job, present: list[Gpu]) -> dict[str, Any]:
-    """The job as scripts see it (`show --json`)."""
+    """Return a job in the format of `show --json`."""
     return as_dicts(store, [job], present)[0]
 
 
@@ -375,7 +376,7 @@ def _as_dict(job: Job, now: Progress, present: list[Gpu]) -> dict[str, Any]:
         "reason": job.reason,
         "step": now.step,
         "total_steps": job.total_steps or now.total_steps,
-        # JSON has no infinity, and scripts choke on one
+        # JSON has no infinity, and many parsers reject it
         "loss": now.loss if now.loss is not None and math.isfinite(now.loss) else None,
         "seconds_per_step": now.seconds_per_step,
         "eta": now.eta,

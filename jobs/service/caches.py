@@ -1,4 +1,4 @@
-"""The caches: list them with their sizes, and clear them."""
+"""List the caches with their sizes, and clear them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from jobs.queue.store import Job, Store
 
-# Name → what is in it. A job's own `cache_dir` is the person's business and is not listed.
+# Cache name → contents. A job's own `cache_dir` is managed by the user and not listed.
 _TITLES: Final = {
     "detection": "blocks detected in models",
     "latents": "latents of images and videos",
@@ -33,7 +33,7 @@ _TITLES: Final = {
     "tables": "copies of datasets' parquet files",
 }
 _NOT_FOR_JOBS: Final = ("detection",)
-_IGNORE_CACHE_DIR: Final = ("tables",)  # wherever a job's cache_dir is
+_IGNORE_CACHE_DIR: Final = ("tables",)  # regardless of a job's cache_dir
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Cache:
     """A cache, with its size on disk.
 
     Attributes:
-        name: What it is called on the command line: detection, latents, masks, class_images, text,
-            index, webdataset, tables.
-        title: What is in it, in a few words.
+        name: Its name on the command line: detection, latents, masks, class_images, text, index,
+            webdataset, tables.
+        title: Its contents, in a few words.
         path: Its file or directory, which need not exist.
         bytes: Its size.
-        files: How many files.
+        files: Its number of files.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Cleared:
-    """What clearing freed."""
+    """What was deleted."""
 
     names: tuple[str, ...]
     bytes: int
@@ -66,21 +66,21 @@ class Cleared:
 
 
 def list_caches(store: Store) -> list[Cache]:
-    """All caches; takes seconds where there are very many files."""
+    """Return all caches; takes seconds if there are very many files."""
     return [_measure(name) for name in _TITLES]
 
 
 def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared:
-    """Delete the contents of these caches.
+    """Delete the contents of caches.
 
     Args:
         store: The jobs.
-        names: Which; none or "all" means all.
+        names: Names of the caches; empty or "all" means all.
         force: Clear them even if jobs use them; those jobs fail or recompute what they need.
 
     Raises:
         UserError: There is no such cache, or a file cannot be deleted.
-        StateError: A job that runs may be using one of them; nothing was deleted.
+        StateError: A running job may be using one of them; nothing was deleted.
     """
     chosen = _valid_names(names)
     if not force:
@@ -92,7 +92,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
             try:
                 freed = path.lstat().st_size
                 path.unlink()
-            except FileNotFoundError:  # someone else clears as well
+            except FileNotFoundError:  # deleted by someone else in the meantime
                 continue
             except OSError as error:
                 stuck.append(error)
@@ -122,7 +122,7 @@ def _valid_names(names: Sequence[str]) -> list[str]:
 def _check_unused(store: Store, names: Sequence[str]) -> None:
     if set(names) <= set(_NOT_FOR_JOBS):
         return
-    service.refresh(store)  # a job whose processes are gone uses nothing
+    service.refresh(store)  # a job without processes uses nothing
     for job in store.in_states(ACTIVE):
         if used := [name for name in names if _may_use(job, name)]:
             raise StateError(
@@ -136,7 +136,7 @@ def _may_use(job: Job, name: str) -> bool:
         return False
     try:
         place = load_spec(job.run_dir.job_file).cache_dir
-    except UserError:  # it runs all the same
+    except UserError:  # it runs nevertheless
         return True
     elsewhere = place is not None and Path(place).resolve() != cache_home().resolve()
     return not elsewhere or name in _IGNORE_CACHE_DIR
@@ -151,7 +151,7 @@ def _measure(name: str) -> Cache:
     for path in _files(name):
         try:
             size += path.lstat().st_size
-        except OSError:  # gone meanwhile
+        except OSError:  # deleted in the meantime
             continue
         count += 1
     return Cache(name, _TITLES[name], _place(name), size, count)
@@ -169,8 +169,8 @@ def _files(name: str) -> Iterator[Path]:
 
 
 def _remove_empty(place: Path) -> None:
-    """Remove the folders in a cache, but not the cache's own folder: its users expect it."""
+    """Remove a cache's subfolders, but not its root, which its users expect to exist."""
     for folder, _, _ in os.walk(place, topdown=False):
         if Path(folder) != place:
-            with suppress(OSError):  # something is in it that could not be deleted
+            with suppress(OSError):  # it contains something that could not be deleted
                 os.rmdir(folder)

@@ -1,6 +1,6 @@
 """Run two real steps of a job through the queue, measure them, and remove the run.
 
-The run is killed after it has measured itself, since its end would write a full checkpoint.
+The run is killed after the measurement, since its regular end would write a full checkpoint.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
     from jobs.spec.job_spec import JobSpec
 
-STEPS: Final = 2  # Adam's state appears in the first; the second is like all others
+STEPS: Final = 2  # Adam's state is allocated in the first; the second is like all others
 _POLL_INTERVAL: Final = 0.2  # seconds
 _LONGEST_NAME: Final = 64  # characters
-_MAX_STEPS: Final = 1_000_000  # steps: it must not end by itself, which would save
+_MAX_STEPS: Final = 1_000_000  # steps; the run must not end by itself, which would save
 _OVERRIDES: Final[Mapping[str, Any]] = {
     "max_train_steps": _MAX_STEPS,
     "num_train_epochs": None,
@@ -51,10 +51,10 @@ class Measured:
     """The result of a dry run.
 
     Attributes:
-        strategy: What ran.
+        strategy: The strategy that ran.
         measure: What `peaks` counts, as in `jobs.run.eventlog`.
-        peaks: Phase → bytes of each rank.
-        out_of_memory: Whether it ran out of memory; then `peaks` may be empty.
+        peaks: Phase → peak bytes of each rank.
+        out_of_memory: Whether it ran out of memory; `peaks` may be empty then.
         reason: Why it ended that way.
     """
 
@@ -70,8 +70,8 @@ def measure(
 ) -> Measured:
     """Run two steps of a job on the devices it asks for, then remove the run.
 
-    It waits in the queue like any other job. Captions and latents that it caches stay, for the
-    job itself.
+    It waits in the queue like any other job. The captions and latents that it caches are kept for
+    the job itself.
 
     Args:
         store: The jobs.
@@ -79,7 +79,7 @@ def measure(
         tell: Called with a short text at every change of its state.
 
     Raises:
-        UserError: It cannot run as described, or someone stopped it.
+        UserError: It cannot run as configured, or was stopped.
         ToolError: It failed for a reason other than memory.
     """
     values = spec.to_dict() | dict(_OVERRIDES) | {"name": f"measure-{spec.name}"[:_LONGEST_NAME]}
@@ -119,12 +119,12 @@ def _exit_on_signals() -> Iterator[None]:
 
 
 def _watch(store: Store, job: Job, tell: Callable[[str], None]) -> tuple[RunReport, Job | None]:
-    """Wait for the measurement. Returns it, and the job if that ended first."""
+    """Wait for the measurement. Return it, and the job if the job ended first."""
     log, latest = EventLog(job.run_dir.events), ""
     while True:
         service.refresh(store)
         now = store.get(job.id)
-        log.read_all()  # after the state: what an ended job wrote is complete
+        log.read_all()  # read after the state, so that the events of an ended job are complete
         if (words := f"{now.state}: {now.reason}") != latest:
             latest = words
             tell(words)
@@ -137,7 +137,7 @@ def _watch(store: Store, job: Job, tell: Callable[[str], None]) -> tuple[RunRepo
 
 
 def _remove(store: Store, job_id: int) -> None:
-    """Kill the run, wait until no process of it is left, and delete it."""
+    """Kill the run, wait until none of its processes is left, and delete it."""
     with suppress(StateError):
         service.stop(store, job_id, now=True)
     with suppress(NotFoundError, service.FilesLeftError):

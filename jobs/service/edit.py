@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.hub_names import HubName
 
-_LONGEST_NAME = 64  # characters; as jobs.spec.keys.job has it
+_LONGEST_NAME = 64  # characters; the limit in jobs.spec.keys.job
 
-# What a new job may take over from the newest one. Never the device: nobody who tries a toy on the
-# CPU trains FLUX there.
+# Keys that a new job may copy from the newest one. Not the device: someone who tried a toy model on
+# the CPU will not train FLUX there.
 _LAST_CHOICES = (
     "model_type",
     "model_family",
@@ -47,17 +47,17 @@ def change(
 
     Args:
         store: The jobs.
-        job_id: Which one.
-        spec: What it is to be.
-        before: The job as the user saw it, so that nobody else's changes are overwritten.
-        absent: What of the hub it is to wait for.
+        job_id: The job.
+        spec: Its new description.
+        before: The job as the user saw it, so that no concurrent changes are overwritten.
+        absent: Hub names that it waits for.
 
     Returns:
         The job, and the plan for how it will run.
 
     Raises:
-        StateError: It is no longer queued, Slurm has it, or someone else has changed it.
-        UserError: Something is wrong with the new description; nothing has changed.
+        StateError: It is no longer queued, was handed to Slurm, or was changed concurrently.
+        UserError: The new description is invalid; nothing has changed.
     """
     plan = plan_change(store, job_id, spec, absent)
     run_dir = store.get(job_id).run_dir
@@ -88,7 +88,7 @@ def _what_changed(before: JobSpec, after: JobSpec) -> str:
 
 
 def copy_of(job: Job, taken: Collection[str]) -> dict[str, Any]:
-    """Return the values of a job, with a name that is not taken.
+    """Return the values of a job, with a new unique name.
 
     Raises:
         UserError: Its job file cannot be read.
@@ -108,19 +108,20 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 
 def fresh_values(jobs: Collection[Job]) -> dict[str, Any]:
-    """Return what a new job may take from the newest one: model, data and number of ranks."""
+    """Return the values that a new job copies from the newest: model, data, number of ranks."""
     newest = max(jobs, key=lambda job: job.id, default=None)
     if newest is None:
         return {}
     try:
         spec = load_spec(newest.run_dir.job_file)
-    except UserError:  # an older version's, or gone
+    except UserError:  # written by an older version, or deleted
         return {}
     values = {key: value for key, value in spec.to_dict().items() if key in _LAST_CHOICES}
-    if (ranks := world_size(spec)) > 1:  # how many, not which: those may be busy
+    # copy how many, but not which ones, since those may be busy
+    if (ranks := world_size(spec)) > 1:
         values["num_processes"] = ranks
     else:
         values.pop("strategy", None)
-    if values.get("strategy") == "hsdp":  # its replicas are not taken over
+    if values.get("strategy") == "hsdp":  # the number of replicas is not copied
         values["strategy"] = "fsdp2"
     return {key: value for key, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Look at, merge, resize and extract LoRA files, for the command line."""
+"""Inspect, merge, resize and extract LoRA files, for the command line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TOOL = "engine.loras"
 
 
 def info(file: str) -> dict[str, Any]:
-    """Return what a LoRA file is: family, names, ranks, alphas, precision, norms and header.
+    """Return facts about a LoRA file: family, names, ranks, alphas, precision, norms and header.
 
     Raises:
-        UserError: There is none, or it is damaged.
+        UserError: The file is missing or damaged.
     """
     return _ask(["info", f"{_path(file)}"])
 
@@ -42,16 +42,16 @@ def merge(
 
     Args:
         files: Each a path, or `PATH=WEIGHT`.
-        output: What to write; must not exist.
-        into: The model; None for one LoRA.
-        component: The denoiser that they are for, of a model with two.
-        rank: The largest rank of the LoRA; None for the sum of all.
+        output: The path to write; must not exist.
+        into: The model; None to merge into one LoRA.
+        component: Their denoiser, if the model has two.
+        rank: The maximum rank of the LoRA; None for the sum of all ranks.
         dtype: `fp32`, `bf16` or `fp16`; None for the first file's.
-        progress: Called with what is done, of all.
-        cancelled: Polled several times a second; True ends it and removes what it wrote.
+        progress: Called with the completed and the total units.
+        cancelled: Polled several times a second; True cancels and removes what was written.
 
     Raises:
-        UserError: They do not fit together, or the output cannot be written.
+        UserError: The files do not match, or the output cannot be written.
     """
     weighted = [_weighted(file) for file in files]
     if into is not None and (rank is not None or dtype is not None):
@@ -80,19 +80,19 @@ def resize(
     progress: Progress = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Write the nearest LoRA of a lower rank.
+    """Write the closest LoRA of a lower rank.
 
     Args:
         file: The LoRA.
-        output: What to write; must not exist.
-        rank: The largest rank of a layer.
-        energy: Instead of that, the share of each layer's squared singular values to keep.
+        output: The path to write; must not exist.
+        rank: The maximum rank of a layer.
+        energy: Instead of `rank`, the share of each layer's squared singular values to keep.
         dtype: `fp32`, `bf16` or `fp16`; None for the file's.
-        progress: Called with what is done, of all.
-        cancelled: Polled several times a second; True ends it and removes what it wrote.
+        progress: Called with the completed and the total units.
+        cancelled: Polled several times a second; True cancels and removes what was written.
 
     Raises:
-        UserError: It is no plain LoRA, or the output cannot be written.
+        UserError: The file is not a plain LoRA, or the output cannot be written.
     """
     _check_one(rank, energy)
     words = ["resize", _path(file)]
@@ -111,21 +111,21 @@ def extract(
     progress: Progress = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Write the LoRA that is nearest to the difference of two models.
+    """Write the LoRA that best approximates the difference of two models.
 
     Args:
         tuned: The model after training.
-        base: The same before.
-        output: What to write; must not exist.
-        rank: The largest rank of a layer.
-        energy: Instead of that, the share of each layer's squared singular values to keep.
-        component: The denoiser, of models with two.
+        base: The model before training.
+        output: The path to write; must not exist.
+        rank: The maximum rank of a layer.
+        energy: Instead of `rank`, the share of each layer's squared singular values to keep.
+        component: The denoiser, for models with two.
         dtype: `fp32`, `bf16` or `fp16`; bf16 by default.
-        progress: Called with what is done, of all.
-        cancelled: Polled several times a second; True ends it and removes what it wrote.
+        progress: Called with the completed and the total units.
+        cancelled: Polled several times a second; True cancels and removes what was written.
 
     Raises:
-        UserError: They are not the same model, or the output cannot be written.
+        UserError: The models do not match, or the output cannot be written.
     """
     _check_one(rank, energy)
     words = ["extract", _model(tuned), _model(base)]
@@ -140,14 +140,14 @@ def _ask(
     cancelled: Callable[[], bool] = lambda: False,
     **options: object,
 ) -> dict[str, Any]:
-    """Run the tool of the engine.
+    """Run the engine's LoRA tool.
 
     Args:
         words: The command and its operands.
-        output: What it writes.
-        progress: Called with what is done, of all.
+        output: The path to write.
+        progress: Called with the completed and the total units.
         cancelled: Polled several times a second.
-        options: Its options; None is not passed on.
+        options: Its options; None values are left out.
     """
     if output is not None:
         options["output"] = _path(str(output))
@@ -170,10 +170,10 @@ def _check_one(rank: int | None, energy: float | None) -> None:
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """Return a file and its weight, of `PATH` or `PATH=WEIGHT`; a path may have = in it.
+    """Split `PATH` or `PATH=WEIGHT` into file and weight; a path may contain `=`.
 
     Raises:
-        UserError: The weight is no finite number.
+        UserError: The weight is not a finite number.
     """
     path, equals, last = text.rpartition("=")
     if not equals or exists(Path(_path(text))):
@@ -190,13 +190,13 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def _model(text: str) -> str:
-    """Return a model's place: a path, or where the name of a downloaded one is."""
+    """Return the directory of a model, given as a path or as the name of a downloaded one."""
     path = _path(text)
     return path if exists(Path(path)) else str(find_model(text))
 
 
 def _path(text: str) -> str:
-    """Return a path as the tool can take it: absolute, so that none looks like an option."""
+    """Return an absolute path, so that none can be mistaken for an option."""
     try:
         return str(Path(text).expanduser().absolute())
     except RuntimeError:

@@ -1,5 +1,6 @@
-"""Rebuild a damaged jobs database from the rows that can still be read and from the run
-directories, which hold everything about a job.
+"""Rebuild a damaged jobs database.
+
+Uses the rows that can still be read and the run directories, which hold everything about a job.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ _RUN: Final = re.compile(r"([1-9]\d{0,17})-(.+)")
 _TABLES: Final = ("jobs", "history", "settings", "claims")
 _SIDES: Final = ("", "-wal", "-shm")
 _HELD: Final = "restored by doctor --repair; release it to run"
-_SUPERVISORS: Final = frozenset({b"jobs.backends.local", b"jobs.supervise"})  # or of version 0.1
-_LOCK_TIMEOUT: Final = 5.0  # seconds for others to leave the queue
+# the second name is that of version 0.1
+_SUPERVISORS: Final = frozenset({b"jobs.backends.local", b"jobs.supervise"})
+_LOCK_TIMEOUT: Final = 5.0  # seconds to wait for the queue lock
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Repaired:
     """The result of a repair.
 
     Attributes:
-        kept: The old database; None if it was intact and nothing was done.
+        kept: Path of the old database; None if it was intact and nothing was done.
         read: Jobs whose rows could still be read.
         restored: Jobs that were rebuilt from their run directories.
     """
@@ -69,7 +71,7 @@ class Repaired:
 
 
 def repair(home: Path) -> Repaired:
-    """Replace the database of a state directory if it is damaged; the old one is kept.
+    """Replace a damaged database of a state directory, keeping the old file.
 
     Raises:
         UserError: Another process holds the queue.
@@ -97,7 +99,7 @@ def repair(home: Path) -> Repaired:
 
 
 def _fix_journal(path: Path) -> None:
-    """Leave the write-ahead log where machines share the file and none of them uses it now."""
+    """Switch from WAL to a rollback journal if machines share the file and none is using it."""
     if is_shared(path.parent) and journal_of(path) == "wal":
         with closing(sqlite3.connect(path, timeout=_LOCK_TIMEOUT, isolation_level=None)) as db:
             leave_wal(db)
@@ -134,7 +136,7 @@ def _readable(path: Path, table: str) -> Iterator[Row]:
 
 
 def _is_usable(table: str, row: sqlite3.Row) -> bool:
-    """Whether a row of jobs can be used; a damaged page may hold anything."""
+    """Return whether a row of `jobs` is usable; a damaged page may contain anything."""
     if table != "jobs":
         return True
     try:
@@ -189,7 +191,7 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
 
 
 def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, str]:
-    """Tell how a job ended, from its processes and its ranks' last events."""
+    """Derive the state of a job from its processes and its ranks' last events."""
     if alive:
         return State.RUNNING, "all ranks are up"
     if not launched:
@@ -214,13 +216,13 @@ def _terms(run_dir: RunDir) -> Row:
     gpus: int | list[str] | None
     try:
         gpus = check_devices(spec) if spec.launcher == LOCAL else [spec.launcher]
-    except UserError:  # a GPU that is not there today
+    except UserError:  # a GPU that is currently missing
         gpus = world_size(spec)
     return Terms.of(spec, gpus).columns()
 
 
 def _supervisor_of(job_id: int, run_dir: RunDir) -> ProcessId | None:
-    """Return the live supervisor of a job: it works in its run directory."""
+    """Return the live supervisor of a job, whose working directory is the run directory."""
     for name in os.listdir("/proc"):
         with suppress(OSError):
             words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""A job as what replays it anywhere: its file, its flags, or the command line of its ranks."""
+"""Export a job for running it anywhere: as its file, flags, or its ranks' command line."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ FORMS: Final = get_args(Form)
 
 
 def replay(job: Job, form: Form, *, public: bool = False) -> str:
-    """Return the text that replays a job: a job file, shell-quoted flags, or a shell script.
+    """Return the text that reruns a job: a job file, shell-quoted flags, or a shell script.
 
     Args:
         job: The job.
-        form: As what.
-        public: Only what anyone may read, as model cards have it: a file or flags that lack the
-            model, the data, and whatever names a person or a machine.
+        form: The format.
+        public: Include only public values, like model cards: a file or flags without model, data,
+            and anything that names a person or a machine.
 
     Raises:
-        UserError: Its job file cannot be read, or the form has more than that.
+        UserError: Its job file cannot be read, or the format cannot be public.
     """
     facts = replay_facts(job, form, public=public)
     if form == "sbatch":
@@ -49,9 +49,9 @@ def replay(job: Job, form: Form, *, public: bool = False) -> str:
 
 
 def replay_facts(job: Job, form: Form, *, public: bool = False) -> Any:
-    """Return the replay of a job as JSON values.
+    """Return what reruns a job as JSON values.
 
-    The job's values, its flags, or environment, command and files.
+    These are the job's values, its flags, or environment, command and files.
     """
     spec = load_spec(job.run_dir.job_file)
     if public and form not in ("yaml", "flags"):
@@ -73,7 +73,7 @@ def replay_facts(job: Job, form: Form, *, public: bool = False) -> Any:
 def resolved(spec: JobSpec) -> str:
     """Return a job that was not submitted, with all values resolved.
 
-    It is a job file, or for Slurm a script that contains one.
+    The result is a job file or, for Slurm, a script that contains one.
     """
     return backend(spec.launcher).by_hand(spec)
 
@@ -84,11 +84,11 @@ def yaml_of(job: Job) -> str:
 
 
 def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool) -> dict[str, Any]:
-    """How to launch a job's ranks without the queue, in a directory of their own.
+    """Return how to launch a job's ranks without the queue, in a directory of their own.
 
     Args:
-        spec: The job; where its strategy is `auto`, the GPUs and the model are inspected.
-        written: What its job file says; by default `spec`.
+        spec: The job; if its strategy is `auto`, the GPUs and the model are inspected.
+        written: The contents of its job file; by default `spec`.
         on_gpus: Whether its ranks run on GPUs.
 
     Returns:
@@ -97,7 +97,7 @@ def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool
     written = written or spec
     run_dir = RunDir(Path(f"{spec.name}-by-hand"))
     gpus: list[str] = []
-    if on_gpus:  # elsewhere they have other UUIDs
+    if on_gpus:  # GPU UUIDs differ on other machines
         named = spec.gpus if isinstance(spec.gpus, list) else range(world_size(spec))
         gpus = [str(name) for name in named]
     launch = build_launch(spec, run_dir, gpus=gpus, run_id="")
@@ -115,18 +115,18 @@ def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool
 
 
 def _settled(job: Job, spec: JobSpec) -> JobSpec:
-    """With the strategy that `auto` came to when the job was launched, if it was."""
+    """Return the job with the strategy that `auto` chose at its launch, if it was launched."""
     record = read_json(job.run_dir.launch_file) or {}
     strategy, _ = launched_strategy(record.get("environment") or {})
     return spec.model_copy(update={"strategy": strategy}) if strategy else spec
 
 
 def script_of(facts: dict[str, Any], what: str) -> str:
-    """Return a script for a shell that writes the files and launches the ranks.
+    """Return a shell script that writes the files and launches the ranks.
 
     Args:
-        facts: Of `launch_facts`.
-        what: The job, as its first line calls it.
+        facts: The result of `launch_facts`.
+        what: Name of the job for the first line.
     """
     lines = [f"# {what} by hand: no queue, no supervisor, its own directory."]
     folders = dict.fromkeys(str(Path(name).parent) for name in facts["files"])

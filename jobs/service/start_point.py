@@ -1,4 +1,4 @@
-"""Beginning a job from a checkpoint of another: what its words name, and who still needs what."""
+"""Resolve the checkpoint that a job starts from, and protect the ones that jobs need."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ KEY: Final = "resume_from_checkpoint"
 
 _OF_JOB: Final = re.compile(r"#?(?P<job>\d+)(?::(?P<step>.*))?")
 _STEP: Final = re.compile(r"(?:(?:step|checkpoint)[-_ ]?)?(\d+)", re.IGNORECASE)
-_OWN: Final = ("latest", "newest", "last", "auto", "true")  # what other trainers take
+_OWN: Final = ("latest", "newest", "last", "auto", "true")  # values that other trainers accept
 
 
 def read_step(text: str) -> int:
-    """Return the step of `20` or `step-20`.
+    """Parse a step, `20` or `step-20`.
 
     Raises:
         UserError: It is neither.
@@ -41,7 +41,7 @@ def read_step(text: str) -> int:
 
 
 def find_origin(store: Store, text: str) -> Checkpoint:
-    """Find the checkpoint that `resume_from_checkpoint` names; its file sizes are checked.
+    """Find the checkpoint that `resume_from_checkpoint` names, and check its file sizes.
 
     Args:
         store: The jobs.
@@ -83,12 +83,13 @@ def _at(path: Path) -> Checkpoint:
 
 
 def origin_of(job: Job) -> Path | None:
-    """Return the checkpoint of another that a job starts from; None when it has started already."""
+    """Return the foreign checkpoint that a job starts from; None if the job has its own by now."""
     if job.run_dir.latest_checkpoint() is not None:
         return None
     try:
         text = job.run_dir.job_file.read_text(encoding="utf-8")
-        if KEY not in text or f"{KEY}: null" in text:  # reading YAML takes milliseconds
+        # avoid parsing YAML, which takes milliseconds
+        if KEY not in text or f"{KEY}: null" in text:
             return None
         value = yaml.safe_load(text).get(KEY)
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
@@ -97,15 +98,15 @@ def origin_of(job: Job) -> Path | None:
 
 
 def check_unneeded(store: Store, paths: Iterable[Path], leaving: Collection[int] = ()) -> None:
-    """Make sure that no waiting or running job is set to start from what goes away.
+    """Check that no waiting or running job is set to start from paths that will be deleted.
 
     Args:
         store: The jobs.
-        paths: Checkpoints, or directories that hold some.
-        leaving: Jobs that go away with it.
+        paths: Checkpoints, or directories that contain some.
+        leaving: Jobs that are deleted as well.
 
     Raises:
-        StateError: One is.
+        StateError: A job is.
     """
     gone = [path.resolve() for path in paths]
     for job in store.in_states([State.QUEUED, *ACTIVE]):

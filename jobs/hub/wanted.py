@@ -55,7 +55,7 @@ def _is_complete(name: HubName) -> bool:
 def ask_sizes(
     names: Iterable[HubName], cancelled: Callable[[], bool] = lambda: False
 ) -> dict[HubName, int]:
-    """Query the missing bytes of each name; complete ones are left out.
+    """Query the missing bytes of each name; complete ones are skipped.
 
     Empty if the hub is disabled or does not answer; the job is then checked without it.
 

@@ -147,7 +147,7 @@ def _ask(
         output: The path to write.
         progress: Called with the completed and the total units.
         cancelled: Polled several times a second.
-        options: Its options; None values are left out.
+        options: Its options; None values are skipped.
     """
     if output is not None:
         options["output"] = _path(str(output))

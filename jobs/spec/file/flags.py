@@ -73,7 +73,7 @@ def read_flag(name: str, text: str) -> Any:
 def to_flags(spec: JobSpec) -> list[str]:
     """Return the flags that `parse_flags` reads back to the same job.
 
-    `shlex.join` joins them to one line. Defaults of the job's family are left out.
+    `shlex.join` joins them to one line. Defaults of the job's family are skipped.
     """
     return flags_of(spec.to_dict(only_set=True))
 

@@ -158,7 +158,7 @@ class Announcer:
     say: Callable[[str], None]
     stalled: bool = False
 
-    def look(self, still: float) -> None:
+    def check_stall(self, still: float) -> None:
         """Announce, once, that no rank has made progress for as long as the user allows.
 
         Args:

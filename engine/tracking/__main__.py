@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from engine.start.command import OneLineParser
-from jobs.machine.file_lock import take
+from jobs.machine.file_lock import acquire
 from jobs.run.rundir import RunDir
 
 _NICE = 10
@@ -26,7 +26,7 @@ def main() -> int:
     run_dir = RunDir(words.run_dir.absolute())
     run_dir.tracking.mkdir(mode=0o700, exist_ok=True)
     with open(run_dir.tracking / f"{words.name}.lock", "wb") as lock:
-        if not take(lock, patience=_LOCK_TIMEOUT):
+        if not acquire(lock, patience=_LOCK_TIMEOUT):
             return 0  # another follower is handling this run
         os.nice(_NICE)
         # Import after taking the lock, since it imports torch through accelerate.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["backend", "names"]
 
 
-class Absent:
+class UnknownBackend:
     """A backend of a newer version, or one that was removed.
 
     Its jobs are displayed and can be removed from the queue; nothing else works.
@@ -69,6 +69,6 @@ def names() -> tuple[str, ...]:
 def backend(name: str) -> Backend:
     """Import a backend by its name, leaving the others unimported."""
     if name not in names():
-        return Absent(name)
+        return UnknownBackend(name)
     made: Backend = import_module(f"{__name__}.{name}.backend").BACKEND
     return made

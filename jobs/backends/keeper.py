@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from jobs.backends.port import Backend
     from jobs.queue.store import Store
 
-LOOK_EVERY: Final = 1.0  # seconds
+POLL_INTERVAL: Final = 1.0  # seconds
 IDLE_SECONDS: Final = 60.0
-_CODE_EVERY: Final = 30.0  # seconds
+_CODE_INTERVAL: Final = 30.0  # seconds
 
 
 def ensure(store: Store, place: Backend) -> None:
     """Start a backend's keeper unless it is running. Returns within about 50 ms."""
     with open(store.home / place.lock, "a") as lock:
-        if not file_lock.take(lock):
+        if not file_lock.acquire(lock):
             return
     module = "jobs.backends.keeper"
     start_detached(module, place.name, home=store.home, cwd=store.home, log=store.home / place.log)
@@ -66,7 +66,7 @@ def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> No
     from jobs.queue.job import LOCAL
 
     with open(store.home / place.lock, "a") as lock:
-        if not file_lock.take(lock):
+        if not file_lock.acquire(lock):
             return
         _say(f"started by process {os.getppid()}")
         look, code = place.keeper(store), newest_code()
@@ -74,7 +74,7 @@ def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> No
         busy_at = looked_at = time.monotonic()
         updated = False
         while store.path.exists():
-            if time.monotonic() - looked_at >= _CODE_EVERY:
+            if time.monotonic() - looked_at >= _CODE_INTERVAL:
                 looked_at, before = time.monotonic(), newest
                 newest = newest_code()
                 # an update is complete if nothing changed for half a minute
@@ -94,7 +94,7 @@ def keep(store: Store, place: Backend, idle_seconds: float = IDLE_SECONDS) -> No
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= idle_seconds:
                 break
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_INTERVAL)
         if not updated:
             _say("nothing left to do; exiting")
     if updated:  # newer commands may be incompatible with this process

@@ -1,7 +1,7 @@
-"""`python -m jobs.doctor`: look, and print what is found as lines of JSON.
+"""`python -m jobs.doctor`: run the checks and print the findings as lines of JSON.
 
-It is a separate process so that its parent can abandon it: a thread that waits for a driver
-in the kernel can be neither killed nor joined.
+It is a separate process so that its parent can abandon it: a thread that waits for a driver in the
+kernel can be neither killed nor joined.
 """
 
 from __future__ import annotations

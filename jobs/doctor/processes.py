@@ -252,7 +252,7 @@ def all_reduce(
                 time.sleep(_POLL_INTERVAL)
                 statuses = run_dir.rank_statuses()
                 now = time.monotonic()
-                late = _is_stuck(watch.look(statuses, now), ranks, still) or now > deadline
+                late = _is_stuck(watch.observe(statuses, now), ranks, still) or now > deadline
                 silent = find_silent(statuses, ranks, min(_STALE, still / 2)) if late else ()
         finally:
             left = _end(child, run_id)

@@ -203,7 +203,7 @@ def main() -> int:
     name = HubName.read(kind, text)  # type: ignore[arg-type]
     assert name is not None
     with open(lock_of(name), "a") as lock:
-        if not file_lock.take(lock, _CHECKED_WITHIN):
+        if not file_lock.acquire(lock, _CHECKED_WITHIN):
             return 0
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -214,7 +214,7 @@ def waiting_for(name: HubName) -> Iterator[None]:
     ensure_private_dir(_home())
     # readable, because NFS requires that for shared locks
     with open(_waiting_file(name), "a+") as file:
-        file_lock.share(file)
+        file_lock.acquire_shared(file)
         yield
 
 
@@ -236,7 +236,7 @@ def lock_of(name: HubName) -> Path:
 def _is_locked(path: Path) -> bool:
     try:
         with open(path, "r+") as file:
-            return not file_lock.take(file)
+            return not file_lock.acquire(file)
     except FileNotFoundError:  # never locked
         return False
 

@@ -327,7 +327,7 @@ def _cell(value: Any) -> str:
 # -- push -----------------------------------------------------------------------------------
 
 
-LOOK_EVERY: Final = 5.0  # seconds
+POLL_INTERVAL: Final = 5.0  # seconds
 _NICE: Final = 10
 _FIRST_PAUSE: Final = 5.0  # seconds after a temporary failure; the pause doubles each time
 _LONGEST_PAUSE: Final = 600.0
@@ -353,7 +353,7 @@ def follow(store: Store, job_id: int, pause: Callable[[float], None] = time.slee
         if not steps and (job.state.ended or job.state is State.QUEUED):
             return 1 if skipped else 0
         if not steps:
-            pause(LOOK_EVERY)
+            pause(POLL_INTERVAL)
             continue
         step = steps[0]
         try:
@@ -452,7 +452,7 @@ def main() -> int:
     place = job.run_dir.root / "hub"
     place.mkdir(mode=0o700, exist_ok=True)
     with open(place / "push.lock", "a") as lock:
-        if not file_lock.take(lock):
+        if not file_lock.acquire(lock):
             return 0
         os.nice(_NICE)
         return follow(Store(patience=SERVICE), job.id)

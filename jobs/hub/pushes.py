@@ -56,5 +56,5 @@ def go_back(run_dir: RunDir, step: int) -> None:
 
 
 def pushes_file(run_dir: RunDir) -> Path:
-    """Return the file with the progress."""
+    """Return the path of the progress file."""
     return run_dir.root / "hub" / "push.json"

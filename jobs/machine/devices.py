@@ -74,7 +74,7 @@ def gpus() -> list[Gpu]:
     """
     with _LOCK:
         nvml = _nvml()
-        present = _look(nvml) if nvml is not None else []
+        present = _read_all(nvml) if nvml is not None else []
     return visible(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -186,7 +186,7 @@ class _Facts:
     pci: tuple[int, int, int] | None
 
 
-def _look(nvml: Any) -> list[Gpu]:
+def _read_all(nvml: Any) -> list[Gpu]:
     """Return all GPUs. Unreachable ones keep their position, so that no other is renumbered."""
     try:
         count = nvml.nvmlDeviceGetCount()
@@ -213,7 +213,7 @@ def _read(nvml: Any, position: int) -> Gpu:
     try:
         ask = _Ask(nvml, nvml.nvmlDeviceGetHandleByIndex(position))
     except nvml.NVMLError as error:
-        return _lost(position, _GPU_ERRORS.get(error.value, f"cannot be reached ({error})"))
+        return _unreachable(position, _GPU_ERRORS.get(error.value, f"cannot be reached ({error})"))
     remembered = _slow_facts(ask, position)
     memory = _memory(ask)
     rates = ask("nvmlDeviceGetUtilizationRates")
@@ -238,7 +238,7 @@ def _read(nvml: Any, position: int) -> Gpu:
         throttle=_throttle(reasons),
         mig=tuple(instance for _, instance in instances),
     )
-    return gpu if ask.problem is None else _lost(position, ask.problem)
+    return gpu if ask.problem is None else _unreachable(position, ask.problem)
 
 
 def _slow_facts(ask: _Ask, position: int) -> Gpu:
@@ -246,7 +246,7 @@ def _slow_facts(ask: _Ask, position: int) -> Gpu:
     # Query this every time: all cached values belong to this UUID.
     uuid = _text(ask("nvmlDeviceGetUUID"))
     if ask.problem is not None:
-        return _lost(position, ask.problem)
+        return _unreachable(position, ask.problem)
     remembered = _driver.facts.get(position)
     if remembered and remembered.gpu.uuid == uuid and time.monotonic() - remembered.at < _SLOW:
         return remembered.gpu
@@ -286,7 +286,7 @@ def _nvlinks(ask: _Ask) -> int | None:
     return up
 
 
-def _lost(position: int, problem: str) -> Gpu:
+def _unreachable(position: int, problem: str) -> Gpu:
     """Return an unreachable GPU with its last known values."""
     remembered = _driver.facts.get(position)
     gpu = (

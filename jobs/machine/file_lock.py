@@ -12,9 +12,12 @@ LOCKS: Final = Path("/proc/locks")
 _RETRY_INTERVAL: Final = 0.02  # seconds between two attempts
 
 
-def take(file: IO[Any], patience: float = 0.0) -> bool:
-    """Lock an open file until it is closed; return False if another process holds it for `patience`
-    seconds.
+def acquire(file: IO[Any], patience: float = 0.0) -> bool:
+    """Lock an open file until it is closed; return False on timeout.
+
+    Args:
+        file: The file.
+        patience: Seconds to wait while another process holds the lock.
 
     Raises:
         OSError: The file system does not support locks.
@@ -31,7 +34,7 @@ def take(file: IO[Any], patience: float = 0.0) -> bool:
             return True
 
 
-def share(file: IO[Any]) -> None:
+def acquire_shared(file: IO[Any]) -> None:
     """Take a shared lock on an open file until it is closed.
 
     Raises:

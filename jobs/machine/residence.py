@@ -107,7 +107,7 @@ class Residence(NamedTuple):
 
 
 def residence() -> Residence:
-    """Return the residence of this process."""
+    """Return this process's residence."""
     return Residence(boot_id() or "", _namespace(), socket.gethostname(), _machine_id())
 
 
@@ -117,7 +117,7 @@ def read_residence(recorded: str | None) -> Residence:
     return Residence(*(part or "" for part in match.groups())) if match else Residence()
 
 
-def stand(recorded: str | None, folder: Path) -> Standing:
+def standing_of(recorded: str | None, folder: Path) -> Standing:
     """Compare a recorded residence with that of this process.
 
     Args:
@@ -137,7 +137,7 @@ def stand(recorded: str | None, folder: Path) -> Standing:
 
 def elsewhere(recorded: str | None, folder: Path) -> str:
     """Return the name of the container or machine of a job; "" if it is this one."""
-    if stand(recorded, folder) is not Standing.ELSEWHERE:
+    if standing_of(recorded, folder) is not Standing.ELSEWHERE:
         return ""
     return read_residence(recorded).host or "its name is not known"
 

@@ -77,7 +77,7 @@ def _locked() -> Iterator[None]:
     """
     with open(lock_file(), "w") as lock:
         with suppress(OSError):
-            file_lock.take(lock, _PATIENCE)
+            file_lock.acquire(lock, _PATIENCE)
         yield
 
 

@@ -53,7 +53,7 @@ class DamagedError(Exception):
 def find_damage(path: Path) -> str | None:
     """Return what is wrong with a file, in a few words; None if it is intact."""
     try:
-        return _wrong_with(*read_header(path))
+        return _find_problem(*read_header(path))
     except DamagedError as error:
         return str(error)
 
@@ -122,7 +122,7 @@ def shape_of(entry: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _wrong_with(header: dict[str, Any], room: int) -> str | None:
+def _find_problem(header: dict[str, Any], room: int) -> str | None:
     """Return what is wrong with the tensors of a file that has `room` bytes for them, or None."""
     spans = []
     for name, tensor in header.items():

@@ -278,13 +278,13 @@ def _latent_step(family: Family, root: Path, component: str) -> int | None:
     """Return the pixels per side of a token; None if unknown or the same for all flavours."""
     if len({family.latent_step_of(flavour) for flavour in family.flavours}) < 2:
         return None
-    shrinks = _shrinks_by(read_json(root / "vae" / "config.json") or {})
+    shrinks = _vae_scale(read_json(root / "vae" / "config.json") or {})
     patch = (read_json(root / component / "config.json") or {}).get("patch_size")
     side = patch[-1] if isinstance(patch, list) and patch else patch
     return shrinks * side if shrinks is not None and isinstance(side, int) else None
 
 
-def _shrinks_by(vae: Mapping[str, Any]) -> int | None:
+def _vae_scale(vae: Mapping[str, Any]) -> int | None:
     """Return the pixels per side of a latent, from a VAE's config; None if it does not say."""
     for key in ("scale_factor_spatial", "spatial_compression_ratio"):
         if isinstance(vae.get(key), int):

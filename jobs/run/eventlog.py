@@ -261,7 +261,7 @@ class RunReport:
             accumulation=start.accumulation,
             sharding={k: v for k, v in log.notes.get(Sharding.kind, {}).items() if k not in _FRAME},
             measure=memory.measure,
-            peaks=_whole(memory.peaks),
+            peaks=_complete_phases(memory.peaks),
             validations=tuple(log.validations[-_NEWEST:]),
             warnings=tuple(log.warnings[-_MOST_WARNINGS:]),
         )
@@ -334,7 +334,7 @@ def _read(kind: type[_E], log: EventLog) -> _E:
         return kind()
 
 
-def _whole(peaks: dict[Any, Any]) -> dict[str, list[int]]:
+def _complete_phases(peaks: dict[Any, Any]) -> dict[str, list[int]]:
     """Return the phases for which every rank's number is known."""
     return {
         str(name): numbers
@@ -472,10 +472,10 @@ def _phase(event: PhaseEvent) -> str:
     if seconds < _LEAST_SECONDS:
         return ""
     count = f" ({event.total})" if event.total else ""
-    return f"{PHASES.get(event.name, event.name)} took {_took(seconds)}{count}"
+    return f"{PHASES.get(event.name, event.name)} took {_format_seconds(seconds)}{count}"
 
 
-def _took(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)

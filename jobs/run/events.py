@@ -151,7 +151,7 @@ class Data(Event):
 
 @dataclass(frozen=True)
 class Freed(Event):
-    """Modules were freed: the memory before, with and after them in bytes, counted as `measure`."""
+    """Modules were freed. Bytes before, with and after them, counted as `measure` says."""
 
     kind = "freed"
 
@@ -316,7 +316,7 @@ def _number(value: Any) -> float | None:
     return value
 
 
-def _whole(value: Any) -> int | None:
+def _optional_int(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
@@ -336,7 +336,7 @@ _READ: Final[dict[str, Callable[[Any], Any]]] = {
     "int": int,
     "float": float,
     "str": str,
-    "int | None": _whole,
+    "int | None": _optional_int,
     "float | None": _number,
     "str | None": _text,
     "list[int] | None": _counts,

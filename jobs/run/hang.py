@@ -51,7 +51,7 @@ class Watch:
     _looked_at: float | None = None
     _seen: dict[int, Stillness] = field(default_factory=dict)
 
-    def look(self, statuses: Sequence[RankStatus], now: float) -> list[Stillness]:
+    def observe(self, statuses: Sequence[RankStatus], now: float) -> list[Stillness]:
         """Compare the ranks' latest statuses with the previous ones.
 
         Args:

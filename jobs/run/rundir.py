@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REQUESTS: Final = ("stop", "save_now", "sample_now")
-# Requests each rank's flight record (`jobs.run.why_failed`), written within a second.
+# Request for each rank's flight record (`jobs.run.why_failed`), which it writes within a second.
 FLIGHT: Final = "flight"
 MANIFEST: Final = "manifest.json"
 _FOREVER: Final = 1e12  # seconds; larger than any valid time

@@ -169,11 +169,11 @@ def find_wait(run_dir: RunDir) -> Wait | None:
             continue
         with suppress(
             LookupError, TypeError, ValueError, AttributeError
-        ):  # a file of another torch
+        ):  # written by another version of torch
             for place, dump in enumerate(_read(path)):
                 for group, entries in _by_group(dump).items():
                     recorded.setdefault((place, group), {})[int(number)] = entries
-    waits = [wait for ranks in recorded.values() if (wait := _wait_of(ranks)) is not None]
+    waits = [wait for ranks in recorded.values() if (wait := _find_lag(ranks)) is not None]
     return min(waits, key=lambda wait: wait[0])[1] if waits else None
 
 
@@ -207,7 +207,7 @@ def _by_group(dump: dict[str, Any]) -> dict[str, Entries]:
     return groups
 
 
-def _wait_of(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
+def _find_lag(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
     """Return when ranks of a group began to wait for others, and in which collective."""
     last = {rank: max(entries, default=0) for rank, entries in ranks.items()}
     least, most = min(last.values()), max(last.values())
@@ -220,7 +220,7 @@ def _wait_of(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
         return None
     late = tuple(rank for rank in ranks if last[rank] == least)
     wait = Wait(plain_name(seen[0]["profiling_name"]), late, tuple(waiting))
-    return _begun(seen), wait
+    return _start_time(seen), wait
 
 
 def _stuck(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
@@ -237,10 +237,10 @@ def _stuck(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
         return None
     first = [entries[min(entries)] for entries in open_ones]
     name = plain_name(first[0]["profiling_name"])
-    return _begun(first), Wait(name, (), tuple(ranks))
+    return _start_time(first), Wait(name, (), tuple(ranks))
 
 
-def _begun(entries: Iterable[dict[str, Any]]) -> int:
+def _start_time(entries: Iterable[dict[str, Any]]) -> int:
     return min(int(entry["time_created_ns"]) for entry in entries)
 
 

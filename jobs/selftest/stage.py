@@ -270,10 +270,10 @@ def speed(stage: Stage) -> Iterator[Finding]:
         values = wide_values(stage, f"speed-{ranks}", ranks, strategy=strategy)
         stage.say(f"training at 1024 px on {ranks} GPU{'s' if ranks > 1 else ''}")
         _predict(values, strategy, ranks)
-        job, busy, beside = _watched(stage, values)
+        job, busy, beside = _run_and_poll(stage, values)
         name = "1 GPU" if ranks == 1 else f"{ranks} GPUs, fsdp2"
-        yield _pace(name, job, ranks, stage.gpus[0].name, busy)
-        yield _memory(f"{name}, memory", job, beside)
+        yield _report_speed(name, job, ranks, stage.gpus[0].name, busy)
+        yield _report_memory(f"{name}, memory", job, beside)
 
 
 def wide_values(
@@ -334,7 +334,7 @@ def _predict(values: dict[str, Any], strategy: str, ranks: int) -> None:
         server.close()
 
 
-def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, int | None]:
+def _run_and_poll(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, int | None]:
     """Run a job and poll its GPUs while it trains.
 
     Returns:
@@ -364,7 +364,7 @@ def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, i
     return job, statistics.fmean(seen) / 100 if seen else None, most if most > 0 else None
 
 
-def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Finding:
+def _report_speed(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Finding:
     steps = EventLog(job.run_dir.events).read_all().steps[_WARM:]
     times = [step.seconds for step in steps if step.seconds]
     if not times:
@@ -406,7 +406,7 @@ def utilisation(seconds: float, gpu: str) -> float | None:
     return (linear + attention) / (seconds * peak)
 
 
-def _memory(name: str, job: Job, beside: int | None) -> Finding:
+def _report_memory(name: str, job: Job, beside: int | None) -> Finding:
     """Compare predicted and measured memory, and record the non-tensor part for later estimates."""
     predicted, report = calibration.read(job.run_dir), read_report(job.run_dir)
     compared = calibration.compare(predicted, report.measure, report.peaks) if predicted else []

@@ -79,7 +79,7 @@ def repair(home: Path) -> Repaired:
     """
     path = home / "jobs.db"
     with open(home / "dispatch.lock", "a") as lock:
-        if not file_lock.take(lock, _LOCK_TIMEOUT):
+        if not file_lock.acquire(lock, _LOCK_TIMEOUT):
             raise UserError("another process holds the queue; try again")
         if path.exists() and _is_intact(path):
             _fix_journal(path)

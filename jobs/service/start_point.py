@@ -83,7 +83,7 @@ def _at(path: Path) -> Checkpoint:
 
 
 def origin_of(job: Job) -> Path | None:
-    """Return the foreign checkpoint that a job starts from; None if the job has its own by now."""
+    """Return the other job's checkpoint that a job starts from; None if it has its own by now."""
     if job.run_dir.latest_checkpoint() is not None:
         return None
     try:

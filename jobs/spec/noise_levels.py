@@ -77,7 +77,7 @@ def _logit_normal(share: float, mean: float, deviation: float) -> float:
 
 
 def plot(sigmas: list[float], columns: int) -> str:
-    """Return a line of bars, from sigma 0 to 1, each as high as sigmas are frequent there."""
+    """Return a line of bars from sigma 0 to 1, a histogram of the sigmas."""
     counts = [0] * columns
     for sigma in sigmas:
         counts[min(columns - 1, max(0, int(sigma * columns)))] += 1
@@ -87,10 +87,10 @@ def plot(sigmas: list[float], columns: int) -> str:
 
 
 def preview(columns: int) -> list[str]:
-    """Return a line for each way to draw: its name, its bars, and the share of high noise.
+    """Return a line for each distribution: its name, its histogram, and the share of high noise.
 
     Args:
-        columns: Of the whole line.
+        columns: Width of a line in characters.
     """
     ways = [
         ("uniform", "uniform", 1.0),

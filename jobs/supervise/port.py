@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 
-class AwayError(Exception):
+class UnreachableError(Exception):
     """The backend did not answer, or its answer says nothing about the job."""
 
 
@@ -66,8 +66,8 @@ class Attempt:
 class Ranks(Protocol):
     """A job's ranks, as its supervisor controls them.
 
-    Acting methods raise `AwayError` or `OSError` if they cannot tell which processes to act on;
-    the supervisor retries at its next poll.
+    Methods that act raise `UnreachableError` or `OSError` if they cannot tell which processes to
+    act on; the supervisor retries at its next poll.
     """
 
     def adopt(self) -> Attempt | None:
@@ -128,13 +128,13 @@ class Report(Protocol):
     def stop_request(self) -> int:
         """Return the requested stop level; 0 if no stop was requested."""
 
-    def say(self, state: State, reason: str) -> None:
+    def set_state(self, state: State, reason: str) -> None:
         """Record the job's state and the reason."""
 
     def warn(self, text: str) -> None:
         """Show a warning until the state changes."""
 
-    def look(self, ranks: Sequence[Stillness]) -> None:
+    def heartbeat(self, ranks: Sequence[Stillness]) -> None:
         """Report that the supervisor is alive, and how long ranks have made no progress."""
 
     def end(self, outcome: Outcome) -> None:

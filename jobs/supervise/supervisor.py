@@ -22,7 +22,7 @@ from jobs.run.hang import SAVE_STEP, Watch, find_hang, is_saving
 from jobs.run.rundir import FLIGHT, REQUESTS
 from jobs.run.why_failed import diagnose, explain_hang, is_user_error, launcher_signal, rank_exits
 from jobs.spec.rules.strategy import world_size
-from jobs.supervise.port import AwayError, Outcome
+from jobs.supervise.port import Outcome, UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE: Final = 10.0  # seconds that ranks have to exit by themselves after one has failed
-STACKS_TAKE: Final = 3.0  # seconds in which every rank writes its stack and its flight record
+STACK_DUMP_TIME: Final = 3.0  # seconds in which every rank writes its stack and its flight record
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
 _STARTING_PHASES: Final = ("start", "import")  # phases in which a rank is not yet up
@@ -101,7 +101,7 @@ class Supervisor:
                 if self._should_end():
                     self.ranks.end_all()  # left by an interrupted launch
                     return Outcome(State.STOPPED, "stopped before the ranks started")
-                self.report.look(())
+                self.report.heartbeat(())
                 attempt = self.ranks.launch(restarts)
                 self.report.log(f"launched {attempt.command}")
             restarts, most = attempt.restarts, attempt.spec.max_restarts
@@ -119,7 +119,7 @@ class Supervisor:
 
     def _poll_without_ranks(self) -> bool:
         """Report while the ranks have no resources; return whether to stop waiting."""
-        self.report.look(())
+        self.report.heartbeat(())
         return self._should_end()
 
     def _watch(self, attempt: Attempt) -> Outcome:
@@ -131,7 +131,7 @@ class Supervisor:
             self.ranks.leave_if_replaced()
             try:
                 self._poll(attempt)
-            except (OSError, sqlite3.Error, AwayError) as error:  # for example a full disk
+            except (OSError, sqlite3.Error, UnreachableError) as error:  # for example a full disk
                 self._log_once(f"cannot look after the ranks: {error}", type(error).__name__)
             except Exception as error:  # a bug in monitoring must not end the training either
                 self._log_once(f"monitoring failed: {traceback.format_exc()}", type(error).__name__)
@@ -161,7 +161,7 @@ class Supervisor:
         if everyone and all(status.phase not in _STARTING_PHASES for status in statuses):
             self._follow([_SAVING[s.phase] for s in statuses if s.phase in _SAVING])
         self._retry_report()
-        self.report.look(ranks if everyone else ())
+        self.report.heartbeat(ranks if everyone else ())
         self._carry_out_stops(attempt, ranks)
         self._end_the_stranded(attempt, statuses)
         if everyone:
@@ -170,7 +170,7 @@ class Supervisor:
 
     def _measure(self, statuses: list[RankStatus]) -> list[Stillness]:
         """Measure how long ranks made no progress, minus the time this process was suspended."""
-        ranks = self.watch.look(statuses, time.monotonic())
+        ranks = self.watch.observe(statuses, time.monotonic())
         if unwatched := self.watch.unwatched:
             self.report.log(f"the supervisor did not run for {unwatched:.0f} s")
             if self.deadline is not None:
@@ -280,7 +280,7 @@ class Supervisor:
             self.run_dir.request(FLIGHT)
             self.ranks.dump_stacks([rank.status for rank in ranks])
         with suppress(Exception):
-            time.sleep(STACKS_TAKE)
+            time.sleep(STACK_DUMP_TIME)
             reason = explain_hang(self.run_dir, hang.reason, self.report.log)
         self.ranks.kill(attempt)
         self.hang = reason
@@ -319,7 +319,7 @@ class Supervisor:
         if self._unreported is None:
             return
         try:
-            self.report.say(self.state, self._unreported)
+            self.report.set_state(self.state, self._unreported)
         except (OSError, sqlite3.Error) as error:
             self._log_once(f"cannot record the state: {error}", "state")
         else:

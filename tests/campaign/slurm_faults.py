@@ -41,7 +41,7 @@ from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.run.checkpoint_files import list_all, verify
 from jobs.spec.file.load import load_spec
-from jobs.supervise.port import AwayError
+from jobs.supervise.port import UnreachableError
 from tests.campaign.faults import Broken, job_values, load
 from tests.campaign.journal import dice
 from tests.support.left_over import end_all_of, name_of, processes_of
@@ -163,7 +163,7 @@ class Trial:
         while not self.now.state.ended and time.monotonic() < until:
             try:
                 # scancel retries for over a minute while a job changes state: no fault then.
-                with suppress(OSError, StateError, AwayError, subprocess.TimeoutExpired):
+                with suppress(OSError, StateError, UnreachableError, subprocess.TimeoutExpired):
                     FAULTS[fault](self)
                 return
             except (StopIteration, IndexError):
@@ -234,7 +234,7 @@ class Trial:
         try:
             _resume()
             mine = self._mine()
-        except AwayError:
+        except UnreachableError:
             self.untrue_since = None
             return
         job, record = self.now, read_submission(self.job.run_dir, self.now.attempt)
@@ -298,7 +298,7 @@ class Trial:
         while True:
             try:
                 return self._mine()
-            except AwayError:
+            except UnreachableError:
                 _revive()
                 time.sleep(0.5)
 

@@ -24,13 +24,13 @@ def supervise(store: Store, job_id: int) -> None:
     from jobs.backends.local.ranks import LocalRanks
     from jobs.backends.local.report import DatabaseReport
     from jobs.machine import processes
-    from jobs.machine.residence import Standing, stand
+    from jobs.machine.residence import Standing, standing_of
     from jobs.supervise.supervisor import Supervisor
 
     me = processes.ProcessId.of(os.getpid())
     assert me is not None
     job = store.get(job_id)
-    if not job.state.active or stand(job.boot_id, store.home) is Standing.ELSEWHERE:
+    if not job.state.active or standing_of(job.boot_id, store.home) is Standing.ELSEWHERE:
         return
     if job.supervisor is not None and not job.supervisor.is_dead():
         return

@@ -16,7 +16,7 @@ from jobs.errors import UserError
 from jobs.hub.wanted import forget, why_waiting
 from jobs.machine import devices, file_lock, processes
 from jobs.machine.procfs import is_waiting_for_kernel, switches
-from jobs.machine.residence import Standing, stand
+from jobs.machine.residence import Standing, standing_of
 from jobs.machine.start_detached import start_detached
 from jobs.queue.job import LOCAL
 from jobs.queue.states import ACTIVE, PAUSED, State
@@ -118,7 +118,7 @@ def look(store: Store) -> bool:
 def needs_attention(store: Store) -> bool:
     """Whether a `dispatch` could change anything; cheap enough to ask every second."""
     return any(
-        job.state is State.QUEUED or _needs_mending(job, stand(job.boot_id, store.home))
+        job.state is State.QUEUED or _needs_mending(job, standing_of(job.boot_id, store.home))
         for job in _ours(store, [State.QUEUED, *ACTIVE])
     )
 
@@ -129,7 +129,7 @@ def _mend(store: Store) -> None:
     Those that live elsewhere are judged there.
     """
     for job in _ours(store, ACTIVE):
-        standing = stand(job.boot_id, store.home)
+        standing = standing_of(job.boot_id, store.home)
         if standing is Standing.ELSEWHERE:
             continue
         if standing is Standing.REBOOTED:
@@ -240,7 +240,7 @@ def _cpu_slots() -> int:
 def _one_at_a_time(store: Store) -> Iterator[bool]:
     """Take the queue's lock; False if another process keeps it."""
     with open(store.home / "dispatch.lock", "ab+", buffering=0) as lock:
-        free = file_lock.take(lock, _QUEUE_IS_FREE_WITHIN)
+        free = file_lock.acquire(lock, _QUEUE_IS_FREE_WITHIN)
         if free:
             with suppress(OSError):  # a full disk; the number is only to be shown
                 lock.truncate(0)

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RankStatus, RunDir
     from jobs.supervise.port import Outcome, Report
 
-LOOK_EVERY: Final = 0.2  # seconds
-_RELEASE_TAKES: Final = 15.0  # seconds for the driver to free the memory of dead processes
-_BEATS_WITHIN: Final = 5.0  # seconds; a live rank writes its status about once a second
+POLL_INTERVAL: Final = 0.2  # seconds
+_RELEASE_TIMEOUT: Final = 15.0  # seconds for the driver to free the memory of dead processes
+_BEAT_WINDOW: Final = 5.0  # seconds; a live rank writes its status about once a second
 _STRANDED: Final = 2.0  # seconds that ranks get if they can no longer save
 
 
@@ -80,7 +80,7 @@ class LocalRanks:
 
     def rest(self, attempt: Attempt) -> None:
         processes.reap()
-        time.sleep(LOOK_EVERY)
+        time.sleep(POLL_INTERVAL)
 
     def leave_if_replaced(self) -> None:
         """Do nothing: a supervisor is replaced only after it has died."""
@@ -129,7 +129,7 @@ class LocalRanks:
             grace = min(attempt.spec.stop_grace_seconds, supervisor.TERM_GRACE)
             deadline = time.monotonic() + (grace if healthy else _STRANDED)
             while left and time.monotonic() < deadline and stop_request() < 3:
-                left = processes.wait_gone(left, LOOK_EVERY)
+                left = processes.wait_gone(left, POLL_INTERVAL)
             if stubborn := processes.end(left, grace=0):
                 self.report.log(f"still alive after SIGKILL: {[p.pid for p in stubborn]}")
         if held := await_release(self.job):
@@ -148,7 +148,7 @@ class LocalRanks:
                 if not self._listing_failed:
                     self.report.log(f"cannot list processes: {error}")
                 self._listing_failed = True
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_INTERVAL)
 
     def must_end(self) -> str:
         """Return "": only the user ends a job on this machine."""
@@ -167,7 +167,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     """Start the job's launcher, detached, and record it in `launch.json`.
 
     Raises:
-        UserError: The job file is invalid, or its ranks still run on another machine.
+        UserError: The job file is invalid, or its ranks still run in another container or machine.
         OSError: The launcher cannot be started.
     """
     run_dir = job.run_dir
@@ -237,11 +237,11 @@ def _refuse_if_running_elsewhere(run_dir: RunDir) -> None:
 
 
 def beats(run_dir: RunDir) -> bool:
-    """Return whether a rank updates its status within `_BEATS_WITHIN`.
+    """Return whether a rank updates its status within `_BEAT_WINDOW`.
 
     Needs no other machine's clock.
     """
-    deadline, first = time.monotonic() + _BEATS_WITHIN, _written(run_dir)
+    deadline, first = time.monotonic() + _BEAT_WINDOW, _written(run_dir)
     while time.monotonic() < deadline:
         if _written(run_dir) != first:
             return True
@@ -286,7 +286,7 @@ def await_release(job: Job) -> list[tuple[int, int]]:
         The memory still held, as (GPU index, pid).
     """
     pids = {status.pid for status in job.run_dir.rank_statuses()}
-    deadline = time.monotonic() + _RELEASE_TAKES
+    deadline = time.monotonic() + _RELEASE_TIMEOUT
     while job.gpus:
         held = still_held(devices.gpus(), job.gpus, pids)
         if not held or time.monotonic() > deadline:

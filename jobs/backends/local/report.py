@@ -44,7 +44,7 @@ class DatabaseReport:
             self.log(f"cannot read what a person wants: {error}")
         return self._stop_request
 
-    def say(self, state: State, reason: str) -> None:
+    def set_state(self, state: State, reason: str) -> None:
         before = _UP if state is State.STARTING else _UP - {state}  # a restart is a transition, too
         if not self.store.change(self.job.id, state, reason, only_from=before):
             # for example because the job is stopping
@@ -56,9 +56,9 @@ class DatabaseReport:
     def warn(self, text: str) -> None:
         self.store.explain(self.job.id, text, State.RUNNING)
 
-    def look(self, ranks: Sequence[Stillness]) -> None:
+    def heartbeat(self, ranks: Sequence[Stillness]) -> None:
         if ranks:
-            self.announcer.look(min(rank.still for rank in ranks))
+            self.announcer.check_stall(min(rank.still for rank in ranks))
 
     def end(self, outcome: Outcome) -> None:
         with suppress(Exception):  # a failing calibration record must not lose the job's end

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from jobs.errors import UserError
 from jobs.memory.estimate import Cards
 from jobs.memory.fit import room_of_type
-from jobs.supervise.port import AwayError
+from jobs.supervise.port import UnreachableError
 from jobs.untrusted.text import one_line
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def queue() -> dict[str, Listed]:
     """Return all our jobs that Slurm still knows, by id.
 
     Raises:
-        AwayError: Slurm did not answer, or its output cannot be parsed.
+        UnreachableError: Slurm did not answer, or its output cannot be parsed.
     """
     columns = ",".join(f"{name}:{_SEPARATOR}" for name in _COLUMNS)
     text = _run(["squeue", "--noheader", "--me", "--states=all", "-O", columns])
@@ -98,7 +98,7 @@ def waiting() -> list[Waiting]:
     """Return the waiting jobs of all users, as far as the site shows them.
 
     Raises:
-        AwayError: Slurm did not answer.
+        UnreachableError: Slurm did not answer.
     """
     text = _run(["squeue", "--noheader", "--states=PENDING", "-o", "%i|%P|%Q|%r"])
     jobs = []
@@ -113,16 +113,16 @@ def state_of(slurm_id: str) -> str:
     """Return the state of one job; "" if Slurm does not know the job.
 
     Raises:
-        AwayError: Slurm did not answer, or the answer is empty.
+        UnreachableError: Slurm did not answer, or the answer is empty.
     """
     try:
         answer = _run(["squeue", "--noheader", "--jobs", slurm_id, "--states=all", "-o", "%T"])
     except UserError as error:
         if _GONE.search(str(error)):
             return ""
-        raise AwayError(str(error)) from error
+        raise UnreachableError(str(error)) from error
     if not answer.strip():
-        raise AwayError(f"squeue says nothing of job {slurm_id}")
+        raise UnreachableError(f"squeue says nothing of job {slurm_id}")
     return answer.strip()
 
 
@@ -134,13 +134,13 @@ def submit(script: Path, *, inherit: Sequence[int] = ()) -> str:
         inherit: File descriptors that `sbatch` keeps open while it runs.
 
     Raises:
-        AwayError: Slurm did not answer; it may or may not have accepted the job.
+        UnreachableError: Slurm did not answer; it may or may not have accepted the job.
         UserError: Slurm rejected the job; the message says why.
     """
     answer = _run(["sbatch", "--parsable", str(script)], inherit=inherit)
     match = _ID.match(answer.strip().splitlines()[-1] if answer.strip() else "")
     if match is None:
-        raise AwayError(f"sbatch said {one_line(answer)[:200]!r} and no job id")
+        raise UnreachableError(f"sbatch said {one_line(answer)[:200]!r} and no job id")
     return match[0]
 
 
@@ -148,20 +148,20 @@ def cancel(slurm_id: str) -> None:
     """End a job or remove it from Slurm's queue; does nothing if it has ended.
 
     Raises:
-        AwayError: Slurm did not answer.
+        UnreachableError: Slurm did not answer.
     """
     try:
         _run(["scancel", slurm_id])
     except UserError as error:
         if not _GONE.search(str(error)):
-            raise AwayError(str(error)) from error
+            raise UnreachableError(str(error)) from error
 
 
 def requeue(slurm_id: str) -> None:
     """Requeue a running job, which ends this allocation.
 
     Raises:
-        AwayError: Slurm did not answer.
+        UnreachableError: Slurm did not answer.
         UserError: Slurm rejected the request.
     """
     _run(["scontrol", "requeue", slurm_id])
@@ -171,7 +171,7 @@ def signal_steps(slurm_id: str, name: str) -> None:
     """Send a signal to the ranks: to all steps of a job, but not to its batch script.
 
     Raises:
-        AwayError: Slurm did not answer.
+        UnreachableError: Slurm did not answer.
         UserError: Slurm rejected the request.
     """
     _run(["scancel", f"--signal={name}", slurm_id])
@@ -205,16 +205,16 @@ def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:
             pass_fds=tuple(inherit),
         )
     except FileNotFoundError:
-        raise AwayError(f"{command[0]} is not installed on this machine") from None
+        raise UnreachableError(f"{command[0]} is not installed on this machine") from None
     except subprocess.TimeoutExpired:
-        raise AwayError(f"{command[0]} did not respond in {PATIENCE:g} s") from None
+        raise UnreachableError(f"{command[0]} did not respond in {PATIENCE:g} s") from None
     except OSError as error:
-        raise AwayError(f"{command[0]}: {error.strerror}") from error
+        raise UnreachableError(f"{command[0]}: {error.strerror}") from error
     if done.returncode == 0:
         return done.stdout
     message = one_line(" ".join((done.stderr or done.stdout).split()))[:500]
     if not message or (_UNREACHABLE.search(message) and not _GONE.search(message)):
-        raise AwayError(message or f"{command[0]} ended with status {done.returncode}")
+        raise UnreachableError(message or f"{command[0]} ended with status {done.returncode}")
     raise UserError(_plain(message))
 
 
@@ -226,7 +226,7 @@ def _plain(message: str) -> str:
 def _listed(line: str) -> Listed:
     parts = [part.strip() for part in line.split(_SEPARATOR)]
     if len(parts) < len(_COLUMNS) or not _ID.fullmatch(parts[0]):
-        raise AwayError(f"squeue said {one_line(line)[:200]!r}, which is not a job")
+        raise UnreachableError(f"squeue said {one_line(line)[:200]!r}, which is not a job")
     name, state, reason, restarts, starts, nodes = (one_line(part) for part in parts[1:7])
     none = ("None", "N/A", "(null)", "Unknown")
     return Listed(

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _EVENTS: Final = 1 << 20  # bytes read from the end of the event stream
-_SAVES_TAKE: Final = 2  # multiple of the longest measured save
+_SAVE_MARGIN: Final = 2  # multiple of the longest measured save
 
 
-def hand_in(store: Store, job: Job, record: Submission | None) -> Submission | None:
+def submit_once(store: Store, job: Job, record: Submission | None) -> Submission | None:
     """Submit a job to Slurm unless Slurm already has it.
 
     Args:
@@ -51,12 +51,12 @@ def hand_in(store: Store, job: Job, record: Submission | None) -> Submission | N
         The Slurm job; None if there is none now.
 
     Raises:
-        AwayError: Slurm did not answer; it may or may not have accepted the job.
+        UnreachableError: Slurm did not answer; it may or may not have accepted the job.
         SpecError: The job file is invalid, or does not match the downloaded model.
     """
     run_dir = job.run_dir
     with open(run_dir.root / ".handing-in", "a") as lock:
-        if not file_lock.take(lock):
+        if not file_lock.acquire(lock):
             return None  # an earlier keeper died, but its sbatch is still running
         # Query again: an answer from before that sbatch ended would lack its job.
         if record is not None and (existing := find(record, commands.queue())):
@@ -94,7 +94,7 @@ def signal_seconds(run_dir: RunDir) -> int:
         if '"checkpoint"' in line:
             with suppress(ValueError, TypeError, LookupError):
                 longest = max(longest, float(json.loads(line)["seconds"]))
-    return max(SIGNAL_SECONDS, int(_SAVES_TAKE * longest + 60))
+    return max(SIGNAL_SECONDS, int(_SAVE_MARGIN * longest + 60))
 
 
 def _check_fetched(spec: JobSpec, run_dir: RunDir) -> None:

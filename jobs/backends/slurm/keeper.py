@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from jobs.backends.slurm import commands
-from jobs.backends.slurm.hand_in import find, hand_in
+from jobs.backends.slurm.hand_in import find, submit_once
 from jobs.backends.slurm.records import (
     KEPT,
     NAME,
@@ -36,7 +36,7 @@ from jobs.queue.job_list import JobList, keep_summary
 from jobs.queue.states import PAUSED, State
 from jobs.run.rundir import read_tail, write_atomic
 from jobs.spec.file.load import load_spec
-from jobs.supervise.port import AwayError
+from jobs.supervise.port import UnreachableError
 from jobs.trackers import start_push
 from jobs.untrusted.text import one_line
 
@@ -63,13 +63,13 @@ _NOT_COMPETING: Final = ("JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime
 
 
 @dataclass
-class Places:
+class QueuePositions:
     """Cache the queue positions of our jobs between queries; query nothing while none waits."""
 
     _asked_at: float = float("-inf")
     _by_id: dict[str, str] = field(default_factory=dict)
 
-    def beside(self, listed: Mapping[str, Listed], now: float) -> dict[str, Listed]:
+    def with_positions(self, listed: Mapping[str, Listed], now: float) -> dict[str, Listed]:
         """Add the queue positions to the listed jobs.
 
         Args:
@@ -80,8 +80,8 @@ class Places:
         all_placed = waiting <= self._by_id.keys()
         if waiting and now - self._asked_at >= (EVERY if all_placed else _SOON):
             self._asked_at = now
-            with suppress(AwayError, UserError):  # keep the previous answer
-                answer = places(commands.waiting())
+            with suppress(UnreachableError, UserError):  # keep the previous answer
+                answer = queue_positions(commands.waiting())
                 self._by_id = {slurm_id: answer.get(slurm_id, "") for slurm_id in waiting}
         return {
             job.id: replace(job, place=self._by_id.get(job.id, "")) if job.id in waiting else job
@@ -89,7 +89,7 @@ class Places:
         }
 
 
-def places(waiting: Iterable[Waiting]) -> dict[str, str]:
+def queue_positions(waiting: Iterable[Waiting]) -> dict[str, str]:
     """Return job id → text such as `3 of 41 in gpu`, by priority, in the job's first partition."""
     queues: dict[str, list[Waiting]] = {}
     for job in waiting:
@@ -120,13 +120,13 @@ class _Absence:
 
 
 @dataclass
-class Missing:
+class MissingJobs:
     """Jobs missing from Slurm's list, by job name. Times are monotonic seconds.
 
     Not keyed by id: a controller that has lost its newest jobs assigns their ids again.
     """
 
-    _absent: dict[str, _Absence] = field(default_factory=dict)
+    _pending_downloads: dict[str, _Absence] = field(default_factory=dict)
     _asked: list[float] = field(default_factory=list)
 
     def look(
@@ -144,9 +144,9 @@ class Missing:
             For how long it has been missing, and whether Slurm says that the id is invalid.
         """
         if listed is not None:
-            self._absent.pop(record.name, None)
+            self._pending_downloads.pop(record.name, None)
             return 0.0, False
-        absence = self._absent.setdefault(record.name, _Absence(now))
+        absence = self._pending_downloads.setdefault(record.name, _Absence(now))
         missing = now - absence.since
         if other:
             return missing, True
@@ -155,7 +155,7 @@ class Missing:
         if due and len(self._asked) < _MAX_QUERIES:
             absence.asked_at = now
             self._asked.append(now)
-            with suppress(AwayError):
+            with suppress(UnreachableError):
                 absence.gone = commands.state_of(record.id) == ""
         return missing, absence.gone
 
@@ -192,12 +192,12 @@ class Keeper:
     store: Store
     ask_every: float = ASK_EVERY
     _listed: dict[str, Listed] = field(default_factory=dict)
-    _places: Places = field(default_factory=Places)
+    _places: QueuePositions = field(default_factory=QueuePositions)
     _answered_at: float | None = None
-    _away_since: float | None = None
+    _unreachable_since: float | None = None
     _asked_at: float = float("-inf")
     _poll_soon: bool = True
-    _missing: Missing = field(default_factory=Missing)
+    _missing: MissingJobs = field(default_factory=MissingJobs)
     _seen: dict[int, _Seen] = field(default_factory=dict)
     # new reasons of waiting jobs, written in one batch
     _reasons: dict[int, str] = field(default_factory=dict)
@@ -217,16 +217,16 @@ class Keeper:
         if not jobs:
             return False
         now = time.monotonic()
-        pause = ASK_SOON if self._poll_soon or self._changing(jobs) else self.ask_every
+        pause = ASK_SOON if self._poll_soon or self._expects_change(jobs) else self.ask_every
         if now - self._asked_at >= min(pause, self.ask_every):
             self._ask(now)
             self._cancel_strays(jobs)
         for job in jobs:
             try:
                 if not self._still_waits(job):
-                    self._look_after(job, paused=self._rows.paused)
-            except AwayError as error:
-                self._note_away(str(error))
+                    self._update(job, paused=self._rows.paused)
+            except UnreachableError as error:
+                self._note_unreachable(str(error))
             except (OSError, ValueError, UserError) as error:
                 _say(f"job {job.id}: {error}")
         if self._reasons:
@@ -238,21 +238,21 @@ class Keeper:
     def _ask(self, now: float) -> None:
         self._asked_at, self._poll_soon = now, False
         try:
-            self._listed = self._places.beside(commands.queue(), now)
-        except (AwayError, UserError) as error:
-            self._note_away(str(error))
+            self._listed = self._places.with_positions(commands.queue(), now)
+        except (UnreachableError, UserError) as error:
+            self._note_unreachable(str(error))
         else:
-            if self._away_since is not None:
+            if self._unreachable_since is not None:
                 _say("Slurm responds again")
-            self._answered_at, self._away_since = time.monotonic(), None
-        self._write_down()
+            self._answered_at, self._unreachable_since = time.monotonic(), None
+        self._save_answer()
 
-    def _note_away(self, why: str) -> None:
-        if self._away_since is None:
+    def _note_unreachable(self, why: str) -> None:
+        if self._unreachable_since is None:
             _say(f"Slurm does not respond: {why}")
-            self._away_since = time.monotonic()
+            self._unreachable_since = time.monotonic()
 
-    def _write_down(self) -> None:
+    def _save_answer(self) -> None:
         """Save Slurm's answer for processes that only read it."""
         answer = {
             "t": time.time(),
@@ -262,7 +262,7 @@ class Keeper:
         with suppress(OSError):
             write_atomic(self.store.home / KEPT, json.dumps(answer) + "\n")
 
-    def _changing(self, jobs: list[Job]) -> bool:
+    def _expects_change(self, jobs: list[Job]) -> bool:
         """Return whether a warden has reported a job's end that Slurm has not reported yet."""
         return any(
             (outcome := read_warden_report(outcome_file(job.run_dir))) is not None
@@ -282,7 +282,7 @@ class Keeper:
             for listed in self._listed.values():
                 if listed.name == record.name and listed.id != record.id and not _has_ended(listed):
                     _say(f"job {job.id} is Slurm job {record.id}; cancelling {listed.id}")
-                    with suppress(AwayError):
+                    with suppress(UnreachableError):
                         commands.cancel(listed.id)
 
     # -- one job ---------------------------------------------------------------------------
@@ -298,11 +298,11 @@ class Keeper:
 
     def _silence(self) -> str:
         """Return for how long Slurm has not responded, as displayed; "" if it responds."""
-        if self._away_since is None:
+        if self._unreachable_since is None:
             return ""
-        return age(time.monotonic() - (self._answered_at or self._away_since))
+        return age(time.monotonic() - (self._answered_at or self._unreachable_since))
 
-    def _look_after(self, job: Job, *, paused: bool) -> None:
+    def _update(self, job: Job, *, paused: bool) -> None:
         record = read_submission(job.run_dir, job.attempt)
         if record is None or not record.id:
             if job.state is not State.QUEUED:
@@ -311,11 +311,11 @@ class Keeper:
                 self._stop_unknown(job, record)
             elif job.held or paused:
                 self._explain(job, PAUSED if paused else "held until released")
-            elif absent := self._absent(job):
+            elif absent := self._pending_downloads(job):
                 self._explain(job, absent)
-            elif self._away_since is None and self._answered_at is not None:
+            elif self._unreachable_since is None and self._answered_at is not None:
                 try:
-                    self._hand_in(job, record)
+                    self._submit(job, record)
                 except SpecError as error:
                     reason = f"cannot be handed in to Slurm: {error}"
                     self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
@@ -359,10 +359,10 @@ class Keeper:
         if warden != seen.warden:
             seen.warden, seen.beaten_at = warden, now
             if warden is not None and warden.allocation.id == record.id:
-                seen.announcer.look(warden.still)
+                seen.announcer.check_stall(warden.still)
         silent, missing, gone = None, 0.0, False
-        if self._away_since is not None:
-            silent = now - (self._answered_at or self._away_since)
+        if self._unreachable_since is not None:
+            silent = now - (self._answered_at or self._unreachable_since)
         else:
             missing, gone = self._missing.look(record, listed, now, other=other)
         newest = job.run_dir.latest_checkpoint() if listed is None or _has_ended(listed) else None
@@ -396,7 +396,7 @@ class Keeper:
         """Return whether an end is final; a preempted job may be requeued a moment later."""
         seen = self._seen_of(job)
         if verdict.state is not State.LOST or listed is None or listed.state != "PREEMPTED":
-            if self._away_since is None:
+            if self._unreachable_since is None:
                 seen.preempted_at = None
             return True
         self._poll_soon = True
@@ -406,8 +406,8 @@ class Keeper:
 
     # # -- submission ------------------------------------------------------------------------
 
-    def _hand_in(self, job: Job, record: Submission | None) -> None:
-        handed = hand_in(self.store, job, record)
+    def _submit(self, job: Job, record: Submission | None) -> None:
+        handed = submit_once(self.store, job, record)
         if handed is None:
             return
         self._seen.pop(job.id, None)
@@ -418,7 +418,7 @@ class Keeper:
         if self.store.get(job.id).state.ended:  # removed from the queue in the meantime
             commands.cancel(handed.id)
 
-    def _absent(self, job: Job) -> str:
+    def _pending_downloads(self, job: Job) -> str:
         """Return which hub files this machine still downloads for the job; "" if none."""
         reason, failed = why_waiting(job.run_dir)
         if failed and self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED}):
@@ -428,11 +428,11 @@ class Keeper:
     def _stop_unknown(self, job: Job, record: Submission | None) -> None:
         """Stop a job for which `sbatch` did not say whether Slurm accepted it."""
         with open(job.run_dir.root / ".handing-in", "a") as lock:
-            if not file_lock.take(lock):
+            if not file_lock.acquire(lock):
                 return
-            if self._away_since is None:  # an answer from before sbatch ended proves nothing
+            if self._unreachable_since is None:  # an answer from before sbatch ended proves nothing
                 self._ask(time.monotonic())
-            if self._away_since is not None:
+            if self._unreachable_since is not None:
                 self._explain(job, "Slurm does not respond; the job is stopped later")
             elif record is not None and (slurm_id := find(record, self._listed)):
                 write_submission(job.run_dir, replace(record, id=slurm_id))

@@ -31,7 +31,7 @@ from jobs.run.rundir import event, read_json, read_tail, write_atomic
 from jobs.run.why_failed import rank_exits
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import AS_ASKED, chosen_strategy, launched_strategy, world_size
-from jobs.supervise.port import Attempt, AwayError, Outcome
+from jobs.supervise.port import Attempt, Outcome, UnreachableError
 from jobs.trackers import start_trackers
 
 if TYPE_CHECKING:
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.supervise.port import Report
 
-LOOK_EVERY: Final = 0.5  # seconds
+POLL_INTERVAL: Final = 0.5  # seconds
 ASK_EVERY: Final = 5.0  # seconds
 # srun's messages if the controller is down, has just come back, or is ending the job.
 _REFUSED: Final = re.compile(
     r"Unable to create step|Unable to confirm allocation|Expired or invalid job"
 )
 _PARTIAL_LAUNCH: Final = "Application launch failed"  # a node did not respond
-KILL_TAKES: Final = 40.0  # seconds for srun to end its tasks
-TRACKERS_TAKE: Final = 60.0  # seconds for trackers to report the end
-VERDICT_TAKES: Final = 600.0  # seconds for Slurm to complete an end that starts with SIGTERM
+KILL_TIMEOUT: Final = 40.0  # seconds for srun to end its tasks
+TRACKERS_TIMEOUT: Final = 60.0  # seconds for trackers to report the end
+VERDICT_TIMEOUT: Final = 600.0  # seconds for Slurm to complete an end that starts with SIGTERM
 _REFUSALS: Final = 10  # number of refused starts of the ranks
 _NO_MORE_STEPS: Final = "already completing or completed"
 
@@ -102,7 +102,7 @@ class SlurmRanks:
     def rest(self, attempt: Attempt) -> None:
         with suppress(subprocess.TimeoutExpired):
             if attempt.child is not None:
-                attempt.child.wait(LOOK_EVERY)
+                attempt.child.wait(POLL_INTERVAL)
 
     def leave_if_replaced(self) -> None:
         """End the ranks of a partitioned-off node: only the new supervisor judges the job."""
@@ -120,11 +120,11 @@ class SlurmRanks:
 
     def terminate(self, attempt: Attempt) -> None:
         if time.monotonic() - self._sent_at < ASK_EVERY:
-            raise AwayError("Slurm did not respond a moment ago")
+            raise UnreachableError("Slurm did not respond a moment ago")
         try:
             with suppress(UserError):  # for example because the ranks have just ended
                 commands.signal_steps(self.allocation.id, "TERM")
-        except AwayError:
+        except UnreachableError:
             self._sent_at = time.monotonic()
             raise
         self._signalled = True
@@ -142,7 +142,7 @@ class SlurmRanks:
             return
         child.send_signal(signal.SIGTERM)
         try:
-            child.wait(KILL_TAKES)
+            child.wait(KILL_TIMEOUT)
         except subprocess.TimeoutExpired:
             child.kill()
 
@@ -169,7 +169,7 @@ class SlurmRanks:
             return outcome
         self._refusals += 1
         self.report.log(f"no step: {outcome.reason}")
-        self.report.say(State.STARTING, "waiting for Slurm to start the ranks")
+        self.report.set_state(State.STARTING, "waiting for Slurm to start the ranks")
 
         def ends() -> bool:
             self.leave_if_replaced()
@@ -181,7 +181,7 @@ class SlurmRanks:
         if not state:
             return Outcome(State.LOST, f"Slurm no longer knows job {self.allocation.id}")
         if state == "RUNNING":
-            self.report.say(State.STARTING, "starting ranks")
+            self.report.set_state(State.STARTING, "starting ranks")
             return None
         self._slurm_is_ending = True
         return outcome
@@ -192,7 +192,7 @@ class SlurmRanks:
         """Decide the outcome of an end that the user did not request."""
         for tracker in self._trackers:
             with suppress(subprocess.TimeoutExpired):
-                tracker.wait(TRACKERS_TAKE)
+                tracker.wait(TRACKERS_TIMEOUT)
         if self.report.stop_request() or outcome.state is State.COMPLETED:
             return outcome
         spec = self._attempt.spec if self._attempt else load_spec(self.run_dir.job_file)
@@ -205,7 +205,7 @@ class SlurmRanks:
         if self.sigterm_received or not self.time_up:
             # This is a cancellation, or a preemption that signals only the ranks. Exiting now would
             # look like a normal end to Slurm, and it would not requeue a preempted job.
-            self.report.say(State.STOPPING, f"{outcome.reason}; waiting for Slurm")
+            self.report.set_state(State.STOPPING, f"{outcome.reason}; waiting for Slurm")
             if not self._await_verdict():
                 reason = f"someone sent SIGTERM to the ranks; {outcome.reason}"
                 return Outcome(State.STOPPED, reason)
@@ -218,12 +218,12 @@ class SlurmRanks:
 
     def _requeue(self, stopped: Outcome) -> Outcome:
         """Requeue the job, which ends this process; if that fails, the job has stopped."""
-        self.report.say(State.STOPPING, f"{stopped.reason}; requeueing")
+        self.report.set_state(State.STOPPING, f"{stopped.reason}; requeueing")
         while not self.report.stop_request():
-            self.report.look(())
+            self.report.heartbeat(())
             try:
                 commands.requeue(self.allocation.id)
-            except AwayError as error:  # retry until the time limit
+            except UnreachableError as error:  # retry until the time limit
                 self.report.log(f"cannot requeue yet: {error}")
                 time.sleep(ASK_EVERY)
             except UserError as error:
@@ -241,19 +241,19 @@ class SlurmRanks:
         """
         if _NO_MORE_STEPS in read_tail(self.run_dir.launcher_log, 4096):
             return True
-        with suppress(AwayError):
+        with suppress(UnreachableError):
             return commands.state_of(self.allocation.id) not in ("RUNNING", "")
         return False
 
     def _await_verdict(self) -> bool:
-        """Wait for Slurm to end this process; return False if it does not in `VERDICT_TAKES`."""
-        until = time.monotonic() + VERDICT_TAKES
+        """Wait for Slurm to end this process; return False if it does not in `VERDICT_TIMEOUT`."""
+        until = time.monotonic() + VERDICT_TIMEOUT
         while time.monotonic() < until:
             self.leave_if_replaced()
-            self.report.look(())
+            self.report.heartbeat(())
             if self.report.stop_request():
                 return True
-            with suppress(AwayError):
+            with suppress(UnreachableError):
                 if commands.state_of(self.allocation.id) == "CANCELLED":
                     return True
             time.sleep(ASK_EVERY)
@@ -294,7 +294,7 @@ def start_step(
     with open(run_dir.launcher_log, "ab") as log:
         child = subprocess.Popen(
             command,
-            env=_without_foreign(os.environ) | environment,
+            env=_inheritable(os.environ) | environment,
             cwd=run_dir.root,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -351,9 +351,9 @@ def await_answer(slurm_id: str, ends: Callable[[], bool]) -> str | None:
     while not ends():
         if time.monotonic() - asked_at >= ASK_EVERY:
             asked_at = time.monotonic()
-            with suppress(AwayError):
+            with suppress(UnreachableError):
                 return commands.state_of(slurm_id)
-        time.sleep(min(LOOK_EVERY, ASK_EVERY))
+        time.sleep(min(POLL_INTERVAL, ASK_EVERY))
     return None
 
 
@@ -403,7 +403,7 @@ def _free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def _without_foreign(environment: Mapping[str, str]) -> dict[str, str]:
+def _inheritable(environment: Mapping[str, str]) -> dict[str, str]:
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {
         key: value

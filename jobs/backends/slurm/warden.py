@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from jobs.supervise.port import Outcome
 
 BEAT_EVERY: Final = 5.0  # seconds between two heartbeats
-_TRY_EVERY: Final = 5.0  # seconds
+_RETRY_INTERVAL: Final = 5.0  # seconds
 _GONE_AFTER: Final = 5  # attempts to write into a run directory that does not exist
 
 
@@ -66,7 +66,7 @@ class WardenFile:
     def stop_request(self) -> int:
         return requested_stop(self.run_dir, self.attempt) if self.attempt is not None else 0
 
-    def say(self, state: State, reason: str) -> None:
+    def set_state(self, state: State, reason: str) -> None:
         if (state, reason) != self._reported:
             self.log(f"{state}: {reason}")
         self._reported = state, reason
@@ -74,9 +74,9 @@ class WardenFile:
 
     def warn(self, text: str) -> None:
         if self._reported[0] is State.RUNNING:
-            self.say(State.RUNNING, text)
+            self.set_state(State.RUNNING, text)
 
-    def look(self, ranks: Sequence[Stillness]) -> None:
+    def heartbeat(self, ranks: Sequence[Stillness]) -> None:
         """Write a heartbeat when due."""
         self._still = min((rank.still for rank in ranks), default=0.0)
         if time.monotonic() - self._last_beat >= BEAT_EVERY:
@@ -90,10 +90,10 @@ class WardenFile:
                 write_warden_report(outcome_file(self.run_dir), report, durable=True)
             except FileNotFoundError:  # the run was removed, or its file system is unavailable
                 missing += 1
-                time.sleep(_TRY_EVERY)
+                time.sleep(_RETRY_INTERVAL)
             except OSError as error:  # full disk: retry, otherwise the state stays wrong
                 self.log(f"could not record the end: {error}")
-                time.sleep(_TRY_EVERY)
+                time.sleep(_RETRY_INTERVAL)
             else:
                 break
 

@@ -44,9 +44,7 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
 
 
 def chosen(patient: Patient) -> list[Gpu]:
-    """Return the usable GPUs among those named on the command line or in the job, else all usable
-    ones.
-    """
+    """Return the usable GPUs that the command line or the job names, or else all usable ones."""
     present = patient.nvml.gpus if patient.nvml is not None else ()
     configured = patient.spec.gpus if patient.spec is not None else None
     names = patient.gpus or (tuple(map(str, configured)) if isinstance(configured, list) else ())

@@ -131,7 +131,7 @@ def _split(
             theirs |= _read(key, value, name, notes)
         else:
             if key not in REST:
-                _look_at_unknown(key, name, notes)
+                _check_unknown(key, name, notes)
             rest[key] = value
     theirs |= _take_dynamo(rest)
     dynamo = rest.get("dynamo_config")
@@ -163,7 +163,7 @@ def _read(key: str, value: Any, name: str, notes: list[str]) -> dict[str, Any]:
         raise SpecError(f"{KEY}: {name}: {key} should be a mapping, not {value!r}")
     if key == "parallelism_config":
         return _parallelism(value, name)
-    done = translate({_of_fsdp(str(word)): setting for word, setting in value.items()})
+    done = translate({_fsdp_key(str(word)): setting for word, setting in value.items()})
     if done.problems:
         raise SpecError(f"{KEY}: {name}: {'; '.join(map(str, done.problems))}")
     notes += [f"{KEY}: {name}: {note}" for note in done.notes]
@@ -268,7 +268,7 @@ def _check(theirs: dict[str, Any], name: str) -> None:
         raise SpecError(f"{KEY}: {name}: {reasons}") from None
 
 
-def _look_at_unknown(key: str, name: str, notes: list[str]) -> None:
+def _check_unknown(key: str, name: str, notes: list[str]) -> None:
     """Reject an unknown key that looks like a typo; note others, which newer versions may know."""
     best = nearest(key, (*SAME, *REST, *READ, *FOREIGN), least=_TYPO_SIMILARITY)
     if best is not None:
@@ -276,7 +276,7 @@ def _look_at_unknown(key: str, name: str, notes: list[str]) -> None:
     notes.append(f'{KEY}: {name}: "{key}" is passed to accelerate unchanged')
 
 
-def _of_fsdp(word: str) -> str:
+def _fsdp_key(word: str) -> str:
     key = normal_key(word)
     key = key if key.startswith("fsdp_") else f"fsdp_{key}"
     return RENAMED.get(key, key)

@@ -141,7 +141,7 @@ def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
 def _with_accelerate(
     values: dict[str, Any], roots: Sequence[Path]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values on top of an accelerate config's, and notes about them.
+    """Merge the values with those of the job's accelerate config, if any; also return notes.
 
     Raises:
         SpecError: The config cannot be read, or is for something unsupported.

@@ -38,7 +38,7 @@ def key_of(error: ErrorDetails) -> str:
 
 
 def in_words(error: ErrorDetails) -> str:
-    """Describe one pydantic error as a sentence for the user that follows the key."""
+    """Describe one pydantic error in words that can follow the key's name."""
     key = key_of(error)
     value = error["input"]
     inner = [str(part + 1) if isinstance(part, int) else str(part) for part in error["loc"][1:]]
@@ -50,7 +50,7 @@ def in_words(error: ErrorDetails) -> str:
         return f'entry {" ".join(where)} has an unknown key "{word}"{hint}'
     choices = field_choices(key) if key in JobSpec.model_fields else ()
     if choices:
-        given = _beginning(str(value))
+        given = _truncated(str(value))
         allowed, meant = ", ".join(choices), did_you_mean(unquoted(given), choices)
         return f'"{given}" is not one of {allowed}{meant}'
     message = error["msg"][0].lower() + error["msg"][1:]
@@ -58,8 +58,8 @@ def in_words(error: ErrorDetails) -> str:
     if error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, dot, dash and underscore, starting with a letter or digit"
     place = f"entry {' '.join(inner)}: " if inner else ""
-    return f"{place}{message} (got {_beginning(repr(value))})"
+    return f"{place}{message} (got {_truncated(repr(value))})"
 
 
-def _beginning(value: str) -> str:
+def _truncated(value: str) -> str:
     return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"

@@ -45,7 +45,7 @@ def find_conflicts(spec: JobSpec) -> list[Conflict]:
     return [conflict for conflict in conflicts if conflict is not None]
 
 
-def _any_of(numbers: Sequence[int]) -> str:
+def _suggest(numbers: Sequence[int]) -> str:
     """Suggest valid numbers, as the last part of a message."""
     words = list(map(str, numbers))
     return f"use {' or '.join(filter(None, (', '.join(words[:-1]), words[-1])))}"
@@ -101,7 +101,7 @@ def _hsdp(spec: DeviceKeys) -> Conflict | None:
         product = f"{key} {replicas}{times if spec.context_parallel_size > 1 else ''}"
         rest = ranks // spec.context_parallel_size
         fitting = [number for number in range(2, rest + 1) if rest % number == 0 and number < ranks]
-        instead = _any_of(fitting) if fitting else "use strategy: fsdp2"
+        instead = _suggest(fitting) if fitting else "use strategy: fsdp2"
         return Conflict(key, f"{product} does not divide the {ranks} ranks; {instead}")
     if ranks == replicas:
         return Conflict(key, f"{key} {replicas} leaves nothing to shard; use strategy: ddp")
@@ -119,7 +119,7 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
     if spec.deepspeed_config:
         return Conflict(key, "Context parallelism requires FSDP2. Remove deepspeed_config")
     if ranks % size:
-        instead = _any_of([number for number in range(1, ranks + 1) if ranks % number == 0])
+        instead = _suggest([number for number in range(1, ranks + 1) if ranks % number == 0])
         return Conflict(key, f"{key} {size} does not divide the {ranks} ranks; {instead}")
     if spec.device == "cpu":
         return Conflict(

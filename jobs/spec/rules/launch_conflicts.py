@@ -226,7 +226,7 @@ def _accelerate(spec: JobSpec) -> Conflict | None:
     )
 
 
-def _even(spec: JobSpec) -> Conflict | None:
+def _divisible_ranks(spec: JobSpec) -> Conflict | None:
     ranks, machines = world_size(spec), spec.num_machines
     if spec.launcher != "slurm" or ranks % machines == 0:
         return None
@@ -261,7 +261,7 @@ def _refused(words: list[str], ours: Mapping[str, str]) -> str:
     return ""
 
 
-SLURM_RULES: Final = (_gpus, _accelerate, _even, _options)
+SLURM_RULES: Final = (_gpus, _accelerate, _divisible_ranks, _options)
 
 
 _REPO: Final = re.compile(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)

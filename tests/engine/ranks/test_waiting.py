@@ -89,7 +89,7 @@ class Pair:
     def hang(self) -> str | None:
         """What the supervisor finds when it looks half a timeout later."""
         self._now += TIMEOUT / 2
-        ranks = self._watch.look([t.telemetry.status() for t in self.teams], self._now)
+        ranks = self._watch.observe([t.telemetry.status() for t in self.teams], self._now)
         found = find_hang(ranks, TIMEOUT)
         return found.reason if found else None
 

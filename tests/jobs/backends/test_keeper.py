@@ -28,7 +28,7 @@ LOCAL = backend("local")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, no_gpus: None, started: list[int]) -> None:
-    monkeypatch.setattr(runner, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(runner, "POLL_INTERVAL", 0.01)
 
 
 def submit(store: Store, spec: JobSpec) -> int:
@@ -48,7 +48,7 @@ def test_without_work_it_leaves_once_it_has_been_idle_for_long_enough(
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep, strftime=time.strftime)
     monkeypatch.setattr(runner, "time", clock)
-    monkeypatch.setattr(runner, "LOOK_EVERY", 1.0)
+    monkeypatch.setattr(runner, "POLL_INTERVAL", 1.0)
     runner.keep(store, LOCAL, idle_seconds=3.0)
     assert now == 1003.0
     assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == [

@@ -93,13 +93,13 @@ class Report:
     def stop_request(self):
         return self.store.get(self.job.id).stop_level
 
-    def say(self, state, reason):
+    def set_state(self, state, reason):
         self.store.change(self.job.id, state, reason)
 
     def warn(self, text):
         pass
 
-    def look(self, ranks):
+    def heartbeat(self, ranks):
         pass
 
     def end(self, outcome):

@@ -117,7 +117,7 @@ def test_a_fetch_of_another_machine_is_judged_by_its_lock(
     assert not fetches.end(MODEL)
     assert sent == []
     with open(fetches.lock_of(MODEL), "a") as lock:
-        assert file_lock.take(lock)
+        assert file_lock.acquire(lock)
         fetches.start(MODEL)
         assert fetches.is_under_way(MODEL)
         assert fetches.look_at(MODEL) == now

@@ -16,7 +16,7 @@ from jobs.backends.local.ranks import launch
 from jobs.errors import UserError
 from jobs.machine import processes, procfs, residence
 from jobs.machine.processes import ProcessId
-from jobs.machine.residence import Residence, Standing, read_residence, stand
+from jobs.machine.residence import Residence, Standing, read_residence, standing_of
 from jobs.queue.states import State
 from jobs.queue.store import Terms
 from jobs.run.rundir import RankStatus, RunDir, write_atomic
@@ -66,7 +66,7 @@ def test_what_processes_of_a_residence_are(
 ) -> None:
     monkeypatch.setattr(residence, "residence", lambda: ME)
     monkeypatch.setattr(residence, "is_shared", lambda path: shared)
-    assert stand(recorded, tmp_path) is standing
+    assert standing_of(recorded, tmp_path) is standing
 
 
 def test_a_residence_is_read_as_it_was_written() -> None:
@@ -129,7 +129,7 @@ def test_a_person_may_give_up_a_job_whose_ranks_are_silent(
         alive.setattr(RunDir, "rank_statuses", statuses)
         assert "is killed" in service.stop(store, job.id, now=True)
     assert store.get(job.id).state is State.RUNNING
-    monkeypatch.setattr(attempt, "_BEATS_WITHIN", 0.0)
+    monkeypatch.setattr(attempt, "_BEAT_WINDOW", 0.0)
     assert "none of its ranks responds" in service.stop(store, job.id, now=True)
     assert store.get(job.id).state is State.LOST
 
@@ -150,7 +150,7 @@ def test_a_rank_that_writes_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     beat(run_dir, 1.0)
     monkeypatch.setattr(attempt.time, "sleep", lambda seconds: beat(run_dir, time.monotonic()))
     assert attempt.beats(run_dir)
-    monkeypatch.setattr(attempt, "_BEATS_WITHIN", 0.2)
+    monkeypatch.setattr(attempt, "_BEAT_WINDOW", 0.2)
     monkeypatch.setattr(attempt.time, "sleep", lambda seconds: None)
     assert not attempt.beats(run_dir)
 

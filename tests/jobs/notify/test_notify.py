@@ -105,13 +105,13 @@ def test_a_stall_is_announced_once_until_there_is_progress(
     one = Announcer(SimpleNamespace(), announced.append)  # type: ignore[arg-type]
     monkeypatch.setattr(Announcer, "announce", lambda self, event, why: announced.append(why))
 
-    one.look(59)
+    one.check_stall(59)
     assert announced == []
-    one.look(61)
-    one.look(62)
+    one.check_stall(61)
+    one.check_stall(62)
     assert announced == ["no rank made progress for 61 s"]
-    one.look(0)
-    one.look(70)
+    one.check_stall(0)
+    one.check_stall(70)
     assert len(announced) == 2
 
 

@@ -14,7 +14,7 @@ from jobs.queue.states import State
 from jobs.run.rundir import event
 from jobs.selftest import choose_gpus, run, scenes
 from jobs.selftest.scenes import largest_difference
-from jobs.selftest.stage import SceneFailed, Stage, _pace, utilisation, wide_values
+from jobs.selftest.stage import SceneFailed, Stage, _report_speed, utilisation, wide_values
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.datasets import datasets_of
 from tests.support.tui.made_up_runs import FakeGpus, add_job
@@ -95,7 +95,7 @@ def test_a_speed_that_no_gpu_has_is_not_believed(
     job.run_dir.create()
     steps = (event("step", step=n, loss=0.5, seconds=seconds) for n in range(1, 31))
     job.run_dir.events.write_text("".join(steps))
-    found = _pace("1 GPU", job, 1, "NVIDIA H100 80GB HBM3", busy)
+    found = _report_speed("1 GPU", job, 1, "NVIDIA H100 80GB HBM3", busy)
     assert found.verdict is verdict
     assert found.facts["seconds"] == seconds
 

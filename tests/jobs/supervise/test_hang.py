@@ -116,7 +116,7 @@ def test_a_hang_is_when_no_rank_moved_for_so_long(
 def watched(watch: Watch, statuses: list[RankStatus], *, begin: float, seconds: int) -> float:
     """Look once a second, and return how long the rank that moved last has stood still then."""
     for second in range(seconds):
-        seen = watch.look(statuses, begin + second)
+        seen = watch.observe(statuses, begin + second)
     return min(one.still for one in seen)
 
 
@@ -125,7 +125,7 @@ def test_stillness_is_what_was_seen_between_looks() -> None:
     assert watched(watch, ranks, begin=50.0, seconds=1) == 0.0, "whatever the ranks' clock says"
     assert watched(watch, ranks, begin=51.0, seconds=30) == 30.0
     ranks[1] = replace(ranks[1], progressed=1.0)
-    assert [one.still for one in watch.look(ranks, 81.0)] == [31.0, 0.0]
+    assert [one.still for one in watch.observe(ranks, 81.0)] == [31.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -135,21 +135,21 @@ def test_any_progress_ends_a_stillness(change: dict[str, Any]) -> None:
     """Also to an earlier time: the clock was set back."""
     watch = Watch()
     watched(watch, [status(0)], begin=0.0, seconds=9)
-    (seen,) = watch.look([status(0, **change)], 9.0)
+    (seen,) = watch.observe([status(0, **change)], 9.0)
     assert (seen.still, seen.silent) == (0.0, 0.0)
 
 
 def test_a_heart_that_beats_is_no_progress() -> None:
     watch = Watch()
     watched(watch, [status(0)], begin=0.0, seconds=9)
-    (seen,) = watch.look([status(0, heartbeat=NOW + 1)], 9.0)
+    (seen,) = watch.observe([status(0, heartbeat=NOW + 1)], 9.0)
     assert (seen.still, seen.silent) == (9.0, 0.0)
 
 
 def test_after_a_pause_in_which_nobody_watched_it_begins_again() -> None:
     watch, ranks = Watch(1800.0), [status(0)]
     assert watched(watch, ranks, begin=0.0, seconds=1001) == 1000.0
-    watch.look(ranks, 90_000.0)
+    watch.observe(ranks, 90_000.0)
     assert watch.unwatched == 89_000.0
     assert watched(watch, ranks, begin=90_001.0, seconds=5) == 5.0
     assert watch.unwatched == 0.0
@@ -157,15 +157,15 @@ def test_after_a_pause_in_which_nobody_watched_it_begins_again() -> None:
 
 def test_a_short_timeout_is_not_made_up_of_one_interval() -> None:
     watch = Watch(4.0)
-    watch.look([status(0)], 0.0)
-    (seen,) = watch.look([status(0)], 2.5)
+    watch.observe([status(0)], 0.0)
+    (seen,) = watch.observe([status(0)], 2.5)
     assert (seen.still, watch.unwatched) == (0.0, 2.5)
 
 
 def test_a_rank_that_was_not_there_has_not_stood_still() -> None:
     watch = Watch()
     watched(watch, [status(0)], begin=0.0, seconds=9)
-    seen = watch.look([status(0), status(1)], 9.0)
+    seen = watch.observe([status(0), status(1)], 9.0)
     assert [one.still for one in seen] == [9.0, 0.0]
 
 

@@ -255,7 +255,7 @@ def test_a_job_that_stands_still_is_ended_once_its_stacks_are_written(
     begun = world.now
     watch._end_a_hang(attempt, ranks)
     assert watch.hang == ("stood still; rank 1 waits in all_reduce" if wait else "stood still")
-    assert world.now == begun + supervisor.STACKS_TAKE
+    assert world.now == begun + supervisor.STACK_DUMP_TIME
     assert world.signals == [
         (100, signal.SIGUSR1),
         (101, signal.SIGUSR1),

@@ -18,7 +18,7 @@ from jobs.backends.slurm import hand_in as handing
 from jobs.backends.slurm import keeper as asking
 from jobs.backends.slurm import keeper as placing
 from jobs.backends.slurm.commands import Waiting
-from jobs.backends.slurm.keeper import Keeper, places
+from jobs.backends.slurm.keeper import Keeper, queue_positions
 from jobs.backends.slurm.records import (
     Allocation,
     Submission,
@@ -284,7 +284,7 @@ def test_a_number_that_slurm_gives_again_is_not_missing_since_before(
 ) -> None:
     """A controller that was killed has forgotten its newest job, which is resumed after that."""
     monkeypatch.setattr(commands, "state_of", lambda slurm_id: "")
-    missing = placing.Missing()
+    missing = placing.MissingJobs()
     before, after = Submission("fsdp-tui-3-0", 0, "8"), Submission("fsdp-tui-3-1", 1, "8")
     missing.look(before, None, 0.0, other=False)
     assert missing.look(before, None, 400.0, other=False) == (400.0, True)
@@ -425,14 +425,14 @@ def test_a_job_whose_database_is_busy_holds_up_no_other(
 ) -> None:
     submit()
     good = submit(name="good")
-    look_after = keeper._look_after
+    look_after = keeper._update
 
     def busy_once(job: Job, *, paused: bool) -> None:
         if job.id != good.id:
             raise UserError("the database is busy")
         look_after(job, paused=paused)
 
-    monkeypatch.setattr(keeper, "_look_after", busy_once)
+    monkeypatch.setattr(keeper, "_update", busy_once)
     keeper.look()
     assert read_submission(good.run_dir) is not None
 
@@ -463,14 +463,14 @@ def test_a_job_whose_sbatch_outlives_its_keeper_is_handed_in_once(
     slurm.forget("1")
     following = Keeper(store, ask_every=1e9)
     with open(job.run_dir.root / ".handing-in", "a") as lock:
-        assert file_lock.take(lock)
+        assert file_lock.acquire(lock)
         following.look()
         (slurm.root / "forgotten-1").rename(slurm.root / "jobs/1")
     slurm.away()
     following.look()
     assert read_submission(job.run_dir) == Submission(handed.name, handed.attempt), "nobody knows"
     slurm.away(away=False)
-    following._away_since = None
+    following._unreachable_since = None
     following.look()
     assert slurm.ids() == ["1"]
     assert read_submission(job.run_dir) == handed
@@ -597,7 +597,7 @@ def test_stop_after_sbatch_gave_up(
     assert "Slurm does not respond" in store.get(job.id).reason
     slurm.away(away=False)
     with open(job.run_dir.root / ".handing-in", "a") as lock:
-        assert file_lock.take(lock)
+        assert file_lock.acquire(lock)
         keeper.look()
         assert store.get(job.id).state is State.QUEUED, "sbatch of an earlier keeper still runs"
     for _ in range(3):
@@ -722,8 +722,8 @@ def test_a_keeper_of_older_code_makes_way(
     changed, started = iter([1.0, 1.0, 2.0, 3.0, 3.0]), list[str]()
     monkeypatch.setattr(keeping, "ensure", lambda store, place: started.append(place.name))
     monkeypatch.setattr(keeping, "newest_code", lambda: next(changed))
-    monkeypatch.setattr(keeping, "_CODE_EVERY", 0.0)
-    monkeypatch.setattr(keeping, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(keeping, "_CODE_INTERVAL", 0.0)
+    monkeypatch.setattr(keeping, "POLL_INTERVAL", 0.0)
     keeping.keep(store, backend("slurm"))
     assert slurm.ids() == ["1"], "it worked until then"
     assert started == ["slurm"], "the next goes on"
@@ -748,7 +748,7 @@ def test_one_question_for_hundreds_of_jobs(
         opened.clear()
         for _ in range(seconds):
             keeper.look()
-            now[0] += keeping.LOOK_EVERY
+            now[0] += keeping.POLL_INTERVAL
         return len(opened)
 
     look(3)
@@ -802,7 +802,7 @@ def test_a_waiting_job_says_its_place_in_the_queue(
 
 
 def test_places_follow_priority_and_leave_out_who_is_held() -> None:
-    found = places(
+    found = queue_positions(
         [
             Waiting("100", ("gpu",), 5, "Priority"),
             Waiting("99", ("gpu", "long"), 5, "Priority"),
@@ -822,7 +822,7 @@ def test_places_follow_priority_and_leave_out_who_is_held() -> None:
 def test_only_one_process_asks_slurm(store: Store, slurm: FakeSlurm, submit: Submit) -> None:
     submit()
     with open(store.home / backend("slurm").lock, "a") as lock:
-        assert file_lock.take(lock)
+        assert file_lock.acquire(lock)
         keeping.keep(store, backend("slurm"))
     assert slurm.calls("squeue") == 0
 

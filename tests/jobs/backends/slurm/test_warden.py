@@ -32,7 +32,7 @@ from jobs.run.rundir import RunDir, read_json
 from jobs.run.why_failed import why_failed
 from jobs.spec.file.load import load_spec
 from jobs.supervise import supervisor
-from jobs.supervise.port import Attempt, AwayError, Outcome
+from jobs.supervise.port import Attempt, Outcome, UnreachableError
 from jobs.supervise.supervisor import Supervisor
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.jobs.held_ranks import has_done_more_than
@@ -180,7 +180,7 @@ def test_signals_reach_the_ranks_whatever_the_number_of_their_step(
     slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`srun` in slurm_setup has taken the first numbers."""
-    monkeypatch.setattr(supervisor, "STACKS_TAKE", 0.0)
+    monkeypatch.setattr(supervisor, "STACK_DUMP_TIME", 0.0)
     hang = SimpleNamespace(reason="no step for 30 min")
     monkeypatch.setattr(supervisor, "find_hang", lambda *_: hang)
     job = submit(slurm_setup=["srun cp weights /local"])
@@ -323,7 +323,7 @@ def test_only_an_unknown_job_is_lost(slurm: FakeSlurm) -> None:
     for command in ("squeue", "scancel"):
         path = slurm.root / "bin" / command
         path.write_text("#!/bin/sh\necho 'error: Security violation' >&2; exit 1\n")
-    with pytest.raises(AwayError, match="Security violation"):
+    with pytest.raises(UnreachableError, match="Security violation"):
         commands.state_of("1")
 
 

@@ -248,11 +248,11 @@ def disguise() -> None:
     dispatch._QUEUE_IS_FREE_WITHIN = 60.0  # type: ignore[misc]  # a busy test may hold it
     settings: Any = supervisor
     patched: Any = ranks
-    patched.LOOK_EVERY = 0.03
+    patched.POLL_INTERVAL = 0.03
     settings.HOUSEKEEPING_EVERY = 0.1
     settings.TERM_GRACE = float(os.environ.get("FAKE_TERM_GRACE", "30"))
     settings.FAILURE_GRACE = float(os.environ.get("FAKE_FAILURE_GRACE", "30"))
-    settings.STACKS_TAKE = float(os.environ.get("FAKE_STACKS_TAKE", "0.1"))
+    settings.STACK_DUMP_TIME = float(os.environ.get("FAKE_STACKS_TAKE", "0.1"))
     settings.Supervisor._end_the_stranded = _when_noticed(supervisor.Supervisor._end_the_stranded)
     if gates := os.environ.get("FAKE_GATES"):
         settings.time = patched.time = Hasty(Path(gates, "haste"))

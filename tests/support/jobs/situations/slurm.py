@@ -24,7 +24,7 @@ from jobs.backends.slurm.records import (
 )
 from jobs.backends.slurm.warden import WardenFile
 from jobs.queue.states import State
-from jobs.supervise.port import AwayError
+from jobs.supervise.port import UnreachableError
 from jobs.supervise.supervisor import Supervisor
 from tests.support.jobs.situations.rig import Rig, add_job
 
@@ -124,7 +124,7 @@ class SlurmRig(Rig):
 
     def _answer(self) -> None:
         if self.away:
-            raise AwayError(self.no_answer)
+            raise UnreachableError(self.no_answer)
 
     # -- others ----------------------------------------------------------------------------
 

@@ -351,7 +351,7 @@ def judge(
         attempt: The attempt.
         stop_level: The highest requested stop level; 0 if none.
         hang: The reason, if the supervisor ended it because of a hang.
-        interrupted: Whether its ranks were healthy but lost their launcher, and were told to save
+        interrupted: Whether its ranks were healthy but lost their launcher, and were asked to save
             and exit.
         ended_by_us: Ranks that were ended only because another rank failed.
     """

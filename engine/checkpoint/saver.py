@@ -27,6 +27,8 @@ from engine.checkpoint.write import aside_of, keep_newest, write
 from engine.model.release import give_back
 from engine.ranks.world import available_memory
 from jobs.errors import DiskFullError, UserError
+from jobs.run.checkpoint_files import judge
+from jobs.run.eventlog import STEP_LINE, EventLog
 from jobs.run.events import Checkpoint
 from jobs.run.rundir import MANIFEST, read_json
 from jobs.units import size
@@ -96,6 +98,7 @@ class Saver:
         # Whether training continues meanwhile; decided at the first save.
         self._behind: bool | None = None
         self._pending: _Pending | None = None
+        self._events = EventLog(run_dir.events, passed_over=STEP_LINE)
 
     def save(self, training: TrainState, *, last: bool = False) -> None:
         """Save the present step, unless there is a complete checkpoint of it.
@@ -263,10 +266,24 @@ class Saver:
         written = write(contents, final, self._world, self._group)
         if self._world.main:
             with suppress(OSError):  # of this one rank, and the checkpoint is complete
-                keep_newest(
-                    self._run_dir.complete_checkpoints(), self._spec.checkpoints_total_limit
-                )
+                self._forget_old()
         return written
+
+    def _forget_old(self) -> None:
+        """Delete what the limit leaves over, but for the best ones (one rank).
+
+        The newest one counts for none of these: its own loss may be measured only now. What was
+        measured is read from the events, which have that of earlier attempts too, and of steps
+        that were trained again only the last.
+        """
+        complete, best = self._run_dir.complete_checkpoints(), self._spec.checkpoints_keep_best
+        kept: set[int] = set()
+        if best and self._spec.checkpoints_total_limit is not None:
+            if not os.access(self._run_dir.events, os.R_OK):
+                return  # which ones are the best cannot be known
+            losses = self._events.read_all().validations
+            kept = {at.step for at in judge((step for step, _ in complete[:-1]), losses)[:best]}
+        keep_newest(complete, self._spec.checkpoints_total_limit, kept)
 
     def _watch(self, pending: _Pending) -> None:
         """Wait for a save, and say how far it is."""

@@ -19,7 +19,7 @@ from jobs.run.fence import check_fence
 from jobs.run.rundir import MANIFEST, sync, write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
     import torch.distributed as dist
@@ -69,11 +69,14 @@ def aside_of(final: Path) -> Path:
     return final.with_name(f".{final.name}.tmp")
 
 
-def keep_newest(checkpoints: Iterable[tuple[int, Path]], limit: int | None) -> None:
-    """Delete all but the newest complete checkpoints (one rank)."""
-    for _, path in list(checkpoints)[:-limit] if limit is not None else []:
+def keep_newest(
+    checkpoints: Iterable[tuple[int, Path]], limit: int | None, best: Collection[int] = ()
+) -> None:
+    """Delete all complete checkpoints but the newest and, by step, the best ones (one rank)."""
+    for step, path in list(checkpoints)[:-limit] if limit is not None else []:
         with suppress(Exception):  # someone else may be deleting it; the new one is complete
-            delete(path)
+            if step not in best:
+                delete(path)
 
 
 def _begin(aside: Path, world: World) -> None:

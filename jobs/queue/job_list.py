@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from jobs.queue.store import Job, Store
 
+    Losses = Sequence[tuple[int, float]]
+
 
 class JobList:
     """Reads through its own connection, which stays open. Use it from one thread at a time.
@@ -155,6 +157,26 @@ def kept_progress(store: Store) -> dict[int, tuple[float | None, Progress]]:
             with suppress(ValueError, TypeError):
                 step, loss, pace, eta, *counted = json.loads(text)
                 by_job[job] = ended, Progress(step, loss, pace, eta, *counted[:1])
+    return by_job
+
+
+def losses_of(store: Store, jobs: Sequence[Job]) -> dict[int, Losses]:
+    """Return step and validation loss of all that these jobs have measured, by job.
+
+    Of an ended job they are kept in the database.
+    """
+    with store.connect() as db:
+        query = "SELECT job, ended, report FROM summaries WHERE report != ''"
+        kept = {row["job"]: (row["ended"], row["report"]) for row in db.execute(query)}
+    by_job: dict[int, Losses] = {}
+    for job in jobs:
+        ended, text = kept.get(job.id, (None, ""))
+        if job.state is State.QUEUED and job.attempt == 0 and job.started is None:
+            by_job[job.id] = ()
+        elif job.state.ended and text and ended == job.ended:
+            by_job[job.id] = tuple(ReportLog.begin(job.run_dir, text).validations)
+        else:
+            by_job[job.id] = report_of(store, job).losses
     return by_job
 
 

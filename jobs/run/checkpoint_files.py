@@ -7,21 +7,23 @@ file with its size and SHA-256. Nothing here needs torch; `engine.checkpoint` wr
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shutil
 import stat
 import uuid
+from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from jobs.errors import NotFoundError, UserError
 from jobs.run.disk_space import directory_size
 from jobs.run.rundir import MANIFEST, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from jobs.run.rundir import RunDir
@@ -151,6 +153,83 @@ def find_checkpoint(run_dir: RunDir, step: int | None, whose: str) -> Checkpoint
         f"{whose}: {candidates[-1].path.name} is damaged ({damage})"
         if len(candidates) == 1
         else f"{whose} has no intact checkpoint"
+    )
+
+
+class Judged(NamedTuple):
+    """A checkpoint, by the validation loss.
+
+    Attributes:
+        loss: The newest one measured at its step or before.
+        apart: Steps from that measurement to the checkpoint.
+        step: Of the checkpoint.
+    """
+
+    loss: float
+    apart: int
+    step: int
+
+    def __str__(self) -> str:
+        """Say how good it is, and where that was measured."""
+        at = f", measured at step {self.measured}" if self.apart else ""
+        return f"step {self.step}: validation loss {self.loss:.5g}{at}"
+
+    @property
+    def measured(self) -> int:
+        """The step at which its loss was measured."""
+        return self.step - self.apart
+
+    def to_dict(self) -> dict[str, Any]:
+        """For scripts."""
+        return {"step": self.step, "loss": self.loss, "loss_step": self.measured}
+
+
+def judge(steps: Iterable[int], losses: Sequence[tuple[int, float]]) -> list[Judged]:
+    """Order checkpoints by their validation loss, the best one first. Pure.
+
+    Of equal ones the one nearest to the measurement comes first, which is the one that was
+    measured. Those saved before the first measurement, and those whose loss is not finite, are
+    left out.
+
+    Args:
+        steps: Of the checkpoints.
+        losses: Step and validation loss, by step.
+    """
+    judged = []
+    for step in steps:
+        at = bisect_right(losses, step, key=lambda measured: measured[0]) - 1
+        if at >= 0 and math.isfinite(losses[at][1]):
+            judged.append(Judged(losses[at][1], step - losses[at][0], step))
+    return sorted(judged)
+
+
+def find_best(run_dir: RunDir, losses: Sequence[tuple[int, float]], whose: str) -> Judged:
+    """The best checkpoint of a run whose file sizes are right.
+
+    Args:
+        run_dir: The run.
+        losses: Step and validation loss, by step.
+        whose: The run, in words, for what is raised.
+
+    Raises:
+        NotFoundError: There is none, or nothing says which one is the best.
+    """
+    saved = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run_dir)}
+    if not saved:
+        raise NotFoundError(f"{whose} has no checkpoint")
+    if not losses:
+        raise NotFoundError(
+            f"{whose} has no validation loss, so none of its checkpoints is the best",
+            "set validation_fraction to hold data out (0.05 is a twentieth) and "
+            "validation_loss_steps to measure it",
+        )
+    for judged in judge(saved, losses):
+        if find_damage(saved[judged.step].path, contents=False) is None:
+            return judged
+    raise NotFoundError(
+        f"{whose} has no intact checkpoint of step {losses[0][0]}, where its validation loss was "
+        "first measured, or later",
+        "lower validation_loss_steps to measure it earlier",
     )
 
 
@@ -355,6 +434,9 @@ class Listed:
         set_aside: Why no run takes it: "rewound" or "damaged".
         verified: Whether every byte was read and matches its checksum.
         next: Whether a run that is resumed continues from it.
+        loss: The validation loss at its step, or the newest one before.
+        loss_step: The step at which that was measured.
+        best: Whether no other one of the run has a lower one.
     """
 
     name: str
@@ -370,6 +452,9 @@ class Listed:
     verified: bool = False
     next: bool = False
     readable: bool = True
+    loss: float | None = None
+    loss_step: int | None = None
+    best: bool = False
 
     @property
     def health(self) -> str:
@@ -389,8 +474,13 @@ class Listed:
         return facts
 
 
-def list_all(run_dir: RunDir) -> list[Listed]:
-    """Every checkpoint of a run, oldest first; names and sizes of files are compared."""
+def list_all(run_dir: RunDir, losses: Sequence[tuple[int, float]] = ()) -> list[Listed]:
+    """Every checkpoint of a run, oldest first; names and sizes of files are compared.
+
+    Args:
+        run_dir: The run.
+        losses: Step and validation loss, by step, to say which one is the best.
+    """
     checkpoints = []
     for path in run_dir.checkpoints.glob("step-*"):
         match = _NAME.fullmatch(path.name)
@@ -411,6 +501,15 @@ def list_all(run_dir: RunDir) -> list[Listed]:
     ]
     for number in whole[-1:]:
         checkpoints[number] = replace(checkpoints[number], next=True)
+    numbers = {checkpoints[number].step: number for number in whole}
+    for place, judged in enumerate(judge(numbers, losses)):
+        number = numbers[judged.step]
+        checkpoints[number] = replace(
+            checkpoints[number],
+            loss=judged.loss,
+            loss_step=judged.measured,
+            best=place == 0,
+        )
     return checkpoints
 
 

@@ -237,6 +237,7 @@ class RunReport:
         measure: What `peaks` counts: `allocated` on GPUs, `rss` on CPU ranks.
         peaks: Phase → peak bytes of each rank.
         validations: Step and loss of the newest validations, oldest first.
+        losses: Step and loss of all validations.
         warnings: The run's warnings, only the newest if there are many.
     """
 
@@ -248,6 +249,7 @@ class RunReport:
     measure: str = ""
     peaks: dict[str, list[int]] = field(default_factory=dict)
     validations: tuple[tuple[int, float], ...] = ()
+    losses: tuple[tuple[int, float], ...] = ()
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -263,6 +265,7 @@ class RunReport:
             measure=memory.measure,
             peaks=_complete_phases(memory.peaks),
             validations=tuple(log.validations[-_NEWEST:]),
+            losses=tuple(log.validations),
             warnings=tuple(log.warnings[-_MOST_WARNINGS:]),
         )
 
@@ -324,6 +327,11 @@ class ReportLog(EventLog):
 def read_report(run_dir: RunDir) -> RunReport:
     """Return the report of a run directory."""
     return RunReport.of(ReportLog.begin(run_dir).read_all())
+
+
+def read_losses(run_dir: RunDir) -> list[tuple[int, float]]:
+    """Return step and validation loss of all that a run has measured, by step."""
+    return ReportLog.begin(run_dir).read_all().validations
 
 
 def _read(kind: type[_E], log: EventLog) -> _E:

@@ -22,10 +22,10 @@ from jobs.hub.pushes import go_back, pushes_file
 from jobs.paths import ensure_private_dir
 from jobs.preflight.check_job import cache_of
 from jobs.queue.job import Terms
-from jobs.queue.job_list import Progress, progress, progress_of
+from jobs.queue.job_list import Progress, losses_of, progress, progress_of
 from jobs.queue.states import State
 from jobs.run import checkpoint_files
-from jobs.run.checkpoint_files import find_listed, list_all
+from jobs.run.checkpoint_files import find_listed, judge, list_all
 from jobs.run.rundir import write_atomic
 from jobs.service.plan import plan_resume, plan_submit
 from jobs.service.start_point import check_unneeded
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
     from jobs.machine.devices import Gpu
     from jobs.queue.job import Place
+    from jobs.queue.job_list import Losses
     from jobs.queue.store import Job, Store
     from jobs.queue.undo import Undo
-    from jobs.run.checkpoint_files import Listed
+    from jobs.run.checkpoint_files import Judged, Listed
     from jobs.run.rundir import RunDir
     from jobs.service.plan import Plan
     from jobs.spec.job_spec import JobSpec
@@ -359,8 +360,8 @@ def gpu_indices(job: Job, present: list[Gpu]) -> list[int]:
 
 def as_dicts(store: Store, jobs: Sequence[Job], present: list[Gpu]) -> list[dict[str, Any]]:
     """Return jobs in the format of `list --json`."""
-    far = progress_of(store, jobs)
-    return [_as_dict(job, far[job.id], present) for job in jobs]
+    far, losses = progress_of(store, jobs), losses_of(store, jobs)
+    return [_as_dict(job, far[job.id], losses[job.id], present) for job in jobs]
 
 
 def as_dict(store: Store, job: Job, present: list[Gpu]) -> dict[str, Any]:
@@ -368,7 +369,14 @@ def as_dict(store: Store, job: Job, present: list[Gpu]) -> dict[str, Any]:
     return as_dicts(store, [job], present)[0]
 
 
-def _as_dict(job: Job, now: Progress, present: list[Gpu]) -> dict[str, Any]:
+def best_of(job: Job, losses: Losses) -> Judged | None:
+    """Return the job's checkpoint of the lowest validation loss, if anything was measured."""
+    saved = job.run_dir.complete_checkpoints() if losses else []
+    return next(iter(judge((step for step, _ in saved), losses)), None)
+
+
+def _as_dict(job: Job, now: Progress, losses: Losses, present: list[Gpu]) -> dict[str, Any]:
+    best, newest = best_of(job, losses), losses[-1][1] if losses else math.nan
     return {
         "id": job.id,
         "name": job.name,
@@ -378,6 +386,8 @@ def _as_dict(job: Job, now: Progress, present: list[Gpu]) -> dict[str, Any]:
         "total_steps": job.total_steps or now.total_steps,
         # JSON has no infinity, and many parsers reject it
         "loss": now.loss if now.loss is not None and math.isfinite(now.loss) else None,
+        "validation_loss": newest if math.isfinite(newest) else None,
+        "best": best and best.to_dict(),
         "seconds_per_step": now.seconds_per_step,
         "eta": now.eta,
         "ranks": job.ranks,

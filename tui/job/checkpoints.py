@@ -16,10 +16,12 @@ from jobs import service
 from jobs.errors import NotFoundError, UserError
 from jobs.machine.engine_tools import Cancelled
 from jobs.run.checkpoint_files import free_bytes, list_all, verify
+from jobs.run.eventlog import ReportLog
 from jobs.service.plan import plan_resume
 from tui.keys.key_table import Key, bindings_of, moving
-from tui.text.checkpoint_text import EMPTY, NEXT, about, age, number, totals, yes_no
-from tui.text.format import MISSING, Row, Span, bar, cut, left, right, size
+from tui.text.checkpoint_text import EMPTY, NEXT, about, age, marks, number, totals, yes_no
+from tui.text.format import BEST, MISSING, Row, Span, bar, cut, left, right, size
+from tui.text.format import number as format_loss
 from tui.widgets.lines import Lines, PickList
 from tui.widgets.pane import Pane
 from tui.widgets.questions import ConfirmScreen
@@ -47,6 +49,7 @@ _MORE: Final[tuple[tuple[str, int, Callable[[Listed], str]], ...]] = (
     ("layout", 7, lambda checkpoint: checkpoint.layout or MISSING),
     ("ranks", 5, lambda checkpoint: number(checkpoint.world_size)),
     ("EMA", 3, lambda checkpoint: yes_no(checkpoint.ema)),
+    ("val", 8, lambda checkpoint: format_loss(checkpoint.loss)),
     (
         "written",
         16,
@@ -69,23 +72,25 @@ def checkpoint_rows(listed: Sequence[Listed], width: int, now: float) -> list[Ro
         now: In Unix seconds.
     """
     names = max(10, *(len(checkpoint.name) for checkpoint in listed))
-    room = width - len(NEXT) - 1 - names - _AGE - _SIZE - 3 * len(_GAP)
+    validated = any(checkpoint.loss is not None for checkpoint in listed)
+    signs = len(NEXT) + len(BEST) * validated + 1
+    room = width - signs - names - _AGE - _SIZE - 3 * len(_GAP)
     longest = max(len(checkpoint.health) for checkpoint in listed)
     needed = min(_MOST_HEALTH, max(_LEAST_HEALTH, longest))
-    more = list(_MORE)
+    more = [column for column in _MORE if column[0] != "val" or validated]
     while more and room - sum(columns + len(_GAP) for _, columns, _ in more) < needed:
         more.pop()
     room -= sum(columns + len(_GAP) for _, columns, _ in more)
     heading = [left("checkpoint", names), right("age", _AGE), right("size", _SIZE)]
     heading += [left(name, columns) for name, columns, _ in more]
-    rows: list[Row] = [(Span("  " + _GAP.join([*heading, "health"]), "dim"),)]
+    rows: list[Row] = [(Span(" " * signs + _GAP.join([*heading, "health"]), "dim"),)]
     for checkpoint in listed:
         facts = [right(age(now - checkpoint.time), _AGE), right(size(checkpoint.bytes), _SIZE)]
         facts += [left(text(checkpoint), columns) for _, columns, text in more]
         role = "dim" if checkpoint.set_aside else ""
         rows.append(
             (
-                Span(f"{NEXT} " if checkpoint.next else "  ", "good"),
+                Span(left(marks(checkpoint), signs), "good"),
                 Span(left(checkpoint.name, names), role or "strong"),
                 Span(_GAP + _GAP.join(facts) + _GAP, role),
                 Span(cut(checkpoint.health, max(1, room)), _role(checkpoint)),
@@ -223,6 +228,7 @@ class CheckpointsPane(Pane, can_focus=True):
         self._reading: CheckpointsPane.Read | None = None
         self._busy = (False, False)  # reading, exporting
         self._looking = False
+        self._log = ReportLog.begin(job.run_dir)
         self._texts: dict[str, Content | str] = {}
 
     def compose(self) -> ComposeResult:
@@ -269,7 +275,8 @@ class CheckpointsPane(Pane, can_focus=True):
             job = self.store.get(self.job.id)
             if not job.run_dir.root.is_dir():
                 raise NotFoundError(f"the run directory of the job is gone: {job.run_dir.root}")
-            listed, free = list_all(job.run_dir), free_bytes(job.run_dir)
+            losses = self._log.read_all().validations
+            listed, free = list_all(job.run_dir, losses), free_bytes(job.run_dir)
             self.post_message(self.Looked(job, listed, free))
         except UserError as error:
             self.post_message(self.Failed(str(error)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from tui.text.format import MISSING, size
+from tui.text import format as formats
+from tui.text.format import BEST, MISSING, size
 from tui.text.tables import table
 
 if TYPE_CHECKING:
@@ -27,16 +28,19 @@ def checkpoint_table(listed: Sequence[Listed], free: int | None) -> str:
     """`fsdp-tui checkpoints`."""
     if not listed:
         return "no checkpoints yet"
-    head = ("", "CHECKPOINT", "WRITTEN", "SIZE", "LAYOUT", "RANKS", "EMA", "HEALTH")
+    validated = any(checkpoint.loss is not None for checkpoint in listed)
+    val = ["VAL"] if validated else []
+    head = ("", "CHECKPOINT", "WRITTEN", "SIZE", "LAYOUT", "RANKS", "EMA", *val, "HEALTH")
     rows = [
         (
-            NEXT if checkpoint.next else "",
+            marks(checkpoint),
             checkpoint.name,
             _moment(checkpoint.time),
             size(checkpoint.bytes),
             checkpoint.layout or MISSING,
             number(checkpoint.world_size),
             yes_no(checkpoint.ema),
+            *([formats.number(checkpoint.loss)] if validated else []),
             checkpoint.health,
         )
         for checkpoint in listed
@@ -44,7 +48,20 @@ def checkpoint_table(listed: Sequence[Listed], free: int | None) -> str:
     lines = [table(head, rows), totals(listed, free)]
     if any(checkpoint.next for checkpoint in listed):
         lines.append(f"{NEXT} marks where a resume starts")
+    if best := [checkpoint for checkpoint in listed if checkpoint.best]:
+        lines.append(f"{BEST} marks the best one, {best_words(best[0])}")
     return "\n".join(lines)
+
+
+def marks(checkpoint: Listed) -> str:
+    """Say in signs whether it is the best one, and whether a resume starts there."""
+    return (NEXT if checkpoint.next else "") + (BEST if checkpoint.best else "")
+
+
+def best_words(checkpoint: Listed) -> str:
+    """Say how good it is: `validation loss 0.3521`, and where that was measured if elsewhere."""
+    there = "" if checkpoint.loss_step == checkpoint.step else f" of step {checkpoint.loss_step}"
+    return f"validation loss {formats.number(checkpoint.loss)}{there}"
 
 
 def totals(listed: Sequence[Listed], free: int | None) -> str:
@@ -113,6 +130,8 @@ def about(checkpoint: Listed, listed: Sequence[Listed]) -> str:
         facts.append("full tensors" if checkpoint.layout == "full" else "sharded")
     if checkpoint.ema:
         facts.append("with EMA")
+    if checkpoint.loss is not None:
+        facts.append(best_words(checkpoint) + (f" {BEST} best" if checkpoint.best else ""))
     later = (other for other in listed if other.step > checkpoint.step and not other.set_aside)
     newer = [other.name for other in sorted(later, key=lambda other: other.step)]
     what = checkpoint.health

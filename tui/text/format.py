@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ranges"]  # with what is defined here
 
 MISSING = "–"
+BEST: Final = "★"  # marks what has the lowest validation loss
 
 
 class Span(NamedTuple):

@@ -7,7 +7,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jobs.machine.devices import foreign_users
-from tui.text.format import MISSING, duration, number, pace, ranges, size, state_text, steps_text
+from tui.text.format import (
+    BEST,
+    MISSING,
+    duration,
+    number,
+    pace,
+    ranges,
+    size,
+    state_text,
+    steps_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +41,9 @@ def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     """`fsdp-tui list`."""
     if not jobs:
         return "no jobs yet; `fsdp-tui demo` starts one, `fsdp-tui submit JOB.yaml` queues your own"
-    head = ("ID", "NAME", "STATE", "STEP", "LOSS", "S/STEP", "ETA", "ON", "REASON")
+    validated = any(job.get("best") for job in jobs)
+    best = ["BEST"] if validated else []
+    head = ("ID", "NAME", "STATE", "STEP", "LOSS", "S/STEP", "ETA", *best, "ON", "REASON")
     rows = [
         (
             str(job["id"]),
@@ -41,12 +53,18 @@ def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
             number(job["loss"]),
             pace(job["seconds_per_step"]),
             duration(job["eta"]),
+            *([best_mark(job["best"])] if validated else []),
             _where(job),
             job["reason"],
         )
         for job in jobs
     ]
     return table(head, rows)
+
+
+def best_mark(best: Mapping[str, Any] | None) -> str:
+    """Name a job's best checkpoint: `★ 500 0.3521`."""
+    return f"{BEST} {best['step']} {number(best['loss'])}" if best else MISSING
 
 
 def describe(job: Mapping[str, Any]) -> str:
@@ -61,6 +79,11 @@ def describe(job: Mapping[str, Any]) -> str:
         f"files        {job['run_dir']} ({size(job['disk_bytes'])})",
         f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
     ]
+    if best := job["best"]:
+        at = best["loss_step"]
+        there = "" if at == best["step"] else f", measured at step {at}"
+        loss = number(best["loss"])
+        lines.append(f"best         {BEST} step {best['step']}: validation loss {loss}{there}")
     if job["hub"]["pushed"]:
         lines.append(f"on the hub   {job['hub']['repo']}: {ranges(job['hub']['pushed'])}")
     if job["hub"]["problem"]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jobs.spec.keys.job import JobKeys
     from jobs.spec.keys.lora import LoraKeys
     from jobs.spec.keys.noise import NoiseKeys
-    from jobs.spec.keys.output import HubKeys
+    from jobs.spec.keys.output import HubKeys, OutputKeys
     from jobs.spec.keys.running import SlurmKeys
     from jobs.spec.keys.tracking import TrackingKeys
     from jobs.spec.keys.training import TrainingKeys
@@ -358,6 +358,10 @@ def no_true_cfg(spec: DataPlanKeys) -> str:
 def no_validation(spec: ValidationKeys) -> str:
     either = spec.validation_prompts or spec.validation_fraction
     return "" if either else f"{_NO_PROMPTS} or validation_fraction"
+
+
+def all_checkpoints_stay(spec: OutputKeys) -> str:
+    return "" if spec.checkpoints_total_limit is not None else "needs checkpoints_total_limit"
 
 
 def not_pushed(spec: HubKeys) -> str:

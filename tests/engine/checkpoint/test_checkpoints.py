@@ -33,6 +33,7 @@ from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.train_state import TrainState
 from jobs.errors import DiskFullError, UserError
 from jobs.run.checkpoint_files import STATE_FILE, find_damage, list_checkpoints, read_checkpoint
+from jobs.run.events import Validation
 from jobs.run.rundir import RunDir
 from tests.support.engine.toy_jobs import ALONE, build, inputs, toy_spec, trained_digest
 from tests.support.engine.toy_jobs import save_checkpoint as save
@@ -351,6 +352,29 @@ def test_only_the_newest_checkpoints_are_kept(
     assert sorted(p.name for p in run_dir.checkpoints.iterdir()) == ["step-2", "step-3"]
     assert [e["step"] for e in events(run_dir, "checkpoint")] == [1, 2, 3]
     assert all(e["bytes"] > 0 for e in events(run_dir, "checkpoint"))
+
+
+def test_the_limit_deletes_no_checkpoint_of_the_best(
+    toy: Path, run_dir: RunDir, saver_of: Callable[[JobSpec], checkpoint.Saver]
+) -> None:
+    """Each loss is measured after its checkpoint; a resume knows those of before."""
+    spec = toy_spec(toy, checkpoints_total_limit=1, checkpoints_keep_best=2)
+    training, losses = training_of(toy, spec), {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0, 5: 0.5, 6: 9.0}
+
+    def steps_after(*steps: int) -> list[int]:
+        saver = saver_of(spec)
+        for training.step in steps:
+            saver.save(training)
+            saver.finish()
+            with run_dir.events.open("a") as file:
+                file.write(Validation(training.step, losses[training.step]).line())
+        return [step for step, _ in run_dir.complete_checkpoints()]
+
+    assert steps_after(1, 2, 3) == [1, 2, 3]
+    assert steps_after(4) == [2, 3, 4], "1 is the worst of those before"
+    assert steps_after(5, 6) == [2, 5, 6]
+    run_dir.events.unlink()
+    assert steps_after(7 - 3) == [2, 4, 5, 6], "nothing is deleted while nothing is known"
 
 
 def test_a_complete_checkpoint_of_the_step_is_left_as_it_is(

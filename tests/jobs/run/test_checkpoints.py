@@ -16,10 +16,12 @@ from jobs.queue.states import State
 from jobs.run.checkpoint_files import (
     UnreadableError,
     delete,
+    find_best,
     find_checkpoint,
     find_damage,
     find_listed,
     free_bytes,
+    judge,
     list_all,
     newest_whole,
     plan_rewind,
@@ -101,6 +103,46 @@ def test_a_step_that_was_never_saved_is_told_with_those_that_were(run_dir: RunDi
         find_checkpoint(run_dir, 20, "job 3")
     with pytest.raises(NotFoundError, match=r"job 3 has no checkpoint$"):
         find_checkpoint(RunDir(run_dir.root / "none"), None, "job 3")
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("saved", "losses", "order"),
+    [
+        ([10, 20, 30], [(10, 3.0), (20, 1.0), (30, 2.0)], [20, 30, 10]),
+        ([10, 20, 30], [(10, 3.0), (20, NAN), (30, 2.0)], [30, 10]),
+        ([10, 20, 30], [(15, 1.0), (30, 2.0)], [20, 30]),  # 10 was before the first one
+        ([10, 20, 30], [(0, 5.0), (20, 1.0)], [20, 30, 10]),  # the measured one before its heir
+        ([10, 20, 30], [(40, 1.0)], []),
+        ([10, 20, 30], [], []),
+    ],
+)
+def test_the_validation_loss_orders_checkpoints(
+    saved: list[int], losses: list[tuple[int, float]], order: list[int]
+) -> None:
+    assert [judged.step for judged in judge(saved, losses)] == order
+
+
+def test_the_best_checkpoint_is_the_best_that_is_whole(run_dir: RunDir) -> None:
+    losses = [(10, 2.0), (15, 1.0), (30, 3.0)]
+    best = find_best(run_dir, losses, "job 3")
+    assert str(best) == "step 20: validation loss 1, measured at step 15"
+    by_name = {each.name: each for each in list_all(run_dir, losses)}
+    assert [name for name, each in by_name.items() if each.best] == ["step-20"]
+    assert (by_name["step-20"].loss, by_name["step-20"].loss_step) == (1.0, 15)
+    (run_dir.checkpoint(20) / "__0_0.distcp").unlink()
+    assert find_best(run_dir, losses, "job 3").step == 10
+    assert [each.name for each in list_all(run_dir, losses) if each.best] == ["step-10"]
+
+
+def test_where_nothing_was_validated_the_keys_to_set_are_named(run_dir: RunDir) -> None:
+    with pytest.raises(NotFoundError, match=r"no validation loss.*set validation_fraction"):
+        find_best(run_dir, [], "job 3")
+    with pytest.raises(NotFoundError, match=r"of step 40.*lower validation_loss_steps"):
+        find_best(run_dir, [(40, 1.0)], "job 3")
+    assert not any(each.best for each in list_all(run_dir))
 
 
 def test_going_back_sets_newer_ones_aside_and_deletes_nothing(run_dir: RunDir) -> None:

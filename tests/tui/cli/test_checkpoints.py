@@ -8,6 +8,7 @@ import pytest
 
 from jobs.queue.states import State
 from jobs.run.checkpoint_files import set_aside
+from jobs.run.events import Validation
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
@@ -90,7 +91,36 @@ def test_the_json_has_every_fact(shell: Shell, run_dir: RunDir) -> None:
         "verified": False,
         "next": False,
         "health": "complete",
+        "loss": None,
+        "loss_step": None,
+        "best": False,
     }
+    assert facts["best"] is None
+
+
+def test_the_best_one_is_marked_and_can_be_resumed(shell: Shell, run_dir: RunDir) -> None:
+    status, _, err = shell("resume", "1", "--from", "best")
+    assert (status, "set validation_fraction" in err) == (2, True)
+    measured = ((10, 3.0), (18, 1.0), (30, 2.0))
+    run_dir.events.write_text("".join(Validation(step, loss).line() for step, loss in measured))
+    lines = shell("checkpoints", "1")[1].splitlines()
+    assert lines[0].split()[-2:] == ["VAL", "HEALTH"]
+    assert lines[2].split()[:2] == ["★", "step-20"]
+    assert lines[3].split()[:2] == ["→", "step-30"]
+    assert lines[-1] == "★ marks the best one, validation loss 1.000 of step 18"
+    assert shell.json("checkpoints", "1")["best"] == "step-20"
+    assert "★ step 20: validation loss 1.000, measured at step 18" in shell("show", "1")[1]
+    assert "★ 20 1.000" in shell("list")[1]
+    (row,) = shell.json("list")
+    assert row["best"] == {"step": 20, "loss": 1.0, "loss_step": 18}
+    assert row["validation_loss"] == 2.0
+    for command in ("export", "push"):
+        status, _, err = shell(command, "1", "--step=10", "--best")
+        assert (status, "use one of them" in err) == (2, True)
+    status, _, err = shell("resume", "1", "--from", "best")
+    assert status == 0
+    assert "resumes after step 20: validation loss 1, measured at step 18" in err
+    assert names(run_dir) == ["step-10", "step-20", "step-30.rewound"]
 
 
 def test_verify_reads_every_byte(shell: Shell, run_dir: RunDir) -> None:

@@ -16,7 +16,8 @@ from jobs.errors import NotFoundError, UserError
 from jobs.export import export_checkpoint
 from jobs.hub.push import push_step
 from jobs.queue.store import Store
-from jobs.run.checkpoint_files import free_bytes, list_all, verify
+from jobs.run.checkpoint_files import find_best, free_bytes, list_all, verify
+from jobs.run.eventlog import read_losses
 from jobs.run.samples import list_samples
 from jobs.service.plan import plan_resume
 from jobs.service.start_point import read_step
@@ -66,7 +67,7 @@ def checkpoints(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """List a job's checkpoints: time, size, health, and which one a resume uses."""
+    """List a job's checkpoints: time, size, health, which is best, and which a resume uses."""
     if more and not names:
         raise click.UsageError(
             f'"{more[0]}" is an extra argument; to delete it, use --delete {more[0]}'
@@ -79,13 +80,14 @@ def checkpoints(
             f"forget the job with `fsdp-tui remove {job_id}`",
         )
     deleted = _delete(store, job, [*names, *more], ask=not yes) if names else []
-    listed = list_all(job.run_dir)
+    listed = list_all(job.run_dir, read_losses(job.run_dir))
     if contents:
         listed = _verify_all(listed)
     if as_json:
         facts = {
             "id": job_id,
             "checkpoints": [checkpoint.to_dict() for checkpoint in listed],
+            "best": next((checkpoint.name for checkpoint in listed if checkpoint.best), None),
             "next": next((checkpoint.name for checkpoint in listed if checkpoint.next), None),
             "total_bytes": sum(checkpoint.bytes for checkpoint in listed),
             "free_bytes": free_bytes(job.run_dir),
@@ -137,8 +139,8 @@ def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
     "--from",
     "back_to",
     metavar="STEP",
-    help="Resume from this step (0: from the beginning); newer checkpoints are set "
-    "aside, not deleted.",
+    help="Resume from this step (0: from the beginning; best: of the lowest validation loss); "
+    "newer checkpoints are set aside, not deleted.",
 )
 @JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
@@ -147,8 +149,12 @@ def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ..
     values, others = parse_flags(words)
     if others:
         raise UserError(f'"{others[0]}" is not a --key=value flag')
-    step = read_step(back_to) if back_to is not None else None
     store = Store()
+    step = None
+    if back_to is not None and back_to.strip().lower() == "best":
+        step = _best(store.get(job_id), "resumes after")
+    elif back_to is not None:
+        step = read_step(back_to)
     plan = plan_resume(store, job_id, values, back_to=step)
     tell(plan)
     job = service.carry_out(store, plan)
@@ -156,6 +162,20 @@ def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ..
         echo(json.dumps(_resumed(job, plan)))
     else:
         echo(f"job {job.id} is {job.state}: {job.reason}")
+
+
+def _best(job: Job, does: str) -> int:
+    """Find the step of a job's best checkpoint, and say which one it is on standard error."""
+    best = find_best(job.run_dir, read_losses(job.run_dir), f"job {job.id}")
+    echo(f"fsdp-tui: {does} {best}", err=True)
+    return best.step
+
+
+def _step(job: Job, step: int | None, best: bool, does: str) -> int | None:
+    """Return the step of `--step` or `--best`; None for neither."""
+    if best and step is not None:
+        raise click.UsageError("--step and --best name a checkpoint each; use one of them")
+    return _best(job, does) if best else step
 
 
 def tell(plan: Plan) -> None:
@@ -176,6 +196,9 @@ def _resumed(job: Job, plan: Plan) -> dict[str, Any]:
     }
 
 
+BEST = click.option("--best", is_flag=True, help="Take the step of the lowest validation loss.")
+
+
 # -- export ---------------------------------------------------------------------------------
 # `fsdp-tui export`: a checkpoint as what stock tools load.
 
@@ -187,6 +210,7 @@ def _resumed(job: Job, plan: Plan) -> dict[str, Any]:
     type=click.IntRange(min=0),
     help="Step of the checkpoint to export (default: the newest).",
 )
+@BEST
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -217,6 +241,7 @@ def _resumed(job: Job, plan: Plan) -> dict[str, Any]:
 def export(
     job_id: int,
     step: int | None,
+    best: bool,
     output: Path | None,
     dtype: ExportDtype | Literal["fp8"] | None,
     kind: str,
@@ -230,9 +255,11 @@ def export(
     full model as a pipeline for from_pretrained, or with --as single-file as one file of its
     transformer for ComfyUI and Forge. Every file is read back and compared.
     """
+    job = Store().get(job_id)
+    step = _step(job, step, best, "exports")
     with ProgressLine("exporting") as line:
         made = export_checkpoint(
-            Store().get(job_id),
+            job,
             step,
             output=output,
             dtype=dtype,
@@ -257,10 +284,13 @@ def export(
     type=click.IntRange(min=0),
     help="Step of the checkpoint to push (default: the export, else the newest).",
 )
+@BEST
 @click.option("--repo", metavar="ORG/NAME", help="Repository (default: the job's hub_model_id).")
 @click.option("--private", is_flag=True, help="Create the repository as a private one.")
 @JSON
-def push(job_id: int, step: int | None, repo: str | None, private: bool, as_json: bool) -> None:
+def push(
+    job_id: int, step: int | None, best: bool, repo: str | None, private: bool, as_json: bool
+) -> None:
     """Push a job's export to the Hugging Face hub with a model card, and print its address.
 
     Works for running and ended jobs, also without push_to_hub. What is there already is not sent
@@ -270,9 +300,11 @@ def push(job_id: int, step: int | None, repo: str | None, private: bool, as_json
     \b
     fsdp-tui push 3 --repo me/my-lora --private
     """
+    job = Store().get(job_id)
+    step = _step(job, step, best, "pushes")
     with ProgressLine("pushing") as line:
         done = push_step(
-            Store().get(job_id),
+            job,
             step,
             repo=repo,
             private=private or None,

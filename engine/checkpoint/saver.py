@@ -276,7 +276,7 @@ class Saver:
         measured is read from the events, which have that of earlier attempts too, and of steps
         that were trained again only the last.
         """
-        complete, best = self._run_dir.complete_checkpoints(), self._spec.checkpoints_keep_best
+        complete, best = self._run_dir.complete_checkpoints(), int(self._spec.checkpoints_keep_best)
         kept: set[int] = set()
         if best and self._spec.checkpoints_total_limit is not None:
             if not os.access(self._run_dir.events, os.R_OK):

@@ -19,7 +19,7 @@ from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from jobs.run.rundir import RankStatus
     from jobs.spec.job_spec import JobSpec
@@ -94,6 +94,7 @@ class Terms:
     priority: int = 0
     shares: bool = False
     auto_resume: bool = False
+    sweep: str = ""
 
     @classmethod
     def of(cls, spec: JobSpec, wanted: int | list[str] | None) -> Terms:
@@ -105,11 +106,32 @@ class Terms:
             spec.priority,
             spec.share_gpus,
             spec.auto_resume,
+            spec.sweep or "",
         )
 
     def columns(self) -> dict[str, object]:
-        """Return them as database columns."""
-        return vars(self) | {"wanted": json.dumps(self.wanted)}
+        """Return them as database columns; the sweep has a table of its own."""
+        columns = vars(self) | {"wanted": json.dumps(self.wanted)}
+        del columns["sweep"]
+        return columns
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """A job to be queued.
+
+    Attributes:
+        name: For people; also part of the run directory's name.
+        terms: What the queue goes by.
+        run_id: Marks the job's processes in their environment.
+        prepare: Fills the run directory before anyone can see the job; if it raises, there is no
+            job.
+    """
+
+    name: str
+    terms: Terms
+    run_id: str
+    prepare: Callable[[RunDir], None]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.residence import residence
 from jobs.paths import close_to_others, ensure_state_home
 from jobs.queue import undo
-from jobs.queue.job import Change, Job, Terms, backend_of, job_of_row, moved
+from jobs.queue.job import Change, Job, NewJob, Terms, backend_of, job_of_row, moved
 from jobs.queue.states import ACTIVE, State, may_follow
 from jobs.queue.tables import (
     PERSON,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jobs.machine.processes import ProcessId
     from jobs.queue.job import Place
 
-__all__ = ["PERSON", "SERVICE", "Change", "Job", "Store", "Terms"]
+__all__ = ["PERSON", "SERVICE", "Change", "Job", "NewJob", "Store", "Terms"]
 
 
 class Store:
@@ -113,6 +113,11 @@ class Store:
         with self._transaction(None) as db:
             return {Path(row["run_dir"]).name for row in db.execute("SELECT run_dir FROM jobs")}
 
+    def sweeps(self) -> dict[int, str]:
+        """Return the sweep of each job that belongs to one."""
+        with self.connect() as db:
+            return {row["job"]: row["name"] for row in db.execute("SELECT * FROM sweeps")}
+
     def history(self, job_id: int) -> list[Change]:
         """Every change of state, oldest first."""
         with self.connect() as db:
@@ -137,34 +142,38 @@ class Store:
     def add(
         self, *, name: str, terms: Terms, run_id: str, prepare: Callable[[RunDir], None]
     ) -> Job:
-        """Put a new job into the queue.
+        """Put a new job into the queue; see `NewJob` and `add_all`."""
+        return self.add_all([NewJob(name, terms, run_id, prepare)])[0]
 
-        Args:
-            name: For people; also part of the run directory's name.
-            terms: What the queue goes by.
-            run_id: Marks the job's processes in their environment.
-            prepare: Fills the run directory before anyone can see the job; if it raises, there
-                is no job.
+    def add_all(self, new: Sequence[NewJob]) -> list[Job]:
+        """Put new jobs into the queue, in this order: all of them, or none.
 
         Raises:
-            UserError: The run directory of the new job's number exists already.
+            UserError: The run directory of a new job's number exists already.
         """
         now = time.time()
         with self.write() as db:
-            row: dict[str, object] = {"name": name, "state": State.QUEUED, "run_dir": ""}
-            row |= {"run_id": run_id, "created": now, "queued": now}
-            job_id = insert(db, "jobs", row | terms.columns())
-            run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
-            if run_dir.root.exists() and not run_dir.set_aside():
-                raise UserError(
-                    f"{run_dir.root} already exists, left by a database that was deleted",
-                    "move it away, or its checkpoints would be mistaken for the new job's",
-                )
-            update(db, job_id, {"run_dir": str(run_dir.root)})
-            undo.Undo(self.home, job_id, undo.count_changes(db, job_id)).keep([], made=run_dir)
-            self._note(db, job_id, now, None, State.QUEUED, "submitted")
-            prepare(run_dir)
-            return self._get(db, job_id)
+            made: list[tuple[int, RunDir]] = []
+            for job in new:
+                row: dict[str, object] = {"name": job.name, "state": State.QUEUED, "run_dir": ""}
+                row |= {"run_id": job.run_id, "created": now, "queued": now}
+                job_id = insert(db, "jobs", row | job.terms.columns())
+                run_dir = RunDir(self.home / "runs" / f"{job_id}-{job.name}")
+                if run_dir.root.exists() and not run_dir.set_aside():
+                    raise UserError(
+                        f"{run_dir.root} already exists, left by a database that was deleted",
+                        "move it away, or its checkpoints would be mistaken for the new job's",
+                    )
+                update(db, job_id, {"run_dir": str(run_dir.root)})
+                self._sort_in(db, job_id, job.terms)
+                made.append((job_id, run_dir))
+            first = made[0][0]  # the database takes all of them or none, so one tells for all
+            files = undo.Undo(self.home, first, undo.count_changes(db, first))
+            files.keep([], made=[run_dir for _, run_dir in made])
+            for (job_id, run_dir), job in zip(made, new, strict=True):
+                self._note(db, job_id, now, None, State.QUEUED, "submitted")
+                job.prepare(run_dir)
+            return [self._get(db, job_id) for job_id, _ in made]
 
     def requeue(
         self,
@@ -190,6 +199,7 @@ class Store:
             )
             if terms is not None:
                 update(db, job_id, terms.columns())
+                self._sort_in(db, job_id, terms)
             prepare(files)
             return self._get(db, job_id)
 
@@ -213,6 +223,7 @@ class Store:
             job = self._get_queued(db, job_id)
             files = undo.Undo(self.home, job_id, undo.count_changes(db, job_id))
             update(db, job_id, {"name": name, "reason": ""} | terms.columns())
+            self._sort_in(db, job_id, terms)
             self._note(db, job_id, time.time(), job.state, job.state, reason)
             prepare(files)
             return self._get(db, job_id)
@@ -426,6 +437,13 @@ class Store:
             values,
         )
         return [job_of_row(row) for row in rows]
+
+    @staticmethod
+    def _sort_in(db: sqlite3.Connection, job_id: int, terms: Terms) -> None:
+        """Note which sweep a job belongs to, if it does."""
+        db.execute("DELETE FROM sweeps WHERE job=?", (job_id,))
+        if terms.sweep:
+            insert(db, "sweeps", {"job": job_id, "name": terms.sweep})
 
     @classmethod
     def _change(cls, db: sqlite3.Connection, job: Job, after: State, reason: str) -> None:

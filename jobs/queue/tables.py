@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-VERSION: Final = 2
+VERSION: Final = 3
 # Seconds to wait for a locked database: in processes that answer a user, and in services.
 PERSON: Final = 4.0
 SERVICE: Final = 30.0
@@ -70,6 +70,10 @@ CREATE TABLE IF NOT EXISTS summaries (
     ended REAL,
     progress TEXT NOT NULL,
     report TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS sweeps (
+    job INTEGER PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    name TEXT NOT NULL
 );
 """
 

@@ -43,7 +43,7 @@ class Undo:
         self,
         files: Iterable[Path],
         moves: Iterable[tuple[Path, Path]] = (),
-        made: RunDir | None = None,
+        made: Iterable[RunDir] = (),
     ) -> None:
         """Save what is needed to undo a change; call this before any part of the change.
 
@@ -52,7 +52,7 @@ class Undo:
         Args:
             files: Files that will be written or deleted; they may be missing.
             moves: Old and new paths of directories that will be moved.
-            made: A run directory that will be created.
+            made: Run directories that will be created.
         """
         back: list[tuple[str | None, str]] = []
         for path in files:
@@ -66,7 +66,7 @@ class Undo:
             "changes": self.changes,
             "files": back,
             "moves": [(str(before), str(now)) for before, now in moves],
-            "made": str(made.root) if made is not None else None,
+            "made": [str(run_dir.root) for run_dir in made],
         }
         write_atomic(self.home / _JOURNAL, json.dumps(facts), durable=True)
 
@@ -102,9 +102,11 @@ def settle(home: Path, db: sqlite3.Connection) -> None:
 
 
 def _undo(facts: dict[str, Any]) -> None:
-    if facts["made"] is not None and not (made := RunDir(Path(facts["made"]))).has_run:
-        # anything left is set aside by the next submit
-        shutil.rmtree(made.root, ignore_errors=True)
+    made = facts["made"] or []
+    for path in [made] if isinstance(made, str) else made:  # an earlier version names one
+        if not (run_dir := RunDir(Path(path))).has_run:
+            # anything left is set aside by the next submit
+            shutil.rmtree(run_dir.root, ignore_errors=True)
     for before, now in reversed(facts["moves"]):
         if os.path.lexists(now) and not os.path.lexists(before):
             os.rename(now, before)

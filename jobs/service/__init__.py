@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.backends import backend
 from jobs.backends.keeper import ensure_keepers
 from jobs.backends.local.dispatch import dispatch, needs_attention
-from jobs.errors import StateError, UserError
+from jobs.errors import NotFoundError, StateError, UserError
 from jobs.hub import wanted as hub
 from jobs.hub.pushes import go_back, pushes_file
 from jobs.paths import ensure_private_dir
 from jobs.preflight.check_job import cache_of
-from jobs.queue.job import Terms
+from jobs.queue.job import NewJob, Terms
 from jobs.queue.job_list import Progress, losses_of, progress, progress_of
 from jobs.queue.states import State
+from jobs.queue.sweeps import Groups, lowest, winner
 from jobs.run import checkpoint_files
 from jobs.run.checkpoint_files import find_listed, judge, list_all
 from jobs.run.rundir import write_atomic
 from jobs.service.plan import plan_resume, plan_submit
 from jobs.service.start_point import check_unneeded
 from jobs.spec.file.load import dump_spec
+from jobs.supervise.median import mark_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,18 +79,23 @@ def carry_out(store: Store, plan: Plan) -> Job:
     """
     ensure_private_dir(cache_of(plan.spec))
     if plan.job is None:
-        text = dump_spec(plan.spec)
-        job = store.add(
-            name=plan.spec.name,
-            terms=Terms.of(plan.spec, plan.wanted),
-            run_id=uuid.uuid4().hex,
-            prepare=partial(_write_files, text, plan.absent),
-        )
+        (job,) = store.add_all([new_job(plan)])
     else:
         prepare = partial(_prepare, store, plan.job.run_dir, plan)
         terms = Terms.of(plan.spec, plan.wanted)
         job = store.requeue(plan.job.id, _describe_resume(plan), terms, prepare)
     return start_if_free(store, job)
+
+
+def new_job(plan: Plan) -> NewJob:
+    """Make the job of a plan ready to be queued."""
+    ensure_private_dir(cache_of(plan.spec))
+    return NewJob(
+        name=plan.spec.name,
+        terms=Terms.of(plan.spec, plan.wanted),
+        run_id=uuid.uuid4().hex,
+        prepare=partial(_write_files, dump_spec(plan.spec), plan.absent),
+    )
 
 
 def _write_files(text: str, absent: Sequence[HubName], run_dir: RunDir) -> None:
@@ -122,7 +129,9 @@ def _prepare(store: Store, run_dir: RunDir, plan: Plan, undo: Undo) -> None:
         moves = checkpoint_files.plan_rewind(run_dir, plan.back_to)
     if not moves and not plan.rewritten and plan.back_to is None:
         return
-    undo.keep([run_dir.job_file, pushes_file(run_dir)], moves)
+    undo.keep([run_dir.job_file, pushes_file(run_dir), mark_of(run_dir)], moves)
+    if plan.judged_again:
+        mark_of(run_dir).unlink(missing_ok=True)
     checkpoint_files.rewind(moves)
     if plan.back_to is not None:
         go_back(run_dir, plan.back_to)
@@ -361,7 +370,45 @@ def gpu_indices(job: Job, present: list[Gpu]) -> list[int]:
 def as_dicts(store: Store, jobs: Sequence[Job], present: list[Gpu]) -> list[dict[str, Any]]:
     """Return jobs in the format of `list --json`."""
     far, losses = progress_of(store, jobs), losses_of(store, jobs)
-    return [_as_dict(job, far[job.id], losses[job.id], present) for job in jobs]
+    rows = [_as_dict(job, far[job.id], losses[job.id], present) for job in jobs]
+    sweeps = store.sweeps()
+    if any(job.id in sweeps for job in jobs):
+        everyone = store.all() if len(jobs) == 1 else jobs
+        differing = Groups().differing(everyone, sweeps)
+        for row in rows:
+            row["sweep"] = sweeps.get(row["id"])
+            row["differs"] = differing.get(row["id"], {})
+    return rows
+
+
+def sweep_dicts(store: Store, sweep: str, present: list[Gpu]) -> list[dict[str, Any]]:
+    """Jobs of a sweep as scripts see them (`list --sweep`), in the order of their numbers.
+
+    Beside what `as_dicts` says, each has its `lowest` validation loss, and whether that is the
+    best of the sweep.
+
+    Raises:
+        NotFoundError: There is no such sweep.
+    """
+    sweeps = store.sweeps()
+    jobs = sorted(
+        (job for job in store.all() if sweeps.get(job.id) == sweep), key=lambda job: job.id
+    )
+    if not jobs:
+        there = ", ".join(sorted(set(sweeps.values())))
+        raise NotFoundError(
+            f'there is no sweep "{sweep}"',
+            f"there are {there}" if there else "`fsdp-tui submit --sweep KEY=A,B` queues one",
+        )
+    losses = losses_of(store, jobs)
+    lows = {job.id: lowest(losses[job.id]) for job in jobs}
+    best = winner(lows)
+    rows = as_dicts(store, jobs, present)
+    for row in rows:
+        low = lows[row["id"]]
+        row["lowest"] = {"step": low[0], "loss": low[1]} if low is not None else None
+        row["best_of_sweep"] = row["id"] == best
+    return rows
 
 
 def as_dict(store: Store, job: Job, present: list[Gpu]) -> dict[str, Any]:
@@ -392,6 +439,8 @@ def _as_dict(job: Job, now: Progress, losses: Losses, present: list[Gpu]) -> dic
         "eta": now.eta,
         "ranks": job.ranks,
         "gpus": gpu_indices(job, present),
+        "sweep": None,
+        "differs": {},
         "run_dir": str(job.run_dir.root),
         "created": job.created,
         "started": job.started,

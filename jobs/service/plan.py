@@ -45,6 +45,7 @@ class Plan:
         back_to: The step to go back to, if the user named one.
         rewritten: Whether its job file changes.
         absent: What is fetched before it starts.
+        judged_again: Whether a job that its sweep's rule stopped may be stopped by it again.
     """
 
     spec: JobSpec
@@ -57,6 +58,7 @@ class Plan:
     back_to: int | None = None
     rewritten: bool = False
     absent: Sequence[HubName] = ()
+    judged_again: bool = False
 
 
 def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> Plan:
@@ -150,6 +152,7 @@ def plan_resume(
         job=job,
         back_to=back_to,
         rewritten=bool(overrides),
+        judged_again="stop_worse_than_median_after" in (overrides or {}),
     )
 
 

@@ -40,6 +40,7 @@ from jobs.run.rundir import RunDir, read_json
 from jobs.run.why_failed import why_failed
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
+from jobs.supervise.median import sweep_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -259,6 +260,9 @@ def _write(path: Path, rows: dict[str, list[Row]], restored: list[Row]) -> None:
             for row in rows[table]:
                 if row.get("job") in ids:
                     _insert(db, table, row)
+        for row in jobs:
+            if sweep := sweep_in(RunDir(Path(row["run_dir"]))):
+                _insert(db, "sweeps", {"job": row["id"], "name": sweep})
         for row in rows["settings"]:
             _insert(db, "settings", row)
         db.execute("COMMIT")

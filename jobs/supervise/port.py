@@ -23,12 +23,16 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The state after an attempt, the reason, and whether a restart could help."""
+    """The state after an attempt, the reason, and whether a restart could help.
+
+    `wanted`: a rule that the user set has stopped it.
+    """
 
     state: State
     reason: str
     worth_retrying: bool = False
     failure: Failure | None = None
+    wanted: bool = False
 
 
 @dataclass

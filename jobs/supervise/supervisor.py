@@ -10,7 +10,7 @@ import sqlite3
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
@@ -22,6 +22,7 @@ from jobs.run.hang import SAVE_STEP, Watch, find_hang, is_saving
 from jobs.run.rundir import FLIGHT, REQUESTS
 from jobs.run.why_failed import diagnose, explain_hang, is_user_error, launcher_signal, rank_exits
 from jobs.spec.rules.strategy import world_size
+from jobs.supervise.median import MedianRule
 from jobs.supervise.port import Outcome, UnreachableError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Supervisor:
         failed_at: When the first rank failed, on the monotonic clock.
         hang: The reason, if the job was ended because of a hang.
         ended_by_us: Ranks that were ended only because another rank failed.
+        rule: Decides whether the job does worse than others of its sweep; None without one.
     """
 
     run_dir: RunDir
@@ -73,6 +75,7 @@ class Supervisor:
     watch: Watch = field(default_factory=Watch)
     hang: str | None = None
     ended_by_us: set[int] = field(default_factory=set)
+    rule: MedianRule | None = None
     _unreported: str | None = None
     _logged: set[str] = field(default_factory=set)
     _housekept_at: float = float("-inf")
@@ -115,7 +118,12 @@ class Supervisor:
             self._say(State.STARTING, f"restart {restarts} of {most} after: {outcome.reason}")
 
     def _should_end(self) -> bool:
-        return bool(self.ranks.must_end()) or self.report.stop_request() > 0
+        return bool(self.ranks.must_end() or self._unfit) or self.report.stop_request() > 0
+
+    @property
+    def _unfit(self) -> str:
+        """Why the job is stopped for the sake of its sweep; "" if it is not."""
+        return self.rule.decided if self.rule is not None else ""
 
     def _poll_without_ranks(self) -> bool:
         """Report while the ranks have no resources; return whether to stop waiting."""
@@ -127,6 +135,7 @@ class Supervisor:
         self.watch = Watch(attempt.spec.hang_timeout)
         self.failed_at, self.hang, self.ended_by_us = None, None, set()
         self._logged.clear()
+        self.rule = MedianRule.of(self.run_dir, attempt)
         while attempt.alive():
             self.ranks.leave_if_replaced()
             try:
@@ -138,7 +147,7 @@ class Supervisor:
             self.ranks.rest(attempt)
         healthy = self.failed_at is None and self.hang is None
         orphaned = self.ranks.clean_up(attempt, healthy=healthy, stop_request=self._note_stop)
-        return judge(
+        outcome = judge(
             self.run_dir,
             attempt,
             stop_level=self.stop_level,
@@ -146,6 +155,9 @@ class Supervisor:
             interrupted=orphaned and self.stop_level < 2,
             ended_by_us=self.ended_by_us,
         )
+        if self._unfit and outcome.state is State.STOPPED:
+            return replace(outcome, reason=f"{outcome.reason}: {self._unfit}", wanted=True)
+        return outcome
 
     def _note_stop(self) -> int:
         self.stop_level = max(self.stop_level, self.report.stop_request())
@@ -167,6 +179,8 @@ class Supervisor:
         if everyone:
             self._end_a_hang(attempt, ranks)
         self._housekeep()
+        if self.rule is not None and not self.stop_level:
+            self.rule.look()
 
     def _measure(self, statuses: list[RankStatus]) -> list[Stillness]:
         """Measure how long ranks made no progress, minus the time this process was suspended."""
@@ -200,6 +214,8 @@ class Supervisor:
         everything.
         """
         stop_request, place = self.report.stop_request(), self.ranks.must_end()
+        if self._unfit and not place:
+            place = f"{self._unfit}: "
         now = time.monotonic()
         if self.deadline is not None and is_saving(ranks):
             # Never cut off a save: saving is the purpose of the stop.

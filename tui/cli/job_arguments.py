@@ -40,7 +40,10 @@ class JobCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Its parameters; while a shell completes, the keys of a job too."""
         params = super().get_params(ctx)
-        return [*params, *_key_options()] if ctx.resilient_parsing else params
+        if not ctx.resilient_parsing:
+            return params
+        own = {option for param in params for option in param.opts}
+        return [*params, *(key for key in _key_options() if not own.intersection(key.opts))]
 
 
 def _key_options() -> list[click.Parameter]:
@@ -124,6 +127,16 @@ def read_job(
     Raises:
         UserError: It cannot be run as written.
     """
+    spec = load_job(words, ignoring=ignoring, template=template)
+    for warning in find_warnings(spec):
+        warn(warning)
+    return settle(spec)
+
+
+def load_job(
+    words: tuple[str, ...], *, ignoring: Collection[str] = (), template: str | None = None
+) -> JobSpec:
+    """Return the job as it is written: nothing follows the ranks yet. See `read_job`."""
     values, others = parse_flags(words)
     if template is not None:
         values, others = _from_template(template, values, others)
@@ -131,10 +144,7 @@ def read_job(
         raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
     if not others and not values:
         raise UserError("no job given", "pass a JOB.yaml or --key=value flags")
-    spec = load_spec(Path(others[0]) if others else None, values, ignoring=ignoring, on_note=warn)
-    for warning in find_warnings(spec):
-        warn(warning)
-    return settle(spec)
+    return load_spec(Path(others[0]) if others else None, values, ignoring=ignoring, on_note=warn)
 
 
 def _from_template(

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jobs.machine.devices import foreign_users
+from jobs.queue.sweeps import short_text, short_value
 from tui.text.format import (
     BEST,
     MISSING,
@@ -62,6 +63,33 @@ def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     return table(head, rows)
 
 
+def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """`fsdp-tui list --sweep NAME`: a column for each key in which the jobs differ."""
+    keys = list(jobs[0]["differs"]) if jobs else []
+    named = [key.upper() for key in keys] or ["NAME"]
+    head = ("", "ID", *named, "STATE", "STEP", "LOSS", "VAL", "AT", "REASON")
+    rows = [
+        (
+            BEST if job["best_of_sweep"] else "",
+            str(job["id"]),
+            *([short_value(job["differs"].get(key)) for key in keys] or [job["name"]]),
+            job["state"],
+            steps_text(job["step"], job["total_steps"]),
+            number(job["loss"]),
+            number((job["lowest"] or {}).get("loss")),
+            str((job["lowest"] or {}).get("step", MISSING)),
+            job["reason"],
+        )
+        for job in jobs
+    ]
+    lines = [table(head, rows)]
+    if any(job["best_of_sweep"] for job in jobs):
+        lines.append(f"{BEST} marks the lowest validation loss (VAL), measured at step AT")
+    else:
+        lines.append("nothing is held out: validation_fraction gives jobs a loss to compare")
+    return "\n".join(lines)
+
+
 def best_mark(best: Mapping[str, Any] | None) -> str:
     """Name a job's best checkpoint: `★ 500 0.3521`."""
     return f"{BEST} {best['step']} {number(best['loss'])}" if best else MISSING
@@ -79,6 +107,9 @@ def describe(job: Mapping[str, Any]) -> str:
         f"files        {job['run_dir']} ({size(job['disk_bytes'])})",
         f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
     ]
+    if job["sweep"]:
+        own = ", ".join(short_text(key, value) for key, value in job["differs"].items())
+        lines.insert(1, f"sweep        {job['sweep']}{own and f': {own}'}")
     if best := job["best"]:
         at = best["loss_step"]
         there = "" if at == best["step"] else f", measured at step {at}"

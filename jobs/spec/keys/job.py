@@ -26,6 +26,17 @@ class JobKeys(Keys):
         max_length=64,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
+    sweep: OptionalText = field(
+        None,
+        JOB,
+        "Name of a group of jobs that differ in a few keys, which lists show together; "
+        "`submit --sweep` sets it.",
+        resume="same",
+        memory=False,
+        public=True,
+        max_length=64,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+    )
     model_type: Annotated[ModelType, choice(ModelType)] = field(
         "lora",
         JOB,

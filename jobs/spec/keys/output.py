@@ -9,16 +9,25 @@ from pydantic import BeforeValidator
 from jobs.spec.keys.groups import EXPORT, HUB, OUTPUT
 from jobs.spec.rules.no_effect import all_checkpoints_stay, no_validation_fraction, not_pushed
 from jobs.spec.values.field import Keys, field
-from jobs.spec.values.spellings import as_bool, as_choice, as_list, as_none
-from jobs.spec.values.value_types import Bool, OptionalBool, OptionalText, SaveFailure, choice
+from jobs.spec.values.spellings import as_bool, as_choice, as_list, as_none, unquoted
+from jobs.spec.values.value_types import (
+    Bool,
+    OptionalBool,
+    OptionalText,
+    SaveFailure,
+    choice,
+    refuse,
+)
 
 
 def read_count(value: Any) -> Any:
-    """Read a number, or yes and no for 1 and 0."""
-    if isinstance(value, str) and value.strip().isdecimal():
-        return value
-    value = as_bool(as_none(value))
-    return int(value or 0) if value is None or isinstance(value, bool) else value
+    """Read yes, no, or how many; 1 and 0 are yes and no."""
+    if isinstance(value, str):
+        word = unquoted(value)
+        value = int(word) if word.isdecimal() else as_bool(word)
+    if isinstance(value, int) and value >= 0:
+        return bool(value) if value in (0, 1) else value
+    raise refuse(value, ("true", "false"), "true, false or a number of checkpoints")
 
 
 class OutputKeys(Keys):
@@ -36,17 +45,15 @@ class OutputKeys(Keys):
     checkpoints_total_limit: Annotated[int | None, BeforeValidator(as_none)] = field(
         None, OUTPUT, "Number of newest checkpoints to keep.", resume="same", blank="all", ge=1
     )
-    checkpoints_keep_best: Annotated[int, BeforeValidator(read_count)] = field(
-        0,
+    checkpoints_keep_best: Annotated[bool | int, BeforeValidator(read_count)] = field(
+        False,
         OUTPUT,
-        "Number of checkpoints with the lowest validation loss that checkpoints_total_limit never "
-        "deletes; true: one.",
+        "Never delete the checkpoint with the lowest validation loss, whatever "
+        "checkpoints_total_limit is; a number: that many of the best.",
         resume="same",
         no_effect=(all_checkpoints_stay, no_validation_fraction),
         memory=False,
         label="keep best",
-        blank="none",
-        ge=0,
     )
     checkpointing_async: OptionalBool = field(
         None,

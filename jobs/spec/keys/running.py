@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import RUNNING, SLURM
-from jobs.spec.rules.no_effect import not_slurm
+from jobs.spec.rules.no_effect import not_of_a_sweep, not_slurm
 from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
@@ -49,6 +49,19 @@ class RunningKeys(Keys):
         memory=False,
         ge=0,
         le=1000,
+    )
+    stop_worse_than_median_after: Annotated[int | None, BeforeValidator(as_none)] = field(
+        None,
+        RUNNING,
+        "Stop this job of a sweep, with a checkpoint, if after this many steps its validation loss "
+        "(its training loss, where nothing is held out) is worse than the median of the other jobs "
+        "at the same step.",
+        resume="same",
+        no_effect=not_of_a_sweep,
+        memory=False,
+        label="stop worse than median after",
+        blank="never",
+        ge=1,
     )
     auto_resume: Bool = field(
         False,

@@ -360,6 +360,10 @@ def no_validation(spec: ValidationKeys) -> str:
     return "" if either else f"{_NO_PROMPTS} or validation_fraction"
 
 
+def not_of_a_sweep(spec: JobKeys) -> str:
+    return "" if spec.sweep else "needs sweep: the other jobs' group"
+
+
 def all_checkpoints_stay(spec: OutputKeys) -> str:
     return "" if spec.checkpoints_total_limit is not None else "needs checkpoints_total_limit"
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from jobs.run.events import Validation
 from jobs.run.hang import SAVE_STEP
+from jobs.run.rundir import RunDir
 from tests.support.jobs.situations.rig import FAILURE_GRACE, GRACE, HANG, LATE, TERM_GRACE
 
 if TYPE_CHECKING:
@@ -103,6 +105,37 @@ def test_which_signals_go_out_during_a_save(rig: Rig, level: int, signals: Signa
     assert rig.sent == signals
     rig.passes(GRACE + TERM_GRACE + LATE)
     assert rig.sent == signals
+
+
+# -- a job does worse than most of its sweep -------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [3.0, 1.0], ids=["worse", "better"])
+def test_a_job_that_is_worse_than_most_of_its_sweep_is_stopped(idle: Rig, loss: float) -> None:
+    keys = {"sweep": "cats", "stop_worse_than_median_after": 2, "validation_fraction": 0.1}
+    idle.describe(keys)
+    for name in ("90-a", "91-b"):
+        other = RunDir(idle.job.run_dir.root.parent / name)
+        other.create()
+        other.job_file.write_text("sweep: cats\n")
+        other.events.write_text(Validation(2, 2.0).line())
+    idle.begin()
+    with idle.job.run_dir.events.open("a") as file:
+        file.write(Validation(2, loss).line())
+    idle.passes(2 * LATE)
+    stopped = loss > 2
+    assert (idle.state == "stopping") == idle.job.run_dir.requested("stop") == stopped
+    idle.finish("stopped" if stopped else "completed")
+    idle.until_end()
+    assert idle.sent == []
+    if stopped:
+        assert idle.state == "stopped"
+        assert idle.reason == (
+            "stopped at step 3, saved: its validation loss, 3 at best, is worse at step 2 than the "
+            "median 2 of 2 other jobs of sweep cats"
+        )
+    else:
+        assert idle.state == "completed"
 
 
 # -- SIGTERM from someone else ---------------------------------------------------------------

@@ -24,7 +24,7 @@ from tui.cli.echo import echo
 from tui.cli.job.follow import follow_log
 from tui.cli.job.watch import watch, watch_machine
 from tui.cli.job_arguments import ID, JSON
-from tui.text.tables import describe, job_table
+from tui.text.tables import describe, job_table, sweep_table
 
 
 @click.command(name="list")
@@ -48,8 +48,11 @@ from tui.text.tables import describe, job_table
     is_flag=True,
     help="The machine and its GPUs too (with --watch --json), as the boxes screen reads it.",
 )
+@click.option("--sweep", metavar="NAME", help="Only a sweep's jobs: what differs, and how good.")
 @JSON
-def list_jobs(forever: bool, interval: float, machine: bool, as_json: bool) -> None:
+def list_jobs(
+    forever: bool, interval: float, machine: bool, sweep: str | None, as_json: bool
+) -> None:
     """List all jobs, newest first.
 
     --watch prints plain sentences and redraws nothing, for screen readers and logs. With --json,
@@ -58,6 +61,8 @@ def list_jobs(forever: bool, interval: float, machine: bool, as_json: bool) -> N
     """
     if machine and not (forever and as_json):
         raise click.UsageError("--machine needs --watch and --json")
+    if sweep is not None and forever:
+        raise click.UsageError("--sweep cannot be combined with --watch")
     store = Store()
     if forever:
         with contextlib.suppress(KeyboardInterrupt):  # as it is meant to end
@@ -68,8 +73,12 @@ def list_jobs(forever: bool, interval: float, machine: bool, as_json: bool) -> N
         return
     service.refresh(store)
     present = devices.gpus()
-    rows = service.as_dicts(store, store.all(), present)
-    echo(json.dumps(rows) if as_json else job_table(rows))
+    if sweep is None:
+        rows = service.as_dicts(store, store.all(), present)
+        echo(json.dumps(rows) if as_json else job_table(rows))
+        return
+    rows = service.sweep_dicts(store, sweep, present)
+    echo(json.dumps(rows) if as_json else sweep_table(rows))
 
 
 @click.command()

@@ -13,12 +13,14 @@ import click
 
 from jobs import service
 from jobs.errors import StateError, UserError
+from jobs.hub.wanted import find_missing
 from jobs.paths import state_home
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.service import edit as jobs_edit
 from jobs.service.plan import plan_change, plan_submit
 from jobs.service.replay import resolved
+from jobs.service.sweep import advice, check_count, expand, plan_all, queue_all, read_sweeps
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.cascade import settle
@@ -26,14 +28,26 @@ from jobs.spec.rules.warnings import find_warnings
 from tui.cli.echo import echo
 from tui.cli.job.follow import follow_job
 from tui.cli.job.outputs import tell
-from tui.cli.job_arguments import FLAGS, ID, JSON, TEMPLATE, WORDS, JobCommand, read_job, warn
+from tui.cli.job_arguments import (
+    FLAGS,
+    ID,
+    JSON,
+    TEMPLATE,
+    WORDS,
+    JobCommand,
+    load_job,
+    read_job,
+    warn,
+)
 from tui.cli.prepare.fetch import FETCH, offer
+from tui.text.checkpoint_text import plan_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jobs.queue.store import Job
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.hub_names import HubName
 
 
 @click.command(cls=JobCommand, context_settings=FLAGS)
@@ -43,12 +57,27 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Validate and print the complete job; queue nothing.",
 )
+@click.option(
+    "--sweep",
+    "swept",
+    multiple=True,
+    metavar="KEY=VALUE,VALUE",
+    help="Queue a job for each value, and for each combination with further --sweep; "
+    "--sweep NAME names the group.",
+)
+@click.option("-y", "--yes", is_flag=True, help="Queue a sweep of more than 100 jobs.")
 @FETCH
 @TEMPLATE
 @JSON
 @WORDS
 def submit(
-    words: tuple[str, ...], template: str | None, fetch: bool, dry_run: bool, as_json: bool
+    words: tuple[str, ...],
+    swept: tuple[str, ...],
+    yes: bool,
+    template: str | None,
+    fetch: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Queue a job and print its id.
 
@@ -63,7 +92,16 @@ def submit(
     fsdp-tui submit job.yaml --fsdp-state-dict-type full --no-gradient-checkpointing
     fsdp-tui submit job.yaml --accelerate_config=my_config.yaml --dry-run
     fsdp-tui submit --template "my flux" --dataset=cats
+    fsdp-tui submit job.yaml --sweep learning_rate=1e-5,3e-5,1e-4 --sweep lora_rank=8,16
     """
+    keys, group = read_sweeps(swept)
+    if keys:
+        if not yes:
+            check_count(keys, "add --yes to queue them all")
+        _sweep(words, keys, group, template, fetch=fetch, dry_run=dry_run, as_json=as_json)
+        return
+    if group:
+        words = (*words, f"--sweep={group}")
     spec = read_job(words, template=template)
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
         plan = plan_submit(store, spec, offer(spec, fetch=fetch, dry_run=dry_run))
@@ -78,6 +116,49 @@ def submit(
         echo(json.dumps(facts))
     else:
         echo(str(job.id))
+
+
+def _sweep(
+    words: tuple[str, ...],
+    keys: dict[str, list[Any]],
+    group: str,
+    template: str | None,
+    *,
+    fetch: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Queue all jobs of a sweep, or none; print their ids, a line each."""
+    base = load_job(words, template=template).to_dict(only_set=True)
+    agreed: dict[tuple[HubName, ...], list[HubName]] = {}
+
+    def fetched(spec: JobSpec) -> list[HubName]:
+        """Ask once for what several jobs lack."""
+        missing = tuple(find_missing(spec))
+        if missing and missing not in agreed:
+            agreed[missing] = offer(spec, fetch=fetch, dry_run=dry_run)
+        return agreed.get(missing, [])
+
+    with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
+        sweep = expand(store, base, keys, group=group)
+        told = [line for spec in sweep.specs for line in find_warnings(spec)] + advice(sweep)
+        for line in dict.fromkeys(told):
+            warn(line)
+        plans = plan_all(store, sweep, fetched)
+    for line in dict.fromkeys(line for plan in plans for line in plan_lines(plan)):
+        echo(f"fsdp-tui: {line}", err=True)
+    if dry_run:
+        values = [plan.spec.to_dict() for plan in plans]
+        echo(json.dumps(values) if as_json else "\n".join(spec.name for spec in sweep.specs))
+        return
+    jobs = queue_all(store, plans)
+    if as_json:
+        made = [{"id": job.id, "name": job.name, "run_dir": str(job.run_dir.root)} for job in jobs]
+        echo(json.dumps({"sweep": sweep.name, "jobs": made}))
+        return
+    for job in jobs:
+        echo(str(job.id))
+    echo(f"fsdp-tui: `fsdp-tui list --sweep {sweep.name}` compares them", err=True)
 
 
 @click.command(cls=JobCommand, context_settings=FLAGS)

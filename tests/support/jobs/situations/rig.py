@@ -154,8 +154,12 @@ class Rig(ABC):
 
     def allow_restarts(self, number: int) -> None:
         """Let the job restart so often after a failure; before it begins."""
+        self.describe({"max_restarts": number})
+
+    def describe(self, keys: dict[str, Any]) -> None:
+        """Set keys of the job; before it begins."""
         job_file = self.job.run_dir.job_file
-        job_file.write_text(json.dumps(json.loads(job_file.read_text()) | {"max_restarts": number}))
+        job_file.write_text(json.dumps(json.loads(job_file.read_text()) | keys))
 
     def begin(self) -> None:
         """Start the supervisor, and wait until all ranks are up."""

@@ -14,7 +14,7 @@ from jobs.run.eventlog import EventLog, ReportLog, RunReport, read_end
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from jobs.queue.store import Job, Store
 
@@ -34,6 +34,7 @@ class JobList:
         self._version: int | None = None
         self._jobs: list[Job] = []
         self.paused = False  # the queue, at the last look
+        self.sweeps: Mapping[int, str] = {}  # of the jobs that belong to one
 
     def look(self) -> list[Job]:
         """Return every job, newest first; the same list object while nothing was written.
@@ -46,6 +47,7 @@ class JobList:
             self._version = None
             self._jobs = self._store.all()  # what is written from here on makes another version
             self.paused = self._store.paused
+            self.sweeps = self._store.sweeps()
             self._version = version
         return self._jobs
 

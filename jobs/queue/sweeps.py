@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NOT_SWEPT: Final = ("name", "sweep")
 """Keys that say nothing of what a job of a sweep does."""
 
-_LEAST_PLAIN: Final = 1e-3  # numbers below are written as 1e-4
+_LEAST_PLAIN: Final = 1e-2  # numbers below are written as 1e-3
 _MOST_PLAIN: Final = 1e6
 _SHORT: Final = {
     "learning_rate": "lr",

@@ -132,7 +132,10 @@ def expand(
     """
     base = str(values.get("name") or "job")
     taken = set(store.sweeps().values())
-    group = group or str(values.get("sweep") or "") or free_name(base, taken)
+    own_group = str(values.get("sweep") or "")
+    if own_group and base.startswith(own_group):  # a copy of a job of the sweep, which grows
+        base = own_group
+    group = group or own_group or free_name(base, taken)
     specs: list[JobSpec] = []
     names: set[str] = set()
     for combination in itertools.product(*swept.values()):

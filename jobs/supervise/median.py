@@ -165,8 +165,8 @@ class MedianRule:
             best = min(filter(math.isfinite, own), default=math.nan)
             what = "training loss" if self.every else "validation loss"
             reason = (
-                f"its {what}, {best:.4g} at best, is worse at step {step} than the median "
-                f"{middle:.4g} of {len(others)} other jobs of sweep {self.sweep}"
+                f"best {what} {best:.4g} is above the median {middle:.4g} of {len(others)} others "
+                f"at step {step}"
             )
             facts = {"reason": reason, "attempt": self.attempt, "step": step}
             write_atomic(mark_of(self.run_dir), json.dumps(facts) + "\n", durable=True)

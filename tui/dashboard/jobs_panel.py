@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,6 +10,7 @@ from textual.message import Message
 
 from jobs.backends import backend
 from jobs.queue.states import ACTIVE, State
+from tui.dashboard.sweep_rows import best_of, heading_row, shape_of, sweep_row
 from tui.keys.actions import bindings
 from tui.text.format import Row, Span
 from tui.widgets.job_rows import Columns, columns, header_row, job_row
@@ -31,10 +33,14 @@ _ENDED = "ended"
 
 
 class Group(NamedTuple):
-    """Jobs that share GPUs: running ones first, then waiting ones in queue order."""
+    """Jobs that share GPUs: running ones first, then waiting ones in queue order.
+
+    Or, with their name, those of a sweep, in the order of their numbers.
+    """
 
     title: str
     views: tuple[JobView, ...]
+    sweep: str = ""
 
 
 def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
@@ -48,8 +54,13 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
     views_of: dict[str, list[JobView]] = {}
     places: dict[str, int] = {}  # title → first GPU
     owners: dict[str, str] = {}  # GPU → title of the group that runs on it
+    swept = Counter(view.sweep for view in views if view.sweep)
+    sweeps: dict[str, list[JobView]] = {}
     for view in views:
         job = view.job
+        if swept[view.sweep] > 1:
+            sweeps.setdefault(view.sweep, []).append(view)
+            continue
         names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
         if job.state.ended:
             title, place = _ENDED, 1 << 30
@@ -67,8 +78,13 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
                 owners.setdefault(name, title)
         views_of.setdefault(title, []).append(view)
         places.setdefault(title, place)
-    order = sorted(views_of, key=lambda title: places[title])
-    return [Group(title, tuple(views_of[title])) for title in order]
+    groups = [(places[title], Group(title, tuple(members))) for title, members in views_of.items()]
+    for name, members in sweeps.items():
+        ended = all(view.job.state.ended for view in members)
+        members.sort(key=lambda view: view.job.id)
+        # At the top while anything of it is to come, else just above what has ended.
+        groups.append(((1 << 30) - 1 if ended else -2, Group(name, tuple(members), name)))
+    return [group for _, group in sorted(groups, key=lambda placed: placed[0])]
 
 
 def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
@@ -129,6 +145,7 @@ class JobsPanel(Lines, can_focus=True):
         self.selected = selected
         self.awaited: int | None = None  # a new job, to be selected as soon as it is seen
         self._groups: list[Group] = []
+        self._folded: set[str] = set()  # sweeps of which only the heading is shown
         self._ids: list[int] = []  # in the order in which they are shown
         self._places: dict[int, int] = {}  # job → place in that order
         self._lines: list[int | None] = []  # the job of each row, None for headings
@@ -145,10 +162,10 @@ class JobsPanel(Lines, can_focus=True):
         if same and self._drawn == (snapshot.jobs, index, self._headed) and self.awaited is None:
             return
         self._groups = job_groups(snapshot.jobs, snapshot.gpus)
-        self._ids = [view.job.id for group in self._groups for view in group.views]
-        self._places = {job: place for place, job in enumerate(self._ids)}
-        if self.awaited in self._places:
+        self._place_jobs()
+        if self.awaited in {view.job.id for view in snapshot.jobs}:
             self._select(self.awaited)
+            self._unfold(self.awaited)
             self.awaited = None
         if self.selected not in self._places:
             self._select(self._ids[0] if self._ids else None)
@@ -192,7 +209,31 @@ class JobsPanel(Lines, can_focus=True):
     def action_last(self) -> None:
         self._go(len(self._ids) - 1)
 
+    def action_fold(self) -> None:
+        """Show only the heading of the selected job's sweep, or all of its jobs again."""
+        group = next((g for g in self._groups if g.sweep and self.selected in _ids_of(g)), None)
+        if group is None:
+            self.app.notify("the selected job belongs to no sweep", markup=False)
+            return
+        self._folded ^= {group.sweep}
+        self._place_jobs()
+        self._fill()
+
     # -- inside ----------------------------------------------------------------------------
+
+    def _place_jobs(self) -> None:
+        """Number the rows that can be selected: a folded sweep is one, which stands for a job."""
+        self._ids = []
+        for group in self._groups:
+            ids = _ids_of(group)
+            if group.sweep in self._folded and group.sweep:
+                ids = [self.selected if self.selected in ids else ids[0]]
+            self._ids += ids
+        self._places = {job: place for place, job in enumerate(self._ids)}
+
+    def _unfold(self, job: int | None) -> None:
+        self._folded -= {group.sweep for group in self._groups if job in _ids_of(group)}
+        self._place_jobs()
 
     @property
     def _position(self) -> int:
@@ -229,6 +270,9 @@ class JobsPanel(Lines, can_focus=True):
         lines: list[int | None] = [None]
         headed = self._headed
         for group in self._groups:
+            if group.sweep:
+                self._fill_sweep(group, rows, lines, width, places)
+                continue
             if headed:
                 rows.append(_heading(group.title, width))
                 lines.append(None)
@@ -241,6 +285,28 @@ class JobsPanel(Lines, can_focus=True):
             del self._made[gone]
         self.show(rows)
         self._keep_in_sight()
+
+    def _fill_sweep(
+        self,
+        group: Group,
+        rows: list[Row],
+        lines: list[int | None],
+        width: int,
+        places: Mapping[int, str],
+    ) -> None:
+        """Add the heading of a sweep and, unless it is folded, the rows of its jobs."""
+        shape, best = shape_of(group.views, width - 2), best_of(group.views)
+        folded = group.sweep in self._folded
+        shown = next((job for job in _ids_of(group) if job in self._places), None)
+        heading = heading_row(group.sweep, group.views, shape, folded=folded)
+        marked = folded and shown == self.selected
+        rows.append((Span("▸ " if marked else "  ", "accent"), *heading))
+        lines.append(shown if folded else None)
+        for view in () if folded else group.views:
+            job = view.job.id
+            row = sweep_row(view, shape, best=job == best, place=places.get(job, ""))
+            rows.append((Span("▸ " if job == self.selected else "  ", "accent"), *row))
+            lines.append(job)
 
     def _row(self, view: JobView, shape: Columns, place: str, selected: bool) -> Row:
         """Return the row of a job, rebuilt only when something about it changed."""
@@ -275,6 +341,10 @@ class JobsPanel(Lines, can_focus=True):
         running, queued = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
         ended = len(snapshot.jobs) - running - queued
         self.show_titles(f"jobs · {running} running · {queued} queued · {ended} ended")
+
+
+def _ids_of(group: Group) -> list[int]:
+    return [view.job.id for view in group.views]
 
 
 def _heading(title: str, width: int) -> Row:

@@ -358,6 +358,29 @@ class DashboardScreen(QueueControl):
 
             self.app.push_screen(PlotsScreen(self.store, view.job))
 
+    def action_compare_sweep(self) -> None:
+        """Plot the jobs of the sweep that have trained; of very many, the best ones."""
+        view = self.selected
+        if view is None:
+            return
+        if not view.sweep:
+            self.app.say(f"job {view.job.id} belongs to no sweep; v plots it", "warning")
+            return
+        from tui.plots.drawing import MOST_RUNS
+        from tui.plots.screen import PlotsScreen
+
+        begun = [
+            each
+            for each in self.snapshot.jobs
+            if each.sweep == view.sweep and each.progress.step and each is not view
+        ]
+        begun.sort(key=lambda each: (each.lowest is None, each.lowest or 0.0, each.job.id))
+        if len(begun) >= MOST_RUNS:
+            best = f"the {MOST_RUNS - 1} with the lowest validation losses"
+            self.app.say(f"beside job {view.job.id}: {best} of {len(begun)} others")
+        others = [each.job for each in begun[: MOST_RUNS - 1]]
+        self.app.push_screen(PlotsScreen(self.store, view.job, others))
+
     def action_checkpoints(self) -> None:
         self.open_job("checkpoints")
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from textual.timer import Timer
 
     from jobs.backends.slurm.commands import Partition
+    from jobs.errors import Problem
     from jobs.spec.values.hub_names import HubName
+    from tui.form.fields import FieldRow
     from tui.form.screen import NewJobScreen
 
 
@@ -72,8 +74,9 @@ class Checks:
             problems = {k: each for k, each in problems.items() if values.get(k, "") != ""}
         for name, row in form.fields.rows.items():
             row.turn_off(self.reasons.get(name, ""))
-            problem = problems.get(name)
+            problem = problems.get(name) or self._problem_in_list(row, values)
             row.complain(problem.text if problem else form.looks.bad_paths.get(name, ""))
+        form.show_keys()
         form.fields.offer_partitions(form.looks.partitions)
         self.show_ranks(values)
         form.query_one(FitBars).look_at(values, form.snapshot, form.looks.partitions)
@@ -118,6 +121,15 @@ class Checks:
     def strategy_note(self, values: Mapping[str, Any]) -> tuple[str, str]:
         """Return the resolved strategy: as a few characters, and as a sentence."""
         return draft.strategy_note(values, self._form.query_one(FitBars).strategy_of(values))
+
+    def _problem_in_list(self, row: FieldRow, values: Mapping[str, Any]) -> Problem | None:
+        """Say how many jobs a list makes, and return what is wrong with a value of it."""
+        if not row.listed:
+            return None
+        count = len(row.values)
+        row.note(f"{count} values, a job each" if count > 1 else "values, with commas between")
+        others = (draft.find_problems({**values, row.field: value}) for value in row.values[1:])
+        return next(filter(None, (problems.get(row.field) for problems in others)), None)
 
     def _show_tabs(self, problems: Mapping[str, object]) -> None:
         wrong = {page_of(key) for key in problems if key}

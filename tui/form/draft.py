@@ -14,6 +14,7 @@ from jobs.errors import SpecError, UserError
 from jobs.hub.wanted import find_missing
 from jobs.preflight import check_job
 from jobs.preflight.data import check_dataset, find_unusable
+from jobs.queue.sweeps import short_value
 from jobs.run.rundir import write_atomic
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import dump_spec, load_spec
@@ -154,6 +155,47 @@ def leaving(queueing: bool) -> str:
     if queueing:
         return "The job is being queued; leaving does not stop that."
     return "Your changes will be lost. ^s saves a job file, ^t a template."
+
+
+# -- lists of values ------------------------------------------------------------------------
+# A field as a list, of which each value becomes a job.
+
+
+UNLISTED: Final = ("name", "sweep", "gpus", "datasets", "validation_prompts", "model_flavour")
+"""Fields that cannot be lists of values: others say what differs, or their values have commas."""
+_AROUND: Final = (0.1, 0.33, 1.0, 3.3, 10.0)
+_SEEDS: Final = 5
+
+
+def proposal(name: str, text: str) -> str:
+    """Return a list to begin with: values around a number, each as a job may have it."""
+    value = JobSpec.model_fields[name].default if not text.strip() else text.strip()
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return f"{text}; " if takes_many(name) and "," in text else text
+    if isinstance(value, bool) or not 0 < number < _MOST_AROUND or takes_many(name):
+        return str(value)
+    if name.endswith("seed"):
+        near = [str(round(number) + step) for step in range(_SEEDS)]
+    elif "int" in str(JobSpec.model_fields[name].annotation):
+        parts = (number / 4, number / 2, number, 2 * number, 4 * number)
+        near = [str(round(part)) for part in parts if part == round(part)]
+    else:
+        near = [short_value(float(f"{number * factor:.1g}")) for factor in _AROUND]
+        near[_AROUND.index(1.0)] = short_value(number)
+    return ", ".join(part for part in near if _is_valid(name, part))
+
+
+_MOST_AROUND: Final = 1e9
+
+
+def _is_valid(name: str, text: str) -> bool:
+    try:
+        JobSpec.model_validate({name: text})
+    except ValidationError:
+        return False
+    return True
 
 
 # -- draft ----------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from textual.markup import escape
 from textual.message import Message
 from textual.widgets import Input, Label, Select, Static
 
+from jobs.errors import SpecError
 from jobs.machine.gpu import foreign_users, hidden_use
+from jobs.service.sweep import read_values
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, is_switch, takes_number
 from tui.form import draft, pages
@@ -344,6 +346,9 @@ class FieldRow(Vertical):
         self.control = _control(name, value, snapshot)
         self.control.tooltip = draft.help_text(name)
         self.control.disabled = bool(off)
+        self.listed = False  # whether it is a list of values, a job each
+        self._single: Any = None  # what it was before
+        self._snapshot = snapshot
         self._detailed = detailed
         self._remark, self._off = "", off
         self._note = Static(self._beside(), classes="note", markup=False)
@@ -364,8 +369,40 @@ class FieldRow(Vertical):
             case GpuPicker() | Choice() as control:
                 return control.value
             case Input() as text:
+                if self.listed:
+                    return next(iter(self.values), None)
                 return draft.from_text(self.field, text.value)
         return None
+
+    @property
+    def values(self) -> list[Any]:
+        """The values of a list; else the one that it has."""
+        if not self.listed or not isinstance(self.control, Input):
+            return [self.value]
+        try:
+            texts = read_values(self.field, self.control.value)
+            return [draft.from_text(self.field, text) for text in texts]
+        except SpecError:  # none yet
+            return []
+
+    async def turn_list(self) -> None:
+        """Become a list of values, a job each, or one value again."""
+        if self.listed:
+            control = _control(self.field, self._single, self._snapshot)
+        else:
+            self._single, text = self.value, draft.as_text(self.field, self.value)
+            if isinstance(self.control, Choice):
+                text = ", ".join(word for word, value in self.control.options if value is not None)
+            else:
+                text = draft.proposal(self.field, text)
+            control = Input(text, id=f"field-{self.field}", compact=True)
+        self.listed = not self.listed
+        control.tooltip = self.control.tooltip
+        before, self.control = self.control, control
+        await before.remove()
+        await self.query_one(".line").mount(control, before=self._note)
+        control.focus()
+        self.post_message(self.Changed(self.field))
 
     def put(self, value: Any) -> None:
         """Show another value."""

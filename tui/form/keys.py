@@ -47,6 +47,14 @@ BINDINGS: Final[list[BindingType]] = [
     ),
     Binding("ctrl+f,slash", "find", "find a field", id="form.find", tooltip="Find a field by name"),
     Binding(
+        "ctrl+e",
+        "sweep",
+        "list of values",
+        id="form.sweep",
+        tooltip="Make the field a list of values, of which each becomes a job; again: one value",
+        priority=True,
+    ),
+    Binding(
         "f4",
         "take_over",
         "from newest job",
@@ -103,6 +111,7 @@ BINDINGS: Final[list[BindingType]] = [
 _NARROW: Final = (
     ("turn(1)", "^n", "page"),
     ("find", "^f", "find"),
+    ("sweep", "^e", "list"),
     ("blocks", "F2", "blocks"),
     ("save", "^s", "save"),
     ("preview", "F3", "file"),
@@ -110,14 +119,14 @@ _NARROW: Final = (
     ("leave", "esc", "leave"),
 )
 _WIDE: Final = (
-    *_NARROW[:2],
+    *_NARROW[:3],
     ("templates", "^t", "template"),
-    _NARROW[2],
+    _NARROW[3],
     ("data", "^l", "data"),
     ("load", "^o", "load"),
-    *_NARROW[3:5],
+    *_NARROW[4:6],
     ("copy", "^y", "copy"),
-    *_NARROW[5:],
+    *_NARROW[6:],
 )
 
 

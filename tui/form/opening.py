@@ -71,4 +71,4 @@ def _announce(dashboard: DashboardScreen, screen: NewJobScreen, job: int | None)
     if job is not None:
         dashboard.jobs.awaited = job
         dashboard.app.collector.wake()
-        dashboard.app.say(f"job {job} {screen.purpose.done}")
+        dashboard.app.say(screen.submission.done)

@@ -120,6 +120,15 @@ class Fields(VerticalScroll, can_focus=False):
         return draft.merge(self.base, {name: row.value for name, row in self.rows.items()})
 
     @property
+    def swept(self) -> dict[str, list[Any]]:
+        """The fields that are lists of several values, by key."""
+        return {
+            name: row.values
+            for name, row in self.rows.items()
+            if row.listed and not row.control.disabled and len(row.values) > 1
+        }
+
+    @property
     def model(self) -> tuple[Any, Any]:
         """The family and flavour."""
         values = self.values

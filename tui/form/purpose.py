@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jobs import service
 from jobs.service import edit
 from jobs.service.plan import plan_submit
+from jobs.service.sweep import advice, check_count, expand, plan_all, queue_all
 from tui.form import draft
 from tui.text.checkpoint_text import plan_lines
 
@@ -73,6 +74,28 @@ class Purpose:
             return service.carry_out(store, plan).id, plan_lines(plan)
         job, plan = edit.change(store, self.job, spec, self.before, absent)
         return job.id, plan_lines(plan)
+
+    @staticmethod
+    def queue_sweep(
+        store: Store,
+        values: Mapping[str, Any],
+        swept: Mapping[str, Sequence[Any]],
+        absent: Sequence[HubName] = (),
+    ) -> tuple[int, str, list[str]]:
+        """Queue a job for each combination of values: all of them, or none.
+
+        Returns:
+            The number of the first, what was done, and what the person should know, a line each.
+
+        Raises:
+            UserError: Something is wrong with one of them.
+        """
+        check_count(swept, "`fsdp-tui submit --sweep … --yes` queues them all")
+        sweep = expand(store, values, swept, read=draft.spec_of)
+        plans = plan_all(store, sweep, lambda spec: absent)
+        jobs = queue_all(store, plans)
+        told = [*advice(sweep), *(line for plan in plans for line in plan_lines(plan))]
+        return jobs[0].id, f"sweep {sweep.name}: {len(jobs)} jobs queued", list(dict.fromkeys(told))
 
     @property
     def done(self) -> str:

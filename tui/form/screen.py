@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -264,6 +265,19 @@ class NewJobScreen(Screen[int | None]):
     async def action_submit(self) -> None:
         await self.submission.begin()
 
+    async def action_sweep(self) -> None:
+        """Make the field a list of values, or one value again."""
+        path = self.focused.ancestors_with_self if self.focused else ()
+        row = next((node for node in path if isinstance(node, FieldRow)), None)
+        if row is None:
+            return
+        if self.purpose.job is not None:
+            self.notify("this form changes one job; copy it to queue several", markup=False)
+        elif row.field in draft.UNLISTED:
+            self.notify(f"{row.field} cannot be a list of values", markup=False)
+        else:
+            await row.turn_list()
+
     def action_take_over(self) -> None:
         self.earlier.turn()
 
@@ -299,7 +313,7 @@ class NewJobScreen(Screen[int | None]):
         self.notify(clipboard.copy(self.app, self.preview.texts[self.preview.kind]), markup=False)
 
     def action_leave(self) -> None:
-        if draft.same(self.fields.values, self.opened):
+        if draft.same(self.fields.values, self.opened) and not self.fields.swept:
             self.dismiss(None)
         else:
             ask_to_leave(self, busy=self.submission.busy)
@@ -307,7 +321,7 @@ class NewJobScreen(Screen[int | None]):
     # -- inside ----------------------------------------------------------------------------
 
     def on_resize(self) -> None:
-        self._show_keys()
+        self.show_keys()
         self._arrange()
 
     def _arrange(self) -> None:
@@ -318,15 +332,18 @@ class NewJobScreen(Screen[int | None]):
         self.fields.display = beside or not self.preview.reading
         self.preview.set_class(not beside, "-alone")
 
-    def _show_keys(self) -> None:
+    def show_keys(self) -> None:
+        """Show the keys, and how many jobs the first of them queues."""
         width = self.size.width
-        keys = last_line(self.purpose.verb, width - 2, narrow=width < _WIDE)
+        jobs = math.prod(map(len, self.fields.swept.values()))
+        verb = f"{self.purpose.verb} {jobs} jobs" if jobs > 1 else self.purpose.verb
+        keys = last_line(verb, width - 2, narrow=width < _WIDE)
         self.query_one("#form-keys", Static).update(keys)
 
     def show_heading(self) -> None:
         """Show the heading and keys, after the form's purpose or its offer has changed."""
         self.query_one("#form-title", Static).update(self.heading)
-        self._show_keys()
+        self.show_keys()
 
     def tell(self, text: str) -> None:
         """Say something below the fields."""

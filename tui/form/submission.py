@@ -146,6 +146,7 @@ class Submission:
         """A thread submitted the job, or could not."""
 
         job: int | None
+        done: str = ""
         problem: str = ""
         free_name: str = ""  # for a copy, where the job can be changed no more
 
@@ -154,10 +155,13 @@ class Submission:
         self.purpose = purpose
         self.gate = Gate(form)
         self.busy = False
+        self.swept: dict[str, list[Any]] = {}  # values of fields that are lists
+        self.done = ""  # what came of it, in words
 
     async def begin(self) -> None:
         """Submit the job, unless something is wrong with it or has to be asked first."""
         form = self._form
+        self.swept = form.fields.swept
         if self.busy or (values := await form.checks.complete()) is None:
             return
         if not self.gate.opens(values):
@@ -165,30 +169,37 @@ class Submission:
         self.busy = True
         form.complain("")
         form.tell("checking …")
-        work = partial(self._submit, self.purpose, values)
+        work = partial(self._submit, self.purpose, values, self.swept)
         form.run_worker(work, group="submit", exit_on_error=False, thread=True)
 
-    def _submit(self, purpose: Purpose, values: dict[str, Any]) -> None:
+    def _submit(
+        self, purpose: Purpose, values: dict[str, Any], swept: Mapping[str, list[Any]]
+    ) -> None:
         """In a thread."""
         form = self._form
         app = form.app  # a form that was left has none
         try:
             absent = self.gate.fetched_for(values)
-            job, warnings = purpose.carry_out(form.store, draft.spec_of(values), absent)
-            if not form.post_message(self.Ended(job)):  # left meanwhile, which stops nothing
-                app.post_message(app.Said(f"job {job} {purpose.done}"))
+            if swept:
+                job, done, warnings = purpose.queue_sweep(form.store, values, swept, absent)
+            else:
+                job, warnings = purpose.carry_out(form.store, draft.spec_of(values), absent)
+                done = f"job {job} {purpose.done}"
+            if not form.post_message(self.Ended(job, done)):  # left meanwhile, which stops nothing
+                app.post_message(app.Said(done))
             if warnings:
                 app.post_message(app.Said("\n".join(warnings), "warning"))
         except UserError as error:
             late = isinstance(error, StateError) and purpose.job is not None
             name = purpose.copy_name(form.store, values) if late else ""
-            form.post_message(self.Ended(None, str(error), name))
+            form.post_message(self.Ended(None, problem=str(error), free_name=name))
         except Exception as error:  # the edge: what was typed must not go with a crash
-            form.post_message(self.Ended(None, f"{type(error).__name__}: {error}"))
+            form.post_message(self.Ended(None, problem=f"{type(error).__name__}: {error}"))
 
     def take(self, message: Ended) -> None:
         """Close the form, or show why it stays."""
         self.busy = False
+        self.done = message.done
         if message.job is not None:
             self._form.dismiss(message.job)
             return

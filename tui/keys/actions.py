@@ -214,6 +214,15 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "jobs",
         "job",
     ),
+    Action(
+        "compare_sweep",
+        "V,shift+v",
+        "V",
+        "compare",
+        "Plot the curves of all jobs of the selected job's sweep",
+        "jobs",
+        "job",
+    ),
     *(
         Action(name, keys, shown, label, does, "queue", needs, acts=True)
         for name, keys, shown, label, needs, does in _QUEUE
@@ -223,6 +232,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("page_down", "ctrl+d", "^d", "page down", "Move down half a screen", "list"),
     Action("page_up", "ctrl+u", "^u", "page up", "Move up half a screen", "list"),
     Action("first", "g,ctrl+home", "g", "first", "Select the first job", "list"),
+    Action("fold", "z", "z", "fold", "Fold the selected job's sweep, or unfold it", "list"),
     Action("last", "G,shift+g,ctrl+end", "G", "last", "Select the last job", "list"),
     Action("toggle_log", "l", "l", "log", "Open the log full-screen, or close it", "log", "job", 6),
     Action("search_log", "slash", "/", "search log", "Search the log full-screen", "log", "job"),

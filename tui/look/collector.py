@@ -5,15 +5,17 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections import OrderedDict, deque
+from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
 from jobs.errors import UserError
 from jobs.machine import devices
 from jobs.queue.job import Clocks
-from jobs.queue.job_list import JobList, progress_of
+from jobs.queue.job_list import JobList, losses_of, progress_of
 from jobs.queue.states import State
+from jobs.queue.sweeps import Groups, lowest
 from jobs.queue.tables import trouble
 from jobs.run.eventlog import EventLog, RunReport
 from tui.look.snapshot import Curve, JobView, Snapshot, in_order, in_step
@@ -108,6 +110,9 @@ class Collector:
         self._behind = False  # a log has more than was read of it
         self._history = History()
         self._list = JobList(store)
+        self._groups = Groups()
+        self._differing: dict[int, dict[str, Any]] = {}  # of jobs of sweeps
+        self._lows: dict[int, float | None] = {}  # validation losses, of ended jobs of sweeps
         self._clocks = Clocks()
         self._listed: list[Job] | None = None  # as it was listed, and in the order of the screen
         self._jobs: list[Job] = []
@@ -165,6 +170,11 @@ class Collector:
             if listed is not self._listed:
                 self._listed, self._jobs = listed, in_order(listed)
                 self._ids = {job.id for job in listed}
+                before = self._differing
+                self._differing = self._groups.differing(listed, self._list.sweeps)
+                for job_id in before.keys() | self._differing.keys():
+                    if before.get(job_id) != self._differing.get(job_id):
+                        self._resting.pop(job_id, None)
                 self._moving = None
             jobs = self._jobs
             chosen = self._chosen(jobs)
@@ -250,19 +260,30 @@ class Collector:
             ranks = in_step(clocks, progress, time.time(), training=training)
             report = RunReport.of(log)
             phase = None if log.behind else log.phase
-            return JobView(job, progress, where, phase, ranks, report.strategy, report.reason)
+            view = JobView(job, progress, where, phase, ranks, report.strategy, report.reason)
+            return self._in_sweep(view, log)
         if chosen:
-            return JobView(job, self._progress(job, self._follow(job)), where)
-        view = JobView(job, self._ended_progress(job), where)
+            log = self._follow(job)
+            return self._in_sweep(JobView(job, self._progress(job, log), where), log)
+        view = self._in_sweep(JobView(job, self._ended_progress(job), where))
         # The same view as long as nothing changed, so that its row need not be made again.
-        if resting and (resting.job, resting.progress, resting.where) == (
-            job,
-            view.progress,
-            where,
-        ):
+        if resting == view:
             return resting
         self._resting[job.id] = view
         return view
+
+    def _in_sweep(self, view: JobView, log: EventLog | None = None) -> JobView:
+        """Add what sets a job of a sweep apart from the others."""
+        job = view.job.id
+        if job not in self._list.sweeps:
+            return view
+        low = lowest(log.validations) if log is not None else None
+        return replace(
+            view,
+            sweep=self._list.sweeps[job],
+            differs=self._differing.get(job, {}),
+            lowest=low[1] if low is not None else self._lows.get(job),
+        )
 
     def _follow(self, job: Job) -> EventLog:
         """Read a job's new events; a long log takes several refreshes."""
@@ -303,7 +324,13 @@ class Collector:
             for job in new:
                 if job.id in progress:
                     self._ended[job.id] = job.ended, progress[job.id]
+                    self._lows.pop(job.id, None)
                     self._resting.pop(job.id, None)  # a row made before this was read
+
+            swept = [job for job in new if job.id in progress and job.id in self._list.sweeps]
+            for job_id, losses in losses_of(self.store, swept).items() if swept else ():
+                low = lowest(losses)
+                self._lows[job_id] = low[1] if low is not None else None
 
     def _forget(self, jobs: Sequence[Job]) -> None:
         """Drop what belongs to jobs that are gone or were not shown for long."""

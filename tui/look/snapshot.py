@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.queue.states import State
 from jobs.run.rundir import PHASES
@@ -30,6 +30,8 @@ class JobView:
     """A job, how far it is, and where. `ranks` and `phase` only while it is active.
 
     `strategy` says how its ranks share the work, `strategy_reason` why, once they have started.
+    `sweep` is the group it belongs to, `differs` what it has of the keys in which the jobs of the
+    group differ, and `lowest` its lowest validation loss; they are read of jobs of a sweep alone.
     """
 
     job: Job
@@ -39,6 +41,9 @@ class JobView:
     ranks: tuple[RankStatus, ...] = ()
     strategy: str = ""
     strategy_reason: str = ""
+    sweep: str = ""
+    differs: Mapping[str, Any] = field(default_factory=dict)
+    lowest: float | None = None
 
     @property
     def total_steps(self) -> int | None:

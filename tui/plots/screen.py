@@ -154,15 +154,16 @@ class PlotsScreen(OfOneJob[None]):
     )
     BINDINGS: ClassVar = bindings_of("plots_screen", KEYS[:2])
 
-    def __init__(self, store: Store, job: Job) -> None:
+    def __init__(self, store: Store, job: Job, others: Sequence[Job] = ()) -> None:
         """
         Args:
             store: Where the other jobs are.
             job: Whose curves.
+            others: What it is compared with at first.
         """
         super().__init__(job)
         self.store = store
-        self.panel = PlotsPanel([job], resting=self._is_covered)
+        self.panel = PlotsPanel([job, *others], resting=self._is_covered)
         self.key_line = Static("", id="plots-keys")
 
     def compose(self) -> ComposeResult:

@@ -89,10 +89,7 @@ def test_a_job_is_judged_from_the_given_step_on_against_those_that_came_as_far(
     assert rule is not None
     assert rule.look() == "", "10 is before 20"
     sweep.report(own, [2.6], 20)
-    assert rule.look() == (
-        "its validation loss, 2.6 at best, is worse at step 20 than the median 2.5 of 2 other jobs "
-        "of sweep cats"
-    )
+    assert rule.look() == "best validation loss 2.6 is above the median 2.5 of 2 others at step 20"
     assert mark_of(own).exists()
     other = rule_of(sweep.job("6-late", 9.0, 2.55))
     assert other is not None

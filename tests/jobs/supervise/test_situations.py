@@ -131,8 +131,8 @@ def test_a_job_that_is_worse_than_most_of_its_sweep_is_stopped(idle: Rig, loss: 
     if stopped:
         assert idle.state == "stopped"
         assert idle.reason == (
-            "stopped at step 3, saved: its validation loss, 3 at best, is worse at step 2 than the "
-            "median 2 of 2 other jobs of sweep cats"
+            "stopped at step 3, saved: best validation loss 3 is above the median 2 of 2 others at "
+            "step 2"
         )
     else:
         assert idle.state == "completed"

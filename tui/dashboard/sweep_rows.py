@@ -1,0 +1,134 @@
+"""The lines of a sweep in the jobs table: a heading, and rows that say what differs. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from jobs.queue.states import State
+from jobs.queue.sweeps import short_text, winner
+from tui.text.format import (
+    BEST,
+    Row,
+    Span,
+    bar,
+    duration,
+    left,
+    number,
+    right,
+    state_text,
+    steps_text,
+)
+from tui.widgets.job_rows import GLYPHS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tui.look.snapshot import JobView
+
+_LOSS: Final = 8  # columns
+_LEAST_MIDDLE: Final = 12
+_LEAST_BAR: Final = 6
+_LONGEST_BAR: Final = 20
+
+
+class Shape(NamedTuple):
+    """Widths of the columns of a sweep's rows; 0 leaves one out.
+
+    Attributes:
+        id: Of the jobs' numbers.
+        label: Of what differs.
+        middle: Of how far a job is, or why it waits.
+        where: Of its devices.
+    """
+
+    id: int
+    label: int
+    middle: int
+    where: int
+
+
+def label_of(view: JobView) -> str:
+    """Say in what a job differs from the others of its sweep: `lr 3e-5  r 16`."""
+    texts = [short_text(key, value) for key, value in view.differs.items()]
+    return "  ".join(texts) or view.job.name
+
+
+def best_of(views: Sequence[JobView]) -> int | None:
+    """Return the job with the lowest validation loss; None if nothing was measured."""
+    known = {view.job.id: (0, view.lowest) for view in views if view.lowest is not None}
+    return winner(known)
+
+
+def shape_of(views: Sequence[JobView], width: int) -> Shape:
+    """Fit the columns of a sweep's jobs: what differs comes before how far they are."""
+    ids = max(2, *(len(str(view.job.id)) for view in views))
+    where = min(10, max(4, *(len(view.where) for view in views)))
+    room = width - ids - 4 - 2 * (_LOSS + 1) - 4 - where
+    label = max(8, *(len(label_of(view)) for view in views))
+    label = max(8, min(label, room - _LEAST_MIDDLE))
+    return Shape(ids, label, max(0, room - label), where)
+
+
+def heading_row(name: str, views: Sequence[JobView], shape: Shape, *, folded: bool) -> Row:
+    """Return the heading of a sweep: its jobs and what they differ in; folded, how they are too."""
+    words = [f"{len(views)} jobs"]
+    before = shape.id + 1 + len(BEST) + 1 + shape.label + 1 + shape.middle
+    if folded:
+        counts = Counter(str(view.job.state) for view in views)
+        words += [f"{count} {state}" for state, count in counts.items()]
+        best = next((view for view in views if view.job.id == best_of(views)), None)
+        if best is not None:
+            words.append(f"{BEST} {label_of(best)}  {number(best.lowest)}")
+        before += 2 * (_LOSS + 1)
+    elif keys := list(views[0].differs):
+        words.append(", ".join(keys))
+    head = f"{'▸' if folded else '▾'} {name} sweep  "
+    text = left(" · ".join(words), max(0, before - len(head)))
+    row: Row = (Span(head, "title"), Span(text, "dim"))
+    if not folded:
+        row = (*row, Span(f" {right('loss', _LOSS)} {right('val', _LOSS)}", "dim"))
+    return row
+
+
+def sweep_row(view: JobView, shape: Shape, *, best: bool, place: str = "") -> Row:
+    """Return the row of a job of a sweep.
+
+    Args:
+        view: The job.
+        shape: The columns.
+        best: Whether it has the lowest validation loss of the sweep.
+        place: Which it is in the queue, `2nd`.
+    """
+    job = view.job
+    glyph, role = GLYPHS[job.state]
+    live = job.state.active
+    return (
+        Span(right(str(job.id), shape.id) + " ", "dim"),
+        Span(BEST if best else " ", "good"),
+        Span(" " + left(label_of(view), shape.label) + " ", "strong" if live or best else ""),
+        *_middle(view, shape.middle, place),
+        Span(f" {right(number(view.progress.loss), _LOSS)}"),
+        Span(f" {right(number(view.lowest), _LOSS)}", "good" if best else ""),
+        Span(f"  {glyph} ", role),
+        Span(left(view.where, shape.where), "accent" if live else "dim"),
+    )
+
+
+def _middle(view: JobView, room: int, place: str) -> Row:
+    """Show how far a job is, why it waits, or how it ended."""
+    job, now = view.job, view.progress
+    if job.state is State.QUEUED:
+        words = f"{place} {job.reason or 'starts when the queue allows'}".strip()
+        return (Span(left(words, room), "warn"),)
+    if job.state.ended:
+        return (Span(left(state_text(job.state, job.reason), room), "dim"),)
+    steps = f" {steps_text(now.step, view.total_steps)}"
+    tail = f"{steps}  {duration(now.eta)}" if now.eta is not None else steps
+    if view.doing and not now.step:
+        return (Span(left(view.doing, room), "accent"),)
+    length = min(_LONGEST_BAR, room - len(tail))
+    if length < _LEAST_BAR:
+        return (Span(left(tail.strip(), room)),)
+    share = now.step / view.total_steps if view.total_steps else None
+    return (*bar(share, length), Span(left(tail, room - length)))

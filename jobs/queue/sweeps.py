@@ -154,5 +154,5 @@ def lowest(losses: Losses) -> tuple[int, float] | None:
 
 def winner(lows: Mapping[int, tuple[int, float] | None]) -> int | None:
     """Return the job with the lowest validation loss; None if none has one."""
-    known = [(low[1], job) for job, low in lows.items() if low is not None]
-    return min(known)[1] if known else None
+    measured = [(low[1], job) for job, low in lows.items() if low is not None]
+    return min(measured)[1] if measured else None

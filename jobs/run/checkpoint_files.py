@@ -189,7 +189,7 @@ def judge(steps: Iterable[int], losses: Sequence[tuple[int, float]]) -> list[Jud
 
     Of equal ones the one nearest to the measurement comes first, which is the one that was
     measured. Those saved before the first measurement, and those whose loss is not finite, are
-    left out.
+    skipped.
 
     Args:
         steps: Of the checkpoints.
@@ -204,7 +204,7 @@ def judge(steps: Iterable[int], losses: Sequence[tuple[int, float]]) -> list[Jud
 
 
 def find_best(run_dir: RunDir, losses: Sequence[tuple[int, float]], whose: str) -> Judged:
-    """The best checkpoint of a run whose file sizes are right.
+    """Find the best checkpoint of a run whose file sizes are right.
 
     Args:
         run_dir: The run.

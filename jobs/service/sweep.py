@@ -67,7 +67,7 @@ def check_key(name: str) -> str:
     if name not in field_names():
         raise SpecError(f'sweep: unknown key "{name}"{did_you_mean(name, field_names())}')
     if name in NOT_SWEPT:
-        raise SpecError(f"sweep: {name} cannot be swept; each job gets a name of its own")
+        raise SpecError(f"sweep: {name} cannot be swept; it is made from what differs")
     return name
 
 
@@ -142,7 +142,6 @@ def expand(
         own = dict(zip(swept, combination, strict=True))
         words = ", ".join(f"{key}={value}" for key, value in own.items())
         try:
-            # Whatever the values are: what they do wrong is told with the right words below.
             spec = settle(read({**values, **own, "name": base, "sweep": group}))
         except SpecError as error:
             raise SpecError(f"sweep, {words}: {error.message}", error.hint) from None

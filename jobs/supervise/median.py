@@ -1,10 +1,10 @@
 """Stop a job of a sweep that does worse than most: the median rule, on the files of the sweep.
 
-A job reports where its validation loss is measured, or every so many steps where nothing is held
-out. At each report its best value so far is compared with the median of what the other jobs had at
-the same step, as Optuna's `MedianPruner` does; the rule is shorter than what would tell a study's
-storage of jobs that other processes run. Jobs of a sweep know each other by the `sweep` of their
-job files, so that this needs no database and works wherever a supervisor runs.
+A job reports where its validation loss is measured, or every N steps where nothing is held out. At
+each report its best value so far is compared with the median of what the other jobs had at the same
+step, as Optuna's `MedianPruner` does; a study of that library would need its own storage beside the
+queue. Jobs of a sweep know each other by the `sweep` of their job files, so that this needs no
+database and works wherever a supervisor runs.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def worse_than(own: Sequence[float], others: Iterable[float]) -> float | None:
         own: What the job has reported so far, of which lower is better; at least one value.
         others: What other jobs reported at this step.
     """
-    known = [value for value in others if math.isfinite(value)]
-    if len(known) < LEAST_OTHERS:
+    reported = [value for value in others if math.isfinite(value)]
+    if len(reported) < LEAST_OTHERS:
         return None
-    middle = median(known)
+    middle = median(reported)
     finite = [value for value in own if math.isfinite(value)]
     return middle if not finite or min(finite) > middle else None
 

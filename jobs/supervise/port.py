@@ -25,14 +25,14 @@ class UnreachableError(Exception):
 class Outcome:
     """The state after an attempt, the reason, and whether a restart could help.
 
-    `wanted`: a rule that the user set has stopped it.
+    `by_rule`: a rule that the user set has stopped it.
     """
 
     state: State
     reason: str
     worth_retrying: bool = False
     failure: Failure | None = None
-    wanted: bool = False
+    by_rule: bool = False
 
 
 @dataclass

@@ -156,7 +156,7 @@ class Supervisor:
             ended_by_us=self.ended_by_us,
         )
         if self._unfit and outcome.state is State.STOPPED:
-            return replace(outcome, reason=f"{outcome.reason}: {self._unfit}", wanted=True)
+            return replace(outcome, reason=f"{outcome.reason}: {self._unfit}", by_rule=True)
         return outcome
 
     def _note_stop(self) -> int:

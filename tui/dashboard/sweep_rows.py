@@ -56,8 +56,8 @@ def label_of(view: JobView) -> str:
 
 def best_of(views: Sequence[JobView]) -> int | None:
     """Return the job with the lowest validation loss; None if nothing was measured."""
-    known = {view.job.id: (0, view.lowest) for view in views if view.lowest is not None}
-    return winner(known)
+    lows = {view.job.id: (0, view.lowest) for view in views if view.lowest is not None}
+    return winner(lows)
 
 
 def shape_of(views: Sequence[JobView], width: int) -> Shape:

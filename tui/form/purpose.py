@@ -94,8 +94,12 @@ class Purpose:
         sweep = expand(store, values, swept, read=draft.spec_of)
         plans = plan_all(store, sweep, lambda spec: absent)
         jobs = queue_all(store, plans)
-        told = [*advice(sweep), *(line for plan in plans for line in plan_lines(plan))]
-        return jobs[0].id, f"sweep {sweep.name}: {len(jobs)} jobs queued", list(dict.fromkeys(told))
+        lines = [*advice(sweep), *(line for plan in plans for line in plan_lines(plan))]
+        return (
+            jobs[0].id,
+            f"sweep {sweep.name}: {len(jobs)} jobs queued",
+            list(dict.fromkeys(lines)),
+        )
 
     @property
     def done(self) -> str:

@@ -193,7 +193,7 @@ class SlurmRanks:
         for tracker in self._trackers:
             with suppress(subprocess.TimeoutExpired):
                 tracker.wait(TRACKERS_TIMEOUT)
-        if self.report.stop_request() or outcome.wanted or outcome.state is State.COMPLETED:
+        if self.report.stop_request() or outcome.by_rule or outcome.state is State.COMPLETED:
             return outcome
         spec = self._attempt.spec if self._attempt else load_spec(self.run_dir.job_file)
         retries = outcome.worth_retrying and spec.max_restarts > 0 and spec.slurm_requeue

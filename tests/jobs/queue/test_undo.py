@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +12,7 @@ from jobs.queue import undo
 from jobs.queue.job import Terms
 from jobs.queue.states import State
 from jobs.queue.store import Store
+from tests.support.jobs.kills import kill, killed
 from tests.support.tui.made_up_runs import add_job
 
 if TYPE_CHECKING:
@@ -44,21 +44,6 @@ def change(job: Job, files: Undo) -> None:
     job.run_dir.job_file.write_text("after")
     (root / "new").touch()
     os.replace(root / "old", root / "moved")
-
-
-def killed(work: Callable[[], object]) -> None:
-    """Do it in a process that kills itself."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def look(job: Job) -> tuple[str, list[str]]:

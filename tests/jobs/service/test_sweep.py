@@ -16,7 +16,7 @@ from jobs.queue.sweeps import Groups, short_text
 from jobs.run.events import Validation
 from jobs.service import sweep
 from jobs.spec.file.load import load_spec
-from tests.jobs.queue.test_undo import kill, killed
+from tests.support.jobs.kills import kill, killed
 
 if TYPE_CHECKING:
     from jobs.queue.job import Job

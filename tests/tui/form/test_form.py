@@ -21,6 +21,7 @@ from tests.support.tui.driven_app import another_look, error_of, field, form, ru
 from tests.support.tui.made_up_runs import FakeGpus, add_job
 from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
+from tui.form import draft
 from tui.form.beside import Look
 from tui.form.fields import GpuPicker, users_of
 from tui.form.pages import PAGES
@@ -713,3 +714,79 @@ async def test_nothing_is_cut_off(store: Store, size: tuple[int, int]) -> None:
 def plain_keys(app: FsdpTui) -> str:
     content: Any = screen(app).query_one("#form-keys", Static).content
     return f" {content.plain} "
+
+
+# -- sweeps --------------------------------------------------------------------------------
+
+
+async def test_five_learning_rates_are_queued_with_at_most_twelve_keys(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    spec = load_spec(None, job_values | {"name": "cats", "learning_rate": 1e-4})
+    add_job(store, "cats", ranks=1, job_file=dump_spec(spec))
+    async with running(store) as (app, pilot):
+        keys = 0
+
+        async def press(*some: str) -> None:
+            nonlocal keys
+            keys += len(some)
+            await pilot.press(*some)
+
+        await press("D")
+        await until(pilot, lambda: app.screen.query("#field-name") and app.focused)
+        await press("ctrl+f")
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        await press(*"lear")
+        await until(pilot, lambda: palette_shows(app, "learning_rate"))
+        await press("enter")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        await until(pilot, lambda: field(app, "learning_rate").control.has_focus)
+        await press("ctrl+e")
+        await until(pilot, lambda: "queue 5 jobs" in text_of(app, "form-keys"))
+        assert note_of(app, "learning_rate") == "5 values, a job each"
+        await press("ctrl+r")
+        await until(pilot, lambda: len(store.all()) == 6)
+        assert keys <= 12
+        await until(pilot, lambda: "sweep cats-2: 5 jobs queued" in said(app))
+    made = store.all()[::-1][1:]
+    rates = [load_spec(job.run_dir.job_file).learning_rate for job in made]
+    assert rates == [1e-5, 3e-5, 1e-4, 3e-4, 1e-3]
+    assert {store.sweeps()[job.id] for job in made} == {"cats-2"}
+
+
+async def test_a_field_is_a_list_until_the_key_is_pressed_again(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        await go_to(app, pilot, "model_type")
+        await pilot.press("ctrl+e")
+        await until(pilot, lambda: field(app, "model_type").control.has_focus)
+        assert field(app, "model_type").values == ["lora", "full"]
+        assert screen(app).values["model_type"] == "lora", "the first one is what is checked"
+        await pilot.press("ctrl+e")
+        await until(pilot, lambda: field(app, "model_type").control.has_focus)
+        assert field(app, "model_type").values == ["lora"]
+        await go_to(app, pilot, "lora_rank")
+        await pilot.press("ctrl+e")
+        await type_over(pilot, "8,many")
+        await until(pilot, lambda: "many" in error_of(app, "lora_rank"))
+        await go_to(app, pilot, "name")
+        await pilot.press("ctrl+e")
+        assert "name cannot be a list of values" in said(app)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        ("learning_rate", "2e-4", "2e-5, 7e-5, 2e-4, 7e-4, 2e-3"),
+        ("learning_rate", "0.00035", "4e-5, 1e-4, 3.5e-4, 1e-3, 4e-3"),
+        ("lora_rank", "16", "4, 8, 16, 32, 64"),
+        ("lora_rank", "1", "1, 2, 4"),
+        ("validation_fraction", "0.1", "0.01, 0.03, 0.1, 0.3"),  # a half at most
+        ("seed", "7", "7, 8, 9, 10, 11"),
+        ("resolution", "512, 768", "512, 768; "),
+        ("optimizer", "lion", "lion"),
+    ],
+)
+def test_a_list_begins_with_values_around_the_one_there_is(
+    name: str, text: str, values: str
+) -> None:
+    assert draft.proposal(name, text) == values

@@ -132,7 +132,7 @@ def _sweep(
     base = load_job(words, template=template).to_dict(only_set=True)
     agreed: dict[tuple[HubName, ...], list[HubName]] = {}
 
-    def fetched(spec: JobSpec) -> list[HubName]:
+    def fetched(spec: InputKeys) -> list[HubName]:
         """Ask once for what several jobs lack."""
         missing = tuple(find_missing(spec))
         if missing and missing not in agreed:
@@ -141,8 +141,8 @@ def _sweep(
 
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
         sweep = expand(store, base, keys, group=group)
-        told = [line for spec in sweep.specs for line in find_warnings(spec)] + advice(sweep)
-        for line in dict.fromkeys(told):
+        warnings = [line for spec in sweep.specs for line in find_warnings(spec)] + advice(sweep)
+        for line in dict.fromkeys(warnings):
             warn(line)
         plans = plan_all(store, sweep, fetched)
     for line in dict.fromkeys(line for plan in plans for line in plan_lines(plan)):

@@ -222,7 +222,7 @@ class JobsPanel(Lines, can_focus=True):
     # -- inside ----------------------------------------------------------------------------
 
     def _place_jobs(self) -> None:
-        """Give each row that can be selected its place; a folded sweep is one, for one of its jobs."""
+        """Give each row that can be selected its place; a folded sweep is one of them."""
         self._ids = []
         for group in self._groups:
             ids = _ids_of(group)

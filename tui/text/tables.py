@@ -86,7 +86,7 @@ def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     if any(job["best_of_sweep"] for job in jobs):
         lines.append(f"{BEST} marks the lowest validation loss (VAL), measured at step AT")
     else:
-        lines.append("nothing is held out: validation_fraction gives jobs a loss to compare")
+        lines.append("no validation loss yet: jobs measure one if validation_fraction holds data out")
     return "\n".join(lines)
 
 

@@ -86,7 +86,9 @@ def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     if any(job["best_of_sweep"] for job in jobs):
         lines.append(f"{BEST} marks the lowest validation loss (VAL), measured at step AT")
     else:
-        lines.append("no validation loss yet: jobs measure one if validation_fraction holds data out")
+        lines.append(
+            "no validation loss yet: jobs measure one if validation_fraction holds data out"
+        )
     return "\n".join(lines)
 
 

@@ -26,6 +26,8 @@ def gpus(count: int) -> str:
 def ranges(numbers: Iterable[int]) -> str:
     """Format indices, joining runs of three or more: `0-3,6`."""
     indices = sorted(set(numbers))
+    if len(indices) <= 2:
+        return ",".join(map(str, indices))
     parts: list[str] = []
     start = 0
     for end in range(1, len(indices) + 1):

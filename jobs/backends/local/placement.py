@@ -110,6 +110,9 @@ class _Board:
         self._undisturbed = dict.fromkeys(uuid for uuid in self._free if uuid not in foreign)
         self._waiting: dict[int, list[str]] = {}  # job → free GPUs reserved for it
         self._running: dict[int, list[str]] = {}  # job → GPUs that it holds
+        # What reasons say of these, until they change: most queued jobs wait for the same.
+        self._reserved_words: str | None = None
+        self._held_words: str | None = None
         for uuid, job in claims.items():
             if uuid in self._index:
                 self._running.setdefault(job, []).append(uuid)
@@ -119,7 +122,11 @@ class _Board:
         if len(usable) >= count:
             return self._start(request.job, list(islice(usable, count)))
         lacks, facts = units.gpus(count), [f"{len(usable)} available"]
-        reserved, held = self._reserved_for(self._waiting), self._held_by(self._running)
+        if self._reserved_words is None:
+            self._reserved_words = self._reserved_for(self._waiting)
+        if self._held_words is None:
+            self._held_words = self._held_by(self._running)
+        reserved, held = self._reserved_words, self._held_words
         self._reserve(request.job, list(usable), lacks)
         disturbed = next(iter(self._free), None)  # the remaining GPUs are used by others
         if disturbed is not None:
@@ -157,6 +164,8 @@ class _Board:
         for uuid in gpus:
             self._holder[uuid] = job
             self._take(uuid)
+        if len(self._running) <= _NAMED or job in self._running:
+            self._held_words = None
         self._running[job] = list(gpus)
         return Start(job, tuple(gpus))
 
@@ -164,6 +173,8 @@ class _Board:
         self._lacks[job] = lacks
         for uuid in gpus:
             if self._reserved.setdefault(uuid, job) == job and uuid not in self._holder:
+                if len(self._waiting) < _NAMED or job in self._waiting:
+                    self._reserved_words = None
                 self._waiting.setdefault(job, []).append(uuid)
             self._take(uuid)
 

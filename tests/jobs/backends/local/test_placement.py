@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs import units
 from jobs.backends.local.placement import Request, Start, Wait, place
 
 A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
@@ -116,6 +117,56 @@ def test_what_can_start_does(case: Case) -> None:
             assert not set(request.gpus) <= set(usable)
             waited_for |= set(request.gpus)
     assert running_on_cpu <= max(case.slots, len(case.on_cpu))
+
+
+@given(
+    wanted=st.lists(
+        st.tuples(
+            st.one_of(st.integers(1, 5), st.lists(st.integers(0, 15), min_size=1, max_size=3)),
+            st.booleans(),
+        ),
+        max_size=20,
+    ),
+    held=st.dictionaries(st.integers(0, 15), st.integers(1, 12), max_size=16),
+    others=st.frozensets(st.integers(0, 15), max_size=8),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_reason_is_of_the_moment_when_the_job_was_decided(
+    wanted: list[tuple[int | list[int], bool]], held: dict[int, int], others: frozenset[int]
+) -> None:
+    """Also among many jobs that wait for the same: not what was so for an earlier one."""
+    devices = [f"GPU-{n}" for n in range(16)]
+    queue = [
+        Request(100 + n, one if isinstance(one, int) else [devices[i] for i in one], shares)
+        for n, (one, shares) in enumerate(wanted)
+    ]
+    claims = {devices[n]: job for n, job in held.items()}
+    running: dict[int, list[int]] = {}
+    for index, job in held.items():
+        running.setdefault(job, []).append(index)
+    waiting: dict[int, list[int]] = {}
+    taken = set(held)
+    decided = place(queue, claims, devices, foreign={devices[n]: "ann" for n in others})
+    for (asked, shares), decision in zip(wanted, decided, strict=True):
+        if isinstance(decision, Start):
+            running[decision.job] = [devices.index(uuid) for uuid in decision.gpus]
+            taken |= set(running[decision.job])
+            continue
+        wants = dict.fromkeys(asked) if isinstance(asked, list) else range(16)
+        if isinstance(asked, int):
+            named = [job for job, indices in waiting.items() if indices][:8]
+            kept = "; ".join(f"{_gpus(waiting[job])} reserved for job {job}" for job in named)
+            on = ", ".join(f"job {job} on {_gpus(running[job])}" for job in list(running)[:8])
+            told = decision.reason.removesuffix(")").split("; ")
+            assert told[-1] == on + ", …" * (len(running) > 8) or not running
+            assert "; ".join(x.split(", which")[0] for x in told if "reserved" in x) == kept
+            wants = [n for n in wants if shares or n not in others]
+        waiting[decision.job] = [n for n in wants if n not in taken]
+        taken |= set(waiting[decision.job])
+
+
+def _gpus(indices: list[int]) -> str:
+    return f"GPU{'s' * (len(indices) != 1)} {units.ranges(indices)}"
 
 
 @given(case=cases())

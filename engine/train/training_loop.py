@@ -13,7 +13,7 @@ from engine.sample.sampler import Sampler
 from engine.train.nonfinite import listed
 from engine.train.validation_loss import ValidationLoss
 from jobs.run.events import Memory, Sample, Step, Validation
-from jobs.spec.rules.steps import steps_of
+from jobs.spec.rules.steps import Rhythm, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,9 +55,8 @@ class Trainer:
 
     def _train(self) -> str:
         self.training.model.train()
-        if self.run.spec.validation_on_startup and self.training.step == 0:
-            self.validate()
-            self.sample()
+        if self.training.step == 0:
+            self._follow()
         while True:
             self.saver.tell()
             ending = self.training.step >= steps_of(self.run.spec)
@@ -76,9 +75,7 @@ class Trainer:
                 self.save(last=True)
                 return "stopped"
             if ending:
-                self.save(last=True)
-                self.validate()
-                self.sample()
+                self._follow(last=True)
                 return "completed"
             self.control.ask(save_failed=self.saver.failed())
             measured = self.stepper.measures()
@@ -130,13 +127,18 @@ class Trainer:
             gc.collect(1)
         if step % _REPLICAS_EVERY == 0:
             check_replicas(self.training.trained(), self.run.world)
-        if spec.checkpointing_steps and step % spec.checkpointing_steps == 0:
-            self.save()
-        loss_steps = spec.validation_loss_steps or spec.validation_steps
-        if loss_steps and step % loss_steps == 0:
-            self.validate()
-        if spec.validation_steps and step % spec.validation_steps == 0:
-            self.sample()
+        self._follow()
+
+    def _follow(self, *, last: bool = False) -> None:
+        """Do what follows the present step; the export is made when training has ended."""
+        spec = self.run.spec
+        for what in Rhythm.of(spec).after(self.training.step, steps_of(spec)):
+            if what == "save":
+                self.save(last=last)
+            elif what == "validate":
+                self.validate()
+            elif what == "sample":
+                self.sample()
 
     def save(self, *, last: bool = False) -> None:
         """Write a checkpoint; a collective.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from jobs.queue.eta import Costs, habits_of, phases_of, time_left
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog, ReportLog, RunReport, read_end
 from jobs.run.rundir import read_json
@@ -90,9 +92,16 @@ _WORTH_KEEPING: Final = 1 << 20  # bytes of events that nobody needs to read aga
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is, from its run directory. `eta` in seconds.
+    """How far a job is, from its run directory.
 
-    `total_steps` is what its ranks say, where the database does not know; None if they have not.
+    Attributes:
+        step: The newest.
+        loss: Its loss.
+        seconds_per_step: The median of the latest ones.
+        eta: Seconds until the job is done; at least, if `eta_unknown` names something.
+        total_steps: What its ranks say, where the database does not know; None if they have not.
+        eta_parts: `eta` by what takes it: `train` for steps, or `jobs.spec.rules.steps.AFTER`.
+        eta_unknown: What is still to come, and not in `eta`: it has not happened yet.
     """
 
     step: int = 0
@@ -100,24 +109,37 @@ class Progress:
     seconds_per_step: float | None = None
     eta: float | None = None
     total_steps: int | None = None
+    eta_parts: Mapping[str, float] = field(default_factory=dict)
+    eta_unknown: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return what is kept of a job that has ended, which has nothing left to do."""
+        return json.dumps([self.step, self.loss, self.seconds_per_step, None, self.total_steps])
 
 
-def progress(job: Job, log: EventLog | None = None) -> Progress:
+def progress(job: Job, log: EventLog | None = None, now: float | None = None) -> Progress:
     """How far a job is.
 
     Args:
         job: The job.
-        log: Its event log, if the caller follows it anyway; it is not polled here.
+        log: Its whole event log, if the caller follows it anyway; it is not polled here.
+        now: Unix seconds; default: the present.
     """
+    whole = log is not None
     log = log if log is not None else read_end(job.run_dir.events)
     last, counted = log.last, None if job.total_steps else _counted_steps(job)
     if last is None:
         return Progress(total_steps=counted)
     pace, total = log.seconds_per_step(), job.total_steps or counted
-    eta = None
-    if pace is not None and total is not None and job.state.active:
-        eta = pace * max(0, total - last.step)
-    return Progress(last.step, last.loss, pace, eta, counted)
+    if total is None or not job.state.active:
+        return Progress(last.step, last.loss, pace, None, counted)
+    habits, costs = habits_of(job.run_dir), Costs.of(log)
+    if not whole and habits is not None and costs.lacks(habits.rhythm):
+        costs = Costs.of(log, phases_of(job.run_dir))
+    left = time_left(log, habits, costs, total, time.time() if now is None else now)
+    if left is None:
+        return Progress(last.step, last.loss, pace, None, counted)
+    return Progress(last.step, last.loss, pace, left.seconds, counted, left.parts, left.unknown)
 
 
 def _counted_steps(job: Job) -> int | None:
@@ -203,10 +225,7 @@ def keep_summary(store: Store, job: Job) -> None:
 
 def _keep(store: Store, summaries: Iterable[tuple[Job, Progress, str]]) -> None:
     """Where it cannot be kept, or a report is not known (""), it is read again next time."""
-    rows = [
-        (job.id, job.ended, json.dumps(astuple(at)), report, job.id)
-        for job, at, report in summaries
-    ]
+    rows = [(job.id, job.ended, at.to_json(), report, job.id) for job, at, report in summaries]
     if store.read_only or not rows:
         return
     with suppress(sqlite3.Error), store.write(patience=_PATIENCE) as db:

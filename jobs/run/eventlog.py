@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
@@ -29,6 +31,7 @@ from jobs.units import size
 from jobs.untrusted.text import harmless_value
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from jobs.run.rundir import RunDir
@@ -37,9 +40,16 @@ if TYPE_CHECKING:
 _PACE_WINDOW: Final = 20  # steps
 _FIRST_READ: Final = 16 << 10  # bytes of the first read from the end of the file
 _READ_GROWTH: Final = 8  # factor by which each further read is larger
+_LONG_AGO: Final = 8 << 20  # bytes from the end, in which phases are looked for
+_LATEST: Final = 4  # phases of a kind that are remembered
+_EXTREME: Final = 3  # times the median, as which a longer step counts
 # `jobs.run.rundir.event` begins lines like this; any other line is decoded.
 STEP_LINE: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "step"')
-_NEITHER_STEP_NOR_START: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "(?!step"|start")')
+_BEGINS: Final = rb'\{"t": [0-9.e+]+, "kind": "'
+_NO_NEWS_OF_STEPS: Final = re.compile(_BEGINS + rb'(?!step"|start"|phase"|checkpoint")')
+_NO_NEWS_OF_PHASES: Final = re.compile(
+    _BEGINS + rb'(?:(?!start"|phase"|checkpoint")|phase", "name": "\w+", "state": "progress")'
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,9 @@ class EventLog:
     attempt replace them, also in `validations` (step and loss).
 
     Lines that `passed_over` matches are read but not decoded.
+
+    `took` has the seconds of the latest phases by their name, and of whole saves, which may go on
+    behind training, as `checkpoint`.
     """
 
     path: Path
@@ -88,6 +101,13 @@ class EventLog:
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     passed_over: re.Pattern[bytes] | None = None
     behind: bool = False  # whether the last poll left data unread
+    took: dict[str, deque[float]] = field(default_factory=dict)
+    _step_to_step: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=_PACE_WINDOW)
+    )
+    _first_step: tuple[float, float] | None = (
+        None  # of the attempt: it warms up, and counts only while alone
+    )
     _offset: int = 0
     _inode: int = 0
 
@@ -135,6 +155,22 @@ class EventLog:
         recent = sorted(s.seconds for s in self.steps[-window:] if s.seconds is not None)
         return recent[len(recent) // 2] if recent else None
 
+    def step_to_step(self) -> float | None:
+        """Return the mean seconds from a step to the next, without the phases between them.
+
+        Unlike the median of `seconds_per_step` it adds up to the time of many steps: whatever a
+        loop does between them is in it, and where samples differ in size, each counts as it is.
+        """
+        recent = self._step_to_step or ([] if self._first_step is None else [self._first_step])
+        # Whichever is more: the steps of a made-up run may all be told at once.
+        return max(map(_mean, zip(*recent, strict=True)), default=None)
+
+    def usual_seconds(self, phase: str) -> float | None:
+        """Return the median of the latest phases of a kind; the first, which warms up, if alone."""
+        latest = list(self.took.get(phase, ()))
+        latest = sorted(latest[1:] or latest)
+        return latest[len(latest) // 2] if latest else None
+
     def _notice_replacement(self, descriptor: int) -> None:
         stat = os.fstat(descriptor)
         if (self._inode and stat.st_ino != self._inode) or stat.st_size < self._offset:
@@ -154,12 +190,16 @@ class EventLog:
                     self.notes[Start.kind] = event
                     resumed = Start.read(event).step
                     self.steps = [s for s in self.steps if s.step <= resumed]
+                    self._step_to_step.clear()
+                    self._first_step = None
                     self.validations = [v for v in self.validations if v[0] <= resumed]
                 case End.kind:
                     self.end_reason = End.read(event).reason
                     self.phase = None
                 case Checkpoint.kind:
-                    self.checkpoints.append(Checkpoint.read(event).step)
+                    saved = Checkpoint.read(event)
+                    self.checkpoints.append(saved.step)
+                    self._remember(Checkpoint.kind, saved.seconds)
                 case Sample.kind:
                     self.samples.append(event)
                 case Validation.kind:
@@ -171,7 +211,27 @@ class EventLog:
         except (KeyError, TypeError, ValueError, OverflowError):
             return  # written by another version
 
+    def _remember(self, phase: str, seconds: float | None) -> None:
+        if seconds is not None and 0 <= seconds < math.inf:
+            self.took.setdefault(phase, deque(maxlen=_LATEST)).append(seconds)
+
+    def _time(self, step: Step) -> None:
+        """Remember how long a step took: by itself, and since the one before.
+
+        After a phase, by itself.
+        """
+        before, own = self.last, step.seconds
+        follows = before is not None and before.step == step.step - 1 and self.phase is None
+        between = step.t - before.t if before is not None and follows else own
+        if own is None or between is None or not (0 <= own < math.inf and 0 <= between < math.inf):
+            return
+        if self._first_step is None:
+            self._first_step = own, between
+        else:
+            self._step_to_step.append((own, between))
+
     def _take_step(self, step: Step) -> None:
+        self._time(step)
         while self.steps and self.steps[-1].step >= step.step:
             self.steps.pop()
         self.steps.append(step)
@@ -186,6 +246,8 @@ class EventLog:
         before = self.phase
         same_phase = before is not None and before.name == event.name and not before.finished
         since = before.since if before is not None and same_phase else 0.0
+        if event.state == "end":
+            self._remember(event.name, event.seconds)
         self.phase = Phase(
             name=event.name,
             done=event.done,
@@ -196,6 +258,12 @@ class EventLog:
             ranks=tuple(event.ranks or ()),
             since=event.t if event.state == "begin" else since,
         )
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    """Return the mean of some times; one that is much longer than the median counts as less."""
+    most = _EXTREME * sorted(seconds)[len(seconds) // 2]
+    return sum(min(each, most) for each in seconds) / len(seconds)
 
 
 def read_end(path: Path) -> EventLog:
@@ -211,10 +279,25 @@ def read_end(path: Path) -> EventLog:
     length = _FIRST_READ
     while True:
         offset = max(0, size - length)
-        log = EventLog(path, passed_over=_NEITHER_STEP_NOR_START, _offset=offset).read_all()
+        log = EventLog(path, passed_over=_NO_NEWS_OF_STEPS, _offset=offset).read_all()
         if offset == 0 or len(log.steps) >= _PACE_WINDOW:
             return log
         length *= _READ_GROWTH
+
+
+def read_phases(path: Path, before: EventLog | None = None) -> EventLog:
+    """Read how long phases took, of so many bytes at the end that it takes no time to speak of.
+
+    Args:
+        path: The event stream.
+        before: What an earlier call returned, which is read on.
+    """
+    if before is None:
+        with suppress(OSError):
+            offset = max(0, os.stat(path).st_size - _LONG_AGO)
+            before = EventLog(path, passed_over=_NO_NEWS_OF_PHASES, _offset=offset)
+    log = before or EventLog(path, passed_over=_NO_NEWS_OF_PHASES)
+    return log.read_all()
 
 
 # -- run report -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Compute the samples per optimizer step, its forward passes, and the number of steps. Pure.
+"""Samples and forward passes of a step, the number of steps, and what follows one. Pure.
 
 All code gets these numbers from here, since some keys follow from others.
 """
@@ -6,15 +6,16 @@ All code gets these numbers from here, since some keys follow from others.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from jobs.errors import SpecError
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.rules.strategy import data_parallel_size, world_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from jobs.spec.job_spec import JobSpec, RecipeKeys
     from jobs.spec.keys.devices import DeviceKeys
@@ -108,7 +109,75 @@ def periodic_saves(spec: JobSpec) -> int | None:
     return None if steps is None else math.ceil(steps / spec.checkpointing_steps)
 
 
-# # -- conflicts ----------------------------------------------------------------------------------
+# -- what follows a step -------------------------------------------------------------------------
+
+
+AFTER: Final = ("save", "validate", "sample", "export")
+"""What may follow a step, as `jobs.run.rundir.PHASES` calls it, in the order of a job."""
+
+
+class RhythmKeys(Protocol):
+    """The keys that decide what follows a step."""
+
+    checkpointing_steps: int
+    validation_steps: int
+    validation_loss_steps: int | None
+    validation_on_startup: bool
+    validation_fraction: float
+    validation_prompts: list[Any]
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """After which steps a job saves, validates, samples and exports.
+
+    Attributes:
+        every: Steps between two of a kind; 0: only at the end. What a job never does is missing.
+        on_startup: Whether it validates and samples before the first step.
+    """
+
+    every: Mapping[str, int]
+    on_startup: bool = False
+
+    @classmethod
+    def of(cls, spec: RhythmKeys) -> Rhythm:
+        """Return the rhythm of a job."""
+        every: dict[str, int] = {"save": spec.checkpointing_steps, "export": 0}
+        if spec.validation_fraction:
+            every["validate"] = spec.validation_loss_steps or spec.validation_steps
+        if spec.validation_prompts:
+            every["sample"] = spec.validation_steps
+        return cls(
+            {what: every[what] for what in AFTER if what in every}, spec.validation_on_startup
+        )
+
+    def after(self, step: int, steps: int) -> tuple[str, ...]:
+        """Return what follows a step, in order; step 0 is before the first.
+
+        Args:
+            step: Which.
+            steps: How many the job trains.
+        """
+        if step >= steps:
+            return tuple(self.every)
+        if step == 0:
+            return tuple(w for w in self.every if w in _BY_LOOKING) if self.on_startup else ()
+        return tuple(what for what, every in self.every.items() if every and step % every == 0)
+
+    def count(self, done: int, steps: int) -> dict[str, int]:
+        """Return how often each follows the steps after `done`, up to the last one."""
+        if done >= steps:
+            return {}
+        return {
+            what: 1 + ((steps - 1) // every - done // every if every else 0)
+            for what, every in self.every.items()
+        }
+
+
+_BY_LOOKING: Final = ("validate", "sample")
+
+
+# -- combinations that cannot run ----------------------------------------------------------------
 
 
 def _global_batch(spec: RecipeKeys) -> Conflict | None:

@@ -315,7 +315,9 @@ def test_progress_comes_from_the_run_directory(store: Store, job_spec: JobSpec) 
     assert service.progress(job) == service.Progress()
     write_steps(job.run_dir.events, 1, 2, 3)
     store.change(job.id, State.RUNNING, "")
-    assert service.progress(store.get(job.id)) == service.Progress(3, 0.5, 0.5, eta=1.0)
+    assert service.progress(store.get(job.id)) == service.Progress(
+        3, 0.5, 0.5, eta=1.0, eta_parts={"train": 1.0}
+    )
     store.change(job.id, State.STOPPED, "")
     assert service.progress(store.get(job.id)).eta is None, "it does not run"
 

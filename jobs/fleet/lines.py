@@ -87,6 +87,8 @@ class BoxJob(_Message):
     loss: Real | None = None
     seconds_per_step: Seconds = None
     eta: Seconds = None
+    eta_at_least: bool = False
+    starts_in: Seconds = None
     ranks: Count = 0
     gpus: tuple[Count, ...] = Field((), max_length=MOST_GPUS)
 
@@ -151,8 +153,9 @@ def _shown_values(row: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("loss", "seconds_per_step"):
         if shown.get(key) is not None:
             shown[key] = float(f"{shown[key]:.4g}")
-    if shown.get("eta") is not None:
-        shown["eta"] = round(shown["eta"])
+    for key in ("eta", "starts_in"):
+        if shown.get(key) is not None:
+            shown[key] = round(shown[key])
     return shown
 
 

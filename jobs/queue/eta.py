@@ -105,6 +105,12 @@ class Habits:
     small: bool
     values: Mapping[str, Any]
 
+    @property
+    def epochs(self) -> object:
+        """What the length of a job follows from that is not given in steps."""
+        keys = ("num_train_epochs", "global_batch_size", "train_batch_size")
+        return [self.values.get(key) for key in keys]
+
 
 def habits_of(run_dir: RunDir) -> Habits | None:
     """Read when a job does what; None if its file cannot be read."""

@@ -16,7 +16,7 @@ from jobs.run.eventlog import EventLog, ReportLog, RunReport, read_end
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from jobs.queue.store import Job, Store
 
@@ -127,7 +127,7 @@ def progress(job: Job, log: EventLog | None = None, now: float | None = None) ->
     """
     whole = log is not None
     log = log if log is not None else read_end(job.run_dir.events)
-    last, counted = log.last, None if job.total_steps else _counted_steps(job)
+    last, counted = log.last, None if job.total_steps else counted_steps(job)
     if last is None:
         return Progress(total_steps=counted)
     pace, total = log.seconds_per_step(), job.total_steps or counted
@@ -142,13 +142,13 @@ def progress(job: Job, log: EventLog | None = None, now: float | None = None) ->
     return Progress(last.step, last.loss, pace, left.seconds, counted, left.parts, left.unknown)
 
 
-def _counted_steps(job: Job) -> int | None:
+def counted_steps(job: Job) -> int | None:
     """Read from rank 0 how many steps the epochs of a job are."""
     total = (read_json(job.run_dir.rank_file(0)) or {}).get("total_steps")
     return total if isinstance(total, int) and total > 0 else None
 
 
-def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> dict[int, Progress]:
+def progress_of(store: Store, jobs: Iterable[Job], most: int | None = None) -> dict[int, Progress]:
     """How far each of these jobs is, by its id.
 
     Args:

@@ -28,6 +28,7 @@ from jobs.queue.sweeps import Groups, lowest, winner
 from jobs.run import checkpoint_files
 from jobs.run.checkpoint_files import find_listed, judge, list_all
 from jobs.run.rundir import write_atomic
+from jobs.service.outlook import Expected, Forecast
 from jobs.service.plan import plan_resume, plan_submit
 from jobs.service.start_point import check_unneeded
 from jobs.spec.file.load import dump_spec
@@ -367,14 +368,29 @@ def gpu_indices(job: Job, present: list[Gpu]) -> list[int]:
     return [index[name] for name in job.gpus if name in index]
 
 
-def as_dicts(store: Store, jobs: Sequence[Job], present: list[Gpu]) -> list[dict[str, Any]]:
-    """Return jobs in the format of `list --json`."""
-    far, losses = progress_of(store, jobs), losses_of(store, jobs)
-    rows = [_as_dict(job, far[job.id], losses[job.id], present) for job in jobs]
+def as_dicts(
+    store: Store, jobs: Sequence[Job], present: list[Gpu], forecast: Forecast | None = None
+) -> list[dict[str, Any]]:
+    """Return jobs in the format of `list --json`.
+
+    Args:
+        store: The jobs.
+        jobs: Which ones.
+        present: The machine's GPUs.
+        forecast: Of a caller that asks again and again.
+    """
+    everyone = store.all() if any(not job.state.ended for job in jobs) else []
+    active = [job for job in everyone if job.state.active]
+    far = progress_of(store, {job.id: job for job in (*active, *jobs)}.values())
+    expected = (forecast or Forecast()).look(store, everyone, far, present).jobs
+    losses = losses_of(store, jobs)
+    rows = [
+        _as_dict(job, far[job.id], losses[job.id], expected.get(job.id, Expected()), present)
+        for job in jobs
+    ]
     sweeps = store.sweeps()
     if any(job.id in sweeps for job in jobs):
-        everyone = store.all() if len(jobs) == 1 else jobs
-        differing = Groups().differing(everyone, sweeps)
+        differing = Groups().differing(store.all() if len(jobs) == 1 else jobs, sweeps)
         for row in rows:
             row["sweep"] = sweeps.get(row["id"])
             row["differs"] = differing.get(row["id"], {})
@@ -422,7 +438,9 @@ def best_of(job: Job, losses: Losses) -> Judged | None:
     return next(iter(judge((step for step, _ in saved), losses)), None)
 
 
-def _as_dict(job: Job, now: Progress, losses: Losses, present: list[Gpu]) -> dict[str, Any]:
+def _as_dict(
+    job: Job, now: Progress, losses: Losses, expected: Expected, present: list[Gpu]
+) -> dict[str, Any]:
     best, newest = best_of(job, losses), losses[-1][1] if losses else math.nan
     return {
         "id": job.id,
@@ -437,6 +455,11 @@ def _as_dict(job: Job, now: Progress, losses: Losses, present: list[Gpu]) -> dic
         "best": best and best.to_dict(),
         "seconds_per_step": now.seconds_per_step,
         "eta": now.eta,
+        "eta_parts": dict(now.eta_parts),
+        "eta_at_least": bool(now.eta_unknown) or expected.at_least,
+        "starts_in": expected.starts_in,
+        "ends_in": expected.ends_in,
+        "after": expected.after,
         "ranks": job.ranks,
         "gpus": gpu_indices(job, present),
         "sweep": None,

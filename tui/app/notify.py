@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs.queue.states import State
 from jobs.run.hang import by_clock, find_hang
+from tui.widgets.bars import done_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,7 +72,8 @@ class Watch:
             ended_before = self._had_ended.get(key)
             self._had_ended[key] = job.state.ended
             if job.state.ended and not ended_before and self._is_news(job, ended_before):
-                news.append(News(_ended(job), _SEVERITIES[job.state]))
+                rest = f" · {words}" if (words := done_words(snapshot)) else ""
+                news.append(News(_ended(job) + rest, _SEVERITIES[job.state]))
             news += self._standing(view, key, snapshot.t)
         self._began = True
         return news

@@ -14,8 +14,8 @@ from jobs.fleet.config import config_file, read_fleet
 from jobs.fleet.watch import FleetWatch
 from tui.cli.echo import echo
 from tui.cli.job_arguments import JSON
-from tui.fleet.words import counts_text, gpus_text, order_of, status_text
-from tui.text.format import duration, number, state_text, steps_text
+from tui.fleet.words import counts_text, eta_of, gpus_text, order_of, status_text
+from tui.text.format import number, state_text, steps_text
 from tui.text.tables import table
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _tables(views: tuple[BoxView, ...], now: float) -> str:
             state_text(job.state, job.reason),
             steps_text(job.step, job.total_steps),
             number(job.loss),
-            duration(job.eta),
+            eta_of(job),
         )
         for view in views
         if view.snapshot is not None

@@ -10,6 +10,7 @@ from textual.message import Message
 
 from jobs.backends import backend
 from jobs.queue.states import ACTIVE, State
+from jobs.service.outlook import Outlook
 from tui.dashboard.sweep_rows import best_of, heading_row, shape_of, sweep_row
 from tui.keys.actions import bindings
 from tui.text.format import Row, Span
@@ -151,6 +152,7 @@ class JobsPanel(Lines, can_focus=True):
         self._lines: list[int | None] = []  # the job of each row, None for headings
         self._shaped: tuple[Sequence[JobView], int, Columns, Mapping[int, str]] | None = None
         self._made: dict[int, tuple[tuple[object, ...], JobView, Row]] = {}
+        self._outlook = Outlook()
         self._snapshot: Snapshot | None = None
         self._drawn: tuple[Sequence[JobView], Mapping[str, int], bool] | None = None
 
@@ -159,6 +161,8 @@ class JobsPanel(Lines, can_focus=True):
         # Of thousands of jobs that rest, nothing is made again.
         index = {gpu.uuid: gpu.index for gpu in snapshot.gpus}
         same = self._drawn is not None and self._drawn[0] is snapshot.jobs
+        same = same and self._outlook is snapshot.outlook
+        self._outlook = snapshot.outlook
         if same and self._drawn == (snapshot.jobs, index, self._headed) and self.awaited is None:
             return
         self._groups = job_groups(snapshot.jobs, snapshot.gpus)
@@ -311,11 +315,12 @@ class JobsPanel(Lines, can_focus=True):
     def _row(self, view: JobView, shape: Columns, place: str, selected: bool) -> Row:
         """Return the row of a job, rebuilt only when something about it changed."""
         drawn = self._made.get(view.job.id)
-        facts = (id(view), shape, place, selected)
+        expected = self._outlook.jobs.get(view.job.id)
+        facts = (id(view), shape, place, selected, expected)
         if drawn is not None and drawn[0] == facts:
             return drawn[2]
         mark = Span("▸ " if selected else "  ", "accent")
-        row = (mark, *job_row(view, shape, place))
+        row = (mark, *job_row(view, shape, place, expected))
         self._made[view.job.id] = (facts, view, row)  # the view too, or its id may be another's
         return row
 

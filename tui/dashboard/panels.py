@@ -15,8 +15,20 @@ from tui.dashboard.device_rows import device_head, device_rows, devices_title
 from tui.dashboard.rank_lines import LEGEND, OTHERS, OURS, rank_table, rank_title
 from tui.look.snapshot import FIRST_STEP, Curve
 from tui.plots.line_chart import chart, ema, smoothing_span
-from tui.text.format import Row, Span, bar, cut, duration, number, pace, spent, state_text
-from tui.widgets.job_rows import GLYPHS
+from tui.text.format import (
+    Row,
+    Span,
+    bar,
+    cut,
+    duration,
+    eta,
+    left_words,
+    number,
+    pace,
+    spent,
+    state_text,
+)
+from tui.widgets.job_rows import GLYPHS, starts_words
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -28,6 +40,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job
     from jobs.run.eventlog import Phase
     from jobs.run.events import Step
+    from jobs.service.outlook import Expected
     from tui.look.snapshot import JobView, Snapshot
 
 
@@ -41,13 +54,16 @@ _LEAST_BAR = 12  # columns
 _ON_X = {0: " · x twice: SIGTERM", 1: " · x twice: SIGTERM", 2: " · x again: SIGKILL"}
 
 
-def activity_rows(view: JobView | None, width: int, now: float | None = None) -> tuple[Row, ...]:
+def activity_rows(
+    view: JobView | None, width: int, now: float | None = None, expected: Expected | None = None
+) -> tuple[Row, ...]:
     """Return one line for a running job; up to three with the reason of any other.
 
     Args:
         view: The job.
         width: Cells of a line.
         now: Unix seconds, to show how long a phase has taken.
+        expected: When it starts, if it waits.
     """
     if view is None or width < 20:
         return ()
@@ -61,7 +77,8 @@ def activity_rows(view: JobView | None, width: int, now: float | None = None) ->
         words += _ON_X.get(job.stop_level, "")
         return _wrapped(head, words, width, "warn")
     if job.state is State.QUEUED:
-        return _wrapped(head, _queued(job, width - _length(head)), width, "")
+        starts = f"{words} · " if (words := starts_words(expected)) else ""
+        return _wrapped(head, starts + _queued(job, width - _length(head)), width, "")
     hint = " · s: resume" if job.state is not State.COMPLETED else ""
     spent = f" · took {duration(job.ended - job.started)}" if job.ended and job.started else ""
     words = f"{state_text(job.state, job.reason)}{spent}{hint}"
@@ -95,7 +112,7 @@ def _progress(view: JobView, width: int, now: float | None) -> Row:
         words, tails = "training", _pace(view)
     elif view.phase is not None and not view.phase.finished and view.doing != FIRST_STEP:
         done, total = view.phase.done, view.phase.total or None  # 0: nothing to do
-        words, tails = doing, _shared(view.phase)
+        words, tails = doing, _with_all(_shared(view.phase), view)
     else:
         done, total, words, tails = 0, None, doing, []
     if total is None:
@@ -134,8 +151,18 @@ def _pace(view: JobView) -> list[str]:
     if now.seconds_per_step is None:
         return []
     each = f"  {pace(now.seconds_per_step)} s/step"
-    left = f"  {duration(now.eta)} left" if now.eta is not None else ""
-    return [each + left, left or each]
+    if now.eta is None:
+        return [each]
+    lefts = [f"  {left}" for left in left_words(now.eta, now.eta_parts, bool(now.eta_unknown))]
+    return [*(each + left for left in lefts), *lefts]
+
+
+def _with_all(tails: list[str], view: JobView) -> list[str]:
+    """Add how long the job takes besides its present phase, where there is room for it."""
+    now = view.progress
+    if now.eta is None or not tails:
+        return tails
+    return [f"{tails[0]} · {eta(now.eta, bool(now.eta_unknown))} in all", *tails]
 
 
 def _shared(phase: Phase) -> list[str]:
@@ -239,14 +266,20 @@ class ActivityPanel(Lines):
         super().__init__(id="activity")
         self._view: JobView | None = None
         self._now: float | None = None
+        self._expected: Expected | None = None
 
-    def update_from(self, view: JobView | None, now: float | None = None) -> None:
+    def update_from(
+        self,
+        view: JobView | None,
+        now: float | None = None,
+        expected: Expected | None = None,
+    ) -> None:
         """Show a job; `now` in Unix seconds tells how long a phase has taken."""
-        self._view, self._now = view, now
-        self.show(activity_rows(view, self.size.width, now))
+        self._view, self._now, self._expected = view, now, expected
+        self.show(activity_rows(view, self.size.width, now, expected))
 
     def on_resize(self, event: Resize) -> None:
-        self.update_from(self._view, self._now)
+        self.update_from(self._view, self._now, self._expected)
 
 
 class CurvePanel(Lines):

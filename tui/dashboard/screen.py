@@ -250,7 +250,8 @@ class DashboardScreen(QueueControl):
     def _show_selected(self) -> None:
         view = self.selected
         self.devices.update_from(self.snapshot, self.jobs.selected)
-        self.activity.update_from(view, self.snapshot.t)
+        expected = self.snapshot.outlook.jobs.get(view.job.id) if view else None
+        self.activity.update_from(view, self.snapshot.t, expected)
         self.key_bar.update_from(view.job if view else None)
         curve = self.snapshot.curve
         if view is None or (curve is not None and curve.job == view.job.id):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.queue.states import ACTIVE, State
-from tui.fleet.words import brief_status, counts, gpus_text, is_free, order_of, status_text
+from tui.fleet.words import brief_status, counts, eta_of, gpus_text, is_free, order_of, status_text
 from tui.text.format import (
     Row,
     Span,
     bar,
     cut,
-    duration,
     gib,
     left,
     load_role,
@@ -113,7 +112,7 @@ def _doing(snapshot: Snapshot) -> tuple[str, str]:
     if active:
         job = active[0]
         done = percent(100 * job.step / job.total_steps if job.total_steps else 0)
-        return " ".join([done, *([duration(job.eta)] if job.eta else []), job.name]), ""
+        return " ".join([done, *([eta_of(job)] if job.eta else []), job.name]), ""
     return ("queue paused" if snapshot.paused else "idle"), "dim"
 
 
@@ -201,10 +200,11 @@ def _job_row(job: BoxJob, width: int, ids: int, names: int, steps: int) -> Row:
     ]
     used = ids + names + 14
     if job.state == State.QUEUED and not job.step:
-        return (*row, Span(cut(job.reason or "waits", max(0, width - used)), "warn"))
+        starts = f"{eta_of(job)} · " if job.starts_in is not None else ""
+        return (*row, Span(cut(starts + (job.reason or "waits"), max(0, width - used)), "warn"))
     numbers = (
         f"{right(steps_text(job.step, job.total_steps), steps)} {right(number(job.loss), 8)}"
-        f" {right(pace(job.seconds_per_step), 6)} {right(duration(job.eta), 8)} "
+        f" {right(pace(job.seconds_per_step), 6)} {right(eta_of(job), 8)} "
     )
     row += [Span(numbers), Span(on, "accent" if active else "dim")]
     room = width - used - len(numbers) - len(on) - 2

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from jobs.queue.states import ACTIVE, ENDED, State
-from tui.text.format import spent
+from tui.text.format import eta, spent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -94,3 +94,10 @@ def order_of(jobs: Iterable[BoxJob]) -> Sequence[BoxJob]:
         return int(job.state not in _ACTIVE), job.id
 
     return sorted(jobs, key=key)
+
+
+def eta_of(job: BoxJob) -> str:
+    """When a job is done or, if it waits, when it starts."""
+    if job.starts_in is not None:
+        return f"starts in {eta(job.starts_in, job.eta_at_least)}"
+    return eta(job.eta, job.eta_at_least)

@@ -18,6 +18,7 @@ from jobs.queue.states import State
 from jobs.queue.sweeps import Groups, lowest
 from jobs.queue.tables import trouble
 from jobs.run.eventlog import EventLog, RunReport
+from jobs.service.outlook import Forecast, Outlook
 from tui.look.snapshot import Curve, JobView, Snapshot, in_order, in_step
 from tui.text.format import ranges
 
@@ -114,6 +115,7 @@ class Collector:
         self._differing: dict[int, dict[str, Any]] = {}  # of jobs of sweeps
         self._lows: dict[int, float | None] = {}  # validation losses, of ended jobs of sweeps
         self._clocks = Clocks()
+        self._forecast, self._outlook = Forecast(), Outlook()
         self._listed: list[Job] | None = None  # as it was listed, and in the order of the screen
         self._jobs: list[Job] = []
         self._ids: set[int] = set()
@@ -183,6 +185,13 @@ class Collector:
             self._share = self._share * 2 if self._behind else _POLLS_PER_LOOK
             self._polls, self._behind = self._share, False
             self._look_at(jobs, gpus, chosen, problems)
+            self._outlook = self._forecast.look(
+                self.store,
+                listed,
+                {view.job.id: view.progress for view in self._views if view.job.state.active},
+                gpus,
+                self._logs,
+            )
             self._draw(chosen)
         except Exception as error:  # one failing look must not end the looking
             problems.append(f"cannot read the jobs: {_words(error)}")
@@ -196,6 +205,7 @@ class Collector:
             busy=self._history.shown,
             filled=self._history.filled,
             paused=self._list.paused,
+            outlook=self._outlook,
         )
 
     # -- inside ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.queue.states import State
 from jobs.run.rundir import PHASES
 from jobs.service import Progress
+from jobs.service.outlook import Outlook
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -92,6 +93,7 @@ class Snapshot:
 
     `busy` has what part of its time each GPU (by UUID) computed lately, in percent, oldest first;
     `filled` what part of its memory was in use. `paused`: no queued job is started.
+    `outlook`: when jobs start and end; the same object while that does not change.
     """
 
     t: float
@@ -103,6 +105,7 @@ class Snapshot:
     busy: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
     filled: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
     paused: bool = False
+    outlook: Outlook = field(default_factory=Outlook)
 
     def find(self, job_id: int | None) -> JobView | None:
         return next((view for view in self.jobs if view.job.id == job_id), None)

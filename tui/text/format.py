@@ -7,16 +7,22 @@ import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from jobs import units
+from jobs.queue.eta import TRAIN
 from jobs.units import ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 __all__ = ["ranges"]  # with what is defined here
 
 MISSING = "–"
 BEST: Final = "★"  # marks what has the lowest validation loss
+_LEAST_PART: Final = 5.0  # seconds, and the share of the whole, of a part that is worth a word
+_LEAST_SHARE: Final = 0.1
+_PARTS: Final = {"sample": "sampling", "validate": "validating", "save": "saving"} | {
+    "export": "exporting"
+}
 
 
 class Span(NamedTuple):
@@ -59,6 +65,27 @@ def duration(seconds: float | None) -> str:
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02}h"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def eta(seconds: float | None, at_least: bool) -> str:
+    """Write the time left for a column: `12:05`, `≥12:05`."""
+    return f"≥{duration(seconds)}" if at_least and seconds is not None else duration(seconds)
+
+
+def left_words(seconds: float, parts: Mapping[str, float], at_least: bool) -> list[str]:
+    """Say how long is left and what takes most of it besides steps; the longest wording first.
+
+    `5:44 left, 4:30 of it sampling`; `≥ 1:06 left` where something is not known.
+    """
+    words = f"{'≥ ' * at_least}{duration(seconds)} left"
+    what, most = max(
+        ((what, each) for what, each in parts.items() if what != TRAIN),
+        key=lambda part: part[1],
+        default=("", 0.0),
+    )
+    if most < max(_LEAST_PART, _LEAST_SHARE * seconds):
+        return [words]
+    return [f"{words}, {duration(most)} of it {_PARTS[what]}", words]
 
 
 def spent(seconds: float) -> str:

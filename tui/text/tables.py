@@ -12,6 +12,8 @@ from tui.text.format import (
     BEST,
     MISSING,
     duration,
+    eta,
+    left_words,
     number,
     pace,
     ranges,
@@ -53,7 +55,7 @@ def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
             steps_text(job["step"], job["total_steps"]),
             number(job["loss"]),
             pace(job["seconds_per_step"]),
-            duration(job["eta"]),
+            _eta(job),
             *([best_mark(job["best"])] if validated else []),
             _where(job),
             job["reason"],
@@ -104,7 +106,8 @@ def describe(job: Mapping[str, Any]) -> str:
         f"state        {state_text(job['state'], job['reason'])}",
         f"step         {job['step']} of {job['total_steps'] or 'as many as its epochs have'}",
         f"loss         {number(job['loss'])}",
-        f"pace         {pace(job['seconds_per_step'])} s/step, {duration(job['eta'])} left",
+        f"pace         {pace(job['seconds_per_step'])} s/step",
+        *([f"time left    {words}"] if (words := when(job)) else []),
         f"on           {_where(job)}",
         f"files        {job['run_dir']} ({size(job['disk_bytes'])})",
         f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
@@ -142,6 +145,26 @@ def describe(job: Mapping[str, Any]) -> str:
         for change in job["history"]
     ]
     return "\n".join(lines)
+
+
+def _eta(job: Mapping[str, Any]) -> str:
+    """When a job is done or, if it waits, when it starts."""
+    if job["starts_in"] is not None:
+        return f"starts in {eta(job['starts_in'], job['eta_at_least'])}"
+    if job["after"] is not None:
+        return f"after job {job['after']}"
+    left = job["eta"] if job["eta"] is not None else job["ends_in"]
+    return eta(left, job["eta_at_least"])
+
+
+def when(job: Mapping[str, Any]) -> str:
+    """Say when a job is done, and when it starts: `starts in 0:21, done in 3:12`."""
+    if job["eta"] is not None:
+        return left_words(job["eta"], job["eta_parts"], job["eta_at_least"])[0]
+    facts = [_eta(job)] if job["starts_in"] is not None or job["after"] is not None else []
+    if job["ends_in"] is not None:
+        facts.append(f"done in {eta(job['ends_in'], job['eta_at_least'])}")
+    return ", ".join(facts)
 
 
 def batch_line(samples: int, forwards: int | None) -> str:

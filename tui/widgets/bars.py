@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
 from textual.widgets import Static
 
 from jobs.queue.states import ACTIVE, State
 from tui.keys.actions import FOOTER_GAP, footer_actions
+from tui.text.format import eta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jobs.queue.store import Job
     from tui.look.snapshot import JobView, Snapshot
+
+_WITH_DONE: Final = 76  # columns that have room for when all jobs are done
 
 
 class _Line(Static):
@@ -38,7 +41,7 @@ class TitleBar(_Line):
         super().__init__("titlebar")
         self.host = host
         self.read_only = False
-        self._shown: tuple[int, int, int, bool, str, int] | None = None
+        self._shown: tuple[int, int, int, bool, str, str, int] | None = None
         self._jobs: Sequence[JobView] | None = None
         self._counts = (0, 0)
 
@@ -53,6 +56,7 @@ class TitleBar(_Line):
             queued,
             len(snapshot.gpus),
             snapshot.paused,
+            done_words(snapshot),
             clock,
             self.size.width,
         )
@@ -61,7 +65,14 @@ class TitleBar(_Line):
             self._draw(*shown)
 
     def _draw(
-        self, running: int, queued: int, gpus: int, paused: bool, clock: str, width: int
+        self,
+        running: int,
+        queued: int,
+        gpus: int,
+        paused: bool,
+        done: str,
+        clock: str,
+        width: int,
     ) -> None:
         devices = f"{gpus} GPU{'s' * (gpus != 1)}"
         left = Content.from_markup(
@@ -74,13 +85,22 @@ class TitleBar(_Line):
             f"[{'$success' if running else '$foreground 60%'}]● $running running[/]"
             "  [$foreground 60%]◌ $queued queued[/]"
             + "[b $warning] · queue paused[/]" * paused
-            + "  [$foreground 60%]$clock[/]",
+            + "  [$foreground 60%]$done$clock[/]",
+            done=f"{done}  " if done and width >= _WITH_DONE else "",
             running=str(running),
             queued=str(queued),
             clock=clock,
         )
         gap = max(2, width - len(left.plain) - len(right.plain))
         self.say(Content.assemble(left, " " * gap, right))
+
+
+def done_words(snapshot: Snapshot) -> str:
+    """Say when all jobs are done: `all done in 3:12`; "" of one job, or where nobody knows."""
+    outlook = snapshot.outlook
+    if outlook.all_done is None or snapshot.count(State.QUEUED, *ACTIVE) < 2:
+        return ""
+    return f"all done in {eta(outlook.all_done, outlook.at_least)}"
 
 
 class KeyBar(_Line):

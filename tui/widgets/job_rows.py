@@ -10,7 +10,7 @@ from tui.text.format import (
     Span,
     bar,
     cut,
-    duration,
+    eta,
     left,
     number,
     pace,
@@ -19,6 +19,7 @@ from tui.text.format import (
 )
 
 if TYPE_CHECKING:
+    from jobs.service.outlook import Expected
     from tui.look.snapshot import JobView, Snapshot
 
 GLYPHS: Final[dict[State, tuple[str, str]]] = {
@@ -87,13 +88,25 @@ def header_row(shape: Columns) -> Row:
     return (Span(" ".join(fit(text, width) for width, text, fit in parts if width), "title"),)
 
 
-def job_row(view: JobView, shape: Columns, place: str = "") -> Row:
+def starts_words(expected: Expected | None) -> str:
+    """Say when a queued job starts: `starts in 0:21`, `after job 7`; "" if nobody knows."""
+    if expected is None:
+        return ""
+    if expected.starts_in is not None:
+        return f"starts in {eta(expected.starts_in, expected.at_least)}"
+    return f"after job {expected.after}" if expected.after is not None else ""
+
+
+def job_row(
+    view: JobView, shape: Columns, place: str = "", expected: Expected | None = None
+) -> Row:
     """One job; one that has not started says why it waits where others show progress.
 
     Args:
         view: The job.
         shape: The columns.
         place: Which it is in the queue, `2nd`.
+        expected: When it starts and ends.
     """
     job, now = view.job, view.progress
     glyph, role = GLYPHS[job.state]
@@ -107,7 +120,9 @@ def job_row(view: JobView, shape: Columns, place: str = "") -> Row:
     waits = job.state is State.QUEUED and not now.step
     if waits:
         room = _doing_width(shape)
-        spans.append(Span(left(job.reason or "starts when the queue allows", room), "warn"))
+        reason = job.reason or "starts when the queue allows"
+        starts = f"{words} · " if (words := starts_words(expected)) else ""
+        spans.append(Span(left(starts + reason, room), "warn"))
         spans.append(Span(" " + left(view.where, shape.gpus), "dim"))
         return tuple(spans)
     if shape.bar:
@@ -116,13 +131,21 @@ def job_row(view: JobView, shape: Columns, place: str = "") -> Row:
     cells = [
         (shape.loss, number(now.loss), ""),
         (shape.pace, pace(now.seconds_per_step), ""),
-        (shape.eta, duration(now.eta), ""),
+        (shape.eta, _eta(view, expected), ""),
     ]
     spans += [Span(" " + right(text, width), role) for width, text, role in cells if width]
     spans.append(Span(" " + left(view.where, shape.gpus), "accent" if live else "dim"))
     if shape.why and (why := view.doing if live else job.reason):
         spans.append(Span("  " + cut(why, shape.why), "accent" if live else "dim"))
     return tuple(spans)
+
+
+def _eta(view: JobView, expected: Expected | None) -> str:
+    """The time left; before the first step, as one like it took."""
+    now = view.progress
+    if now.eta is None and expected is not None and view.job.state.active:
+        return eta(expected.ends_in, expected.at_least)
+    return eta(now.eta, bool(now.eta_unknown))
 
 
 def _doing_width(shape: Columns) -> int:

@@ -74,7 +74,7 @@ def dispatch(store: Store) -> None:
             claims,
             list(indices),
             [job.id for job in active if job.wanted is None],
-            cpu_slots=_cpu_slots(),
+            cpu_slots=cpu_slots(),
             # A claimed GPU is never foreign: its claim is kept until its ranks are gone.
             foreign=devices.foreign_users(gpus, (), claims),
             indices=indices,
@@ -230,7 +230,7 @@ def _where(decision: Start, indices: Mapping[str, int]) -> str:
     return "starting on GPU " + ", ".join(str(indices[uuid]) for uuid in decision.gpus)
 
 
-def _cpu_slots() -> int:
+def cpu_slots() -> int:
     """Return how many jobs may share the CPU: 1, or `FSDP_TUI_CPU_JOBS`."""
     text = os.environ.get("FSDP_TUI_CPU_JOBS", "1")
     return max(1, int(text)) if text.isdigit() else 1

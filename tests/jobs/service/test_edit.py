@@ -105,7 +105,7 @@ def test_nobody_starts_a_job_as_it_was_before(
             )
         return 1
 
-    monkeypatch.setattr("jobs.backends.local.dispatch._cpu_slots", meanwhile)
+    monkeypatch.setattr("jobs.backends.local.dispatch.cpu_slots", meanwhile)
     dispatch(store)
     assert store.get(job.id).state is State.QUEUED
     dispatch(store)

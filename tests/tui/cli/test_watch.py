@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jobs.queue.store import Store
+    from jobs.service.outlook import Forecast
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def row(**changes: Any) -> dict[str, Any]:
         "loss": None,
         "seconds_per_step": None,
         "eta": None,
+        "eta_at_least": False,
+        "starts_in": None,
         "gpus": [],
     } | changes
 
@@ -58,6 +61,9 @@ def test_a_job_in_words() -> None:
         "job 3 cats is running on GPUs 0, 1 and 3, step 40 of 200, loss 0.4123, 1.50 seconds per "
         "step, about 4 minutes left"
     )
+    assert sentence(row(eta=239.0, eta_at_least=True)).endswith(", at least 4 minutes left")
+    waits = row(state="queued", starts_in=21.0, reason="waiting for job 2")
+    assert sentence(waits) == "job 3 cats is queued, starts in about 21 seconds, waiting for job 2"
     assert sentence(row(state="completed", gpus=[0], step=200, seconds_per_step=1.5)) == (
         "job 3 cats is completed, step 200 of 200"
     )
@@ -145,7 +151,7 @@ def test_it_ends_with_its_reader(
     reading, writing = os.pipe()
     looks = []
 
-    def look(store: Store) -> list[dict[str, Any]]:
+    def look(store: Store, forecast: Forecast) -> list[dict[str, Any]]:
         looks.append(store)
         if len(looks) == 2:
             os.close(reading)

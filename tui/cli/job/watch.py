@@ -17,6 +17,7 @@ from jobs.errors import UserError
 from jobs.fleet.lines import ReportWriter
 from jobs.machine import devices
 from jobs.queue.states import ENDED
+from jobs.service.outlook import Forecast
 from tui.cli.echo import echo, pause
 from tui.text.format import number, pace
 
@@ -43,11 +44,11 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
             changed.
     """
     seen: dict[int, str] = {}
-    first, problem = True, ""
+    first, problem, forecast = True, "", Forecast()
     while True:
         before = problem
         try:
-            rows, problem = look(store), ""
+            rows, problem = look(store, forecast), ""
         except _PASSES as error:
             problem = str(error) or type(error).__name__
             if problem != before:
@@ -73,11 +74,11 @@ def watch_machine(store: Store, every: float) -> None:
         store: The jobs.
         every: Seconds between two looks.
     """
-    teller = ReportWriter()
+    teller, forecast = ReportWriter(), Forecast()
     echo(teller.head(version("fsdp-tui"), socket.gethostname(), devices.host().cores, every))
     while True:
         try:
-            jobs, present = look(store), devices.gpus()
+            jobs, present = look(store, forecast), devices.gpus()
             claims, paused = store.claims(), store.paused
             gpus = [brief_gpu(gpu, claims) for gpu in present]
             lines = list(teller.look(time.time(), jobs, gpus, paused))
@@ -103,11 +104,11 @@ def brief_gpu(gpu: Gpu, claims: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def look(store: Store) -> list[dict[str, Any]]:
+def look(store: Store, forecast: Forecast) -> list[dict[str, Any]]:
     """All jobs as scripts see them, the oldest first."""
     service.refresh(store)
     present = devices.gpus()
-    return service.as_dicts(store, store.all()[::-1], present)
+    return service.as_dicts(store, store.all()[::-1], present, forecast)
 
 
 def changed_objects(rows: Sequence[Mapping[str, Any]], seen: dict[int, str]) -> Iterator[str]:
@@ -163,8 +164,11 @@ def sentence(row: Mapping[str, Any]) -> str:
             parts.append(f"loss {number(row['loss'])}")
         if row["seconds_per_step"] is not None and state not in _ENDED:
             parts.append(f"{pace(row['seconds_per_step'])} seconds per step")
+    about = "at least" if row["eta_at_least"] else "about"
     if row["eta"] is not None:
-        parts.append(f"about {in_words(row['eta'])} left")
+        parts.append(f"{about} {in_words(row['eta'])} left")
+    if row["starts_in"] is not None:
+        parts.append(f"starts in {about} {in_words(row['starts_in'])}")
     if row["reason"]:
         parts.append(str(row["reason"]))
     return ", ".join(parts)

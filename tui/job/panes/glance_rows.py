@@ -15,7 +15,7 @@ from tui.job.panes.history import history_rows
 from tui.job.panes.ranks import late_words
 from tui.job.panes.text_pane import fact, heading
 from tui.look.snapshot import FIRST_STEP
-from tui.text.format import Span, bar, duration, number, pace, spent, state_text
+from tui.text.format import Span, bar, duration, eta, left_words, number, pace, spent, state_text
 from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _BLANK: Final[Row] = ()
 _NEWEST: Final = 8  # moments that are read; fewer are shown
 _LEAST_BAR, _LONGEST_BAR = 8, 60  # columns
+_WIDE = 80  # columns that have room for what takes most of the time left
 _SEPARATOR, _NARROW = "  ·  ", " · "
 _DONE, _NOW = "✓", "●"
 
@@ -58,7 +59,11 @@ def _state_row(look: Look, width: int, *, with_state: bool = True) -> Row:
     doing = view.doing if job.state.active else None
     now, total = view.progress, view.total_steps
     done, of, what = now.step, total, "step "
-    tail = f"  {duration(now.eta)} left" if now.eta is not None and job.state.active else ""
+    whole = ""
+    if now.eta is not None and job.state.active:
+        longest, *shorter = left_words(now.eta, now.eta_parts, bool(now.eta_unknown))
+        whole = longest if width >= _WIDE else (shorter or [longest])[-1]
+    tail = f"  {whole}" if whole else ""
     if job.state.ended and job.started and job.ended:
         tail = f"  took {duration(job.ended - job.started)}"
     phase = view.phase
@@ -71,6 +76,8 @@ def _state_row(look: Look, width: int, *, with_state: bool = True) -> Row:
             done, of, what = phase.done, phase.total, ""
             left = phase.seconds_left
             tail = f"  {duration(left)} left" if left is not None else ""
+            if whole and width >= _WIDE:
+                tail += f" · {eta(now.eta, bool(now.eta_unknown))} in all"
         elif not now.step:
             return (*words, Span("…", "accent"))
     share = done / of if of else 0.0

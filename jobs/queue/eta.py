@@ -91,9 +91,9 @@ class Left:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Habits:
-    """What a job file says about when a job does what.
+    """What a job file says about when a job does what; the same object while it says the same.
 
     Attributes:
         rhythm: What follows which steps.

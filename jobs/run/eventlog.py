@@ -166,10 +166,13 @@ class EventLog:
         return max(map(_mean, zip(*recent, strict=True)), default=None)
 
     def usual_seconds(self, phase: str) -> float | None:
-        """Return the median of the latest phases of a kind; the first, which warms up, if alone."""
+        """Return the median of the latest phases of a kind, of two the shorter one.
+
+        The first, which warms up, counts only while it is alone.
+        """
         latest = list(self.took.get(phase, ()))
         latest = sorted(latest[1:] or latest)
-        return latest[len(latest) // 2] if latest else None
+        return latest[(len(latest) - 1) // 2] if latest else None
 
     def _notice_replacement(self, descriptor: int) -> None:
         stat = os.fstat(descriptor)

@@ -11,6 +11,7 @@ import heapq
 import json
 import time
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from jobs.backends.local.dispatch import cpu_slots
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from jobs.machine.devices import Gpu
-    from jobs.queue.eta import Left
+    from jobs.queue.eta import Habits, Left
     from jobs.queue.job_list import Progress
     from jobs.queue.store import Job, Store
     from jobs.run.eventlog import EventLog
@@ -177,7 +178,8 @@ class Forecast:
         self._newest = Outlook()
         self._of: tuple[object, ...] = ()
         self._at = float("-inf")
-        self._costs: dict[tuple[int, int, float | None], Costs] = {}
+        self._costs: dict[tuple[int, int, float | None], Costs] = {}  # of jobs that have ended
+        self._now: dict[int, Costs] = {}  # of those that run, in the present look
 
     def look(
         self,
@@ -220,6 +222,7 @@ class Forecast:
         logs: Mapping[int, EventLog],
     ) -> Outlook:
         active = [job for job in open_jobs if job.state.active]
+        self._now.clear()
         running = {job.id: _rest(far.get(job.id)) for job in active}
         new = [job for job in active if running[job.id] is None]
         for job, takes in self._takes(jobs, new, logs).items():
@@ -229,7 +232,8 @@ class Forecast:
             key=lambda job: (-job.priority, job.queued, job.id),
         )
         ready = [job for job in queued if job.here and not (job.held or noted(job.run_dir))]
-        ready = [] if store.paused else ready[:_MOST]
+        paused = store.paused
+        ready = [] if paused else ready[:_MOST]
         expected = {
             job: Expected(None, left.seconds, left.at_least)
             for job, left in running.items()
@@ -253,7 +257,7 @@ class Forecast:
             )
         expected = {job: _rounded(told) for job, told in expected.items()}
         ends = [told.ends_in for told in expected.values() if told.ends_in is not None]
-        to_end = len(active) + sum(not (store.paused or job.held) for job in queued)
+        to_end = len(active) + sum(not (paused or job.held) for job in queued)
         at_least = len(ends) < to_end or any(told.at_least for told in expected.values())
         return Outlook(expected, max(ends, default=None), at_least)
 
@@ -294,12 +298,20 @@ class Forecast:
 
     def _costs_of(self, job: Job, log: EventLog | None) -> Costs:
         key = job.id, job.attempt, job.ended
-        if (kept := self._costs.get(key)) is not None and not job.state.active:
+        kept = self._now.get(job.id) if job.state.active else self._costs.get(key)
+        if kept is not None:
             return kept
-        phases = phases_of(job.run_dir) if log is None or log.behind else log
-        costs = Costs.of(read_end(job.run_dir.events) if phases is not log else phases, phases)
-        self._costs[key] = replace(costs, start=_launch(job, phases))
-        return self._costs[key]
+        if log is None or log.behind:
+            phases = phases_of(job.run_dir)
+            costs = Costs.of(read_end(job.run_dir.events), phases)
+        else:
+            phases, costs = log, Costs.of(log)
+        costs = replace(costs, start=_launch(job, phases))
+        if job.state.active:
+            self._now[job.id] = costs
+        else:
+            self._costs[key] = costs
+        return costs
 
 
 def _rest(progress: Progress | None) -> Takes | None:
@@ -327,8 +339,13 @@ def recipe_of(job: Job) -> str:
     if habits is None:
         return f"job {job.id}"  # like no other
     where = job.backend if not job.here else "cpu" if job.wanted is None else "gpu"
+    return _recipe(habits, where, job.ranks)
+
+
+@lru_cache(maxsize=1024)
+def _recipe(habits: Habits, where: str, ranks: int) -> str:
     values = {key: habits.values[key] for key in _PACED if key in habits.values}
-    text = json.dumps([where, job.ranks, values], sort_keys=True, default=str)
+    text = json.dumps([where, ranks, values], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -16,6 +16,7 @@ from jobs.machine.devices import Gpu, Host
 from jobs.queue.states import State
 from jobs.run.eventlog import Phase
 from jobs.service import Progress
+from jobs.service.outlook import Expected, Outlook
 from tests.support.tui.made_up_runs import GIB, FakeGpus, add_job, write_rank, write_steps
 from tui.cli.job.watch import sentence
 from tui.dashboard.device_rows import device_rows
@@ -28,7 +29,8 @@ from tui.look.collector import where_of
 from tui.look.snapshot import JobView, Snapshot, in_order
 from tui.plots import line_chart
 from tui.text import format as fmt
-from tui.text.tables import job_table
+from tui.text.tables import job_table, when
+from tui.widgets.bars import done_words
 from tui.widgets.job_actions import WITHIN, TwoPresses
 from tui.widgets.job_rows import columns, header_row, job_row
 
@@ -268,6 +270,67 @@ def test_training_shows_steps_and_the_time_left(store: Store) -> None:
     text = said(JobView(job, Progress(120, 0.4, 0.5, 60.0)))
     assert "120/240  50%" in text
     assert "1:00 left" in text
+
+
+def test_what_takes_most_of_the_time_is_named_where_there_is_room(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING, total_steps=240)
+    parts = {"train": 70.0, "sample": 270.0, "save": 4.0}
+    view = JobView(job, Progress(120, 0.4, 0.5, 344.0, None, parts))
+    assert "5:44 left, 4:30 of it sampling" in said(view, 120)
+    assert "5:44 left" in said(view, 76)
+    assert "sampling" not in said(view, 60)
+    unknown = JobView(job, Progress(120, 0.4, 0.5, 66.0, None, {"train": 66.0}, ("sample",)))
+    assert "≥ 1:06 left" in said(unknown)
+    phase = Phase("sample", 2, 4, seconds_left=14.0)
+    assert "0:14 left · 5:44 in all" in said(JobView(job, view.progress, phase=phase), 120)
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        (Expected(21.0, 200.0), "starts in 0:21 · "),
+        (Expected(21.0, 200.0, at_least=True), "starts in ≥0:21 · "),
+        (Expected(after=7), "after job 7 · "),
+        (Expected(), ""),
+        (None, ""),
+    ],
+)
+def test_a_queued_job_says_when_it_starts(
+    store: Store, expected: Expected | None, words: str
+) -> None:
+    view = JobView(add_job(store, reason="waiting for job 3"))
+    shape = columns(Snapshot(t=0, jobs=(view,)), 120)
+    assert f"{words}waiting for job 3" in fmt.plain(job_row(view, shape, "1st", expected))
+    (row,) = text_of(activity_rows(view, 100, None, expected))
+    assert f"{words}queued: waiting for job 3" in row
+
+
+def test_a_job_without_a_step_is_done_when_one_like_it_would_be(store: Store) -> None:
+    view = JobView(add_job(store, state=State.STARTING))
+    shape = columns(Snapshot(t=0, jobs=(view,)), 120)
+    assert " ≥2:00 " in fmt.plain(job_row(view, shape, "", Expected(None, 120.0, True)))
+
+
+def test_the_title_says_when_all_are_done(store: Store) -> None:
+    views = tuple(JobView(add_job(store, state=State.RUNNING)) for _ in range(2))
+    outlook = Outlook({}, 192.0)
+    assert done_words(Snapshot(t=0, jobs=views, outlook=outlook)) == "all done in 3:12"
+    least = Outlook({}, 192.0, at_least=True)
+    assert done_words(Snapshot(t=0, jobs=views, outlook=least)) == "all done in ≥3:12"
+    assert done_words(Snapshot(t=0, jobs=views)) == ""
+    assert done_words(Snapshot(t=0, jobs=views[:1], outlook=outlook)) == "", "its row says it"
+
+
+def test_the_command_line_says_when(store: Store) -> None:
+    facts = {"eta": None, "eta_parts": {}, "eta_at_least": False}
+    facts |= {"starts_in": None, "ends_in": None, "after": None}
+    assert when(facts) == ""
+    running = facts | {"eta": 344.0, "eta_parts": {"train": 74.0, "sample": 270.0}}
+    assert when(running) == "5:44 left, 4:30 of it sampling"
+    queued = facts | {"starts_in": 21.0, "ends_in": 192.0}
+    assert when(queued) == "starts in 0:21, done in 3:12"
+    assert when(facts | {"after": 7}) == "after job 7"
+    assert when(facts | {"ends_in": 60.0, "eta_at_least": True}) == "done in ≥1:00"
 
 
 def test_a_job_that_starts_says_what_it_is_doing_all_the_while(store: Store) -> None:

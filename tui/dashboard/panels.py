@@ -160,9 +160,10 @@ def _pace(view: JobView) -> list[str]:
 def _with_all(tails: list[str], view: JobView) -> list[str]:
     """Add how long the job takes besides its present phase, where there is room for it."""
     now = view.progress
-    if now.eta is None or not tails:
+    if now.eta is None:
         return tails
-    return [f"{tails[0]} · {eta(now.eta, bool(now.eta_unknown))} in all", *tails]
+    whole = eta(now.eta, bool(now.eta_unknown))
+    return [f"{tails[0]} · {whole} in all", *tails] if tails else [f"  {whole} left in all"]
 
 
 def _shared(phase: Phase) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from jobs.spec.families import Family
 
 # Hub id → parameters of the configs in `jobs/models/published`
 # (tests/engine/families/test_published.py).
@@ -61,3 +64,16 @@ PARAMETERS: Final[dict[str, int]] = {
     "stabilityai/stable-diffusion-3.5-medium": 2_243_171_520,
     "stabilityai/stable-diffusion-xl-base-1.0": 2_567_463_684,
 }
+
+
+def billions(parameters: int | None) -> str:
+    """`14.3 B`, `0.61 B`."""
+    return "?" if parameters is None else f"{parameters / 1e9:.{1 if parameters >= 1e9 else 2}f} B"
+
+
+def by_size(family: Family) -> dict[str, list[str]]:
+    """Return a family's flavours by their size in words, the sizes in order of the flavours."""
+    sizes: dict[str, list[str]] = {}
+    for name, flavour in family.flavours.items():
+        sizes.setdefault(billions(PARAMETERS.get(flavour.hub_id)), []).append(name)
+    return sizes

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.machine.processes import kernel_oom_kills
+from jobs.run.eventlog import read_end
 from jobs.run.failure import Cause, Failure
 from jobs.run.rundir import PHASES, read_tail
 from jobs.untrusted.files import read_regular
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
-    from jobs.run.rundir import RunDir
+    from jobs.run.rundir import RankStatus, RunDir
 
     Entries = dict[int, dict[str, Any]]  # sequence number → recorded collective
 
@@ -483,7 +484,9 @@ def _doing(phase: str, step: Any) -> str:
 def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: bool) -> Failure:
     """Describe a rank that ended without reporting an error."""
     status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
-    when = f"at step {status.step} during {status.phase}" if status else "while starting"
+    when = "while starting"
+    if status is not None:
+        when = f"at step {_newest(run_dir, status)} during {status.phase}"
     if out_of_memory and code in (None, -signal.SIGKILL):
         what = f"rank {rank} was killed by the kernel {when}: the machine ran out of memory"
         return Failure(what, Cause.HOST_MEMORY, rank)
@@ -499,6 +502,12 @@ def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: b
     ends = f"its log ends with: {_shorten(last)}" if last else "its log is empty"
     what = f"rank {rank} exited with status {code} {when}; {ends}"
     return Failure(what, _cause_in(last), rank)
+
+
+def _newest(run_dir: RunDir, status: RankStatus) -> int:
+    """Return the newest step that is known: a rank says its own about once a second."""
+    told = read_end(run_dir.events).last
+    return max(status.step, told.step if told is not None else 0)
 
 
 def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:

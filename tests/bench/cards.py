@@ -1,4 +1,4 @@
-"""`python tests/bench/cards.py`: the smallest number of GPUs that each family needs.
+"""`python tests/bench/cards.py`: the smallest number of GPUs that each size of a family needs.
 
 Writes `jobs/models/published/cards.json`, from which `fsdp-tui families` and the documents take it.
 With names of families only these are computed, and printed beside what the file says; so are all of
@@ -17,6 +17,7 @@ from jobs.memory.calibration import Calibration
 from jobs.memory.estimate import Estimate, Place
 from jobs.memory.fit import CARDS, CARDS_FILE, IN_TABLES, KINDS, read_smallest
 from jobs.memory.question import Server
+from jobs.models.published_sizes import by_size
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 
@@ -47,13 +48,24 @@ def main() -> None:
     found: dict[str, Any] = {}
     server = Server(patience=1800)
     for name in chosen or FAMILIES:
-        flavour = next(iter(FAMILIES[name].flavours))
+        first, *others = by_size(FAMILIES[name]).values()
         begun = time.perf_counter()
         known = read_smallest().get(name, {})
-        found[name] = {"flavour": flavour} | {
-            kind: smallest(server, name, flavour, kind) if kind in asked.kinds else known[kind]
+        found[name] = {"flavour": first[0]} | {
+            kind: smallest(server, name, first[0], kind) if kind in asked.kinds else known[kind]
             for kind in KINDS
         }
+        if others:
+            sizes = known.get("sizes", {})
+            found[name]["sizes"] = {
+                flavour: {
+                    kind: smallest(server, name, flavour, kind)
+                    if kind in asked.kinds or flavour not in sizes
+                    else sizes[flavour][kind]
+                    for kind in KINDS
+                }
+                for flavour, *_ in others
+            }
         print(name, found[name], f"{time.perf_counter() - begun:.1f} s", flush=True)
     server.close()
     if chosen:

@@ -49,6 +49,11 @@ def open_dashboard(
             "the dashboard needs a terminal",
             "use `fsdp-tui list` (--watch to follow), or connect with `ssh -t`",
         )
+    if not in_browser and os.environ.get("TERM") == "dumb":
+        raise UserError(
+            "the dashboard cannot be drawn on this terminal (TERM=dumb)",
+            "use `fsdp-tui list` (--watch to follow), or set TERM=xterm-256color if it can do more",
+        )
     # Without its terminal a dashboard is of no use, even one started from a shell under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     end, of = (_end_with, os.getppid()) if in_browser else (_end_without, sys.stdin.fileno())

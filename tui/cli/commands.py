@@ -226,6 +226,9 @@ def main() -> NoReturn:
         _complain(str(error), 1)
     except sqlite3.Error as error:
         _complain(str(trouble(error)), 1)
+    except _BARE_GROUP as error:
+        echo(error.format_message(), err=True)
+        sys.exit(2)
     except click.ClickException as error:
         _complain(_with_way_out(error), 2)
     except (click.Abort, KeyboardInterrupt):
@@ -237,6 +240,10 @@ def main() -> NoReturn:
         place = f"{error.filename}: " if error.filename else ""
         _complain(f"{place}{error.strerror or error}", 1)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+# A group of commands alone, whose message is its help; an older click prints that itself.
+_BARE_GROUP: Final = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 def _with_way_out(error: click.ClickException) -> str:

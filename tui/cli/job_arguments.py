@@ -75,6 +75,19 @@ def _job_ids(ctx: click.Context, param: click.Parameter, start: str) -> list[Com
     return [CompletionItem(str(job.id), help=f"{job.state} {job.name}") for job in jobs]
 
 
+def _active_ids(
+    ctx: click.Context, param: click.Parameter, start: str
+) -> list[CompletionItem[str]]:
+    """The jobs that run; those that wait, where none does."""
+    jobs = [job for job in Store().all() if str(job.id).startswith(start)]
+    active = [job for job in jobs if job.state.active]
+    return [
+        CompletionItem(str(job.id), help=f"{job.state} {job.name}")
+        for job in active or jobs
+        if not job.state.ended
+    ]
+
+
 def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Return the number of a job, `3` or `#3`."""
     if value is None:
@@ -88,6 +101,9 @@ def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> i
 
 
 ID: Final = click.argument("job_id", metavar="ID", callback=_read_id, shell_complete=_job_ids)
+ID_TO_STOP: Final = click.argument(
+    "job_id", metavar="ID", callback=_read_id, shell_complete=_active_ids
+)
 WORDS: Final = click.argument(
     "words",
     nargs=-1,

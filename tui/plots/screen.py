@@ -79,7 +79,11 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
 
     def __init__(self, jobs: Sequence[Job], chosen: Sequence[int], first: Job) -> None:
         super().__init__()
-        others = sorted((job for job in jobs if job.id != first.id), key=lambda job: -job.id)
+        # Those that never started have no curve.
+        others = sorted(
+            (job for job in jobs if job.id != first.id),
+            key=lambda job: (job.started is None, -job.id),
+        )
         self.first = first
         self.list = _Runs(
             *(

@@ -20,6 +20,7 @@ from jobs.memory.ladder import LADDER, climb
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Server, predict
 from jobs.models import model_config
+from jobs.models.published_sizes import by_size
 from jobs.paths import exists
 from jobs.preflight import check_job
 from jobs.run.rundir import read_json
@@ -282,6 +283,9 @@ def test_every_family_is_in_the_table() -> None:
     assert (read_json(CARDS_FILE) or {})["schema"] == 1
     assert list(read_smallest()) == list(FAMILIES)
     for name, row in read_smallest().items():
-        assert row["flavour"] == next(iter(FAMILIES[name].flavours))
-        for counts in (row[kind] for kind in KINDS):
+        first, *others = (names[0] for names in by_size(FAMILIES[name]).values())
+        assert row["flavour"] == first
+        sizes = row.get("sizes", {})
+        assert list(sizes) == others, "run `python tests/bench/cards.py`"
+        for counts in (row[kind] for row in (row, *sizes.values()) for kind in KINDS):
             assert list(counts) == [str(card) for card in IN_TABLES]

@@ -13,7 +13,7 @@ import pytest
 
 from jobs.machine.processes import kernel_oom_kills
 from jobs.queue.states import State
-from jobs.run.rundir import RankStatus, RunDir
+from jobs.run.rundir import RankStatus, RunDir, event
 from jobs.run.why_failed import RankExit, diagnose, find_wait, rank_exits, why_failed
 from jobs.supervise.remedies import advice
 from tests.support.jobs.fakes.launcher import summary
@@ -302,6 +302,13 @@ def test_a_rank_that_was_killed_is_named_though_only_the_other_complains(run_dir
     text = why_failed(run_dir, 1)
     assert text.startswith("rank 1 was killed by SIGKILL")
     assert "at step 12 during train" in text
+
+
+def test_the_step_is_not_behind_the_one_that_is_shown(run_dir: RunDir) -> None:
+    """A rank tells its own about once a second, and an event each step."""
+    run_dir.events.write_text(event("step", step=15, loss=0.5, seconds=0.01))
+    write_error(run_dir, 0, "RuntimeError", "Connection closed by peer")
+    assert why_failed(run_dir, 1) == "rank 1 vanished at step 15 during train"
 
 
 def test_a_rank_that_vanished_without_a_trace(run_dir: RunDir) -> None:

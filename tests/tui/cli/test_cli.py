@@ -208,6 +208,15 @@ def test_the_dashboard_needs_a_terminal(shell: Shell, monkeypatch: pytest.Monkey
     assert "needs a terminal" in shell.refused()
 
 
+def test_a_terminal_that_cannot_move_its_cursor_gets_a_sentence(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert "TERM=dumb" in shell.refused()
+
+
 def test_a_state_directory_that_is_a_file(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

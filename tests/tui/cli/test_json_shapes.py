@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import pytest
-
 from jobs.queue.states import State
 from tests.support.paths import ROOT
 from tests.support.tui.made_up_runs import FakeGpus, add_job, write_steps
 
 if TYPE_CHECKING:
+    import pytest
+
     from jobs.queue.store import Store
     from tests.support.tui.shell import Shell
 

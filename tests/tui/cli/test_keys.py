@@ -12,8 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.errors import UserError
+from jobs.queue.states import State
 from jobs.spec.job_spec import JobSpec, field_choices, field_group
 from tests.support.paths import ROOT
+from tests.support.tui.made_up_runs import add_job
+from tests.support.tui.shell import Shell
 from tests.support.waiting import PATIENCE
 from tui.cli.commands import CommandGroup, cli
 from tui.cli.completion import _SHELLS
@@ -197,6 +200,24 @@ def test_jobs_are_offered_by_id(store: Store) -> None:
     job = store.add(name="cats", terms=Terms(1, None, 5), run_id="r", prepare=lambda run_dir: None)
     assert complete("bash", "show", str(job.id)) == [str(job.id)]
     assert complete("bash", "stop", "9") == []
+
+
+def test_what_runs_is_offered_to_be_stopped(store: Store) -> None:
+    waits, _ended = add_job(store), add_job(store, state=State.FAILED)
+    assert complete("bash", "stop", "") == [str(waits.id)]
+    runs = add_job(store, state=State.RUNNING)
+    assert complete("bash", "stop", "") == [str(runs.id)], "what waits only where nothing runs"
+
+
+@pytest.mark.parametrize("group", ["cache", "import"])
+def test_a_group_alone_prints_its_help(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = Shell(monkeypatch, capsys)(group)
+    lines = (out + err).splitlines()
+    assert lines[0].startswith(f"Usage: fsdp-tui {group} ")
+    assert "Commands:" in lines
+    assert status in (0, 2), "as click's version has it"
 
 
 @pytest.mark.parametrize("shell", _SHELLS)

@@ -151,6 +151,15 @@ async def test_new_steps_are_drawn_and_nothing_new_is_not(
         assert drawn == []
 
 
+def test_runs_with_a_curve_are_offered_first(store: Store) -> None:
+    first = add_job(store, state=State.RUNNING)
+    ended = add_job(store, state=State.COMPLETED)
+    waiting = [add_job(store) for _ in range(3)]
+    listed = PickRunsScreen(store.all(), [], first).list
+    offered = [listed.get_option_at_index(n).value for n in range(listed.option_count)]
+    assert offered == [ended.id, *(job.id for job in reversed(waiting))]
+
+
 @pytest.mark.slow
 async def test_runs_are_compared(store: Store) -> None:
     for name in ("one", "two", "three"):

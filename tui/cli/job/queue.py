@@ -10,14 +10,14 @@ import click
 from jobs import service
 from jobs.queue.store import Store
 from tui.cli.echo import echo
-from tui.cli.job_arguments import ID
+from tui.cli.job_arguments import ID, ID_TO_STOP
 
 if TYPE_CHECKING:
     from jobs.queue.job import Place
 
 
 @click.command()
-@ID
+@ID_TO_STOP
 @click.option("--now", is_flag=True, help="Send SIGKILL immediately, without a checkpoint.")
 def stop(job_id: int, now: bool) -> None:
     """Stop a job after the current step, with a checkpoint. Again: SIGTERM, then SIGKILL."""

@@ -84,8 +84,12 @@ def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json:
     if as_json:
         echo(json.dumps(facts(findings)))
     else:
-        echo(f"\n{counts['fail']} failed, {counts['warn']} warnings, {counts['ok']} ok")
+        echo(f"\n{_counted(counts['fail'], counts['warn'], counts['ok'])}")
     return 1 if counts["fail"] else 0
+
+
+def _counted(failed: int, warnings: int, fine: int) -> str:
+    return f"{failed} failed, {warnings} warning{'s' * (warnings != 1)}, {fine} ok"
 
 
 def _repair(*, as_json: bool) -> int:
@@ -273,8 +277,8 @@ def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
     else:
         seconds = time.monotonic() - started
         echo(
-            f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARN]} warnings, "
-            f"{counts[Verdict.OK]} ok, in {seconds:.0f} s; report: "
+            f"\n{_counted(counts[Verdict.FAIL], counts[Verdict.WARN], counts[Verdict.OK])}, "
+            f"in {seconds:.0f} s; report: "
             f" {state_home() / jobs_selftest.REPORT}"
         )
     return 1 if counts[Verdict.FAIL] else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.memory.fit import IN_TABLES, KINDS, read_smallest
-from jobs.models.published_sizes import PARAMETERS
+from jobs.models.published_sizes import PARAMETERS, billions, by_size
 from jobs.spec.families import FAMILIES, get_family
 from jobs.spec.values.value_types import read_family
 from tui.cli.echo import echo
@@ -47,12 +47,13 @@ def facts(family: Family) -> dict[str, Any]:
         "objective": family.objective,
         "context_parallel": family.context_parallel,
         "model_types": ["lora", "full"],
-        "smallest_gpus": read_smallest().get(family.name),
+        "smallest_gpus": _of_first(family),
         "defaults": dict(family.defaults),
         "flavours": {
             name: {
                 "hub_id": flavour.hub_id,
                 "parameters": PARAMETERS.get(flavour.hub_id),
+                "smallest_gpus": smallest_of(family, name),
                 "component": family.component_of(name),
                 "note": flavour.note,
                 "defaults": dict(flavour.defaults),
@@ -62,8 +63,14 @@ def facts(family: Family) -> dict[str, Any]:
     }
 
 
+def _of_first(family: Family) -> dict[str, Any] | None:
+    """Return the row of the first flavour."""
+    known = read_smallest().get(family.name)
+    return known and {key: value for key, value in known.items() if key != "sizes"}
+
+
 def table(chosen: list[Family]) -> str:
-    """Return a Markdown table, a row for each family."""
+    """Return a Markdown table, a row for each size of a family."""
     lines = [
         f"| family | flavours | parameters | block classes | LoRA on {_CARDS} GB GPUs "
         "| 8-bit base | 4-bit base "
@@ -71,22 +78,31 @@ def table(chosen: list[Family]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for family in chosen:
-        flavours = ", ".join(f"`{name}`" for name in family.flavours)
         kind = " (video)" if family.frame_step else ""
         blocks = ", ".join(f"`{name}`" for name in family.blocks)
         parallel = "yes" if family.context_parallel else "no"
-        lines.append(
-            f"| {family.title}{kind}<br>`{family.name}` | {flavours} | {_sizes(family)} | {blocks} "
-            + "".join(f"| {_smallest(family, kind)} " for kind in KINDS)
-            + f"| {parallel} |"
-        )
+        for size, names in by_size(family).items():
+            flavours = ", ".join(f"`{name}`" for name in names)
+            lines.append(
+                f"| {family.title}{kind}<br>`{family.name}` | {flavours} | {size} | {blocks} "
+                + "".join(f"| {_smallest(family, names[0], kind)} " for kind in KINDS)
+                + f"| {parallel} |"
+            )
     return "\n".join(lines)
 
 
-def _smallest(family: Family, kind: str) -> str:
-    """Return the smallest sufficient number of each card for the first flavour: `1, 1, 1`."""
-    counts = read_smallest().get(family.name, {}).get(kind, {})
+def _smallest(family: Family, flavour: str, kind: str) -> str:
+    """Return the smallest sufficient number of each card: `1, 1, 1`."""
+    counts = (smallest_of(family, flavour) or {}).get(kind, {})
     return ", ".join(str(counts.get(str(card)) or "–") for card in IN_TABLES)
+
+
+def smallest_of(family: Family, flavour: str) -> dict[str, Any] | None:
+    """Return the smallest number of cards for a flavour, of each of `KINDS`; as its size's."""
+    known = read_smallest().get(family.name, {})
+    first = next(names[0] for names in by_size(family).values() if flavour in names)
+    row = known if known.get("flavour") == first else known.get("sizes", {}).get(first)
+    return {kind: row[kind] for kind in KINDS} if row else None
 
 
 def _paragraph(family: Family) -> str:
@@ -96,16 +112,6 @@ def _paragraph(family: Family) -> str:
     lines = [f"{family.name}  {family.title}{kind}"]
     for name, flavour in family.flavours.items():
         note = f"  ({flavour.note})" if flavour.note else ""
-        size = _billions(PARAMETERS.get(flavour.hub_id))
+        size = billions(PARAMETERS.get(flavour.hub_id))
         lines.append(f"  {name:<{width}}  {size:>6}  {flavour.hub_id}{note}")
     return "\n".join(lines)
-
-
-def _sizes(family: Family) -> str:
-    """Return the different sizes of a family's flavours, in their order."""
-    sizes = [_billions(PARAMETERS.get(flavour.hub_id)) for flavour in family.flavours.values()]
-    return ", ".join(dict.fromkeys(sizes))
-
-
-def _billions(parameters: int | None) -> str:
-    return "?" if parameters is None else f"{parameters / 1e9:.{1 if parameters >= 1e9 else 2}f} B"

@@ -65,8 +65,8 @@ class Costs:
             phases["save"] = copying
         if phases["export"] is None:
             phases["export"] = last_save  # about as much is written
-        known = {what: seconds for what, seconds in phases.items() if seconds is not None}
-        return cls(log.step_to_step(), known, last_save)
+        usual_phases = {what: seconds for what, seconds in phases.items() if seconds is not None}
+        return cls(log.step_to_step(), usual_phases, last_save)
 
     def lacks(self, rhythm: Rhythm) -> bool:
         """Whether it is not known how long something takes that a job does."""
@@ -87,7 +87,7 @@ class Left:
 
     @property
     def seconds(self) -> float:
-        """The sum; at least, if something is unknown."""
+        """Return the sum; at least, if something is unknown."""
         return sum(self.parts.values())
 
 

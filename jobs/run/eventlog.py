@@ -86,8 +86,8 @@ class EventLog:
 
     Lines that `passed_over` matches are read but not decoded.
 
-    `took` has the seconds of the latest phases by their name, and of whole saves, which may go on
-    behind training, as `checkpoint`.
+    `took` has the seconds of the latest phases by their name, and of whole saves, which may be
+    written behind training, as `checkpoint`.
     """
 
     path: Path
@@ -289,7 +289,7 @@ def read_end(path: Path) -> EventLog:
 
 
 def read_phases(path: Path, before: EventLog | None = None) -> EventLog:
-    """Read how long phases took, of so many bytes at the end that it takes no time to speak of.
+    """Read how long phases took, of the last megabytes of an event stream.
 
     Args:
         path: The event stream.

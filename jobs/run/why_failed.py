@@ -506,8 +506,8 @@ def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: b
 
 def _newest(run_dir: RunDir, status: RankStatus) -> int:
     """Return the newest step that is known: a rank says its own about once a second."""
-    told = read_end(run_dir.events).last
-    return max(status.step, told.step if told is not None else 0)
+    step = read_end(run_dir.events).last
+    return max(status.step, step.step if step is not None else 0)
 
 
 def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:

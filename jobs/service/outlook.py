@@ -167,8 +167,8 @@ def _in_the_way(
     """Return which job a job waits for."""
     if request.gpus is None:
         return min(slots, default=None)
-    wanted = held if isinstance(request.gpus, int) else request.gpus
-    return min((held[uuid] for uuid in wanted if uuid in held), default=None)
+    gpus = held if isinstance(request.gpus, int) else request.gpus
+    return min((held[uuid] for uuid in gpus if uuid in held), default=None)
 
 
 class Forecast:
@@ -255,19 +255,19 @@ class Forecast:
                     cpu_slots(),
                 ),
             )
-        expected = {job: _rounded(told) for job, told in expected.items()}
-        ends = [told.ends_in for told in expected.values() if told.ends_in is not None]
+        expected = {job: _rounded(outcome) for job, outcome in expected.items()}
+        ends = [outcome.ends_in for outcome in expected.values() if outcome.ends_in is not None]
         to_end = len(active) + sum(not (paused or job.held) for job in queued)
-        at_least = len(ends) < to_end or any(told.at_least for told in expected.values())
+        at_least = len(ends) < to_end or any(outcome.at_least for outcome in expected.values())
         return Outlook(expected, max(ends, default=None), at_least)
 
     # -- how long a queued job takes -----------------------------------------------------------
 
     def _takes(
-        self, jobs: Sequence[Job], wanted: Sequence[Job], logs: Mapping[int, EventLog]
+        self, jobs: Sequence[Job], asked: Sequence[Job], logs: Mapping[int, EventLog]
     ) -> dict[int, Takes]:
         """Return how long jobs take that have no step yet, of which one like them ran before."""
-        if not wanted:
+        if not asked:
             return {}
         began = [job for job in jobs if job.started is not None]
         began.sort(key=lambda job: (not job.state.active, -(job.started or 0.0)))
@@ -275,7 +275,7 @@ class Forecast:
         for job in began[:_LIKE]:
             like.setdefault(recipe_of(job), []).append(job)
         takes = {}
-        for job in wanted:
+        for job in asked:
             itself = [job] if job.started is not None else []
             for peer in [*itself, *like.get(recipe_of(job), [])]:
                 if left := self._like(job, peer, logs.get(peer.id)):
@@ -355,9 +355,9 @@ _PACED: Final = (
 """Keys that may change how long a step, or what follows one, takes."""
 
 
-def _rounded(told: Expected) -> Expected:
+def _rounded(outcome: Expected) -> Expected:
     """Round, so that what is shown and sent changes as seldom as people look."""
-    return replace(told, starts_in=_round(told.starts_in), ends_in=_round(told.ends_in))
+    return replace(outcome, starts_in=_round(outcome.starts_in), ends_in=_round(outcome.ends_in))
 
 
 def _round(seconds: float | None) -> float | None:

@@ -78,7 +78,7 @@ def _job_ids(ctx: click.Context, param: click.Parameter, start: str) -> list[Com
 def _active_ids(
     ctx: click.Context, param: click.Parameter, start: str
 ) -> list[CompletionItem[str]]:
-    """The jobs that run; those that wait, where none does."""
+    """Offer the jobs that run; those that wait, where none does."""
     jobs = [job for job in Store().all() if str(job.id).startswith(start)]
     active = [job for job in jobs if job.state.active]
     return [

@@ -97,7 +97,7 @@ def order_of(jobs: Iterable[BoxJob]) -> Sequence[BoxJob]:
 
 
 def eta_of(job: BoxJob) -> str:
-    """When a job is done or, if it waits, when it starts."""
+    """Say when a job is done or, if it waits, when it starts."""
     if job.starts_in is not None:
         return f"starts in {eta(job.starts_in, job.eta_at_least)}"
     return eta(job.eta, job.eta_at_least)

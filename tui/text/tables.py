@@ -148,7 +148,7 @@ def describe(job: Mapping[str, Any]) -> str:
 
 
 def _eta(job: Mapping[str, Any]) -> str:
-    """When a job is done or, if it waits, when it starts."""
+    """Say when a job is done or, if it waits, when it starts."""
     if job["starts_in"] is not None:
         return f"starts in {eta(job['starts_in'], job['eta_at_least'])}"
     if job["after"] is not None:

@@ -141,7 +141,7 @@ def job_row(
 
 
 def _eta(view: JobView, expected: Expected | None) -> str:
-    """The time left; before the first step, as one like it took."""
+    """Write the time left; before the first step, as one like it took."""
     now = view.progress
     if now.eta is None and expected is not None and view.job.state.active:
         return eta(expected.ends_in, expected.at_least)

@@ -65,8 +65,8 @@ def facts(family: Family) -> dict[str, Any]:
 
 def _of_first(family: Family) -> dict[str, Any] | None:
     """Return the row of the first flavour."""
-    known = read_smallest().get(family.name)
-    return known and {key: value for key, value in known.items() if key != "sizes"}
+    rows = read_smallest().get(family.name)
+    return rows and {key: value for key, value in rows.items() if key != "sizes"}
 
 
 def table(chosen: list[Family]) -> str:
@@ -99,9 +99,9 @@ def _smallest(family: Family, flavour: str, kind: str) -> str:
 
 def smallest_of(family: Family, flavour: str) -> dict[str, Any] | None:
     """Return the smallest number of cards for a flavour, of each of `KINDS`; as its size's."""
-    known = read_smallest().get(family.name, {})
+    rows = read_smallest().get(family.name, {})
     first = next(names[0] for names in by_size(family).values() if flavour in names)
-    row = known if known.get("flavour") == first else known.get("sizes", {}).get(first)
+    row = rows if rows.get("flavour") == first else rows.get("sizes", {}).get(first)
     return {kind: row[kind] for kind in KINDS} if row else None
 
 

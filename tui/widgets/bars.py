@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job
     from tui.look.snapshot import JobView, Snapshot
 
-_WITH_DONE: Final = 76  # columns that have room for when all jobs are done
+# Columns of the title's right side and of the gap before it, without when all jobs are done.
+_LEAST_RIGHT: Final = len("  ● 99 running  ◌ 99 queued  00:00")
 
 
 class _Line(Static):
@@ -81,12 +82,13 @@ class TitleBar(_Line):
             host=self.host,
             gpus=devices if gpus else "CPU only",
         )
+        room = width - len(left.plain) - _LEAST_RIGHT - len("queue paused · ") * paused
         right = Content.from_markup(
             f"[{'$success' if running else '$foreground 60%'}]● $running running[/]"
             "  [$foreground 60%]◌ $queued queued[/]"
             + "[b $warning] · queue paused[/]" * paused
             + "  [$foreground 60%]$done$clock[/]",
-            done=f"{done}  " if done and width >= _WITH_DONE else "",
+            done=f"{done}  " if done and len(done) + 2 <= room else "",
             running=str(running),
             queued=str(queued),
             clock=clock,

@@ -38,7 +38,7 @@ def test_json_says_what_scripts_need() -> None:
     assert flux["flavours"]["schnell"]["defaults"]["validation_num_inference_steps"] == 4
     (wan,) = json.loads(run("wan", "--json").output)
     need = [
-        wan["flavours"][name]["smallest_gpus"]["lora"]["24"]
+        wan["flavours"][name]["smallest_gpus"]["lora"]["48"]
         for name in ("2.1-t2v-1.3b", "2.1-t2v-14b")
     ]
     assert need[0] < need[1], "each size has its own row"

@@ -43,6 +43,7 @@ from tui.form.fields import Choice
 from tui.keys.actions import ACTING, ACTIONS
 from tui.keys.keymap import known_bindings, places
 from tui.keys.screen_keys import EVERYWHERE, screen_keys
+from tui.look.collector import Collector
 from tui.look.snapshot import JobView, Snapshot
 from tui.terminal.ascii_filter import AsciiFilter, replacements, to_ascii
 from tui.terminal.clipboard import copy
@@ -380,6 +381,17 @@ def test_each_end_is_told_once_and_none_from_before(store: Store) -> None:
     assert watch.news(look(store)) == []
     store.change(job.id, State.STOPPED, "taken out")
     assert [one.severity for one in watch.news(look(store))] == ["information"]
+
+
+def test_an_end_says_when_all_others_are_done(store: Store) -> None:
+    jobs = [add_job(store, name, state=State.RUNNING) for name in ("cats", "dogs", "birds")]
+    for job in jobs:
+        write_steps(job, 100, seconds=2.0)
+    collector, watch = Collector(store), Watch()
+    assert watch.news(collector.look()) == []
+    store.change(jobs[0].id, State.COMPLETED, "")
+    (news,) = watch.news(collector.look())
+    assert re.fullmatch(r"job 1 “cats” completed · all done in ≥?3:2\d", news.text)
 
 
 def test_a_job_that_came_and_went_between_two_looks_is_told(store: Store) -> None:

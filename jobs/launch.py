@@ -241,7 +241,7 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# # -- accelerate config ------------------------------------------------------------------
+# -- accelerate config ------------------------------------------------------------------
 
 
 def accelerate_config(spec: RecipeKeys, strategy: str, *, gpus: Sequence[str]) -> dict[str, Any]:

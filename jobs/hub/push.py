@@ -183,7 +183,7 @@ def _base(spec: JobKeys) -> tuple[str, dict[str, Any]]:
     return base, card if isinstance(card, dict) else {}
 
 
-# # -- card --------------------------------------------------------------------------------
+# -- card --------------------------------------------------------------------------------
 
 
 _LICENSE: Final = ("license", "license_name", "license_link")

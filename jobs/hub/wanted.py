@@ -85,7 +85,7 @@ def question(sizes: Mapping[HubName, int]) -> str:
     return f"{names} {verb} not on this machine: fetch {size(sum(sizes.values()))}?"
 
 
-# # -- waiting jobs -------------------------------------------------------------------------
+# -- waiting jobs -------------------------------------------------------------------------
 
 
 def note(run_dir: RunDir, names: Iterable[HubName]) -> None:

@@ -99,7 +99,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
     return root
 
 
-# # -- files ---------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------
 
 
 def _denoisers(spec: JobKeys, family: Family, index: Mapping[str, Any]) -> list[str]:
@@ -208,7 +208,7 @@ def _check_supplied(root: Path, family: Family) -> None:
         )
 
 
-# # -- job and model -------------------------------------------------------------------------
+# -- job and model -------------------------------------------------------------------------
 
 
 def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str, Any]) -> None:

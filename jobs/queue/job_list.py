@@ -16,7 +16,7 @@ from jobs.run.eventlog import EventLog, ReportLog, RunReport, read_end
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from jobs.queue.store import Job, Store
 

@@ -52,7 +52,7 @@ def _one_forward(spec: RecipeKeys, ranks: int | None = None) -> int:
     return data_parallel_size(spec, ranks) * spec.train_batch_size
 
 
-# # -- number of steps ----------------------------------------------------------------------------
+# -- number of steps ----------------------------------------------------------------------------
 
 
 def total_steps(spec: RecipeKeys, draws_per_epoch: float | None = None) -> int | None:

@@ -15,7 +15,17 @@ from jobs.errors import SpecError, UserError
 _OTHERS: Final = 0o077  # permission bits of group and others
 _OTHERS_WRITE: Final = 0o022
 _OURS: Final = (
-    *("calibration", "clipboard", "demo", "dispatch", "fetches", "jobs", "runner", "runs"),
+    *(
+        "calibration",
+        "clipboard",
+        "demo",
+        "dispatch",
+        "drafts",
+        "fetches",
+        "jobs",
+        "runner",
+        "runs",
+    ),
     *("selftest", "slurm"),
 )
 """Prefixes of the names in a state directory."""

@@ -49,18 +49,19 @@ PHASES: Final = {
 }
 
 
-def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
+def write_atomic(path: Path, text: str, *, durable: bool = False, private: bool = False) -> None:
     """Replace a file atomically; readers see either the old or the new text.
 
     Args:
         path: The file; its directory must exist.
         text: The new content, written as UTF-8.
         durable: Also wait until it is on disk.
+        private: Only the user may read it, whatever the umask says.
     """
     # Use a unique name for each write: a rank writes its status from two threads.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", opener=_private if private else None) as file:
             file.write(text)
             if durable:
                 file.flush()
@@ -69,6 +70,10 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def sync(path: Path) -> None:

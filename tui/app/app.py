@@ -508,6 +508,22 @@ class FsdpTui(App[None]):
             self._governed.forget()
         self.screen.refresh()
 
+    async def action_quit(self) -> None:
+        """Quit, and ask first where something typed is in no queue yet."""
+        from tui.widgets.questions import ConfirmScreen
+
+        if not any(getattr(screen, "holds_changes", False) for screen in self.screen_stack):
+            self.exit()
+        elif not isinstance(self.screen, ConfirmScreen):
+            detail = "The form's changes are kept as a draft: F6 restores it in the next form."
+            question = ConfirmScreen("Quit with a form open?", detail, "quit", refuse="stay")
+            self.push_screen(question, lambda yes: self.exit() if yes else None)
+
+    def action_help_quit(self) -> None:
+        """Say how to leave: ^c is pressed by habit, and would end too much by mistake."""
+        here = "q quits" if self.screen is self.dashboard else "esc leaves this screen, ^q quits"
+        self.say(f"{here}; jobs keep running")
+
     def action_show_help(self) -> None:
         """Show the keys of this screen, or close that help."""
         from tui.widgets.help import HelpScreen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -31,7 +32,7 @@ from tui.form.pages import BLOCKS, PATHS, SHOWN, label
 from tui.text.block_text import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from jobs.errors import Problem
@@ -150,11 +151,39 @@ def from_text(name: str, text: str) -> Any:
     return text
 
 
+def pasted(name: str, before: str, lines: Sequence[str], after: str) -> str:
+    """Return what an input says after several lines were pasted between two parts of its text.
+
+    A field that holds a list takes each line as a value, quoted where the field's separator would
+    cut it; in another field the lines become one.
+
+    Args:
+        name: The key.
+        before: The text in front of the cursor.
+        lines: What was pasted, without blank lines.
+        after: The text behind the cursor.
+    """
+    if not takes_many(name):
+        return f"{before}{' '.join(lines)}{after}"
+    values = [*_values(name, before), *lines, *_values(name, after)]
+    with suppress(ValidationError):  # numbers as numbers
+        values = JobSpec.model_validate({name: values}).to_dict()[name]
+    return as_text(name, values)
+
+
+def _values(name: str, text: str) -> list[Any]:
+    """Return the values in a part of a list's text."""
+    value = from_text(name, text.strip().strip(",|"))
+    with suppress(ValidationError):
+        value = value and JobSpec.model_validate({name: value}).to_dict()[name]
+    return value if isinstance(value, list) else [value] if value else []
+
+
 def leaving(queueing: bool) -> str:
     """Describe what happens to unsaved input if the form is left."""
     if queueing:
         return "The job is being queued; leaving does not stop that."
-    return "Your changes will be lost. ^s saves a job file, ^t a template."
+    return "Your changes are kept as a draft: F6 restores it when the form is opened again."
 
 
 # -- lists of values ------------------------------------------------------------------------

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from textual.app import ComposeResult
+    from textual.events import Paste
     from textual.widget import Widget
 
     from jobs.machine.devices import Gpu
@@ -463,6 +464,30 @@ class FieldRow(Vertical):
         self.post_message(self.Changed(self.field))
 
 
+class TextInput(Input):
+    """A line of text; a paste of several lines loses none, as Textual's own input would.
+
+    Args:
+        name: The job's key.
+        text: What it says at first.
+        hint: What it shows while it is blank.
+    """
+
+    def __init__(self, name: str, text: str, hint: str) -> None:
+        super().__init__(text, placeholder=hint, id=f"field-{name}", compact=True)
+        self._key = name
+
+    def _on_paste(self, event: Paste) -> None:
+        lines = [line.strip() for line in event.text.splitlines() if line.strip()]
+        if len(lines) < 2:
+            return  # Textual's own input takes it
+        event.prevent_default()
+        event.stop()
+        start, end = sorted(self.selection)
+        self.value = draft.pasted(self._key, self.value[:start], lines, self.value[end:])
+        self.cursor_position = len(self.value)
+
+
 def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
     identity = f"field-{name}"
     usual = JobSpec.model_fields[name].default
@@ -496,7 +521,7 @@ def _input(name: str, value: Any, identity: str) -> Input:
     if name == "slurm_partition":  # the form knows later what to propose
         return PathInput(text, placeholder=hint, id=identity, compact=True)
     if name not in (*pages.PATHS, "cache_dir", "logging_dir"):
-        return Input(text, placeholder=hint, id=identity, compact=True)
+        return TextInput(name, text, hint)
     words = _hub_ids if name == "pretrained_model_name_or_path" else tuple
     suggester = PathSuggester(words=words)
     return PathInput(text, placeholder=hint, id=identity, compact=True, suggester=suggester)

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
+from textual.message import Message
 
 from jobs.errors import UserError
-from jobs.paths import exists
+from jobs.paths import ensure_private_dir, exists
+from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.file.load import load_spec
 from jobs.spec.file.templates import list_templates, path_of, save_template, templates_home
-from jobs.spec.job_spec import JobSpec
+from jobs.spec.job_spec import JobSpec, field_names
+from jobs.untrusted.secrets import without_secrets
 from tui.form import draft
 from tui.form.pages import PAGES, label
 from tui.widgets.path_input import in_daemon
 from tui.widgets.questions import AskNameScreen, AskPathScreen, ConfirmScreen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    from textual.timer import Timer
 
     from jobs.spec.file.templates import Template
     from tui.form.screen import NewJobScreen
@@ -112,6 +123,182 @@ def save_as_template(form: NewJobScreen) -> None:
     family = form.values.get("model_family") or "mine"
     about = f"settings that differ from the defaults, saved in {templates_home()}"
     form.app.push_screen(AskNameScreen("save as template", f"my {family}", about), chosen)
+
+
+# -- drafts ---------------------------------------------------------------------------------
+# What is typed is kept on the disk until its job is queued: a terminal may be gone at any time.
+
+
+_SAVED_AFTER: Final = 0.3  # seconds after a change; half a dozen letters make one write
+_MOST: Final = 20  # drafts on the disk; older ones are deleted
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A form that was left, or whose terminal went away.
+
+    Attributes:
+        path: Its file.
+        t: When it was saved, in seconds since 1970.
+        job: The queued job it would change; None for a new one.
+        values: What differs from the defaults, by key.
+    """
+
+    path: Path
+    t: float
+    job: int | None
+    values: Mapping[str, Any]
+
+
+def saved_drafts(folder: Path) -> list[Draft]:
+    """Read the drafts, the newest first; a damaged one is left out."""
+    with suppress(OSError):
+        paths = sorted(folder.glob("*.json"), reverse=True)
+        return [draft for path in paths if (draft := _draft(path)) is not None]
+    return []
+
+
+def _draft(path: Path) -> Draft | None:
+    stored = read_json(path) or {}
+    t, job, values = stored.get("t"), stored.get("job"), stored.get("values")
+    if stored.get("version") != _VERSION or not isinstance(values, dict):
+        return None
+    if not isinstance(t, int | float) or not isinstance(job, int | None):
+        return None
+    known = {key: value for key, value in values.items() if key in field_names()}
+    return Draft(path, t, job, known) if known else None
+
+
+class Drafts:
+    """Keeps what a form says, and offers what earlier ones said.
+
+    Args:
+        form: The form.
+        folder: Where drafts are; created when the first is saved.
+    """
+
+    @dataclass
+    class Listed(Message):
+        """A thread has read the drafts that fit the form, the newest first."""
+
+        drafts: list[Draft]
+
+    def __init__(self, form: NewJobScreen, folder: Path) -> None:
+        self._form = form
+        self._folder = folder
+        self._file = folder / f"{time.time_ns():020}-{os.getpid()}.json"
+        self._lock = threading.Lock()
+        self._queued = self._failed = False
+        self._newest = 0  # of the texts to be saved; an older one never replaces a newer
+        self._waits: Timer | None = None
+        self._offered: list[Draft] = []
+        self._shown: int | None = None  # which of them the form says
+        self._typed: dict[str, Any] = {}  # what it said before
+
+    # -- saving ----------------------------------------------------------------------------
+
+    def soon(self) -> None:
+        """Save what the form says within moments."""
+        if self._waits is None:
+            self._waits = self._form.set_timer(_SAVED_AFTER, self.save)
+
+    def save(self) -> None:
+        """Save what the form says, in a thread: the state directory may be slow."""
+        self._waits = None
+        self._newest += 1
+        values = self._form.fields.values
+        unchanged = draft.same(values, self._form.opened)
+        text = "" if unchanged else self._text(draft.non_default(values))
+        work = partial(self._write, text, self._newest)
+        self._form.app.run_worker(work, group="draft", exit_on_error=False, thread=True)
+
+    def delete(self) -> None:
+        """Delete the draft, since its job is queued, and the one that it began with. Any thread."""
+        begun = [] if self._shown is None else [self._offered[self._shown].path]
+        with self._lock, suppress(OSError):
+            self._queued = True
+            for path in (self._file, *begun):
+                path.unlink(missing_ok=True)
+
+    def _text(self, values: Mapping[str, Any]) -> str:
+        kept = {
+            key: value
+            for key, value in values.items()
+            if without_secrets(text := json.dumps(value, default=str)) == text
+        }
+        facts = {"version": _VERSION, "t": time.time(), "job": self._form.purpose.job}
+        return json.dumps(facts | {"values": kept}, indent=1, default=str) + "\n"
+
+    def _write(self, text: str, number: int) -> None:
+        """In a thread; what goes wrong is said once."""
+        app = self._form.app
+        try:
+            self._replace(text, number)
+        except (OSError, UserError) as error:
+            if not self._failed:
+                app.post_message(app.Said(f"the form's draft cannot be saved: {error}", "warning"))
+            self._failed = True
+
+    def _replace(self, text: str, number: int) -> None:
+        with self._lock:
+            if number != self._newest or self._queued:
+                return
+            if not text:
+                self._file.unlink(missing_ok=True)
+                return
+            ensure_private_dir(self._folder)
+            write_atomic(self._file, text, durable=True, private=True)
+            for old in sorted(self._folder.glob("*.json"), reverse=True)[_MOST:]:
+                old.unlink(missing_ok=True)
+
+    # -- restoring -------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Read in a thread what earlier forms said."""
+        form, folder, job = self._form, self._folder, self._form.purpose.job
+
+        def read() -> None:
+            fitting = [draft for draft in saved_drafts(folder) if draft.job == job]
+            form.post_message(self.Listed([one for one in fitting if one.path != self._file]))
+
+        form.run_worker(read, group="drafts", exit_on_error=False, thread=True)
+
+    def take(self, message: Listed) -> None:
+        """Offer the drafts."""
+        self._offered = message.drafts
+        if self._offered:
+            self._form.show_heading()
+
+    @property
+    def offer(self) -> str:
+        """What the key does, for the title."""
+        if not self._offered:
+            return ""
+        following = 0 if self._shown is None else self._shown + 1
+        now = "" if self._shown is None else f" · draft of {_when(self._offered[self._shown].t)}"
+        if following == len(self._offered):
+            return f"{now} · F6 undoes that"
+        return f"{now} · F6 restores your draft of {_when(self._offered[following].t)}"
+
+    def turn(self) -> None:
+        """Show the next older draft; after the oldest, what was typed before."""
+        if not self._offered:
+            return
+        if self._shown is None:
+            self._typed = draft.non_default(self._form.fields.values)
+        following = 0 if self._shown is None else self._shown + 1
+        self._shown = following if following < len(self._offered) else None
+        back = self._shown is None
+        self._form.fill(self._typed if back else self._offered[following].values)
+        self._form.show_heading()
+        self.soon()
+
+
+def _when(t: float) -> str:
+    """Return a time as the hour, with the day if that is another one."""
+    today = time.localtime()[:3] == time.localtime(t)[:3]
+    return time.strftime("%H:%M" if today else "%b %d %H:%M", time.localtime(t))
 
 
 # -- search ---------------------------------------------------------------------------------

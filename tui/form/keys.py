@@ -62,6 +62,13 @@ BINDINGS: Final[list[BindingType]] = [
         tooltip="Fill in model, data and ranks of the newest job, or undo that",
     ),
     Binding(
+        "f6",
+        "restore",
+        "restore a draft",
+        id="form.restore",
+        tooltip="Restore what an earlier form said and never queued; again: the one before it",
+    ),
+    Binding(
         "ctrl+t",
         "templates",
         "templates",

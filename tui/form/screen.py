@@ -126,6 +126,7 @@ class NewJobScreen(Screen[int | None]):
         self.checks = Checks(self)
         self.submission = Submission(self, purpose)
         self.earlier = Earlier(self, purpose.source)
+        self.drafts = files.Drafts(self, store.home / "drafts")
         self.opened: dict[str, Any] = {}  # what it said when it was opened
         self.chosen_of: Model | None = None  # the model whose blocks were chosen
 
@@ -137,7 +138,7 @@ class NewJobScreen(Screen[int | None]):
     @property
     def heading(self) -> str:
         """The title: what the form is for, and what can be taken from an earlier job."""
-        return f"{self.purpose.heading}{self.earlier.offer}"
+        return f"{self.purpose.heading}{self.drafts.offer}{self.earlier.offer}"
 
     # -- layout ----------------------------------------------------------------------------
 
@@ -159,6 +160,7 @@ class NewJobScreen(Screen[int | None]):
         self.opened = self.fields.values
         self.query_one("#field-name").focus()
         self.checks.now()
+        self.drafts.look()
         self.app.snapshots.subscribe(self, self._looked)
 
     def _looked(self, snapshot: Snapshot) -> None:
@@ -200,6 +202,11 @@ class NewJobScreen(Screen[int | None]):
         """The job that the form describes: what is said, without what would be refused unasked."""
         return draft.in_force(self.fields.values)[0]
 
+    @property
+    def holds_changes(self) -> bool:
+        """Whether something was typed that is in no queue yet."""
+        return not draft.same(self.fields.values, self.opened)
+
     def fill(self, values: Mapping[str, Any]) -> None:
         """Show other values; nothing of them follows the family or the ranks."""
         self.fields.fill(values)
@@ -227,6 +234,7 @@ class NewJobScreen(Screen[int | None]):
         if message.name in ("model_family", "model_flavour"):
             self.fields.adopt(message.name)
         self.checks.soon(message.name)
+        self.drafts.soon()
 
     # -- what threads have found -----------------------------------------------------------
 
@@ -251,6 +259,10 @@ class NewJobScreen(Screen[int | None]):
     @on(Looks.Absent)
     def _hub_answered(self, message: Looks.Absent) -> None:
         self.submission.gate.ask_to_fetch(message)
+
+    @on(files.Drafts.Listed)
+    def _drafts_listed(self, message: files.Drafts.Listed) -> None:
+        self.drafts.take(message)
 
     @on(Submission.Ended)
     def _submitted(self, message: Submission.Ended) -> None:
@@ -280,6 +292,9 @@ class NewJobScreen(Screen[int | None]):
 
     def action_take_over(self) -> None:
         self.earlier.turn()
+
+    def action_restore(self) -> None:
+        self.drafts.turn()
 
     async def action_data(self) -> None:
         if (values := await self.checks.complete()) is not None:
@@ -313,10 +328,11 @@ class NewJobScreen(Screen[int | None]):
         self.notify(clipboard.copy(self.app, self.preview.texts[self.preview.kind]), markup=False)
 
     def action_leave(self) -> None:
-        if draft.same(self.fields.values, self.opened) and not self.fields.swept:
-            self.dismiss(None)
-        else:
+        if self.holds_changes or self.fields.swept:
+            self.drafts.save()
             ask_to_leave(self, busy=self.submission.busy)
+        else:
+            self.dismiss(None)
 
     # -- inside ----------------------------------------------------------------------------
 

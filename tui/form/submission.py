@@ -185,6 +185,7 @@ class Submission:
             else:
                 job, warnings = purpose.carry_out(form.store, draft.spec_of(values), absent)
                 done = f"job {job} {purpose.done}"
+            form.drafts.delete()
             if not form.post_message(self.Ended(job, done)):  # left meanwhile, which stops nothing
                 app.post_message(app.Said(done))
             if warnings:

@@ -282,6 +282,15 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "app",
         everywhere=True,
     ),
+    Action(
+        "app.quit",
+        "ctrl+q",
+        "^q",
+        "quit",
+        "Quit from any screen; asks while a form holds changes",
+        "app",
+        everywhere=True,
+    ),
     Action("quit_app", "q", "q", "quit", "Quit the dashboard; jobs keep running", "app", footer=12),
 )
 

@@ -360,3 +360,20 @@ def test_warnings_are_told_while_the_values_are_right() -> None:
     (text,) = draft.warnings(GOOD | {"fsdp_version": 1})
     assert "deprecated" in text
     assert draft.warnings(GOOD) == draft.warnings(GOOD | {"seed": "x"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "lines", "after", "text"),
+    [
+        ("validation_prompts", "", ["a cat", "a, dog"], "", "a cat | a, dog"),
+        ("validation_prompts", "one | ", ["two", "three"], " | four", "one | two | three | four"),
+        ("resolution", "256", ["512", "768"], "", "256, 512, 768"),
+        ("lora_target_modules", "", ["to_q", "to, k"], "", '["to_q", "to, k"]'),
+        ("accelerate_extra_args", "", ["--a", "b c"], "", "--a 'b c'"),
+        ("trigger_word", "a", ["b", "c"], "d", "ab cd"),
+    ],
+)
+def test_a_paste_of_several_lines_loses_none(
+    name: str, before: str, lines: list[str], after: str, text: str
+) -> None:
+    assert draft.pasted(name, before, lines, after) == text

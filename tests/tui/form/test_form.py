@@ -17,13 +17,22 @@ from jobs.queue.states import State
 from jobs.service import edit
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.file.templates import list_templates, path_of, save_template, templates_home
-from tests.support.tui.driven_app import another_look, error_of, field, form, running, said
+from tests.support.tui.driven_app import (
+    another_look,
+    error_of,
+    field,
+    form,
+    question,
+    running,
+    said,
+)
 from tests.support.tui.made_up_runs import FakeGpus, add_job
 from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
 from tui.form import draft
 from tui.form.beside import Look
 from tui.form.fields import GpuPicker, users_of
+from tui.form.files import saved_drafts
 from tui.form.pages import PAGES
 from tui.form.screen import NewJobScreen
 from tui.widgets.questions import ConfirmScreen
@@ -790,3 +799,61 @@ def test_a_list_begins_with_values_around_the_one_there_is(
     name: str, text: str, values: str
 ) -> None:
     assert draft.proposal(name, text) == values
+
+
+# -- nothing typed is lost -----------------------------------------------------------------
+
+
+def drafts_of(store: Store) -> list[dict[str, Any]]:
+    return [dict(one.values) for one in saved_drafts(store.home / "drafts")]
+
+
+async def test_a_draft_outlives_the_terminal_and_the_next_form_restores_it(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        await pilot.press("end", "c", "a", "t", "s")
+        await until(pilot, lambda: drafts_of(store) == [{"name": "jobcats"}])
+        (path,) = (store.home / "drafts").iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+    async with form(store) as (app, pilot):
+        await until(pilot, lambda: "F6 restores your draft of" in text_of(app, "form-title"))
+        assert field(app, "name").value == "job"
+        await pilot.press("f6")
+        await until(pilot, lambda: field(app, "name").value == "jobcats")
+        assert "F6 undoes that" in text_of(app, "form-title")
+        await pilot.press("f6")
+        assert field(app, "name").value == "job"
+        field(app, "name").put("hf_" + "a" * 30)
+        field(app, "max_train_steps").put(7)
+        await until(pilot, lambda: drafts_of(store)[0] == {"max_train_steps": "7"})
+
+
+@pytest.mark.slow
+async def test_a_queued_job_leaves_no_draft(store: Store, job_values: dict[str, Any]) -> None:
+    async with form(store) as (app, pilot):
+        screen(app).fill(job_values)
+        await until(pilot, lambda: len(drafts_of(store)) == 1)
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        await until(pilot, lambda: drafts_of(store) == [])
+
+
+async def test_quitting_asks_while_a_form_holds_changes(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        await pilot.press("end", "x", "ctrl+q")
+        assert "draft" in (await question(app, pilot)).detail
+        await pilot.press("n")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        assert app.is_running
+        assert app.return_code is None
+        await pilot.press("ctrl+q")
+        await question(app, pilot)
+        await pilot.press("y")
+        await until(pilot, lambda: app.return_code == 0)
+
+
+async def test_three_pasted_prompts_are_three(store: Store) -> None:
+    async with form(store, size=(120, 60)) as (app, pilot):
+        field(app, "validation_prompts").control.focus()
+        app.post_message(Paste("a cat\na dog | red\n\na bird\n"))
+        wanted = ["a cat", '{"prompt": "a dog \\u007c red"}', "a bird"]
+        await until(pilot, lambda: field(app, "validation_prompts").value == wanted)

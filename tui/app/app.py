@@ -37,7 +37,7 @@ from tui.look.collector import Collector
 from tui.settings import Settings
 from tui.terminal.ascii_filter import AsciiFilter, HarmlessFilter
 from tui.terminal.textual_fixes import fix_textual
-from tui.widgets.job_actions import JobActions, TwoPresses
+from tui.widgets.job_actions import JobActions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -308,7 +308,6 @@ class FsdpTui(App[None]):
         store.read_only = store.read_only or self.settings.read_only
         self.ui = UiState(store.home, writable=not self.settings.read_only)
         self.own_keys: Mapping[str, str] = {}  # a person's, by the action's id
-        self.stop_presses = TwoPresses()
         self.watch_jobs = Watch()
         self.bells = Bell(self, self.settings.notifications)
         self.snapshots: Signal[Snapshot] = Signal(self, "snapshots")  # for other screens

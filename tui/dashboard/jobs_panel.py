@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from textual import on
+from textual.binding import Binding
+from textual.markup import escape
 from textual.message import Message
+from textual.widgets import Input
 
 from jobs.backends import backend
 from jobs.queue.states import ACTIVE, State
 from jobs.service.outlook import Outlook
+from jobs.spec.job_spec import JobSpec
 from tui.dashboard.sweep_rows import best_of, heading_row, shape_of, sweep_row
 from tui.keys.actions import bindings
 from tui.text.format import Row, Span
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from textual.events import Click, Resize
 
     from jobs.machine.devices import Gpu
+    from jobs.queue.store import Job
     from tui.look.snapshot import JobView, Snapshot
 
 
@@ -145,6 +153,11 @@ class JobsPanel(Lines, can_focus=True):
         super().__init__(fixed=1, id="jobs")
         self.selected = selected
         self.awaited: int | None = None  # a new job, to be selected as soon as it is seen
+        self.marks: set[int] = set()  # what actions take, in place of the selected job
+        self.prompt = JobFilter(self)
+        self.families: dict[int, str] = {}  # job → what it trains, once a filter asked for it
+        self._words: tuple[str, ...] = ()  # that a job must have to be shown
+        self._shown = 0  # jobs that have them
         self._groups: list[Group] = []
         self._folded: set[str] = set()  # sweeps of which only the heading is shown
         self._ids: list[int] = []  # in the order in which they are shown
@@ -154,7 +167,7 @@ class JobsPanel(Lines, can_focus=True):
         self._made: dict[int, tuple[tuple[object, ...], JobView, Row]] = {}
         self._outlook = Outlook()
         self._snapshot: Snapshot | None = None
-        self._drawn: tuple[Sequence[JobView], Mapping[str, int], bool] | None = None
+        self._drawn: tuple[object, ...] | None = None
 
     def update_from(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -163,18 +176,22 @@ class JobsPanel(Lines, can_focus=True):
         same = self._drawn is not None and self._drawn[0] is snapshot.jobs
         same = same and self._outlook is snapshot.outlook
         self._outlook = snapshot.outlook
-        if same and self._drawn == (snapshot.jobs, index, self._headed) and self.awaited is None:
+        now = snapshot.jobs, index, self._headed, self._words, len(self.families)
+        if same and self._drawn == now and self.awaited is None:
             return
-        self._groups = job_groups(snapshot.jobs, snapshot.gpus)
+        views = [view for view in snapshot.jobs if self._passes(view)]
+        self._shown = len(views)
+        self.marks &= {view.job.id for view in snapshot.jobs}
+        self._groups = job_groups(views, snapshot.gpus)
         self._place_jobs()
-        if self.awaited in {view.job.id for view in snapshot.jobs}:
+        if self.awaited in {view.job.id for view in views}:
             self._select(self.awaited)
             self._unfold(self.awaited)
             self.awaited = None
         if self.selected not in self._places:
             self._select(self._ids[0] if self._ids else None)
         self._fill()
-        self._drawn = snapshot.jobs, index, self._headed
+        self._drawn = snapshot.jobs, index, self._headed, self._words, len(self.families)
 
     def is_marked(self, index: int) -> bool:
         return index < len(self._lines) and self._lines[index] == self.selected is not None
@@ -222,6 +239,44 @@ class JobsPanel(Lines, can_focus=True):
         self._folded ^= {group.sweep}
         self._place_jobs()
         self._fill()
+
+    # -- filter and marks ------------------------------------------------------------------
+
+    def action_filter_jobs(self) -> None:
+        self.prompt.open()
+
+    def action_mark_job(self) -> None:
+        if self.selected is not None:
+            self.marks ^= {self.selected}
+            self._go(self._position + 1)
+
+    def action_clear_marks(self) -> None:
+        if self._words:
+            self.prompt.close()
+        else:
+            self.unmark()
+
+    def unmark(self) -> None:
+        """Forget all marks."""
+        self.marks.clear()
+        self._fill()
+
+    @property
+    def listed(self) -> list[Job]:
+        """All jobs, whether or not they are shown."""
+        return [view.job for view in self._snapshot.jobs] if self._snapshot else []
+
+    def filter(self, text: str) -> None:
+        """Show only jobs that have all these words: in id, name, state or family."""
+        self._words = tuple(text.casefold().split())
+        if self._snapshot is not None:
+            self.update_from(self._snapshot)
+
+    def _passes(self, view: JobView) -> bool:
+        job = view.job
+        family = self.families.get(job.id, "")
+        text = f"{job.id} {job.name} {job.state} {family}".casefold() if self._words else ""
+        return all(word in text for word in self._words)
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -282,7 +337,7 @@ class JobsPanel(Lines, can_focus=True):
                 lines.append(None)
             for view in group.views:
                 job = view.job.id
-                rows.append(self._row(view, shape, places.get(job, ""), job == self.selected))
+                rows.append(self._row(view, shape, places.get(job, "")))
                 lines.append(job)
         self._lines = lines
         for gone in self._made.keys() - self._places.keys():
@@ -303,23 +358,26 @@ class JobsPanel(Lines, can_focus=True):
         folded = group.sweep in self._folded
         shown = next((job for job in _ids_of(group) if job in self._places), None)
         heading = heading_row(group.sweep, group.views, shape, folded=folded)
-        marked = folded and shown == self.selected
-        rows.append((Span("▸ " if marked else "  ", "accent"), *heading))
+        rows.append((self._mark(shown if folded else None), *heading))
         lines.append(shown if folded else None)
         for view in () if folded else group.views:
             job = view.job.id
             row = sweep_row(view, shape, best=job == best, place=places.get(job, ""))
-            rows.append((Span("▸ " if job == self.selected else "  ", "accent"), *row))
+            rows.append((self._mark(job), *row))
             lines.append(job)
 
-    def _row(self, view: JobView, shape: Columns, place: str, selected: bool) -> Row:
+    def _mark(self, job: int | None) -> Span:
+        """Return the first two cells of a row: whether its job is selected, and whether marked."""
+        selected, marked = job is not None and job == self.selected, job in self.marks
+        return Span(f"{'▸' if selected else ' '}{'+' if marked else ' '}", "accent")
+
+    def _row(self, view: JobView, shape: Columns, place: str) -> Row:
         """Return the row of a job, rebuilt only when something about it changed."""
         drawn = self._made.get(view.job.id)
-        expected = self._outlook.jobs.get(view.job.id)
-        facts = (id(view), shape, place, selected, expected)
+        expected, mark = self._outlook.jobs.get(view.job.id), self._mark(view.job.id)
+        facts = (id(view), shape, place, mark, expected)
         if drawn is not None and drawn[0] == facts:
             return drawn[2]
-        mark = Span("▸ " if selected else "  ", "accent")
         row = (mark, *job_row(view, shape, place, expected))
         self._made[view.job.id] = (facts, view, row)  # the view too, or its id may be another's
         return row
@@ -345,7 +403,12 @@ class JobsPanel(Lines, can_focus=True):
     def _caption(self, snapshot: Snapshot) -> None:
         running, queued = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
         ended = len(snapshot.jobs) - running - queued
-        self.show_titles(f"jobs · {running} running · {queued} queued · {ended} ended")
+        title = f"jobs · {running} running · {queued} queued · {ended} ended"
+        if self._words:
+            shown = f"{self._shown} of {len(snapshot.jobs)} have “{' '.join(self._words)}”"
+            title = f"jobs · {escape(shown)} · esc shows all"
+        marked = f"{len(self.marks)} marked: actions take them · esc" if self.marks else ""
+        self.show_titles(title, marked)
 
 
 def _ids_of(group: Group) -> list[int]:
@@ -354,3 +417,75 @@ def _ids_of(group: Group) -> list[int]:
 
 def _heading(title: str, width: int) -> Row:
     return Span(f"  {title} ", "title"), Span("─" * max(0, width - len(title) - 3), "faint")
+
+
+# -- filter ---------------------------------------------------------------------------------
+
+
+class JobFilter(Input):
+    """The line in which the words are typed that a job must have to be shown.
+
+    Args:
+        jobs: The panel that is filtered.
+    """
+
+    BINDINGS: ClassVar = [
+        Binding("escape", "close", "show all", show=False, id="filter.close"),
+        Binding("down,enter", "to_jobs", "to the jobs", show=False, id="filter.to_jobs"),
+    ]
+
+    @dataclass
+    class Read(Message):
+        """A thread has read which family each job trains."""
+
+        families: dict[int, str]
+
+    def __init__(self, jobs: JobsPanel) -> None:
+        super().__init__(placeholder="part of a name, id, state or family", id="filter")
+        self.compact = True
+        self.display = False
+        self._jobs = jobs
+
+    def open(self) -> None:
+        """Show the line, and find out which families there are."""
+        self.display = True
+        self.screen.set_focus(self)  # at once: what is typed next belongs here
+        unread = [job for job in self._jobs.listed if job.id not in self._jobs.families]
+
+        def read() -> None:
+            self.post_message(self.Read({job.id: _family(job) for job in unread}))
+
+        if unread:
+            self.run_worker(read, group="families", exit_on_error=False, thread=True)
+
+    def close(self) -> None:
+        """Show all jobs again."""
+        self.screen.set_focus(self._jobs)
+        self.value = ""
+        self.display = False
+        self._jobs.filter("")
+
+    def action_close(self) -> None:
+        self.close()
+
+    def action_to_jobs(self) -> None:
+        self.screen.set_focus(self._jobs)
+        self.display = bool(self.value.strip())
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self._jobs.filter(event.value)
+
+    @on(Read)
+    def _take(self, message: Read) -> None:
+        self._jobs.families |= message.families
+        self._jobs.filter(self.value)
+
+
+def _family(job: Job) -> str:
+    """Read which family a job trains; reads the disk. "" where its file cannot be read."""
+    with suppress(OSError, ValueError):
+        text = job.run_dir.job_file.read_text(encoding="utf-8")
+        match = re.search(r"^model_family: *(\w+)", text, re.MULTILINE)
+        return match[1] if match else str(JobSpec.model_fields["model_family"].default)
+    return ""

@@ -46,10 +46,13 @@ class QueueControl(JobActions[None]):
             service.hold(self.app.store, job)
             return f"job {job} is held until it is released"
 
-        self.act(hold)
+        self.act_on_all("hold_job", hold, "hold")
 
     def action_release_job(self) -> None:
-        self.act(lambda job: f"job {job} is {service.hold(self.app.store, job, False).state}")
+        def release(job: int) -> str:
+            return f"job {job} is {service.hold(self.app.store, job, False).state}"
+
+        self.act_on_all("release_job", release, "release")
 
     def action_move_up(self) -> None:
         self._move("up")
@@ -196,6 +199,7 @@ class DashboardScreen(QueueControl):
             with Container(id="main"):
                 with Vertical(id="jobs-and-activity"):
                     yield self.jobs
+                    yield self.jobs.prompt
                     yield self.activity
                 with Container(id="details"):
                     yield self.log_view
@@ -246,6 +250,15 @@ class DashboardScreen(QueueControl):
     @property
     def job_acted_on(self) -> Job | None:
         return view.job if (view := self.selected) is not None else None
+
+    @property
+    def all_acted_on(self) -> list[Job]:
+        """The marked jobs, or the selected one."""
+        marked = [view.job for view in self.snapshot.jobs if view.job.id in self.jobs.marks]
+        return marked or super().all_acted_on
+
+    def acted(self) -> None:
+        self.jobs.unmark()
 
     def _show_selected(self) -> None:
         view = self.selected
@@ -307,28 +320,36 @@ class DashboardScreen(QueueControl):
             open_edit(self, view.job.id)
 
     def action_remove_job(self) -> None:
-        view = self.selected
-        if view is None:
+        jobs = self.all_acted_on
+        if len(jobs) == 1 and not jobs[0].state.ended:
+            self.app.say(f"job {jobs[0].id} is {jobs[0].state}; stop it first", "warning")
             return
-        if not view.job.state.ended:
-            self.app.say(f"job {view.job.id} is {view.job.state}; stop it first", "warning")
-            return
-        from tui.widgets.questions import ConfirmScreen
 
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.act(remove)
+        def tell(job: Job) -> str:
+            if len(jobs) > 1:
+                return str(job.run_dir.root)
+            what = "Its run directory is deleted with all logs, checkpoints and exports:"
+            return f"{what}\n{job.run_dir.root}"
 
         def remove(job: int) -> str:
             service.remove(self.store, job)
             return f"job {job} and its run directory were removed"
 
-        question = f"Remove job {view.job.id} “{view.job.name}”?"
-        detail = (
-            f"Its run directory is deleted with all logs, checkpoints and exports:\n"
-            f"{view.job.run_dir.root}"
-        )
-        self.app.push_screen(ConfirmScreen(question, detail, "remove"), answered)
+        if jobs:
+            self.ask_about_all("remove_job", jobs, "remove", tell, remove, harmful=True)
+
+    def action_export_job(self) -> None:
+        def export(job: int) -> str:
+            if job in self.exports.running:
+                return f"job {job} is being exported already"
+            current = self.store.get(job)
+            steps = [step for step, _ in current.run_dir.complete_checkpoints()]
+            if not steps:
+                raise UserError(f"job {job} has no checkpoint to export")
+            self.app.call_later(self.exports.start, current, max(steps))
+            return f"exporting step {max(steps)} of job {job} …"
+
+        self.act_on_all("export_job", export, "export")
 
     def action_toggle_ranks(self) -> None:
         self.devices.toggle_ranks()

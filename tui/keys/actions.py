@@ -126,7 +126,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "x",
         "x",
         "stop",
-        "Stop the job after a checkpoint: press twice within 3 s. Again: SIGTERM, then SIGKILL",
+        "Stop the job after a checkpoint: asks, x again agrees. Later: SIGTERM, then SIGKILL",
         "jobs",
         "stoppable",
         3,
@@ -197,6 +197,16 @@ ACTIONS: Final[tuple[Action, ...]] = (
         10,
     ),
     Action(
+        "export_job",
+        "E,shift+e",
+        "E",
+        "export",
+        "Export the newest checkpoint",
+        "jobs",
+        "job",
+        acts=True,
+    ),
+    Action(
         "toggle_ranks",
         "R,shift+r",
         "R",
@@ -227,6 +237,16 @@ ACTIONS: Final[tuple[Action, ...]] = (
         Action(name, keys, shown, label, does, "queue", needs, acts=True)
         for name, keys, shown, label, needs, does in _QUEUE
     ),
+    Action(
+        "filter_jobs",
+        "slash",
+        "/",
+        "filter",
+        "Filter jobs by name, id, state or family; esc shows all again",
+        "list",
+    ),
+    Action("mark_job", "space", "space", "mark", "Mark the job: actions take all marked", "list"),
+    Action("clear_marks", "escape", "esc", "all", "Clear the filter, then the marks", "list"),
     Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
     Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),
     Action("page_down", "ctrl+d", "^d", "page down", "Move down half a screen", "list"),
@@ -235,7 +255,15 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("fold", "z", "z", "fold", "Fold the selected job's sweep, or unfold it", "list"),
     Action("last", "G,shift+g,ctrl+end", "G", "last", "Select the last job", "list"),
     Action("toggle_log", "l", "l", "log", "Open the log full-screen, or close it", "log", "job", 6),
-    Action("search_log", "slash", "/", "search log", "Search the log full-screen", "log", "job"),
+    Action(
+        "search_log",
+        "slash",
+        "/",
+        "search log",
+        "Search the log: press / outside the jobs",
+        "log",
+        "job",
+    ),
     Action(
         "next_log",
         "right_square_bracket",
@@ -323,6 +351,12 @@ def job_actions(job: Job | None, keymap: Mapping[str, str] | None = None) -> lis
     return [
         _own(action, keymap) for action in ACTIONS if action.name in _OF_A_JOB and action.fits(job)
     ]
+
+
+def fitting(name: str, jobs: Sequence[Job]) -> list[Job]:
+    """Choose the jobs in whose state an action makes sense."""
+    action = next(action for action in ACTIONS if action.name == name)
+    return [job for job in jobs if action.fits(job)]
 
 
 def _binding(action: Action) -> Binding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -13,14 +12,15 @@ from textual.message import Message
 from textual.screen import Screen, ScreenResultType
 
 from jobs import service
+from jobs.errors import UserError
 from jobs.queue.states import State
 from jobs.service.plan import plan_resume
-from tui.keys.actions import job_actions, job_bindings
+from tui.keys.actions import fitting, job_actions, job_bindings
 from tui.keys.key_table import Key
 from tui.text.checkpoint_text import resume_question, resumed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from textual.binding import BindingType
 
@@ -31,73 +31,98 @@ if TYPE_CHECKING:
 
 
 # -- stop job -------------------------------------------------------------------------------
-# Stop a job from the dashboard: the key is pressed twice, and a kill is asked about.
+# Stop jobs: a question that the same key answers, so that no clock decides; a kill takes `y`.
 
 
-WITHIN: Final = 3.0  # seconds between the two presses
 _KILLS: Final = 3  # the level that the next request would reach
-_ENDS_BY: Final = ("stop it after a checkpoint", "send it SIGTERM")  # by its level so far
+_ENDS_BY: Final = (
+    "It ends after the current step, with a checkpoint.",
+    "It was asked to stop. SIGTERM ends it now; steps since its last checkpoint may be lost.",
+)  # by its level so far
 _one_at_a_time = threading.Lock()
 
 
-class TwoPresses:
-    """Remembers which job was to be stopped last, and until when a second press means it."""
+def stop_jobs(app: FsdpTui, store: Store, jobs: Sequence[Job], then: Callable[[], None]) -> None:
+    """Ask whether to stop these jobs, more firmly each time, and do it.
 
-    def __init__(self) -> None:
-        self._job: int | None = None
-        self._until = 0.0
-
-    def press(self, job: int, now: float) -> bool:
-        """Whether this is the second press for the job; `now` is monotonic, in seconds."""
-        second = job == self._job and now <= self._until
-        self._job, self._until = (None, 0.0) if second else (job, now + WITHIN)
-        return second
-
-
-def stop_job(app: FsdpTui, store: Store, job_id: int) -> None:
-    """Stop a job at the second press within three seconds, more firmly each time.
-
-    A key that is pressed in haste, or in a terminal that nobody watches, must not cost hours of
-    training.
+    Args:
+        app: The dashboard.
+        store: The jobs.
+        jobs: As they are shown. What is more firmly asked to stop by now is asked about again.
+        then: Called when the answer is yes.
     """
-    second = app.stop_presses.press(job_id, time.monotonic())
+    from tui.widgets.questions import ConfirmScreen, StopScreen
 
-    def stop() -> str:
+    running = [job for job in jobs if not job.state.ended]
+    if isinstance(app.screen, ConfirmScreen):
+        return  # asked once, however often the key was pressed
+    if not running:
+        app.act(partial(_each, [partial(service.stop, store, job.id) for job in jobs]))
+        return
+
+    def stop(job: Job) -> str:
         """In a thread; several keys make several, which must not all see the same level."""
         with _one_at_a_time:
-            job = store.get(job_id)
-            kills = not job.state.ended and job.stop_level + 1 >= _KILLS
-            if (second or job.state.ended) and not kills:
-                return service.stop(store, job_id)
-        app.call_later(ask if kills else partial(tell, job))
+            now = store.get(job.id)
+            if now.stop_level <= job.stop_level:
+                return service.stop(store, job.id)
+        app.call_later(stop_jobs, app, store, [now], then)
         return ""
 
-    def tell(job: Job) -> None:
-        queued = job.state is State.QUEUED
-        what = "remove it from the queue" if queued else _ENDS_BY[min(job.stop_level, 1)]
-        key = next(
-            action.shown for action in job_actions(job, app.own_keys) if action.name == "stop_job"
-        )
-        text = f"job {job.id} “{job.name}”: press {key} again within {WITHIN:g} s to {what}"
-        app.notify(text, severity="warning", timeout=WITHIN, markup=False)
+    def answered(yes: bool | None) -> None:
+        if yes:
+            then()
+            app.act(partial(_each, [partial(stop, job) for job in running]))
 
-    def ask() -> None:
-        from tui.widgets.questions import ConfirmScreen
+    kills = any(job.stop_level + 1 >= _KILLS for job in running)
+    which = f"job {running[0].id}" if kills else named(running)
+    verb = "kill" if kills else "stop"
+    question = f"{verb.title()} {which}?"
+    ask = ConfirmScreen if kills else StopScreen
+    detail = listed(running, _ends_by)
+    app.push_screen(ask(question, detail, verb, refuse="wait" if kills else "keep"), answered)
 
-        def answered(yes: bool | None) -> None:
-            if yes:
-                app.act(partial(service.stop, store, job_id))
 
-        if isinstance(app.screen, ConfirmScreen):
-            return  # asked once, however often the key was pressed
-        detail = (
+def _ends_by(job: Job) -> str:
+    if job.state is State.QUEUED:
+        return "It leaves the queue."
+    if job.stop_level + 1 >= _KILLS:
+        return (
             "It was asked to stop and got SIGTERM. Killing it loses all steps since its last "
             "checkpoint."
         )
-        question = f"Kill job {job_id}?"
-        app.push_screen(ConfirmScreen(question, detail, "kill", refuse="wait"), answered)
+    return _ENDS_BY[min(job.stop_level, 1)]
 
-    app.act(stop)
+
+def named(jobs: Sequence[Job]) -> str:
+    """Return the object of a question: one job with its name, or how many."""
+    return f"job {jobs[0].id} “{jobs[0].name}”" if len(jobs) == 1 else f"{len(jobs)} jobs"
+
+
+def listed(jobs: Sequence[Job], tell: Callable[[Job], str]) -> str:
+    """Return what becomes of the jobs: a sentence for one, a line for each of several."""
+    if len(jobs) == 1:
+        return tell(jobs[0])
+    return "\n".join(f"{job.id} {job.name}: {tell(job)}" for job in jobs)
+
+
+def _each(acts: Sequence[Callable[[], str]]) -> str:
+    """Do all, in a thread; what cannot be done is said with the rest.
+
+    Raises:
+        UserError: None of several could be done, or the only one.
+    """
+    said, failed = [], 0
+    for act in acts:
+        try:
+            said.append(act())
+        except UserError as error:
+            said.append(str(error))
+            failed += 1
+    text = "\n".join(filter(None, said))
+    if failed == len(acts):
+        raise UserError(text)
+    return text
 
 
 # -- job actions ----------------------------------------------------------------------------
@@ -126,6 +151,14 @@ class JobActions(Screen[ScreenResultType]):
         """Its number."""
         return job.id if (job := self.job_acted_on) is not None else None
 
+    @property
+    def all_acted_on(self) -> list[Job]:
+        """All jobs that actions are about: those that were marked, or the one."""
+        return [job] if (job := self.job_acted_on) is not None else []
+
+    def acted(self) -> None:
+        """Take note that something was done with all of them."""
+
     def job_keys(self, job: Job | None) -> list[Key]:
         """List what can be done with a job now, for the line of keys."""
         if self.app.settings.read_only:
@@ -140,7 +173,61 @@ class JobActions(Screen[ScreenResultType]):
         if (job := self.acted_on) is not None:
             self.app.act(partial(act, job))
 
+    def act_on_all(self, name: str, act: Callable[[int], str], about: str) -> None:
+        """Do something with the job, or after one question with all marked ones.
+
+        Args:
+            name: The action; marked jobs in whose state it makes no sense are left out.
+            act: What is done with one of them, in a thread; what it returns is shown.
+            about: What that is, such as "hold".
+        """
+        jobs = self.all_acted_on
+        if len(jobs) < 2:
+            self.act(act)
+            return
+        self.ask_about_all(name, jobs, about, lambda job: str(job.state), act)
+
+    def ask_about_all(
+        self,
+        name: str,
+        jobs: Sequence[Job],
+        verb: str,
+        tell: Callable[[Job], str],
+        act: Callable[[int], str],
+        *,
+        harmful: bool = False,
+    ) -> None:
+        """Ask once about all jobs in whose state an action makes sense, and do it."""
+        from tui.widgets.questions import ConfirmScreen
+
+        fit = fitting(name, jobs)
+        if not fit:
+            states = ", ".join(sorted({str(job.state) for job in jobs}))
+            problem = f"nothing to {verb}: the {len(jobs)} marked jobs are {states}"
+            self.app.say(problem, "warning")
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.acted()
+                self.app.act(partial(_each, [partial(act, job.id) for job in fit]))
+
+        left = len(jobs) - len(fit)
+        detail = listed(fit, tell) + (f"\n{left} other marked jobs are left alone." if left else "")
+        question = f"{verb.capitalize()} {named(fit)}?"
+        self.app.push_screen(
+            ConfirmScreen(question, detail, verb, refuse="cancel", harmful=harmful), answered
+        )
+
     def action_start_job(self) -> None:
+        if len(jobs := self.all_acted_on) > 1:
+            resume = partial(service.resume, self.app.store)
+            newest = "resumes from its newest checkpoint"
+            self.ask_about_all(
+                "start_job", jobs, "resume", lambda _: newest, lambda job: resumed(resume(job))
+            )
+            return
+
         def start(job: int) -> str:
             plan = plan_resume(self.app.store, job)
             if plan.changes:
@@ -177,21 +264,21 @@ class JobActions(Screen[ScreenResultType]):
         self.app.push_screen(screen, answered)
 
     def action_stop_job(self) -> None:
-        if (job := self.acted_on) is not None:
-            stop_job(self.app, self.app.store, job)
+        if jobs := self.all_acted_on:
+            stop_jobs(self.app, self.app.store, jobs, self.acted)
 
     def action_save_now(self) -> None:
-        self._request("save_now", "saves a checkpoint at the next step")
+        self._request("save_now", "saves a checkpoint at the next step", "save now")
 
     def action_sample_now(self) -> None:
-        self._request("sample_now", "samples its prompts at the next step")
+        self._request("sample_now", "samples its prompts at the next step", "sample now")
 
-    def _request(self, name: str, words: str) -> None:
+    def _request(self, name: str, words: str, verb: str) -> None:
         def ask(job: int) -> str:
             service.request(self.app.store, job, name)
             return f"job {job} {words}"
 
-        self.act(ask)
+        self.act_on_all(name, ask, verb)
 
     def action_switch_theme(self) -> None:
         self.app.switch_theme()

@@ -133,3 +133,10 @@ class ConfirmScreen(ModalScreen[bool]):
 
     def action_scroll(self, by: int) -> None:
         self.query_one("#answers-detail").scroll_relative(y=by, animate=False)
+
+
+class StopScreen(ConfirmScreen):
+    """Asks before jobs are stopped; the key that asked agrees too, however slow the terminal is."""
+
+    BINDINGS: ClassVar = [Binding("x", "answer(True)", "stop", show=False, id="jobs.stop_job")]
+    AUTO_FOCUS = "#yes"

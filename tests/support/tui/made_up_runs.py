@@ -12,7 +12,6 @@ from jobs.queue.store import Terms
 from jobs.run.rundir import RankStatus, RunDir, event, write_atomic
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.jobs.fakes.supervise import start_nothing
-from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +55,6 @@ def look_every(patch: pytest.MonkeyPatch, seconds: float | None = None) -> None:
     for name, delay in _DELAYS.items():
         patch.setattr(name, delay)
     patch.setattr("tui.dashboard.panels.redraw_after", lambda *_: 0.0)
-    patch.setattr("tui.widgets.job_actions.WITHIN", PATIENCE)  # no test has to be quick
 
 
 def add_job(

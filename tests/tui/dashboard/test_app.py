@@ -19,7 +19,16 @@ from jobs.run.rundir import event
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.cascade import settle
 from tests.support.paths import ROOT
-from tests.support.tui.driven_app import error_of, field, form, running, said, shown
+from tests.support.tui.driven_app import (
+    another_look,
+    error_of,
+    field,
+    form,
+    question,
+    running,
+    said,
+    shown,
+)
 from tests.support.tui.made_up_runs import (
     FakeGpus,
     add_job,
@@ -448,27 +457,37 @@ async def test_keys_hold_release_move_and_pause_the_queue(store: Store) -> None:
         await press("h", f"job {one.id} is stopped, not queued")
 
 
-async def test_a_stop_needs_two_presses_says_what_happens_and_grows_firmer(store: Store) -> None:
+@pytest.mark.parametrize("agrees", ["x", "y", "enter"])
+async def test_a_stop_is_asked_about_and_grows_firmer(store: Store, agrees: str) -> None:
     job = add_job(store, "cats", state=State.RUNNING)
     async with running(store) as (app, pilot):
         for level, what, then in (
-            (0, "stop it after a checkpoint", "after the current step, with a checkpoint"),
-            (1, "send it SIGTERM", "gets SIGTERM"),
+            (0, "after the current step, with a checkpoint", "after the current step"),
+            (1, "SIGTERM ends it now", "gets SIGTERM"),
         ):
+            await until(pilot, lambda level=level: level_seen(app) == level)  # type: ignore[misc]
             await pilot.press("x")
-            await until(pilot, lambda what=what: any(what in text for text in said(app)))  # type: ignore[misc]
-            assert any("job 1 “cats”: press x again within" in text for text in said(app))
+            asked = await question(app, pilot)
+            assert asked.question == "Stop job 1 “cats”?"
+            assert what in asked.detail
             assert store.get(job.id).stop_level == level
-            await pilot.press("x")
+            await pilot.press(agrees)
             await until(pilot, lambda then=then: any(then in text for text in said(app)))  # type: ignore[misc]
             assert store.get(job.id).stop_level == level + 1
+        await until(pilot, lambda: level_seen(app) == 2)
+        await pilot.press("x", "x", "enter")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        assert store.get(job.id).stop_level == 2, "the key that asked kills nothing"
         await pilot.press("x")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
-        assert store.get(job.id).stop_level == 2, "nobody is killed unasked"
-        await pilot.press("n", "x")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await question(app, pilot)
         await pilot.press("y")
         await until(pilot, lambda: store.get(job.id).stop_level == 3)
+
+
+def level_seen(app: FsdpTui) -> int:
+    view = app.dashboard.selected
+    assert view is not None
+    return view.job.stop_level
 
 
 @pytest.mark.parametrize("size", [(80, 8), (80, 12), (200, 12)])
@@ -483,20 +502,66 @@ async def test_the_keys_stay_in_sight_on_a_low_terminal(
         await until(pilot, lambda: bar.region.bottom == size[1] and bar.region.height == 1)
 
 
-async def test_a_key_pressed_thrice_in_haste_stops_once_and_kills_nothing(store: Store) -> None:
-    job, other = add_job(store, state=State.RUNNING), add_job(store, "other")
+async def test_a_key_pressed_often_in_haste_stops_once_and_kills_nothing(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING)
     async with running(store) as (app, pilot):
-        await pilot.press("x", "j", "x", "k")
-        await until(pilot, lambda: any("remove it from the queue" in text for text in said(app)))
-        assert store.get(other.id).state is State.QUEUED, "the first press was for another job"
-        await pilot.press("x", "x", "x")
-        # Of the two that stop nothing, one may come before the one that does.
-        again = "press x again within"
+        app.collector.close()  # no look comes between the presses
+        await pilot.press("x", "x", "x", "x")
         await until(pilot, lambda: store.get(job.id).stop_level == 1)
-        await until(pilot, lambda: len([text for text in said(app) if again in text]) >= 3)
-        assert app.screen is app.dashboard
+        # The second question began with what was no longer so: it is asked again, with what is.
+        assert "SIGTERM ends it now" in (await question(app, pilot)).detail
+        await pilot.press("n")
         assert store.get(job.id).stop_level == 1
-        assert "● running" in shown(jobs_of(app))  # only the store says that it stops
+
+
+async def test_a_filter_shows_what_has_its_words_and_escape_all_again(store: Store) -> None:
+    for name in ("lr-1", "lr-2", "cats"):
+        add_job(store, name, job_file="model_family: sdxl\n" if name == "cats" else "")
+    async with running(store) as (app, pilot):
+        panel = jobs_of(app)
+        for text, names in (("lr", {"lr-1", "lr-2"}), ("2", {"lr-2"}), ("sdxl", {"cats"})):
+            await pilot.press("slash", *text)
+            await until(pilot, lambda names=names: names_in(panel) == names)  # type: ignore[misc]
+            assert "of 3 have" in str(panel.border_title)
+            await pilot.press("escape")
+            await until(pilot, lambda: names_in(panel) == {"lr-1", "lr-2", "cats"})
+            assert app.focused is panel
+        await pilot.press("slash", "l", "r", "enter")
+        assert app.focused is panel
+        assert names_in(panel) == {"lr-1", "lr-2"}
+        await pilot.press("escape")
+        assert names_in(panel) == {"lr-1", "lr-2", "cats"}
+
+
+def names_in(panel: JobsPanel) -> set[str]:
+    return {name for name in ("lr-1", "lr-2", "cats") if name in shown(panel)}
+
+
+async def test_actions_take_all_marked_jobs_after_one_question(store: Store) -> None:
+    service.pause(store)
+    for name in ("one", "two", "three"):
+        add_job(store, name)
+    async with running(store) as (app, pilot):
+        await pilot.press("space", "space", "h")
+        assert "2 marked" in str(jobs_of(app).border_subtitle)
+        asked = await question(app, pilot)
+        assert asked.question == "Hold 2 jobs?"
+        assert "1 one" in asked.detail
+        assert "2 two" in asked.detail
+        await pilot.press("y")
+        await until(pilot, lambda: [store.get(n).held for n in (1, 2, 3)] == [True, True, False])
+        assert jobs_of(app).marks == set()
+        await pilot.press("g", "space", "space", "space", "r")
+        await until(pilot, lambda: "nothing to remove: the 3 marked jobs are queued" in said(app))
+        await pilot.press("x")
+        assert (await question(app, pilot)).question == "Stop 3 jobs?"
+        await pilot.press("x")
+        await until(pilot, lambda: all(job.state is State.STOPPED for job in store.all()))
+        await another_look(app, pilot)
+        await pilot.press("space", "space", "r")
+        assert (await question(app, pilot)).question == "Remove 2 jobs?"
+        await pilot.press("y")
+        await until(pilot, lambda: len(store.all()) == 1)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from jobs.spec.rules.warnings import find_warnings
 from tui.cli.echo import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Sequence
 
 
 FLAGS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -89,9 +89,15 @@ def _active_ids(
 
 
 def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the number of a job, `3` or `#3`."""
-    if value is None:
-        return None
+    return None if value is None else read_id(value)
+
+
+def read_id(value: str) -> int:
+    """Return the number of a job, `3` or `#3`.
+
+    Raises:
+        click.BadParameter: It is none.
+    """
     digits = value.removeprefix("#")
     if digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS:
         return int(digits)
@@ -100,9 +106,29 @@ def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> i
     raise click.BadParameter(f'"{value}" is not a job id{meant}; `fsdp-tui list` shows the ids')
 
 
+def _read_ids(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Return the numbers of jobs, each once."""
+    return tuple(dict.fromkeys(map(read_id, values)))
+
+
 ID: Final = click.argument("job_id", metavar="ID", callback=_read_id, shell_complete=_job_ids)
-ID_TO_STOP: Final = click.argument(
-    "job_id", metavar="ID", callback=_read_id, shell_complete=_active_ids
+IDS: Final = click.argument(
+    "job_ids",
+    metavar="ID …",
+    nargs=-1,
+    required=True,
+    callback=_read_ids,
+    shell_complete=_job_ids,
+)
+IDS_TO_STOP: Final = click.argument(
+    "job_ids",
+    metavar="ID …",
+    nargs=-1,
+    required=True,
+    callback=_read_ids,
+    shell_complete=_active_ids,
 )
 WORDS: Final = click.argument(
     "words",
@@ -175,6 +201,28 @@ def _from_template(
     if template.path is not None:
         return values, [str(template.path)]
     return {**template.values, **values}, []
+
+
+def for_each(job_ids: Sequence[int], act: Callable[[int], object]) -> int:
+    """Do something with each job; of several, one that cannot be done stops no other.
+
+    Returns:
+        The exit status: 1 if any of several failed.
+
+    Raises:
+        UserError: The only one failed.
+    """
+    if len(job_ids) == 1:
+        act(job_ids[0])
+        return 0
+    status = 0
+    for job_id in job_ids:
+        try:
+            act(job_id)
+        except UserError as error:
+            echo(f"fsdp-tui: job {job_id}: {error}", err=True)
+            status = 1
+    return status
 
 
 def warn(text: str) -> None:

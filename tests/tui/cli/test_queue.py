@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from jobs.queue.states import State
+from tests.support.tui.made_up_runs import add_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,3 +60,63 @@ def test_a_sweep_is_queued_and_compared(shell: Shell, store: Store, job_file: Pa
     assert (made["sweep"], [job["id"] for job in made["jobs"]]) == ("again", [3, 4])
     code, _, err = shell("list", "--sweep", "dogs")
     assert (code, "there are again, cats" in err) == (2, True)
+
+
+def test_several_jobs_are_acted_on_and_one_that_fails_stops_no_other(
+    shell: Shell, store: Store
+) -> None:
+    store.pause(True)
+    for name in ("one", "two", "three"):
+        add_job(store, name)
+    assert shell("hold", "1", "#2", "1")[:2] == (
+        0,
+        "job 1 is held; `fsdp-tui release 1` lets it start\n"
+        "job 2 is held; `fsdp-tui release 2` lets it start\n",
+    )
+    code, out, err = shell("release", "1", "9", "2")
+    assert (code, out) == (1, "job 1 is queued\njob 2 is queued\n")
+    assert "fsdp-tui: job 9: no job 9" in err
+    assert shell("release", "9")[0] == 2, "alone, it is a mistake as ever"
+    assert shell("stop", "1", "3")[0] == 0
+    assert [job.id for job in store.in_states([State.QUEUED])] == [2]
+    code, _, err = shell("resume", "1", "2", "3")
+    assert (code, err.count("fsdp-tui: job")) == (1, 3), "without a job file none can"
+    assert shell("resume", "1", "cats")[0] == 2
+    code, out, _ = shell("remove", "-y", "1", "2", "3")
+    assert (code, out) == (1, "job 1 removed\njob 3 removed\n")
+    assert shell("export", "2", "4", "--output", "there")[0] == 2
+
+
+def test_the_list_is_narrowed_by_state_name_and_number(shell: Shell, store: Store) -> None:
+    for name, state in (("cats", State.QUEUED), ("Cats-2", State.STOPPED), ("dogs", State.FAILED)):
+        add_job(store, name, state=state)
+    store.pause(True)
+
+    def listed(*words: str) -> set[str]:
+        return {str(row["name"]) for row in shell.json("list", *words)}
+
+    assert listed("--name", "cat") == {"cats", "Cats-2"}
+    assert listed("--state", "failed", "--state", "stopped") == {"Cats-2", "dogs"}
+    assert listed("--state", "stopped", "--name", "dog") == set()
+    assert len(listed("-n", "2")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "last", "shown"),
+    [
+        ("a\nb\nc\n", 2, "b\nc\n"),
+        ("a\nb\nc", 2, "b\nc"),
+        ("a\nb\n", 5, "a\nb\n"),
+        ("a\nb\n", 0, ""),
+        ("", 3, ""),
+        ("a\r50 %\rb\nc\n", 1, "c\n"),
+        ("x" * 70_000 + "\n" + "y" * 70_000 + "\n", 1, "y" * 70_000 + "\n"),
+    ],
+)
+def test_a_log_is_shown_from_its_last_lines(
+    shell: Shell, store: Store, text: str, last: int, shown: str
+) -> None:
+    job = add_job(store, "cats", state=State.STOPPED)
+    job.run_dir.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
+    job.run_dir.rank_log(0).write_text(text)
+    assert shell("logs", "1", "--tail", str(last))[:2] == (0, shown)

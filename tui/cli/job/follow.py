@@ -6,6 +6,7 @@ import codecs
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from jobs import service
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY = 0.25
 _FINGERPRINT = 64  # bytes
+_BLOCK = 64 << 10  # bytes, read at a time from the end of a log
 EXIT_STATUS = {State.COMPLETED: 0, State.STOPPED: 3, State.FAILED: 1, State.LOST: 1}
 
 
@@ -40,22 +42,29 @@ def follow_job(store: Store, job_id: int) -> int:
     try:
         job = store.get(job_id)
         _note(f"job {job_id} · {job.run_dir.root}")
-        job = _follow(store, job, job.run_dir.rank_log(0), states=True)
+        job = _follow(store, job, _Tail(job.run_dir.rank_log(0)), states=True)
     finally:
         signal.signal(signal.SIGINT, before)
     return EXIT_STATUS[job.state]
 
 
-def follow_log(store: Store, job_id: int, path: Path, *, forever: bool) -> None:
-    """Print a log; with `forever`, follow it until the job has ended."""
-    if not forever:
-        _Tail(path).copy_new()
-        return
-    _follow(store, store.get(job_id), path, states=False)
+def follow_log(
+    store: Store, job_id: int, path: Path, *, forever: bool, last: int | None = None
+) -> None:
+    """Print a log, from its last lines on if a number is given.
 
-
-def _follow(store: Store, job: Job, path: Path, *, states: bool) -> Job:
+    With `forever`, follow it until the job has ended.
+    """
     tail = _Tail(path)
+    if last is not None:
+        tail.skip_to(last)
+    if not forever:
+        tail.copy_new()
+        return
+    _follow(store, store.get(job_id), tail, states=False)
+
+
+def _follow(store: Store, job: Job, tail: _Tail, *, states: bool) -> Job:
     events = EventLog(job.run_dir.events)
     shown: Any = None
     phase: Any = None
@@ -89,6 +98,22 @@ class _Tail:
         # A character of several bytes may be read in two parts.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = Stream()
+
+    def skip_to(self, lines: int) -> None:
+        """Leave out all but the last lines of what is there; reads only the end of the file."""
+        with suppress(FileNotFoundError), open(self._path, "rb") as file:
+            self._cut = find_cut(file.fileno())
+            at = end = file.seek(0, os.SEEK_END)
+            tail = b""
+            while at and tail.count(b"\n", 0, -1) < lines:
+                at = max(0, at - _BLOCK)
+                tail = os.pread(file.fileno(), end - at, at)
+            begin = len(tail) - 1  # a newline at the end begins no line
+            for _ in range(lines):
+                begin = tail.rfind(b"\n", 0, max(0, begin))
+            self._offset = at + begin + 1
+            begin = max(0, self._offset - _FINGERPRINT)
+            self._last = os.pread(file.fileno(), self._offset - begin, begin)
 
     def copy_new(self) -> None:
         try:

@@ -24,7 +24,7 @@ from jobs.service.start_point import read_step
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.keys.output import ExportDtype, ExportFormat
 from tui.cli.echo import ProgressLine, echo
-from tui.cli.job_arguments import FLAGS, ID, JSON, JobCommand
+from tui.cli.job_arguments import FLAGS, ID, IDS, JSON, JobCommand, for_each, read_id
 from tui.text.checkpoint_text import checkpoint_table, plan_lines
 from tui.text.format import MISSING, cut, size
 from tui.text.tables import table
@@ -144,24 +144,29 @@ def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
 )
 @JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ...]) -> None:
-    """Resume an ended job from its newest checkpoint. [--key=value …] changes settings."""
+def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ...]) -> int:
+    """Resume ended jobs from their newest checkpoints. ID … [--key=value …] changes settings.
+
+    --json prints an object a line.
+    """
     values, others = parse_flags(words)
-    if others:
-        raise UserError(f'"{others[0]}" is not a --key=value flag')
+    if stray := next((word for word in others if not word.removeprefix("#").isdecimal()), None):
+        raise UserError(f'"{stray}" is neither a job id nor a --key=value flag')
+    to_best = back_to is not None and back_to.strip().lower() == "best"
+    step = read_step(back_to) if back_to is not None and not to_best else None
     store = Store()
-    step = None
-    if back_to is not None and back_to.strip().lower() == "best":
-        step = _best(store.get(job_id), "resumes after")
-    elif back_to is not None:
-        step = read_step(back_to)
-    plan = plan_resume(store, job_id, values, back_to=step)
-    tell(plan)
-    job = service.carry_out(store, plan)
-    if as_json:
-        echo(json.dumps(_resumed(job, plan)))
-    else:
-        echo(f"job {job.id} is {job.state}: {job.reason}")
+
+    def act(job_id: int) -> None:
+        after = _best(store.get(job_id), "resumes after") if to_best else step
+        plan = plan_resume(store, job_id, values, back_to=after)
+        tell(plan)
+        job = service.carry_out(store, plan)
+        if as_json:
+            echo(json.dumps(_resumed(job, plan)))
+        else:
+            echo(f"job {job.id} is {job.state}: {job.reason}")
+
+    return for_each(list(dict.fromkeys([job_id, *map(read_id, others)])), act)
 
 
 def _best(job: Job, does: str) -> int:
@@ -204,7 +209,7 @@ BEST = click.option("--best", is_flag=True, help="Take the step of the lowest va
 
 
 @click.command()
-@click.argument("job_id", metavar="ID", type=int)
+@IDS
 @click.option(
     "--step",
     type=click.IntRange(min=0),
@@ -239,7 +244,7 @@ BEST = click.option("--best", is_flag=True, help="Take the step of the lowest va
 @click.option("--no-ema", is_flag=True, help="Export the raw weights, not their average.")
 @JSON
 def export(
-    job_id: int,
+    job_ids: tuple[int, ...],
     step: int | None,
     best: bool,
     output: Path | None,
@@ -248,29 +253,35 @@ def export(
     formats: tuple[ExportFormat, ...],
     no_ema: bool,
     as_json: bool,
-) -> None:
-    """Export a checkpoint for other tools and print its path.
+) -> int:
+    """Export a checkpoint of each job for other tools and print its path.
 
     The job may be running. A LoRA is written with the key names of diffusers and of other tools, a
     full model as a pipeline for from_pretrained, or with --as single-file as one file of its
     transformer for ComfyUI and Forge. Every file is read back and compared.
     """
-    job = Store().get(job_id)
-    step = _step(job, step, best, "exports")
-    with ProgressLine("exporting") as line:
-        made = export_checkpoint(
-            job,
-            step,
-            output=output,
-            dtype=dtype,
-            formats=formats,
-            ema=not no_ema,
-            single_file=kind == "single-file",
-            progress=lambda done, total: line(done, total, f"{done} %"),
-        )
-    for warning in made.warnings:
-        echo(f"fsdp-tui: warning: {warning}", err=True)
-    echo(json.dumps(asdict(made) | {"path": str(made.path)}) if as_json else str(made.path))
+    if output is not None and len(job_ids) > 1:
+        raise click.UsageError("--output takes the export of one job; leave it out for several")
+    store = Store()
+
+    def act(job_id: int) -> None:
+        job = store.get(job_id)
+        with ProgressLine("exporting") as line:
+            made = export_checkpoint(
+                job,
+                _step(job, step, best, "exports"),
+                output=output,
+                dtype=dtype,
+                formats=formats,
+                ema=not no_ema,
+                single_file=kind == "single-file",
+                progress=lambda done, total: line(done, total, f"{done} %"),
+            )
+        for warning in made.warnings:
+            echo(f"fsdp-tui: warning: {warning}", err=True)
+        echo(json.dumps(asdict(made) | {"path": str(made.path)}) if as_json else str(made.path))
+
+    return for_each(job_ids, act)
 
 
 # -- push -----------------------------------------------------------------------------------

@@ -10,34 +10,44 @@ import click
 from jobs import service
 from jobs.queue.store import Store
 from tui.cli.echo import echo
-from tui.cli.job_arguments import ID, ID_TO_STOP
+from tui.cli.job_arguments import ID, IDS, IDS_TO_STOP, for_each
 
 if TYPE_CHECKING:
     from jobs.queue.job import Place
 
 
 @click.command()
-@ID_TO_STOP
+@IDS_TO_STOP
 @click.option("--now", is_flag=True, help="Send SIGKILL immediately, without a checkpoint.")
-def stop(job_id: int, now: bool) -> None:
-    """Stop a job after the current step, with a checkpoint. Again: SIGTERM, then SIGKILL."""
-    echo(service.stop(Store(), job_id, now=now))
+def stop(job_ids: tuple[int, ...], now: bool) -> int:
+    """Stop jobs after the current step, with a checkpoint. Again: SIGTERM, then SIGKILL."""
+    store = Store()
+    return for_each(job_ids, lambda job: echo(service.stop(store, job, now=now)))
 
 
 @click.command()
-@ID
-def hold(job_id: int) -> None:
-    """Keep a queued job waiting until it is released."""
-    service.hold(Store(), job_id)
-    echo(f"job {job_id} is held; `fsdp-tui release {job_id}` lets it start")
+@IDS
+def hold(job_ids: tuple[int, ...]) -> int:
+    """Keep queued jobs waiting until they are released."""
+    store = Store()
+
+    def act(job_id: int) -> None:
+        service.hold(store, job_id)
+        echo(f"job {job_id} is held; `fsdp-tui release {job_id}` lets it start")
+
+    return for_each(job_ids, act)
 
 
 @click.command()
-@ID
-def release(job_id: int) -> None:
-    """Let a held job start again."""
-    job = service.hold(Store(), job_id, False)
-    echo(f"job {job_id} is {job.state}")
+@IDS
+def release(job_ids: tuple[int, ...]) -> int:
+    """Let held jobs start again."""
+    store = Store()
+
+    def act(job_id: int) -> None:
+        echo(f"job {job_id} is {service.hold(store, job_id, False).state}")
+
+    return for_each(job_ids, act)
 
 
 @click.command()
@@ -81,17 +91,21 @@ def sample_now(job_id: int) -> None:
 
 
 @click.command()
-@ID
+@IDS
 @click.option("--keep-files", is_flag=True, help="Remove the job but keep its run directory.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
-def remove(job_id: int, keep_files: bool, yes: bool) -> None:
-    """Remove an ended job and delete its run directory."""
+def remove(job_ids: tuple[int, ...], keep_files: bool, yes: bool) -> int:
+    """Remove ended jobs and delete their run directories."""
     store = Store()
-    root = store.get(job_id).run_dir.root
     if not (yes or keep_files) and sys.stdin.isatty():
-        click.confirm(f"delete {root} with all checkpoints and exports?", abort=True)
-    service.remove(store, job_id, files=not keep_files)
-    echo(f"job {job_id} removed")
+        roots = ", ".join(str(store.get(job_id).run_dir.root) for job_id in job_ids)
+        click.confirm(f"delete {roots} with all checkpoints and exports?", abort=True)
+
+    def act(job_id: int) -> None:
+        service.remove(store, job_id, files=not keep_files)
+        echo(f"job {job_id} removed")
+
+    return for_each(job_ids, act)
 
 
 @click.command()

@@ -49,9 +49,25 @@ from tui.text.tables import describe, job_table, sweep_table
     help="The machine and its GPUs too (with --watch --json), as the boxes screen reads it.",
 )
 @click.option("--sweep", metavar="NAME", help="Only a sweep's jobs: what differs, and how good.")
+@click.option(
+    "--state",
+    "states",
+    type=click.Choice([str(state) for state in State]),
+    multiple=True,
+    help="Only jobs in this state; can be repeated.",
+)
+@click.option("--name", metavar="TEXT", default="", help="Only jobs with this in their name.")
+@click.option("-n", "count", type=click.IntRange(min=1), metavar="N", help="Only the newest N.")
 @JSON
 def list_jobs(
-    forever: bool, interval: float, machine: bool, sweep: str | None, as_json: bool
+    forever: bool,
+    interval: float,
+    machine: bool,
+    sweep: str | None,
+    states: tuple[str, ...],
+    name: str,
+    count: int | None,
+    as_json: bool,
 ) -> None:
     """List all jobs, newest first.
 
@@ -61,8 +77,11 @@ def list_jobs(
     """
     if machine and not (forever and as_json):
         raise click.UsageError("--machine needs --watch and --json")
-    if sweep is not None and forever:
-        raise click.UsageError("--sweep cannot be combined with --watch")
+    narrowed = bool(states or name or count)
+    if forever and (narrowed or sweep is not None):
+        raise click.UsageError("--watch shows all jobs; leave out --state, --name, -n and --sweep")
+    if narrowed and sweep is not None:
+        raise click.UsageError("--sweep shows all jobs of a sweep; leave out --state, --name and -n")
     store = Store()
     if forever:
         with contextlib.suppress(KeyboardInterrupt):  # as it is meant to end
@@ -73,12 +92,17 @@ def list_jobs(
         return
     service.refresh(store)
     present = devices.gpus()
-    if sweep is None:
-        rows = service.as_dicts(store, store.all(), present)
-        echo(json.dumps(rows) if as_json else job_table(rows))
+    if sweep is not None:
+        rows = service.sweep_dicts(store, sweep, present)
+        echo(json.dumps(rows) if as_json else sweep_table(rows))
         return
-    rows = service.sweep_dicts(store, sweep, present)
-    echo(json.dumps(rows) if as_json else sweep_table(rows))
+    jobs = [
+        job
+        for job in store.all()
+        if (not states or job.state in states) and name.casefold() in job.name.casefold()
+    ]
+    rows = service.as_dicts(store, jobs[:count], present)
+    echo(json.dumps(rows) if as_json else job_table(rows))
 
 
 @click.command()
@@ -137,10 +161,15 @@ def show(job_id: int, form: Form | None, public: bool, as_json: bool) -> None:
 @click.command()
 @ID
 @click.option("-f", "--follow", is_flag=True, help="Follow until the job ends.")
+@click.option(
+    "--tail", type=click.IntRange(min=0), metavar="N", help="Begin with the last N lines."
+)
 @click.option("--rank", type=int, default=0, show_default=True, help="Which log to show.")
 @click.option("--launcher", is_flag=True, help="Show the log of accelerate launch.")
 @click.option("--supervisor", is_flag=True, help="Show the log of the supervisor.")
-def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool) -> None:
+def logs(
+    job_id: int, follow: bool, tail: int | None, rank: int, launcher: bool, supervisor: bool
+) -> None:
     """Show the log of a rank."""
     store = Store()
     job = store.get(job_id)
@@ -153,7 +182,7 @@ def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool)
         path = job.run_dir.supervisor_log
     if not follow and not path.exists():
         raise UserError(f"job {job_id} has no {path.name} yet ({job.state}: {job.reason})")
-    follow_log(store, job_id, path, forever=follow)
+    follow_log(store, job_id, path, forever=follow, last=tail)
 
 
 def _finite(value: float) -> float | None:

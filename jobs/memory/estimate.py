@@ -29,7 +29,7 @@ from jobs.memory.fit import (
     worst,
 )
 from jobs.memory.host_memory import host_bytes
-from jobs.memory.ladder import climb, loosen
+from jobs.memory.ladder import alternatives, climb, loosen
 from jobs.memory.question import Refused, arranged, predict
 from jobs.paths import cache_home, state_home
 from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
@@ -213,6 +213,10 @@ class Estimate:
         """Yield the changes one by one as they are found."""
         return climb(self._settled, partial(self._fit, room), enough=_fits)
 
+    def alternatives(self) -> Iterator[Step]:
+        """Yield changes with any of which the job fits, though it ran out of memory."""
+        return alternatives(self._settled, partial(self._fit, None), enough=_fits_now)
+
     def faster(self) -> Step | None:
         """Return a change to less recomputation that still fits, if there is one."""
         return loosen(self._settled, partial(self._fit, None), enough=_fits)
@@ -241,6 +245,14 @@ class Estimate:
 
 def _fits(fit: Fit) -> bool:
     return fit.verdict is Verdict.FITS
+
+
+_MARGIN: Final = 0.9  # of what it needed before; less is within the error of a prediction
+
+
+def _fits_now(before: Fit, after: Fit) -> bool:
+    """Whether a job that ran out of memory fits: the prediction may have said that it would."""
+    return _fits(after) and after.high <= _MARGIN * before.high
 
 
 @dataclass(frozen=True)

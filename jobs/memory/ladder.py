@@ -7,6 +7,7 @@ gives way to a milder variant.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -382,6 +383,36 @@ def climb(
             step = next((step for step in tried if step is not None and enough(step.after)), step)
         yield step
         spec, now = step.spec, step.after
+
+
+def alternatives(
+    spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit, Fit], bool]
+) -> Iterator[Step]:
+    """Yield changes that are enough without any other, the cheapest first.
+
+    Where none is, yield all that `climb` takes as one, if they are.
+
+    Args:
+        spec: As of `climb`.
+        fit: As of `climb`.
+        enough: Whether a job that needed the first now needs little enough, the second.
+    """
+    now, alone = fit(spec), False
+    if now is None:
+        return
+    for rung in LADDER:
+        tried = (_take(one, spec, now, fit) for one in (*rung.milder, rung))
+        step = next((step for step in tried if step and enough(now, step.after)), None)
+        if step is not None:
+            alone = True
+            yield step
+    taken = [] if alone else list(climb(spec, fit, enough=lambda after: enough(now, after)))
+    if taken and enough(now, taken[-1].after):
+        title = ", ".join(step.rung.title for step in taken)
+        slower = math.prod(step.rung.slower for step in taken)
+        changes = {key: value for step in taken for key, value in step.changes.items()}
+        rung = Rung(title, slower, lambda _: changes)
+        yield Step(rung, changes, now, taken[-1].after, taken[-1].spec)
 
 
 def loosen(

@@ -13,6 +13,7 @@ from textual.worker import get_current_worker
 from jobs import service
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.queue.states import State
 from jobs.spec.file.load import load_spec
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
@@ -356,7 +357,9 @@ class DashboardScreen(QueueControl):
         self.app.remember("of_ranks", self.devices.of_ranks)
 
     def action_details(self) -> None:
-        self.open_job(self.job_tab)
+        view = self.selected
+        failed = view is not None and view.job.state is State.FAILED
+        self.open_job("overview" if failed else self.job_tab)
 
     def open_job(self, tab: str) -> None:
         """Open the screen of the selected job at a tab."""

@@ -232,21 +232,14 @@ def look(
     """
     if not values.get("pretrained_model_name_or_path"):
         return Look(values)  # most forms are opened and closed again
-    ours = {rank.pid for view in snapshot.jobs for rank in view.ranks}
-    claims = {
-        uuid: view.job.id
-        for view in snapshot.jobs
-        if view.job.state.active
-        for uuid in view.job.gpus
-    }
     try:
         spec = draft.spec_of(values, ignoring=_IGNORED)
         asked = estimate(
             spec,
             question.shared(),
             present=snapshot.gpus,
-            ours=ours,
-            claims=claims,
+            ours=snapshot.our_pids,
+            claims=snapshot.claims,
             imagine=False,
             cards=cards_of(spec, partitions),
             cancelled=cancelled,

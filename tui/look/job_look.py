@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ from jobs.run.eventlog import RunReport, Timeline
 from jobs.run.failure import read_failure
 from jobs.run.samples import Samples
 from jobs.run.why_failed import diagnose
+from jobs.spec.file.load import load_spec
 from tui.look.snapshot import Curve, JobView, in_step
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Look:
         stages: The phases before its first step.
         push: How far its pushes to the hub are.
         problem: What could not be read, in one line.
+        saves_every: Of a failed job: the steps between its checkpoints, where that is known.
     """
 
     t: float
@@ -69,6 +72,7 @@ class Look:
     stages: tuple[Stage, ...] = ()
     push: Push = field(default_factory=Push)
     problem: str = ""
+    saves_every: int | None = None
 
     @property
     def job(self) -> Job:
@@ -164,7 +168,15 @@ class Looker:
             self._failure(),
             tuple(log.stages),
             Push.read(job.run_dir),
+            saves_every=self._saves_every(),
         )
+
+    def _saves_every(self) -> int | None:
+        """Read the job file of a failed job, once."""
+        if self._job.state is State.FAILED and self._last.saves_every is None:
+            with suppress(UserError):
+                return load_spec(self._job.run_dir.job_file).checkpointing_steps
+        return self._last.saves_every
 
     def _failure(self) -> Failure | None:
         if self._job.state is not State.FAILED:

@@ -110,6 +110,17 @@ class Snapshot:
     def find(self, job_id: int | None) -> JobView | None:
         return next((view for view in self.jobs if view.job.id == job_id), None)
 
+    @property
+    def our_pids(self) -> set[int]:
+        """The processes of our ranks."""
+        return {rank.pid for view in self.jobs for rank in view.ranks}
+
+    @property
+    def claims(self) -> dict[str, int]:
+        """GPU, by UUID → the job of ours that holds it."""
+        active = (view.job for view in self.jobs if view.job.state.active)
+        return {uuid: job.id for job in active for uuid in job.gpus}
+
     @cached_property
     def _in_state(self) -> Mapping[State, int]:
         return Counter(view.job.state for view in self.jobs)

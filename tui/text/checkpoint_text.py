@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tui.text import format as formats
+from tui.text.estimate_text import word
 from tui.text.format import BEST, MISSING, size
 from tui.text.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from jobs.queue.store import Job
     from jobs.run.checkpoint_files import Listed
@@ -90,13 +91,25 @@ def plan_lines(plan: Plan) -> list[str]:
     return [*lines, *(f"the result changes: {change}" for change in plan.changes)]
 
 
-def resume_question(plan: Plan) -> tuple[str, str]:
-    """Ask before a job is resumed: a heading, and what will happen."""
+def change_lines(changes: Mapping[str, Any]) -> list[str]:
+    """List settings that change, a line each, as a job file has them."""
+    return [f"  {key}: {word(value)}" for key, value in changes.items()]
+
+
+def resume_question(plan: Plan, changed: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    """Ask before a job is resumed: a heading, and what will happen.
+
+    Args:
+        plan: The resume.
+        changed: Settings that change with it, by key.
+    """
     assert plan.job is not None
     place = f"after step {plan.begin.step}" if plan.begin is not None else "from step 0"
     question = f"Resume job {plan.job.id} “{plan.job.name}” {place}?"
     epochs, steps = plan.spec.num_train_epochs, plan.spec.max_train_steps
     lines = [f"Trains to step {steps}." if epochs is None else f"Trains {epochs:g} epochs."]
+    if changed:
+        lines += ["", "With other settings:", *change_lines(changed)]
     if plan.rewound:
         lines += ["", "Newer checkpoints are set aside, not deleted:"]
         lines += [f"  {checkpoint.path.name}" for checkpoint in plan.rewound]

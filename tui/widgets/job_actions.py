@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual import on
 from textual.message import Message
@@ -14,13 +14,15 @@ from textual.screen import Screen, ScreenResultType
 from jobs import service
 from jobs.errors import UserError
 from jobs.queue.states import State
+from jobs.service.edit import copy_of
 from jobs.service.plan import plan_resume
+from jobs.spec.file.load import load_spec
 from tui.keys.actions import fitting, job_actions, job_bindings
 from tui.keys.key_table import Key
-from tui.text.checkpoint_text import resume_question, resumed
+from tui.text.checkpoint_text import change_lines, resume_question, resumed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from textual.binding import BindingType
 
@@ -244,23 +246,64 @@ class JobActions(Screen[ScreenResultType]):
         if not isinstance(self.app.screen, ConfirmScreen):
             self.ask_to_resume(message.plan)
 
-    def ask_to_resume(self, plan: Plan, then: Callable[[], None] = lambda: None) -> None:
+    def ask_to_resume(
+        self,
+        plan: Plan,
+        then: Callable[[], None] = lambda: None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
         """Ask whether a planned resume is to be done, and do it.
 
         Args:
             plan: What was planned; it is planned again when the answer comes.
             then: Called when the answer is yes.
+            changes: Settings that change, by key.
         """
         from tui.widgets.questions import ConfirmScreen
 
         def answered(yes: bool | None) -> None:
             if yes and plan.job is not None:
-                resume = partial(service.resume, self.app.store, plan.job.id, back_to=plan.back_to)
+                resume = partial(
+                    service.resume, self.app.store, plan.job.id, changes, back_to=plan.back_to
+                )
                 self.app.act(lambda: resumed(resume()))
                 then()
 
-        question, detail = resume_question(plan)
+        question, detail = resume_question(plan, changes)
         screen = ConfirmScreen(question, detail, "resume", refuse="cancel", harmful=False)
+        self.app.push_screen(screen, answered)
+
+    def resume_with(self, changes: Mapping[str, Any]) -> None:
+        """Ask whether to resume the job with other settings, or to copy it if that cannot be."""
+
+        def plan(job: int) -> str:
+            try:
+                made = plan_resume(self.app.store, job, changes)
+            except UserError as error:
+                self.app.call_later(self._ask_to_copy, job, changes, str(error))
+            else:
+                self.app.call_later(self.ask_to_resume, made, changes=changes)
+            return ""
+
+        self.act(plan)
+
+    def _ask_to_copy(self, job: int, changes: Mapping[str, Any], why: str) -> None:
+        from tui.widgets.questions import ConfirmScreen
+
+        def copy() -> str:
+            taken = [other.name for other in self.app.store.all()]
+            values = copy_of(self.app.store.get(job), taken) | dict(changes)
+            return f"job {service.submit(self.app.store, load_spec(None, values)).id} queued"
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.app.act(copy)
+
+        listed = "\n".join(change_lines(changes))
+        detail = f"It cannot resume with these values: {why}.\n\nThe copy begins anew:\n{listed}"
+        screen = ConfirmScreen(
+            f"Start a copy of job {job}?", detail, "copy", refuse="cancel", harmful=False
+        )
         self.app.push_screen(screen, answered)
 
     def action_stop_job(self) -> None:

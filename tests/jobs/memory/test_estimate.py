@@ -38,7 +38,7 @@ from jobs.memory.fit import (
     room_of,
     room_of_type,
 )
-from jobs.memory.ladder import LADDER, climb, loosen
+from jobs.memory.ladder import LADDER, alternatives, climb, loosen
 from jobs.memory.network import across
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, Server, arranged
@@ -388,6 +388,21 @@ def fits_in(gib: float) -> Callable[[JobSpec], Fit]:
 
 def fits_surely(fit: Fit) -> bool:
     return fit.verdict is Verdict.FITS
+
+
+@pytest.mark.parametrize(("share", "alone"), [(0.9, True), (0.35, False)])
+def test_alternatives_fit_each_alone_or_all_together(share: float, alone: bool) -> None:
+    spec = too_large(train_batch_size=8, model_type="full", mixed_precision="no", strategy="ddp")
+    needed = fits_in(1)(spec).high
+    found = list(
+        alternatives(spec, fits_in(1), enough=lambda _, after: after.high <= share * needed)
+    )
+    assert len(found) > 1 if alone else len(found) == 1
+    for step in found:
+        again = JobSpec.model_validate(spec.to_dict() | step.changes)
+        assert step.before.high == needed
+        assert step.after.high == fits_in(1)(again).high <= share * needed
+    assert not list(alternatives(spec, fits_in(1), enough=lambda *_: False))
 
 
 def test_every_step_helps_each_begins_where_the_last_ended_and_the_order_is_by_cost() -> None:

@@ -13,12 +13,15 @@ import pytest
 from textual.geometry import Region
 
 from jobs.hub.pushes import Push
+from jobs.memory.fit import Fit, Room
+from jobs.memory.ladder import Rung, Step
 from jobs.queue.states import State
+from jobs.run.failure import Cause, Failure, keep_failure
 from jobs.run.rundir import event
 from jobs.spec.file.load import dump_spec, load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.tui import threads
-from tests.support.tui.driven_app import all_said, running, shown
+from tests.support.tui.driven_app import all_said, question, running, shown
 from tests.support.tui.made_up_runs import (
     GIB,
     add_job,
@@ -34,7 +37,7 @@ from tests.support.waiting import PATIENCE, eventually_shown
 from tui.dashboard.panels import activity_rows
 from tui.job.checkpoints import CheckpointsPane
 from tui.job.panes.config import PickJobScreen, command_rows
-from tui.job.panes.glance_rows import head_rows, start_rows
+from tui.job.panes.glance_rows import head_rows, lost_words, start_rows
 from tui.job.panes.overview import OverviewPane
 from tui.job.panes.ranks import late_words, rank_rows
 from tui.job.screen import JobScreen
@@ -230,6 +233,75 @@ async def test_a_job_whose_files_are_gone_is_told(store: Store, job: Job) -> Non
         await until(pilot, lambda: "no job 1" in text_of(screen, "job-problem"))
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.dashboard)
+
+
+# -- a failure -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("done", "newest", "every", "words"),
+    [
+        (322, None, 500, "322 steps are lost: the first save was due at step 500"),
+        (1, None, 500, "1 step is lost: the first save was due at step 500"),
+        (510, 500, 500, "10 steps are lost: the next save was due at step 1000"),
+        (12, None, 0, "12 steps are lost: it saves only at the end"),
+        (500, 500, 500, ""),
+        (0, None, 500, ""),
+    ],
+)
+def test_a_failure_says_what_is_lost_and_why(
+    store: Store, job: Job, done: int, newest: int | None, every: int, words: str
+) -> None:
+    look = Looker(store, job).look()
+    view = replace(
+        look.view,
+        job=replace(job, state=State.FAILED),
+        progress=replace(look.view.progress, step=done),
+    )
+    assert lost_words(replace(look, view=view, newest=newest, saves_every=every)) == words
+    assert lost_words(replace(look, newest=None)) == "", "it has not failed"
+
+
+async def test_a_failure_of_memory_ends_in_keys_that_resume_with_what_fits(
+    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung = Rung("smaller", 1.1, lambda _: None)
+    room = Room("GPU 0", 80 * GIB)
+    before, after = Fit(90 * GIB, 95 * GIB, room), Fit(40 * GIB, 45 * GIB, room)
+    spec = load_spec(job.run_dir.job_file)
+    steps = [
+        Step(rung, {"seed": 7}, before, after, spec),
+        Step(rung, {"lora_rank": 2}, before, after, spec),  # which a resume refuses
+    ]
+    monkeypatch.setattr("tui.job.panes.overview.find_fits", lambda *_: steps)
+    keep_failure(job.run_dir, Failure("rank 1 ran out of GPU memory", Cause.GPU_MEMORY, 1))
+    store.change(job.id, State.FAILED, "rank 1 ran out of GPU memory")
+    async with running(store) as (app, pilot):
+        app.dashboard.job_tab = "history"
+        await pilot.press("i")
+        await until(pilot, lambda: isinstance(app.screen, JobScreen) and app.screen.look)
+        screen = app.screen
+        assert isinstance(screen, JobScreen)
+        assert screen.tab == "overview", "whichever tab was open last"
+        pane = screen.panes["overview"]
+        assert isinstance(pane, OverviewPane)
+        await until(pilot, lambda: "1 seed 7 · 45.0 GiB" in pane.as_text().replace("  ", " "))
+        assert "10 steps are lost" in pane.as_text()
+        await pilot.press("1")
+        asked = await question(app, pilot)
+        assert "after step 30?" in asked.question
+        assert "seed: 7" in asked.detail
+        await pilot.press("n", "2")
+        assert "cannot resume with these values" in (await question(app, pilot)).detail
+        await pilot.press("n", "1")
+        await question(app, pilot)
+        await pilot.press("y")
+        await until(pilot, lambda: store.get(job.id).state is not State.FAILED)
+        assert load_spec(job.run_dir.job_file).seed == 7
+        await until(pilot, lambda: app.screen is screen)
+        await until(pilot, lambda: screen.look and not screen.look.job.state.ended)
+        await pilot.press("2")
+        await until(pilot, lambda: screen.tab == "ranks")
 
 
 # -- the job's own keys --------------------------------------------------------------------

@@ -266,10 +266,11 @@ def export(
 
     def act(job_id: int) -> None:
         job = store.get(job_id)
+        after = _step(job, step, best, "exports")
         with ProgressLine("exporting") as line:
             made = export_checkpoint(
                 job,
-                _step(job, step, best, "exports"),
+                after,
                 output=output,
                 dtype=dtype,
                 formats=formats,

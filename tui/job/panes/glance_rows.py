@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from jobs.queue.states import State
+from jobs.run.failure import Cause
 from jobs.run.rundir import PHASES
 from jobs.run.why_failed import causes_of
 from jobs.supervise.remedies import RESUME, advice
@@ -15,12 +16,25 @@ from tui.job.panes.history import history_rows
 from tui.job.panes.ranks import late_words
 from tui.job.panes.text_pane import fact, heading
 from tui.look.snapshot import FIRST_STEP
-from tui.text.format import Span, bar, duration, eta, left_words, number, pace, spent, state_text
+from tui.text.estimate_text import word
+from tui.text.format import (
+    Span,
+    bar,
+    duration,
+    eta,
+    gib,
+    left_words,
+    number,
+    pace,
+    spent,
+    state_text,
+)
 from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jobs.memory.ladder import Step
     from tui.look.job_look import Look
     from tui.look.snapshot import Snapshot
     from tui.text.format import Row
@@ -150,14 +164,27 @@ def _stage(name: str, seconds: float, *, going: bool) -> Row:
     return sign, Span(f"{name:<28}", "accent" if going else ""), Span(spent(seconds), "dim")
 
 
-def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
-    """Show what is wrong, which keys help, and the traceback, folded to a line."""
+def failure_rows(
+    look: Look, width: int, *, unfolded: bool, fits: Sequence[Step] | None = None
+) -> list[Row]:
+    """Show what is wrong, what is lost, which keys help, and the traceback, folded to a line.
+
+    Args:
+        look: The job.
+        width: Columns.
+        unfolded: Whether the whole traceback is shown.
+        fits: Changes that are predicted to fit, where memory ran out; None while that is asked.
+    """
     job = look.job
     if job.state not in (State.FAILED, State.LOST, State.STOPPED):
         return []
     rows: list[Row] = []
     if job.state is State.FAILED:
         rows += [heading("what is wrong"), *fact("  ✗", job.reason, width, "bad", label=4)]
+        if lost := lost_words(look):
+            rows += fact("", lost, width, "warn", label=4)
+        if out_of_memory(look):
+            rows += _fitting_rows(fits, width)
     rows.append(heading("what to do"))
     for words in (text for text in advice(job.state, look.failure) if text != RESUME):  # a key does
         rows += fact("  ·", words, width, label=4)
@@ -178,6 +205,43 @@ def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
         if unfolded:
             rows += [(Span(f"    {line}", "dim"),) for line in trace[:-1]]
             rows += fact("", trace[-1], width, "bad", label=4)
+    return rows
+
+
+def lost_words(look: Look) -> str:
+    """Say which steps a failure has lost, and why; "" where none are."""
+    done, newest, every = look.view.progress.step, look.newest or 0, look.saves_every
+    lost = done - newest
+    if look.job.state is not State.FAILED or lost <= 0:
+        return ""
+    which = f"{lost} step{'s' * (lost > 1)} {'are' if lost > 1 else 'is'} lost"
+    if not every:
+        return f"{which}: it saves only at the end" if every == 0 else which
+    due = (done // every + (done % every > 0)) * every  # one that was due has failed
+    first = "first" if look.newest is None else "next"
+    return f"{which}: the {first} save was due at step {due}"
+
+
+def out_of_memory(look: Look) -> bool:
+    """Whether the job failed since a GPU had too little memory."""
+    failure = look.failure
+    failed = look.job.state is State.FAILED and failure is not None
+    return failed and failure is not None and failure.cause is Cause.GPU_MEMORY
+
+
+def _fitting_rows(fits: Sequence[Step] | None, width: int) -> list[Row]:
+    """List what would fit, each with its key."""
+    if fits is None:
+        return [heading("would fit"), (Span("  predicting …", "dim"),)]
+    if not fits:
+        return [heading("would fit"), (Span("  no change is predicted to be enough", "dim"),)]
+    rows: list[Row] = [heading("would fit (predicted)")]
+    for key, step in enumerate(fits, 1):
+        changes = ", ".join(f"{name} {word(value)}" for name, value in step.changes.items())
+        cost = f" · {step.cost}" if step.cost else ""
+        text = f"{changes} · {gib(step.after.high)} GiB{cost}"
+        head, *more = fact(f"  {key}", text, width, label=4)
+        rows += [(Span(head[0].text, "accent"), *head[1:]), *more]
     return rows
 
 

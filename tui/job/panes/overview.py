@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from textual import on
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.message import Message
+from textual.worker import get_current_worker
 
+from jobs.errors import UserError
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.memory import question
 from jobs.memory.calibration import facts_of
+from jobs.memory.estimate import estimate
 from jobs.queue.states import State
+from jobs.spec.file.load import load_spec
 from jobs.units import ranges
 from tui.dashboard.panels import CurvePanel
 from tui.job.panes.glance_rows import (
@@ -17,6 +28,7 @@ from tui.job.panes.glance_rows import (
     failure_rows,
     head_rows,
     news_rows,
+    out_of_memory,
     start_rows,
 )
 from tui.job.panes.text_pane import fact, heading, moment
@@ -25,15 +37,18 @@ from tui.look.collector import where_of
 from tui.look.snapshot import Snapshot
 from tui.text.format import Span, duration, plain, size
 from tui.text.tables import batch_line, memory_table, prediction_lines
+from tui.widgets.job_actions import JobActions
 from tui.widgets.lines import Lines
 from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from textual.app import ComposeResult
     from textual.events import Resize
 
+    from jobs.memory.ladder import Step
+    from jobs.queue.store import Job
     from jobs.run.rundir import RankStatus
     from jobs.run.samples import Sample
     from tui.job.sample_table import Loaded
@@ -236,6 +251,36 @@ class NewestSamples(Vertical):
                     picture.say(message.problem, bad=True)
 
 
+# -- what would fit -------------------------------------------------------------------------
+
+
+_FITS: Final = 4  # changes that are offered
+
+
+def find_fits(job: Job, snapshot: Snapshot, cancelled: Callable[[], bool]) -> list[Step]:
+    """Predict with which changes a job that ran out of memory fits; takes seconds, or a minute.
+
+    Args:
+        job: The job.
+        snapshot: The machine as it is.
+        cancelled: Whether nobody wants to know any more.
+
+    Raises:
+        UserError: Nothing can be predicted of such a job.
+        ToolError: Predicting failed.
+        Cancelled: `cancelled` said so.
+    """
+    asked = estimate(
+        load_spec(job.run_dir.job_file),
+        question.shared(),
+        present=snapshot.gpus,
+        ours=snapshot.our_pids,
+        claims=snapshot.claims,
+        cancelled=cancelled,
+    )
+    return list(islice(asked.alternatives(), _FITS))
+
+
 # -- overview -------------------------------------------------------------------------------
 
 
@@ -250,6 +295,17 @@ class OverviewPane(Pane):
 
     KEYS: ClassVar = (
         *scrolling(),
+        *(
+            Key(
+                f"try_fit({number})",
+                str(number + 1),
+                str(number + 1),
+                f"change {number + 1}",
+                f"Resume with change {number + 1} of those predicted to fit",
+                line=False,
+            )
+            for number in range(_FITS)
+        ),
         Key("fold", "space", "space", "traceback", "Show or fold the traceback", line=False),
         Key("read_log", "enter", "enter", "log", "Read the failed rank's log", line=False),
         Key("edit_job", "e", "e", "edit", "Edit a queued job; copy any other", line=False),
@@ -257,6 +313,12 @@ class OverviewPane(Pane):
         Key("copy_all", "Y,shift+y", "Y", "copy all", "Copy the full overview as text"),
     )
     BINDINGS: ClassVar = bindings_of("overview", KEYS)
+
+    @dataclass
+    class Fitting(Message):
+        """A thread has predicted what would fit; empty if nothing would, or nobody knows."""
+
+        steps: list[Step]
 
     def __init__(self, *, id: str) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -269,6 +331,8 @@ class OverviewPane(Pane):
         self.look: Look | None = None
         self._snapshot: Snapshot | None = None
         self._unfolded = False
+        self._fits: list[Step] | None = None
+        self._asked: float | None = None  # the end of the attempt for which that was predicted
         self._lines = 0  # of curve and samples
 
     def compose(self) -> ComposeResult:
@@ -287,6 +351,26 @@ class OverviewPane(Pane):
 
     def update_from(self, look: Look) -> None:
         self.look = look
+        if out_of_memory(look) and self._asked != look.job.ended:
+            self._asked, self._fits = look.job.ended, None
+            work = partial(self._predict, look.job, self._snapshot or Snapshot(t=look.t))
+            self.run_worker(work, group="fits", exclusive=True, exit_on_error=False, thread=True)
+        self.fill()
+
+    def _predict(self, job: Job, snapshot: Snapshot) -> None:
+        """In a thread."""
+        worker, steps = get_current_worker(), []
+        try:
+            steps = find_fits(job, snapshot, lambda: worker.is_cancelled)
+        except Cancelled:
+            return
+        except (UserError, ToolError):
+            pass  # the advice below it needs no prediction
+        self.post_message(self.Fitting(steps))
+
+    @on(Fitting)
+    def _predicted(self, message: Fitting) -> None:
+        self._fits = message.steps
         self.fill()
 
     def on_resize(self, event: Resize) -> None:
@@ -301,7 +385,7 @@ class OverviewPane(Pane):
         snapshot = self._snapshot or Snapshot(t=look.t)
         head = head_rows(look, width)
         urgent = start_rows(look, width)
-        urgent += failure_rows(look, width, unfolded=self._unfolded)
+        urgent += failure_rows(look, width, unfolded=self._unfolded, fits=self._fits)
         gap = [_BLANK] if height >= _AIRY else []
         head += [*gap, *urgent] if urgent else []
         devices = device_part(look, snapshot, width, max(3, int(height * _DEVICES) - 1))
@@ -344,6 +428,18 @@ class OverviewPane(Pane):
     def action_fold(self) -> None:
         self._unfolded = not self._unfolded
         self.fill()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave a number to the tabs while it offers no change."""
+        if action != "try_fit":
+            return True
+        offered = self._fits if self.look is not None and out_of_memory(self.look) else None
+        return isinstance(parameters[0], int) and parameters[0] < len(offered or ())
+
+    def action_try_fit(self, number: int) -> None:
+        """Ask whether to resume with a change, or to copy where a resume does not allow it."""
+        if self._fits and isinstance(self.screen, JobActions):
+            self.screen.resume_with(self._fits[number].changes)
 
     async def action_read_log(self) -> None:
         """Open the log of the failed rank, or of the first rank if none has failed."""

@@ -15,3 +15,4 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     monkeypatch.setenv("FSDP_TUI_HOST", "node")
     # Predicting memory takes a process with torch.
     monkeypatch.setattr("tui.form.beside.look", lambda values, *_: Look(values))
+    monkeypatch.setattr("tui.job.panes.overview.find_fits", lambda *_: [])

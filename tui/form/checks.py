@@ -11,12 +11,13 @@ from textual.widgets import Static
 from textual.worker import get_current_worker
 
 from jobs.backends.slurm.commands import ask_partitions, unknown_partition
-from jobs.errors import UserError
+from jobs.errors import SpecError, UserError
 from jobs.hub.wanted import ask_sizes, find_missing
 from jobs.machine.engine_tools import Cancelled
 from jobs.service.replay import command_of, launch_facts, script_of
 from tui.form import draft
 from tui.form.beside import FitBars, reveal, show
+from tui.form.fields import FieldRow
 from tui.form.pages import PAGES, PATHS, first_of, page_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 
     from jobs.backends.slurm.commands import Partition
     from jobs.errors import Problem
+    from jobs.queue.store import Store
     from jobs.spec.values.hub_names import HubName
     from tui.form.fields import FieldRow
+    from tui.form.purpose import Purpose
     from tui.form.screen import NewJobScreen
 
 
@@ -51,6 +54,7 @@ class Checks:
         self._due: Timer | None = None
         self.reasons: dict[str, str] = {}
         self._tried = False  # an empty form is no mistake before someone submits it
+        self._noted: set[str] = set()  # of a resume: what is changed
         self._refused = ""  # why the job could not be queued
 
     def soon(self, changed: str) -> None:
@@ -72,6 +76,8 @@ class Checks:
         problems = draft.find_problems(values)
         if not self._tried:
             problems = {k: each for k, each in problems.items() if values.get(k, "") != ""}
+        if form.purpose.resumes:
+            self._show_changes(values)
         for name, row in form.fields.rows.items():
             row.turn_off(self.reasons.get(name, ""))
             problem = problems.get(name) or self._problem_in_list(row, values)
@@ -87,7 +93,31 @@ class Checks:
         warnings = filter(None, [unknown, *draft.warnings(values)])
         form.complain(complaint or "; ".join(warnings), warning=not complaint)
         carried = draft.carried_line(values) if form.fields.page == 0 else ""
-        reveal(form.query_one("#carried", Static), carried)
+        if not form.purpose.resumes:
+            reveal(form.query_one("#carried", Static), carried)
+
+    def _show_changes(self, values: Mapping[str, Any]) -> None:
+        """Leave out what a checkpoint fixes; say beside the others what their change means."""
+        form, purpose = self._form, self._form.purpose
+        try:
+            changes = purpose.changes(values)
+        except SpecError:  # said beside the field
+            return
+        for name, row in form.fields.rows.items():
+            if name in changes or name in self._noted:
+                row.note(purpose.note(name) if name in changes else "")
+            if purpose.is_fixed(name) and row.display:
+                row.display = False
+                if (group := row.parent) is not None:
+                    group.display = any(other.display for other in group.query(FieldRow))
+        self._noted = {*changes}
+        form.looks.at_resume(purpose, form.store, values)
+
+    def show_meaning(self, text: str, problem: str) -> None:
+        """Show what the resume comes to."""
+        reveal(self._form.query_one("#carried", Static), text)
+        if problem:
+            self._form.complain(problem)
 
     async def complete(self) -> dict[str, Any] | None:
         """Return the values, if they describe a job.
@@ -179,6 +209,13 @@ class Looks:
         problem: str = ""
 
     @dataclass
+    class Resume(Message):
+        """A thread planned a resume: what it comes to, or why it cannot be."""
+
+        text: str
+        problem: str
+
+    @dataclass
     class Partitions(Message):
         """A thread asked Slurm."""
 
@@ -189,6 +226,7 @@ class Looks:
         self._on_gpus = on_gpus
         self._checked: dict[str, tuple[Any, ...]] = {}
         self._launched: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}
         self.bad_paths: dict[str, str] = {}  # what is wrong, by field
         self.doubts: dict[str, str] = {}  # what may be wrong
         self.under_way: set[str] = set()  # fields of which nothing is known yet
@@ -211,6 +249,23 @@ class Looks:
         if values != self._launched:
             self._launched = dict(values)
             self._run(partial(self._make_launch, dict(values)), "launch")
+
+    def at_resume(self, purpose: Purpose, store: Store, values: Mapping[str, Any]) -> None:
+        """Plan a resume with these values, unless that was just done."""
+        if values == self._resumed:
+            return
+        self._resumed = dict(values)
+
+        def plan() -> None:
+            text = problem = ""
+            try:
+                text = purpose.meaning(store, self._resumed)
+            except UserError as error:
+                problem = str(error)
+            if values == self._resumed:
+                self._screen.post_message(self.Resume(text, problem))
+
+        self._run(partial(plan), "resume")
 
     def at_partitions(self, values: Mapping[str, Any]) -> None:
         """Ask Slurm for its partitions, once, if the job is for Slurm."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jobs.errors import UserError
+from jobs.errors import StateError, UserError
 from jobs.queue.states import State
+from jobs.run.checkpoint_files import newest_whole
 from jobs.service.edit import copy_of, fresh_values
 from jobs.spec.file.load import load_spec
 from tui.form.purpose import Purpose, Source
@@ -60,6 +61,24 @@ def open_edit(dashboard: DashboardScreen, number: int) -> None:
     detail = "Only a queued job can be edited. The copy is a new job."
     screen = ConfirmScreen(question, detail, "copy", refuse="no", harmful=False)
     dashboard.app.push_screen(screen, answered)
+
+
+def open_resume(dashboard: DashboardScreen, number: int) -> None:
+    """Open the settings of an ended job, with what a resume allows to change."""
+    try:
+        job = dashboard.store.get(number)
+        if not job.state.ended:
+            raise StateError(f"job {number} is {job.state}; only an ended job can resume")
+        spec = load_spec(job.run_dir.job_file)
+        begin = newest_whole(job.run_dir)
+    except UserError as error:
+        dashboard.app.say(str(error), "warning")
+        return
+    place = f"after step {begin.step}" if begin is not None else "from step 0"
+    heading = f"resume job {job.id} “{job.name}” {place}"
+    fixed = begin is not None
+    purpose = Purpose(heading, "resume", job.id, spec, resumes=True, fixed=fixed)
+    _push(dashboard, spec.to_dict(), purpose)
 
 
 def _push(dashboard: DashboardScreen, values: dict[str, Any], purpose: Purpose) -> None:

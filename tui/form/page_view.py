@@ -220,5 +220,5 @@ class Fields(VerticalScroll, can_focus=False):
     def focus_first(self) -> None:
         """Focus the first field of the page that applies."""
         rows = self._pages[self.page].rows.values()
-        if first := next((row for row in rows if not row.control.disabled), None):
+        if first := next((row for row in rows if row.display and not row.control.disabled), None):
             first.control.focus()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
 from jobs.service import edit
-from jobs.service.plan import plan_submit
+from jobs.service.plan import plan_resume, plan_submit
 from jobs.service.sweep import advice, check_count, expand, plan_all, queue_all
+from jobs.spec.job_spec import key_facts
 from tui.form import draft
 from tui.text.checkpoint_text import plan_lines
 
@@ -17,8 +18,16 @@ if TYPE_CHECKING:
 
     from jobs.queue.store import Store
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.field import Effect
     from jobs.spec.values.hub_names import HubName
     from tui.form.screen import NewJobScreen
+
+_MEANS: Final[dict[Effect, str]] = {
+    "same": "the result stays the same",
+    "changes": "the result changes",
+    "impossible": "not with this checkpoint",
+    "ruled": "what that changes is said below",
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Purpose:
         job: The queued job that is edited; None for a new one.
         before: What that job was when the form was opened.
         source: The newest job, if there is one.
+        resumes: Whether that job has ended, and resumes with other settings.
+        fixed: Whether it has a checkpoint, which fixes some of them.
     """
 
     heading: str = "new job"
@@ -53,6 +64,39 @@ class Purpose:
     job: int | None = None
     before: JobSpec | None = None
     source: Source | None = None
+    resumes: bool = False
+    fixed: bool = False
+
+    def changes(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the form says other than the job, by key.
+
+        Raises:
+            SpecError: Something is wrong with the values.
+        """
+        before = self.before.to_dict() if self.before is not None else {}
+        after = draft.spec_of(values).to_dict()
+        return {key: value for key, value in after.items() if value != before.get(key)}
+
+    def is_fixed(self, name: str) -> bool:
+        """Whether the checkpoint allows no other value of a key."""
+        return self.fixed and key_facts(name).resume == "impossible"
+
+    def note(self, name: str) -> str:
+        """Say beside a changed field what it was, and what the change means."""
+        was = draft.as_text(name, getattr(self.before, name)) or "blank"
+        return f"was {was}; {_MEANS[key_facts(name).resume] if self.fixed else _MEANS['same']}"
+
+    def meaning(self, store: Store, values: Mapping[str, Any]) -> str:
+        """Say what a resume with these values comes to; reads the disk.
+
+        Raises:
+            UserError: It cannot be done.
+        """
+        changes = self.changes(values)
+        if self.job is None or not changes:
+            return ""
+        lines = plan_lines(plan_resume(store, self.job, changes))
+        return "\n".join(lines) or "The result stays that of an uninterrupted run."
 
     def copy_name(self, store: Store, values: Mapping[str, Any]) -> str:
         """Return a free name for a copy, when the job itself can no longer be edited."""
@@ -71,6 +115,9 @@ class Purpose:
         """
         if self.job is None or self.before is None:
             plan = plan_submit(store, spec, absent)
+            return service.carry_out(store, plan).id, plan_lines(plan)
+        if self.resumes:
+            plan = plan_resume(store, self.job, self.changes(spec.to_dict()))
             return service.carry_out(store, plan).id, plan_lines(plan)
         job, plan = edit.change(store, self.job, spec, self.before, absent)
         return job.id, plan_lines(plan)
@@ -104,7 +151,7 @@ class Purpose:
     @property
     def done(self) -> str:
         """What to tell afterwards, after the job's number."""
-        return "queued" if self.job is None else "changed"
+        return "queued" if self.job is None else "resumes" if self.resumes else "changed"
 
 
 # -- earlier --------------------------------------------------------------------------------

@@ -160,6 +160,8 @@ class NewJobScreen(Screen[int | None]):
         self.opened = self.fields.values
         self.query_one("#field-name").focus()
         self.checks.now()
+        if self.purpose.resumes:
+            self.fields.focus_first()
         self.drafts.look()
         self.app.snapshots.subscribe(self, self._looked)
 
@@ -250,6 +252,10 @@ class NewJobScreen(Screen[int | None]):
         self.fields.rows[message.field].note(note)
         self.checks.now()
         self.submission.gate.look_again()
+
+    @on(Looks.Resume)
+    def _resume_planned(self, message: Looks.Resume) -> None:
+        self.checks.show_meaning(message.text, message.problem)
 
     @on(Looks.Partitions)
     def _slurm_answered(self, message: Looks.Partitions) -> None:

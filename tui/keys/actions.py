@@ -122,6 +122,16 @@ ACTIONS: Final[tuple[Action, ...]] = (
         acts=True,
     ),
     Action(
+        "resume_with",
+        "S,shift+s",
+        "S",
+        "settings",
+        "Resume an ended job with other settings",
+        "jobs",
+        "ended",
+        acts=True,
+    ),
+    Action(
         "stop_job",
         "x",
         "x",
@@ -323,7 +333,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
 )
 
 # They mean the same on every screen that shows a job; see `tui.widgets.job_actions`.
-_OF_A_JOB: Final = ("start_job", "stop_job", "save_now", "sample_now")
+_OF_A_JOB: Final = ("start_job", "resume_with", "stop_job", "save_now", "sample_now")
 
 # Of other screens: actions that change jobs or files, by their names.
 _ACTING_ELSEWHERE: Final = frozenset(

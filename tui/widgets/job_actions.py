@@ -273,6 +273,13 @@ class JobActions(Screen[ScreenResultType]):
         screen = ConfirmScreen(question, detail, "resume", refuse="cancel", harmful=False)
         self.app.push_screen(screen, answered)
 
+    def action_resume_with(self) -> None:
+        """Open the form with what a resume allows to change."""
+        from tui.form.opening import open_resume
+
+        if (job := self.acted_on) is not None:
+            open_resume(self.app.dashboard, job)
+
     def resume_with(self, changes: Mapping[str, Any]) -> None:
         """Ask whether to resume the job with other settings, or to copy it if that cannot be."""
 

@@ -17,6 +17,7 @@ from jobs.queue.states import State
 from jobs.service import edit
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.file.templates import list_templates, path_of, save_template, templates_home
+from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.tui.driven_app import (
     another_look,
     error_of,
@@ -857,3 +858,44 @@ async def test_three_pasted_prompts_are_three(store: Store) -> None:
         app.post_message(Paste("a cat\na dog | red\n\na bird\n"))
         wanted = ["a cat", '{"prompt": "a dog \\u007c red"}', "a bird"]
         await until(pilot, lambda: field(app, "validation_prompts").value == wanted)
+
+
+# -- a resume with other settings ----------------------------------------------------------
+
+
+@pytest.fixture
+def ended(store: Store, job_values: dict[str, Any]) -> Job:
+    """A stopped job with a checkpoint of step 30."""
+    spec = load_spec(None, job_values | {"max_train_steps": 200})
+    job = add_job(store, "cats", state=State.STOPPED, job_file=dump_spec(spec))
+    save_checkpoint(job.run_dir, 30, spec.to_dict())
+    return job
+
+
+async def test_a_resume_changes_what_its_checkpoint_allows_and_says_what_that_means(
+    store: Store, ended: Job
+) -> None:
+    async with form(store, "S", (120, 60)) as (app, pilot):
+        assert text_of(app, "form-title").startswith("resume job 1 “cats” after step 30")
+        assert text_of(app, "carried") == ""
+        assert not field(app, "lora_rank").display, "its tensors have this shape"
+        field(app, "learning_rate").put(3e-4)
+        await until(pilot, lambda: "the result changes: learning_rate" in text_of(app, "carried"))
+        assert note_of(app, "learning_rate") == "was 0.0001; the result changes"
+        field(app, "checkpointing_steps").put(7)
+        await until(pilot, lambda: "stays the same" in note_of(app, "checkpointing_steps"))
+        field(app, "learning_rate").put(1e-4)
+        await until(pilot, lambda: text_of(app, "carried").startswith("The result stays"))
+        assert note_of(app, "learning_rate") == ""
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        await until(pilot, lambda: "job 1 resumes" in said(app))
+        spec = load_spec(ended.run_dir.job_file)
+        assert (spec.checkpointing_steps, spec.learning_rate) == (7, 1e-4)
+        assert store.get(1).state is not State.STOPPED
+
+
+async def test_a_resume_that_cannot_be_is_said_while_it_is_typed(store: Store, ended: Job) -> None:
+    async with form(store, "S", (120, 60)) as (app, pilot):
+        field(app, "max_train_steps").put(20)
+        await until(pilot, lambda: "already trained 30 of 20" in text_of(app, "form-error"))

@@ -191,6 +191,7 @@ def failure_rows(
     newest = look.newest
     place = f"after step {newest}" if newest is not None else "from step 0"
     rows.append(_key("s", f"resume {place}"))
+    rows.append(_key("S", "resume with other settings"))
     rows.append(_key("e", "change its settings in a copy"))
     if job.state is not State.FAILED:
         return rows

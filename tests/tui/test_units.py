@@ -31,7 +31,7 @@ from tui.plots import line_chart
 from tui.text import format as fmt
 from tui.text.tables import job_table, when
 from tui.widgets.bars import done_words
-from tui.widgets.job_rows import columns, header_row, job_row
+from tui.widgets.job_rows import columns, header_row, job_row, short_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -545,3 +545,24 @@ def test_where_there_is_little_room_help_and_the_way_out_stay(width: int) -> Non
     line = last_line("queue", width, narrow=True).plain
     assert len(line) <= max(width, len("F1 keys  esc leave"))
     assert line.endswith("F1 keys  esc leave")
+
+
+@pytest.mark.parametrize(
+    ("names", "width", "short"),
+    [
+        (["cats", "dogs"], 4, {}),
+        (["a-long-name", "another-name"], 8, {}),  # their beginnings tell them apart
+        (["cats-night-1", "cats-night-2"], 8, {0: "…night-1", 1: "…night-2"}),
+        (["s-lr1-cosine", "s-lr2-cosine"], 4, {0: "…1…", 1: "…2…"}),
+        (["sweep-1", "sweep-1"], 5, {}),  # one name twice
+    ],
+)
+def test_long_names_are_cut_where_they_are_alike(
+    names: list[str], width: int, short: dict[int, str]
+) -> None:
+    assert short_names(names, width) == {names[place]: text for place, text in short.items()}
+
+
+@given(st.lists(st.text("ab-", min_size=1, max_size=24), max_size=12), st.integers(4, 16))
+def test_shortened_names_fit(names: list[str], width: int) -> None:
+    assert all(len(text) <= width for text in short_names(names, width).values())

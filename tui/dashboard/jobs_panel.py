@@ -21,7 +21,14 @@ from jobs.spec.job_spec import JobSpec
 from tui.dashboard.sweep_rows import best_of, heading_row, shape_of, sweep_row
 from tui.keys.actions import bindings
 from tui.text.format import Row, Span
-from tui.widgets.job_rows import Columns, columns, header_row, job_row
+from tui.widgets.job_rows import (
+    Columns,
+    columns,
+    common_reason,
+    header_row,
+    job_row,
+    short_names,
+)
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
 
 
 _ENDED = "ended"
+_FEW = 4  # jobs that have room in a panel that does not grow
 
 
 class Group(NamedTuple):
@@ -158,6 +166,8 @@ class JobsPanel(Lines, can_focus=True):
         self.families: dict[int, str] = {}  # job → what it trains, once a filter asked for it
         self._words: tuple[str, ...] = ()  # that a job must have to be shown
         self._shown = 0  # jobs that have them
+        self._names: dict[str, str] = {}  # as they are written, of those that are shortened
+        self._common = ("", 0)  # why most queued jobs wait, and how many do
         self._groups: list[Group] = []
         self._folded: set[str] = set()  # sweeps of which only the heading is shown
         self._ids: list[int] = []  # in the order in which they are shown
@@ -176,13 +186,16 @@ class JobsPanel(Lines, can_focus=True):
         same = self._drawn is not None and self._drawn[0] is snapshot.jobs
         same = same and self._outlook is snapshot.outlook
         self._outlook = snapshot.outlook
-        now = snapshot.jobs, index, self._headed, self._words, len(self.families)
+        now = snapshot.jobs, index, self._has_room, self._words, len(self.families)
         if same and self._drawn == now and self.awaited is None:
             return
         views = [view for view in snapshot.jobs if self._passes(view)]
         self._shown = len(views)
         self.marks &= {view.job.id for view in snapshot.jobs}
-        self._groups = job_groups(views, snapshot.gpus)
+        # Without room for headings, groups would only hide who is next; sweeps keep theirs.
+        groups = job_groups(views, snapshot.gpus)
+        grouped = self._has_room or any(group.sweep for group in groups)
+        self._groups = groups if grouped else [Group("", tuple(views))]
         self._place_jobs()
         if self.awaited in {view.job.id for view in views}:
             self._select(self.awaited)
@@ -191,7 +204,7 @@ class JobsPanel(Lines, can_focus=True):
         if self.selected not in self._places:
             self._select(self._ids[0] if self._ids else None)
         self._fill()
-        self._drawn = snapshot.jobs, index, self._headed, self._words, len(self.families)
+        self._drawn = snapshot.jobs, index, self._has_room, self._words, len(self.families)
 
     def is_marked(self, index: int) -> bool:
         return index < len(self._lines) and self._lines[index] == self.selected is not None
@@ -315,14 +328,16 @@ class JobsPanel(Lines, can_focus=True):
         width = self.scrollable_content_region.width
         if snapshot is None or not width:
             return
-        self._caption(snapshot)
         if not snapshot.jobs:
+            self._caption(snapshot)
             self._lines = []
             self.show((*_EMPTY, _ON_GPUS) if snapshot.gpus else _EMPTY)
             return
         shaped = self._shaped
         if shaped is None or shaped[0] is not snapshot.jobs or shaped[1] != width:
             shape = columns(snapshot, width - 2)
+            self._names = short_names((view.job.name for view in snapshot.jobs), shape.name)
+            self._common = common_reason(snapshot.jobs)
             shaped = self._shaped = (snapshot.jobs, width, shape, queue_places(snapshot.jobs))
         _, _, shape, places = shaped
         rows: list[Row] = [(Span("  "), *header_row(shape))]
@@ -343,6 +358,8 @@ class JobsPanel(Lines, can_focus=True):
         for gone in self._made.keys() - self._places.keys():
             del self._made[gone]
         self.show(rows)
+        self._caption(snapshot)
+        self._grow()
         self._keep_in_sight()
 
     def _fill_sweep(
@@ -375,18 +392,32 @@ class JobsPanel(Lines, can_focus=True):
         """Return the row of a job, rebuilt only when something about it changed."""
         drawn = self._made.get(view.job.id)
         expected, mark = self._outlook.jobs.get(view.job.id), self._mark(view.job.id)
-        facts = (id(view), shape, place, mark, expected)
+        name = self._names.get(view.job.name, "")
+        facts = (id(view), shape, place, mark, expected, name, self._common[0])
         if drawn is not None and drawn[0] == facts:
             return drawn[2]
-        row = (mark, *job_row(view, shape, place, expected))
+        row = (mark, *job_row(view, shape, place, expected, name=name, said=self._common[0]))
         self._made[view.job.id] = (facts, view, row)  # the view too, or its id may be another's
         return row
 
     @property
+    def _has_room(self) -> bool:
+        return not self.screen.has_class("-short")
+
+    @property
     def _headed(self) -> bool:
         """Whether groups have a line of their own: on a GPU machine, on a screen with room."""
-        tall = not self.screen.has_class("-short")
-        return tall and any(group.title.startswith(("GPU", "any")) for group in self._groups)
+        return self._has_room and any(
+            group.title.startswith(("GPU", "any")) for group in self._groups
+        )
+
+    def watch_has_focus(self, focused: bool) -> None:
+        super().watch_has_focus(focused)
+        self._grow()
+
+    def _grow(self) -> None:
+        """Take lines from the other panels of a low screen, while it has the focus and many."""
+        self.screen.set_class(self.has_focus and len(self._ids) > _FEW, "-many-jobs")
 
     def _keep_in_sight(self) -> None:
         seen = self.size.height - 1
@@ -407,8 +438,11 @@ class JobsPanel(Lines, can_focus=True):
         if self._words:
             shown = f"{self._shown} of {len(snapshot.jobs)} have “{' '.join(self._words)}”"
             title = f"jobs · {escape(shown)} · esc shows all"
-        marked = f"{len(self.marks)} marked: actions take them · esc" if self.marks else ""
-        self.show_titles(title, marked)
+        reason, count = self._common
+        below = escape(f"{count} queued: {reason}") if reason else ""
+        if self.marks:
+            below = f"{len(self.marks)} marked: actions take them · esc"
+        self.show_titles(title, below)
 
 
 def _ids_of(group: Group) -> list[int]:

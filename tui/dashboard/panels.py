@@ -241,6 +241,8 @@ class DevicesPanel(Lines, can_focus=True):
     def _room(self) -> int:
         """Lines that it may take, as `dashboard.tcss` has it."""
         height = self.screen.size.height
+        if self.screen.has_class("-short") and self.screen.has_class("-many-jobs"):
+            return 3
         if self.screen.has_class("-wide") and not self.screen.has_class("-short"):
             return max(3, height // 2 - 2)
         return max(3, int(height * 0.3) - 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jobs.queue.states import State
@@ -19,6 +20,8 @@ from tui.text.format import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from jobs.service.outlook import Expected
     from tui.look.snapshot import JobView, Snapshot
 
@@ -33,6 +36,9 @@ GLYPHS: Final[dict[State, tuple[str, str]]] = {
     State.FAILED: ("✗", "bad"),
     State.LOST: ("?", "bad"),
 }
+
+
+_MANY: Final = 3  # queued jobs; a reason that so many share is said once
 
 
 class Columns(NamedTuple):
@@ -60,6 +66,8 @@ def columns(snapshot: Snapshot, width: int) -> Columns:
     gpus = max([4, *(len(view.where) for view in views)])
     chosen = Columns(ids, 0, state, 0, step, 8, 6, 8, min(gpus, 12))
     least = min(names, 10)
+    if short_names((view.job.name for view in views), least):
+        least = min(names, 16)  # what tells jobs of a sweep apart, before the bar
     for leave_out in ("pace", "eta", "loss"):
         if _used(chosen) + 1 + least > width:
             chosen = chosen._replace(**{leave_out: 0})
@@ -72,6 +80,42 @@ def columns(snapshot: Snapshot, width: int) -> Columns:
     chosen = chosen._replace(name=max(4, min(names, width - _used(chosen) - 1)))
     spare = width - _used(chosen) - chosen.name - 1 - 2
     return chosen._replace(why=spare if spare >= 16 else 0)
+
+
+def short_names(names: Iterable[str], width: int) -> dict[str, str]:
+    """Return how names that are too long are written, so that those of a sweep stay apart.
+
+    Where others begin alike, a name loses its beginning, and its end too if others end alike.
+    """
+    alike: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        if len(name) > width:
+            alike.setdefault(name[: width - 1], []).append(name)
+    short: dict[str, str] = {}
+    for group in alike.values():
+        if len(group) < 2:
+            continue
+        tails = {name: f"…{name[1 - width :]}" for name in group}
+        if len({*tails.values()}) < len(group):
+            begin = _alike(group)
+            end = _alike([name[begin:][::-1] for name in group])
+            tails = {name: cut(f"…{name[begin : len(name) - end]}…", width) for name in group}
+        short |= tails
+    return short
+
+
+def _alike(names: Sequence[str]) -> int:
+    """Count the characters with which all begin."""
+    first, last = min(names), max(names)
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), len(first))
+
+
+def common_reason(views: Iterable[JobView]) -> tuple[str, int]:
+    """Return the reason that most queued jobs share, and how many; "" if few do."""
+    reasons = Counter(view.job.reason for view in views if view.job.state is State.QUEUED)
+    reason, count = reasons.most_common(1)[0] if reasons else ("", 0)
+    return (reason, count) if reason and count >= _MANY else ("", 0)
 
 
 def header_row(shape: Columns) -> Row:
@@ -98,7 +142,13 @@ def starts_words(expected: Expected | None) -> str:
 
 
 def job_row(
-    view: JobView, shape: Columns, place: str = "", expected: Expected | None = None
+    view: JobView,
+    shape: Columns,
+    place: str = "",
+    expected: Expected | None = None,
+    *,
+    name: str = "",
+    said: str = "",
 ) -> Row:
     """One job; one that has not started says why it waits where others show progress.
 
@@ -107,6 +157,8 @@ def job_row(
         shape: The columns.
         place: Which it is in the queue, `2nd`.
         expected: When it starts and ends.
+        name: How its name is written, if it is shortened.
+        said: A reason that is said elsewhere.
     """
     job, now = view.job, view.progress
     glyph, role = GLYPHS[job.state]
@@ -114,15 +166,15 @@ def job_row(
     live = job.state.active
     spans = [
         Span(right(str(job.id), shape.id) + " ", "dim"),
-        Span(left(job.name, shape.name) + " ", "strong" if live else ""),
+        Span(left(name or job.name, shape.name) + " ", "strong" if live else ""),
         Span(left(f"{glyph} {job.state} {place}".rstrip(), shape.state) + " ", role),
     ]
     waits = job.state is State.QUEUED and not now.step
     if waits:
         room = _doing_width(shape)
         reason = job.reason or "starts when the queue allows"
-        starts = f"{words} · " if (words := starts_words(expected)) else ""
-        spans.append(Span(left(starts + reason, room), "warn"))
+        words = [starts_words(expected), "" if reason == said else reason]
+        spans.append(Span(left(" · ".join(filter(None, words)), room), "warn"))
         spans.append(Span(" " + left(view.where, shape.gpus), "dim"))
         return tuple(spans)
     if shape.bar:

@@ -97,6 +97,18 @@ def with_run_id(run_id: str) -> list[ProcessId]:
     return processes
 
 
+def run_id_of(pid: int) -> str:
+    """Return the run id in a process's environment; "" if it has none or cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return ""
+    needle = f"{RUN_ID_VARIABLE}=".encode()
+    values = (entry[len(needle) :] for entry in entries if entry.startswith(needle))
+    return next(values, b"").decode(errors="replace")
+
+
 def end(processes: Iterable[ProcessId], *, grace: float, timeout: float = 10.0) -> list[ProcessId]:
     """Send SIGTERM, wait `grace` seconds, send SIGKILL, wait; return the processes still alive.
 

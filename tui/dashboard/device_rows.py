@@ -207,7 +207,7 @@ def device_rows(
     late = [seat for seat in seats if is_late(seat.rank, snapshot.t)]
     if is_paired(snapshot, width, room):
         return (*pair_rows(snapshot, by_gpu, active, width), *rest)
-    processes = process_rows(snapshot, by_gpu, width)
+    processes = [row for row, _ in process_rows(snapshot, by_gpu, width)]
     tabled = width >= TABLE_FROM and len(snapshot.gpus) + len(processes) + len(rest) <= room
     together = not tabled and len(snapshot.gpus) + len(seats) <= room
     shape = columns(width, named=len({gpu.name for gpu in snapshot.gpus}) > 1)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual.screen import Screen
 from textual.widgets import Static
 
+from jobs.errors import StateError
+from jobs.machine.processes import ProcessId, run_id_of, wait_gone
 from tui.dashboard.device_rows import (
     columns,
     devices_title,
@@ -17,8 +21,8 @@ from tui.dashboard.device_rows import (
     seats_by_gpu,
     tag_of,
 )
-from tui.dashboard.rank_lines import process_rows, split_of
-from tui.keys.key_table import Key, bindings_of, line_of, scrolling
+from tui.dashboard.rank_lines import Target, process_rows, split_of
+from tui.keys.key_table import Key, bindings_of, line_of
 from tui.look.collector import EVERY
 from tui.text.format import Row, Span
 from tui.widgets.lines import Lines
@@ -43,7 +47,9 @@ _USE, _MEMORY = "    use ", "mem "
 _BETWEEN: Final = "  "
 
 
-def gpus_rows(snapshot: Snapshot, width: int, height: int, selected: int | None) -> list[Row]:
+def gpus_rows(
+    snapshot: Snapshot, width: int, height: int, selected: int | None
+) -> list[tuple[Row, Target | None]]:
     """Headings, each GPU with graphs as high as there is room for, then the processes.
 
     Args:
@@ -51,24 +57,29 @@ def gpus_rows(snapshot: Snapshot, width: int, height: int, selected: int | None)
         width: Cells of a line.
         height: Lines that can be seen.
         selected: The selected job, whose memory has its own color.
+
+    Returns:
+        Each row with what it is about; None where the cursor does not stop.
     """
     if not snapshot.gpus:
-        return [(Span("no GPUs on this machine", "dim"),)]
+        return [((Span("no GPUs on this machine", "dim"),), None)]
     seats = seats_by_gpu(snapshot)
     active = [view for view in snapshot.jobs if view.job.state.active]
     shape = columns(width, named=len({gpu.name for gpu in snapshot.gpus}) > 1, graphs=False)
     processes = process_rows(snapshot, seats, width)
     spare = height - 1 - len(snapshot.gpus) - (len(processes) + 1 if processes else 0)
     lines = max(0, min(_MOST_LINES, spare // len(snapshot.gpus)))
-    rows: list[Row] = [gpu_head(shape)]
+    rows: list[tuple[Row, Target | None]] = [(gpu_head(shape), None)]
     for gpu in snapshot.gpus:
         hint = hint_of(gpu, shape)
         tag = tag_of(gpu, seats[gpu.uuid], active, shape.tag - 1 - len(hint))
         split = split_of(gpu, seats[gpu.uuid], selected, tag.role == "accent")
         history = history_of(snapshot, gpu)
-        rows.append(gpu_row(gpu, hint, tag, split, history, shape))
-        rows += _graphs(history.busy, history.filled, width, lines)
-    return [*rows, (), *processes] if processes else rows
+        holder = next((view.job.id for view in active if gpu.uuid in view.job.gpus), None)
+        row = gpu_row(gpu, hint, tag, split, history, shape)
+        rows.append((row, Target(gpu.uuid, holder)))
+        rows += [(row, None) for row in _graphs(history.busy, history.filled, width, lines)]
+    return [*rows, ((), None), *processes] if processes else rows
 
 
 def _graphs(
@@ -112,10 +123,80 @@ def graph(shares: Sequence[int | None], width: int, lines: int) -> list[str]:
 
 
 _MARGIN: Final = 2  # columns beside the keys
+_PATIENCE: Final = 5.0  # seconds that a process has to end
 
 
 class GpusPanel(Lines, can_focus=True):
-    """The rows; the headings do not scroll."""
+    """The rows, with a cursor that stays on its GPU or process; the headings do not scroll."""
+
+    def __init__(self) -> None:
+        super().__init__(fixed=1, id="gpus")
+        self._targets: list[Target | None] = []
+        self._on: tuple[object, ...] | None = None  # what the cursor is on
+        self._last = 0  # where that was
+
+    @property
+    def target(self) -> Target | None:
+        """What the cursor is on."""
+        return self._targets[self._last] if self._last < len(self._targets) else None
+
+    def show_all(self, rows: Sequence[tuple[Row, Target | None]]) -> None:
+        """Replace the rows; the cursor stays on what it is on, or near where that was."""
+        self._targets = [target for _, target in rows]
+        self.show([row for row, _ in rows])
+        places = self._places
+        on = (place for place in places if _identity(self._targets[place]) == self._on)
+        near = min(places, key=lambda place: abs(place - self._last), default=0)
+        self._put(next(on, near))
+
+    def go(self, by: int) -> None:
+        """Move the cursor by a number of GPUs and processes."""
+        if places := self._places:
+            at = places.index(self._last) if self._last in places else 0
+            self._put(places[max(0, min(len(places) - 1, at + by))])
+
+    def is_marked(self, index: int) -> bool:
+        return index == self._last and self.target is not None
+
+    @property
+    def _places(self) -> list[int]:
+        return [place for place, target in enumerate(self._targets) if target is not None]
+
+    def _put(self, place: int) -> None:
+        before, self._last = self._last, place
+        self._on = _identity(self.target)
+        if before != place:
+            width = range(self.size.width)
+            self.repaint(dict.fromkeys((before, place), width))
+        seen, top = self.size.height - self.fixed, self.scroll_offset.y
+        at = place - self.fixed
+        if not top <= at < top + seen:
+            self.scroll_to(y=max(0, at if at < top else at - seen + 1), animate=False, force=True)
+
+
+def _identity(target: Target | None) -> tuple[object, ...] | None:
+    if target is None:
+        return None
+    return target.gpu, target.job, target.process and target.process.pid
+
+
+def end_process(pid: int, *, kill: bool) -> str:
+    """End a process of this user, in a thread; say what became of it.
+
+    Raises:
+        StateError: It is gone, or belongs to a job.
+    """
+    process = ProcessId.of(pid)
+    if process is None:
+        raise StateError(f"process {pid} has ended already")
+    if run_id_of(pid):
+        raise StateError(f"process {pid} belongs to a job", "stop the job instead")
+    if not process.signal(signal.SIGKILL if kill else signal.SIGTERM):
+        raise StateError(f"process {pid} cannot be signaled")
+    if wait_gone([process], _PATIENCE):
+        more = "the driver may still hold it" if kill else "X kills it"
+        return f"process {pid} still runs {_PATIENCE:g} s after the signal; {more}"
+    return f"process {pid} has ended"
 
 
 class GpusScreen(Screen[None]):
@@ -124,7 +205,15 @@ class GpusScreen(Screen[None]):
     CSS_PATH = "gpus.tcss"
     AUTO_FOCUS = "#gpus"
     KEYS: ClassVar = (
-        *scrolling(),
+        Key("go(1)", "j,down", "↑ ↓", "choose", "Next GPU or process"),
+        Key("go(-1)", "k,up", "k ↑", "up", "Previous GPU or process", line=False),
+        Key("go(10)", "ctrl+d,pagedown", "^d", "page down", "Move down by ten", line=False),
+        Key("go(-10)", "ctrl+u,pageup", "^u", "page up", "Move up by ten", line=False),
+        Key("go(-1000000)", "home,g", "g", "start", "First GPU", line=False),
+        Key("go(1000000)", "end,G,shift+g", "G", "end", "Last process", line=False),
+        Key("to_job", "enter", "enter", "job", "Select the job that is there"),
+        Key("end_process", "x", "x", "end", "End your process that belongs to no job"),
+        Key("kill_process", "X,shift+x", "X", "kill", "Kill it, if it does not end", line=False),
         Key("switch_theme", "t", "t", "theme", "Switch between dark and light theme", line=False),
         Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen"),
         Key("dismiss", "escape,q,u", "esc", "close", "Back to the dashboard"),
@@ -140,7 +229,7 @@ class GpusScreen(Screen[None]):
             selected: The selected job, whose memory has its own color.
         """
         super().__init__()
-        self.panel = GpusPanel(fixed=1, id="gpus")
+        self.panel = GpusPanel()
         self._snapshot = snapshot
         self._selected = selected
         self._title = ""
@@ -172,10 +261,49 @@ class GpusScreen(Screen[None]):
         if title != self._title:
             self._title = title
             self.query_one("#gpus-title", Static).update(title)
-        self.panel.show(gpus_rows(snapshot, width, height, self._selected))
+        self.panel.show_all(gpus_rows(snapshot, width, height, self._selected))
 
-    def action_scroll_by(self, lines: int) -> None:
-        self.panel.scroll_relative(y=lines, animate=False)
+    def action_go(self, by: int) -> None:
+        self.panel.go(by)
+
+    def action_to_job(self) -> None:
+        """Return to the dashboard, with the job that is there selected."""
+        target = self.panel.target
+        if target is None or target.job is None:
+            self.app.say("no job of yours is here", "warning")
+            return
+        self.app.dashboard.jobs.awaited = target.job
+        self.app.collector.wake()
+        self.dismiss()
+
+    def action_end_process(self) -> None:
+        self._end(kill=False)
+
+    def action_kill_process(self) -> None:
+        self._end(kill=True)
+
+    def _end(self, *, kill: bool) -> None:
+        from tui.widgets.questions import ConfirmScreen, StopScreen
+
+        target = self.panel.target
+        process = target.process if target is not None else None
+        if target is None or process is None or not target.is_stray:
+            owner = process.user if process is not None and process.user else ""
+            why = f"it is {owner}'s" if owner else "it is no process of yours that has no job"
+            hint = "; enter goes to the job" if target is not None and target.job else ""
+            self.app.say(f"nothing to end: {why}{hint}", "warning")
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.app.act(partial(end_process, process.pid, kill=kill))
+
+        verb = "Kill" if kill else "End"
+        what = "SIGKILL: nothing can be saved." if kill else "SIGTERM: it may save and end."
+        detail = f"{process.command}\n\nIt belongs to no job, and gets {what}"
+        ask = ConfirmScreen if kill else StopScreen
+        question = f"{verb} process {process.pid}?"
+        self.app.push_screen(ask(question, detail, verb.lower()), answered)
 
     def action_press(self, key: str) -> None:
         """Press the key of a clicked entry in the key line."""

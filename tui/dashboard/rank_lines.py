@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+import psutil
 
 from jobs.machine.devices import foreign_users
 from jobs.machine.gpu import HIDDEN_USE, hidden_use
@@ -285,7 +288,34 @@ class _Line(NamedTuple):
     process: GpuProcess | None
 
 
-def process_rows(snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width: int) -> list[Row]:
+class Target(NamedTuple):
+    """What a row of the GPU screen is about: a GPU, or a process on it.
+
+    Attributes:
+        gpu: Its UUID.
+        job: The job of ours whose rank it is, or which has the GPU.
+        process: A process that belongs to no job; None for a GPU and for a rank.
+    """
+
+    gpu: str
+    job: int | None
+    process: GpuProcess | None = None
+
+    @property
+    def is_stray(self) -> bool:
+        """Whether it is a process of this user that belongs to no job of ours."""
+        return self.process is not None and self.process.user == whoami()
+
+
+@cache
+def whoami() -> str:
+    """Return the name of this user, as the processes on a GPU have it."""
+    return psutil.Process().username()
+
+
+def process_rows(
+    snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width: int
+) -> list[tuple[Row, Target | None]]:
     """Return a heading and a line for each process, by GPU; nothing where there are none.
 
     Args:
@@ -293,18 +323,20 @@ def process_rows(snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width:
         seats: Our ranks on each GPU, by its UUID.
         width: Cells of a line.
     """
-    rows: list[Row] = []
+    rows: list[tuple[Row, Target | None]] = []
     for gpu in snapshot.gpus:
         claimed = any(v.job.state.active and gpu.uuid in v.job.gpus for v in snapshot.jobs)
         for line in _lines(gpu, seats.get(gpu.uuid, ())):
-            rows.append(_row(gpu, line, snapshot.t, width))
+            job = line.seat.view.job.id if line.seat is not None else None
+            target = Target(gpu.uuid, job, line.process if line.seat is None else None)
+            rows.append((_row(gpu, line, snapshot.t, width), target))
         hidden = 0 if claimed else hidden_use(gpu)
         if hidden >= HIDDEN_USE:
-            rows.append(_hidden_row(gpu, hidden, width))
+            rows.append((_hidden_row(gpu, hidden, width), None))
     if not rows:
         return []
     head = f" # {right('pid', 8)}  {left('user', _USER)} {right('memory', 9)}  process"
-    return [(Span(head, "title"),), *rows]
+    return [((Span(head, "title"),), None), *rows]
 
 
 def _lines(gpu: Gpu, seats: Sequence[Seat]) -> list[_Line]:
@@ -325,7 +357,8 @@ def _row(gpu: Gpu, line: _Line, now: float, width: int) -> Row:
     head = f"{gpu.index:>2} {pid:>8}  {left(user, _USER)} {right(memory, 9)}  "
     if seat is None:
         words = cut(_command(process), max(0, width - len(head)))
-        return Span(head, ""), Span(words, "warn")
+        others = process is not None and process.user not in (None, whoami())
+        return Span(head, "dim" if others else ""), Span(words, "dim" if others else "warn")
     beat = heartbeat(seat.rank, now)
     name = f"#{seat.view.job.id} {seat.view.job.name}"
     rank = seat.rank

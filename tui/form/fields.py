@@ -20,7 +20,7 @@ from jobs.service.sweep import read_values
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, is_switch, takes_number
 from tui.form import draft, pages
-from tui.text.format import size
+from tui.text.format import gib, size
 from tui.widgets.path_input import PathInput, PathSuggester
 
 if TYPE_CHECKING:
@@ -209,9 +209,10 @@ class GpuPicker(Static, can_focus=True):
             return name if name in self.indices else None
         return next((gpu.index for gpu in self.gpus if gpu.uuid.startswith(name)), None)
 
-    def used_by(self, users: Mapping[str, str]) -> None:
-        """Show who sits on the GPUs now, by UUID."""
+    def used_by(self, users: Mapping[str, str], gpus: Sequence[Gpu] | None = None) -> None:
+        """Show who sits on the GPUs now, by UUID, and what is free."""
         self.users = dict(users)
+        self.gpus = self.gpus if gpus is None else list(gpus)
         self._draw()
 
     def on_mount(self) -> None:
@@ -269,7 +270,9 @@ class GpuPicker(Static, can_focus=True):
     def _button(self, place: int, gpu: Gpu) -> tuple[str, int]:
         """One GPU with who uses it, as markup, and how many columns it takes."""
         on, user = gpu.index in self.chosen, self.users.get(gpu.uuid, "")
-        text = f"{'■' if on else '□'} {gpu.index}{f' {user}' if user else ''}"
+        used = gpu.memory_used
+        free = "" if used is None else f" {gib(gpu.memory_total - used)}G"
+        text = f"{'■' if on else '□'} {gpu.index}{free}{f' {user}' if user else ''}"
         style = "b $success" if on and not user else "$warning" if user else "$foreground 80%"
         if self.has_focus and place == self.place:
             style += " reverse"

@@ -172,7 +172,7 @@ class NewJobScreen(Screen[int | None]):
             return
         self._users, self.snapshot = users, snapshot
         if (row := self.fields.row("gpus")) and isinstance(row.control, GpuPicker):
-            row.control.used_by(users)
+            row.control.used_by(users, snapshot.gpus)
         self.query_one(FitBars).look_again(snapshot)
 
     async def action_show_page(self, number: int) -> None:

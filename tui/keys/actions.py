@@ -338,6 +338,7 @@ _OF_A_JOB: Final = ("start_job", "resume_with", "stop_job", "save_now", "sample_
 # Of other screens: actions that change jobs or files, by their names.
 _ACTING_ELSEWHERE: Final = frozenset(
     {"resume", "export", "delete", "clear", "clear_all", "submit", "edit_job", "duplicate_job"}
+    | {"end_process", "kill_process", "try_fit"}
 )
 ACTING: Final = _ACTING_ELSEWHERE | {action.name for action in ACTIONS if action.acts}
 

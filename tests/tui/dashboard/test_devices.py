@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from jobs.machine import devices
 from jobs.machine.devices import Gpu, GpuProcess
+from jobs.machine.processes import RUN_ID_VARIABLE, wait_for_by_hand
 from jobs.queue.states import State
 from jobs.service import Progress
 from tests.support.nvml_stub.stub import gpu as played
@@ -29,7 +33,7 @@ from tests.support.tui.made_up_runs import (
 from tests.support.tui.pilot import until
 from tui.dashboard.device_rows import columns as device_columns
 from tui.dashboard.device_rows import device_head, device_rows, devices_title, hint_of, links
-from tui.dashboard.gpus import gpus_rows, graph
+from tui.dashboard.gpus import GpusScreen, gpus_rows, graph
 from tui.dashboard.jobs_panel import job_groups, ordinal, queue_places
 from tui.dashboard.panels import DevicesPanel, redraw_after
 from tui.dashboard.rank_lines import (
@@ -40,6 +44,7 @@ from tui.dashboard.rank_lines import (
     rank_title,
     split_bar,
     split_of,
+    whoami,
 )
 from tui.look import collector
 from tui.look.collector import EVERY, History, where_of
@@ -55,6 +60,8 @@ if TYPE_CHECKING:
     from jobs.queue.store import Store
     from tests.support.nvml_stub.stub import StubNvml
     from tui.app.app import FsdpTui
+
+WAITS = "import time; time.sleep(600)"
 
 pytest_plugins = ["tests.support.nvml_stub.fixture"]
 
@@ -485,11 +492,76 @@ def test_the_gpu_screen_fits_its_lines(store: Store, size: tuple[int, int]) -> N
     snapshot = replace(
         snapshot, busy=dict.fromkeys(uuids, shares), filled=dict.fromkeys(uuids, shares)
     )
-    rows = [plain(row) for row in gpus_rows(snapshot, *size, 1)]
+    rows = [plain(row) for row, _ in gpus_rows(snapshot, *size, 1)]
     assert max(map(len, rows)) <= size[0]
     if size[1] >= 38:
         assert len(rows) <= size[1]
         assert any("▇" in row for row in rows)
+
+
+async def test_the_gpu_screen_ends_ones_own_stray_process_and_leaves_others_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing_starts(monkeypatch)
+    add_job(store, "cats", state=State.RUNNING)
+    env = os.environ | {RUN_ID_VARIABLE: "r"}
+    with (
+        subprocess.Popen([sys.executable, "-c", WAITS]) as stray,
+        subprocess.Popen([sys.executable, "-c", WAITS], env=env) as ours,
+    ):
+        wait_for_by_hand(stray.pid)
+        processes = (
+            GpuProcess(1, 3 * GIB, user="someone", command="python theirs.py"),
+            GpuProcess(stray.pid, 2 * GIB, user=whoami(), command="python mine.py"),
+            GpuProcess(ours.pid, 1 * GIB, user=whoami(), command="python worker.py"),
+        )
+        card = Gpu(0, "GPU-0", "H200", 140 * GIB, 6 * GIB, processes=processes)
+        monkeypatch.setattr("jobs.machine.devices.gpus", lambda *_: [card])
+        async with driven_app.running(store) as (app, pilot):
+            await pilot.press("u")
+            await until(pilot, lambda: isinstance(app.screen, GpusScreen) and app.screen.is_mounted)
+            screen = app.screen
+            assert isinstance(screen, GpusScreen)
+            await until(pilot, lambda: screen.panel.target is not None)
+            await pilot.press("x")
+            assert "no process of yours" in driven_app.said(app)[-1]
+            await pilot.press("j", "x")
+            assert "it is someone's" in driven_app.said(app)[-1]
+            await pilot.press("j", "x")
+            asked = await driven_app.question(app, pilot)
+            assert "python mine.py" in asked.detail
+            await pilot.press("n")
+            assert stray.poll() is None
+            await pilot.press("G", "x")
+            await driven_app.question(app, pilot)
+            await pilot.press("x")
+            await until(pilot, lambda: any("belongs to a job" in t for t in driven_app.said(app)))
+            assert ours.poll() is None
+            await pilot.press("k", "x")
+            await driven_app.question(app, pilot)
+            await pilot.press("x")
+            await until(pilot, lambda: stray.poll() is not None)
+        ours.kill()
+
+
+async def test_enter_on_the_gpu_screen_goes_to_the_job(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing_starts(monkeypatch)
+    add_job(store, "first", state=State.RUNNING)
+    job = add_job(store, "cats", state=State.RUNNING)
+    write_rank(job, 0, device_uuid="GPU-0")
+    card = Gpu(0, "GPU-0", "H200", 140 * GIB, 6 * GIB)
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda *_: [card])
+    async with driven_app.running(store, select=1) as (app, pilot):
+        await pilot.press("u")
+        await until(pilot, lambda: isinstance(app.screen, GpusScreen))
+        screen = app.screen
+        assert isinstance(screen, GpusScreen)
+        await until(pilot, lambda: len(screen.panel.rows) > 2)
+        await pilot.press("G", "enter")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        await until(pilot, lambda: app.dashboard.jobs.selected == job.id)
 
 
 def test_a_graph_is_as_high_as_its_shares() -> None:

@@ -97,7 +97,7 @@ class Machine:
         self._stack.callback(process.stdin.close)
         process.stdout.readline()
 
-    def three_jobs(self) -> list[Job]:
+    def three_jobs(self, *, train: bool = True) -> list[Job]:
         """Two jobs on two GPUs each and one on one."""
         places = ((0, 1), (2, 3), (4,))
         jobs = [
@@ -114,7 +114,8 @@ class Machine:
         for job in jobs:
             write_steps(job, 500)
             write_log(job, "".join(_LINE.format(n=n) for n in range(500)))
-        self.train(*jobs)
+        if train:
+            self.train(*jobs)
         return jobs
 
 
@@ -166,6 +167,39 @@ def idle(seconds: float) -> Iterator[Row]:
                 yield f"idle {at}: processor", f"{share:.2%} of a core", "goal 2 %"
                 yield f"idle {at}: to the terminal", f"{rate / 1000:.2f} kB/s", "goal 4"
                 yield f"idle {at}: resident", f"{shown.resident() / 1e6:.0f} MB", "goal 90"
+
+
+def keys(times: int) -> Iterator[Row]:
+    """Bytes that answer a key on jobs that rest: of a second, less what an idle second takes."""
+    for size in _SIZES:
+        with machine() as on:
+            on.three_jobs(train=False)
+            for number in range(20):
+                add_job(on.store, f"ended-{number}", state=State.STOPPED)
+            with dashboard(on, size) as shown:
+                time.sleep(4)
+                idle = statistics.median(_second(shown, "") for _ in range(2 * times))
+                for name, there, back, goal in (
+                    ("j", "j", "k", "goal 1.5"),
+                    ("?", "?", "\x1b", "goal 8"),
+                    ("esc", "\x1b", "?", "goal 5"),
+                ):
+                    if name == "esc":
+                        _second(shown, "?")
+                    counts = []
+                    for _ in range(times):
+                        counts.append(_second(shown, there) - idle)
+                        _second(shown, back)
+                    took = max(0.0, statistics.median(counts)) / 1000
+                    yield f"key {name} {size[0]}x{size[1]}", f"{took:.1f} kB", goal
+
+
+def _second(shown: Terminal, key: str) -> int:
+    before = shown.received
+    if key:
+        shown.press(key)
+    time.sleep(1.0)
+    return shown.received - before
 
 
 def flood(seconds: float, a_second: int = 50_000) -> Iterator[Row]:
@@ -304,6 +338,7 @@ def main() -> None:
     parts: dict[str, Iterator[Row]] = {
         "first": first_frame(5),
         "idle": idle(wanted.seconds),
+        "keys": keys(3),
         "flood": flood(10.0),
         "large": large_log(wanted.gigabytes),
         "many": many(1000, 10_000),
@@ -322,7 +357,9 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="*", choices=("first", "idle", "flood", "large", "many"))
+    parser.add_argument(
+        "--only", nargs="*", choices=("first", "idle", "keys", "flood", "large", "many")
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="of each idle measurement")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the large log")
     return parser.parse_args()

@@ -180,12 +180,15 @@ class TerminalCells:
             self._unsure(x, y, text, style)
             return _BEHIND
         texts, styles, new = self._texts[y], self._styles[y], list(text)
-        if texts[x:stop] != new or styles[x:stop] != [style] * len(new):
+        looks = [style] * len(new)
+        if " " in text and (blank := style_of_blank(style)) != style:
+            looks = [blank if sign == " " else style for sign in text]
+        if texts[x:stop] != new or styles[x:stop] != looks:
             old = zip(texts[x:stop], styles[x:stop], strict=True)
-            changed = [at for at, was in enumerate(old) if was != (new[at], style)]
+            changed = [at for at, was in enumerate(old) if was != (new[at], looks[at])]
             for first, last in _near(changed):
                 self._write(x + first, y, text[first : last + 1], style)
-            texts[x:stop], styles[x:stop] = new, [style] * len(new)
+            texts[x:stop], styles[x:stop] = new, looks
         return stop
 
     def _unsure(self, x: int, y: int, text: str, style: str) -> None:
@@ -203,7 +206,9 @@ class TerminalCells:
         self._at = None
 
     def _write(self, x: int, y: int, text: str, style: str) -> None:
-        self._write_in(style)
+        # Blanks look the same in every colour of text.
+        if text.strip(" ") or style_of_blank(style) != style_of_blank(self._style):
+            self._write_in(style)
         self._go_to(x, y)
         self._out.append(text)
         self._at = (x + len(text), y) if x + len(text) < self._size[0] else None
@@ -232,16 +237,35 @@ def _near(cells: list[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
+# The codes that end a part of a style.
+_OFF: Final = {"text": "39", "background": "49", "1": "22", "2": "22", "3": "23", "4": "24"}
+_UNSEEN: Final = {"text", "background", "1", "2", "3"}  # a blank cell has of these its background
+
+
 @lru_cache(4096)
 def change_of_style(before: str, after: str) -> str:
     """Return the codes that change one style to another, both SGR parameters from a reset. Pure."""
     if not after:
         return "\x1b[m"
     was, now = _parts(before), _parts(after)
-    # What a style no longer has only a reset takes away; colours replace each other.
-    if was is None or now is None or not was.keys() <= now.keys():
+    if was is None or now is None:
         return f"\x1b[0;{after}m" if before else f"\x1b[{after}m"
-    return f"\x1b[{';'.join(code for kind, code in now.items() if was.get(kind) != code)}m"
+    gone = {_OFF.get(kind, "0") for kind in was.keys() - now.keys()}
+    new = [code for kind, code in now.items() if was.get(kind) != code]
+    # One code ends bold and dim alike; some attributes only a reset takes away.
+    if "0" in gone or ("22" in gone and now.keys() & {"1", "2"}):
+        return f"\x1b[0;{after}m"
+    part, whole = ";".join([*sorted(gone), *new]), f"0;{after}"
+    return f"\x1b[{part if len(part) <= len(whole) else whole}m"
+
+
+@lru_cache(4096)
+def style_of_blank(style: str) -> str:
+    """Return what is seen of a style in a blank cell: its background, unless lines are drawn."""
+    parts = _parts(style)
+    if parts is None or not parts.keys() <= _UNSEEN:
+        return style
+    return parts.get("background", "")
 
 
 def _parts(style: str) -> dict[str, str] | None:

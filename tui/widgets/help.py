@@ -27,17 +27,26 @@ _ABOUT = (
     "`fsdp-tui settings`."
 )
 _WIDEST = 16  # columns of keys
+_MOST, _FRAME = 76, 3  # columns of the dialog, and of its margin and scrollbar; see modals.tcss
 
 
 class Keys(Static):
     """The list; long lines wrap below their beginning."""
 
-    def __init__(self, keys: list[ScreenKey]) -> None:
-        super().__init__(id="keys")
+    def __init__(self, keys: list[ScreenKey], width: int) -> None:
+        """
+        Args:
+            keys: What to list.
+            width: Columns that it will have, so that it is painted once.
+        """
+        super().__init__(help_text(keys, width), id="keys")
         self.keys = keys
+        self._width = width
 
     def on_resize(self, event: Resize) -> None:
-        self.update(help_text(self.keys, event.size.width))
+        if event.size.width != self._width:
+            self._width = event.size.width
+            self.update(help_text(self.keys, self._width))
 
 
 class HelpScreen(ModalScreen[None]):
@@ -62,7 +71,8 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll(classes="dialog", id="help", can_focus=False) as dialog:
             dialog.border_title = "keys"
             dialog.border_subtitle = "↑ ↓ scroll · esc close"
-            yield Keys(self.keys)
+            width = min(_MOST, self.app.size.width * 9 // 10) - _FRAME
+            yield Keys(self.keys, width)
             yield Static(_ABOUT, id="about", markup=False)
 
     def action_scroll(self, by: int) -> None:

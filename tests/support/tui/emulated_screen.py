@@ -13,6 +13,14 @@ _TOKEN: Final = re.compile(
     r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[P_^][^\x1b]*\x1b\\|\x07|\r)|(?P<text>[^\x00-\x1f])"
 )
 _COLOURS: Final = {"3": "text", "9": "text", "4": "background", "10": "background"}
+_ENDS: Final[dict[str, tuple[str, ...]]] = {
+    "22": ("1", "2"),
+    "23": ("3",),
+    "24": ("4",),
+    "39": ("text",),
+    "49": ("background",),
+}
+_UNSEEN: Final = {"text", "background", "1", "2", "3"}
 Style = frozenset[tuple[str, str]]
 
 
@@ -58,6 +66,8 @@ class EmulatedScreen:
     def _put(self, text: str) -> None:
         width = cell_len(text)
         line, style = self.cells[self.y], frozenset(self.style.items())
+        if text == " " and self.style.keys() <= _UNSEEN:  # of a blank its background is seen
+            style = frozenset((kind, code) for kind, code in style if kind == "background")
         if not width:
             return
         at = min(self.x, self.width - 1)
@@ -74,6 +84,9 @@ class EmulatedScreen:
             code = codes.pop(0)
             if code in ("", "0"):
                 self.style.clear()
+            elif code in _ENDS:
+                for kind in _ENDS[code]:
+                    self.style.pop(kind, None)
             elif code in ("38", "48"):
                 taken = 4 if codes[0] == "2" else 2
                 self.style[_COLOURS[code[0]]] = ";".join((code, *codes[:taken]))

@@ -69,14 +69,23 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog", id="help", can_focus=False) as dialog:
+            dialog.styles.max_height = _highest(self.app.size.height)
             dialog.border_title = "keys"
             dialog.border_subtitle = "↑ ↓ scroll · esc close"
             width = min(_MOST, self.app.size.width * 9 // 10) - _FRAME
             yield Keys(self.keys, width)
             yield Static(_ABOUT, id="about", markup=False)
 
+    def on_resize(self, event: Resize) -> None:
+        self.query_one("#help").styles.max_height = _highest(event.size.height)
+
     def action_scroll(self, by: int) -> None:
         self.query_one("#help").scroll_relative(y=by, animate=False)
+
+
+def _highest(lines: int) -> int:
+    """Return the lines of the dialog: more than 40 are much to send, and to read."""
+    return min(40, lines * 9 // 10)
 
 
 def help_text(keys: list[ScreenKey], width: int) -> Content:

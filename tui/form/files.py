@@ -152,7 +152,7 @@ class Draft:
 
 
 def saved_drafts(folder: Path) -> list[Draft]:
-    """Read the drafts, the newest first; a damaged one is left out."""
+    """Read the drafts, the newest first; a damaged one is skipped."""
     with suppress(OSError):
         paths = sorted(folder.glob("*.json"), reverse=True)
         return [draft for path in paths if (draft := _draft(path)) is not None]
@@ -166,8 +166,8 @@ def _draft(path: Path) -> Draft | None:
         return None
     if not isinstance(t, int | float) or not isinstance(job, int | None):
         return None
-    known = {key: value for key, value in values.items() if key in field_names()}
-    return Draft(path, t, job, known) if known else None
+    readable = {key: value for key, value in values.items() if key in field_names()}
+    return Draft(path, t, job, readable) if readable else None
 
 
 class Drafts:
@@ -260,7 +260,7 @@ class Drafts:
 
         def read() -> None:
             fitting = [draft for draft in saved_drafts(folder) if draft.job == job]
-            form.post_message(self.Listed([one for one in fitting if one.path != self._file]))
+            form.post_message(self.Listed([draft for draft in fitting if draft.path != self._file]))
 
         form.run_worker(read, group="drafts", exit_on_error=False, thread=True)
 

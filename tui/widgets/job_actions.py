@@ -114,14 +114,14 @@ def _each(acts: Sequence[Callable[[], str]]) -> str:
     Raises:
         UserError: None of several could be done, or the only one.
     """
-    said, failed = [], 0
+    texts, failed = [], 0
     for act in acts:
         try:
-            said.append(act())
+            texts.append(act())
         except UserError as error:
-            said.append(str(error))
+            texts.append(str(error))
             failed += 1
-    text = "\n".join(filter(None, said))
+    text = "\n".join(filter(None, texts))
     if failed == len(acts):
         raise UserError(text)
     return text
@@ -179,7 +179,7 @@ class JobActions(Screen[ScreenResultType]):
         """Do something with the job, or after one question with all marked ones.
 
         Args:
-            name: The action; marked jobs in whose state it makes no sense are left out.
+            name: The action; marked jobs in whose state it makes no sense are skipped.
             act: What is done with one of them, in a thread; what it returns is shown.
             about: What that is, such as "hold".
         """
@@ -307,7 +307,9 @@ class JobActions(Screen[ScreenResultType]):
                 self.app.act(copy)
 
         listed = "\n".join(change_lines(changes))
-        detail = f"It cannot resume with these values: {why}.\n\nThe copy begins anew:\n{listed}"
+        detail = (
+            f"It cannot resume with these values: {why}.\n\nThe copy starts at step 0:\n{listed}"
+        )
         screen = ConfirmScreen(
             f"Start a copy of job {job}?", detail, "copy", refuse="cancel", harmful=False
         )

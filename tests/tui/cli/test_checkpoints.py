@@ -285,7 +285,7 @@ def test_scripts_get_what_changes(shell: Shell, store: Store, run_dir: RunDir) -
             "with 16, not with 4: the adapter's weights have a different shape; "
             "set lora_rank to 16, or start a job without the checkpoint",
         ),
-        (("20",), '"20" is not a --key=value flag'),
+        (("cats",), '"cats" is neither a job id nor a --key=value flag'),
     ],
 )
 def test_a_resume_that_cannot_be_is_one_line(

@@ -571,7 +571,7 @@ def test_a_resume_that_makes_no_sense(shell: Shell) -> None:
     assert "has already trained 5 of 5 steps" in said
     assert f"resume {done.id} --max_train_steps=N" in said
     assert 'unknown key "max_train_step"' in shell.refused("resume", done.id, "--max_train_step=9")
-    assert '"9" is not a --key=value flag' in shell.refused("resume", done.id, "9")
+    assert '"x" is neither a job id nor a --key' in shell.refused("resume", done.id, "x")
     assert shell.store.get(done.id).state is State.COMPLETED
 
 

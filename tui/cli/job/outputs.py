@@ -261,7 +261,7 @@ def export(
     transformer for ComfyUI and Forge. Every file is read back and compared.
     """
     if output is not None and len(job_ids) > 1:
-        raise click.UsageError("--output takes the export of one job; leave it out for several")
+        raise click.UsageError("--output takes the export of one job; several need none")
     store = Store()
 
     def act(job_id: int) -> None:

@@ -79,9 +79,9 @@ def list_jobs(
         raise click.UsageError("--machine needs --watch and --json")
     narrowed = bool(states or name or count)
     if forever and (narrowed or sweep is not None):
-        raise click.UsageError("--watch shows all jobs; leave out --state, --name, -n and --sweep")
+        raise click.UsageError("--watch shows all jobs; remove --state, --name, -n and --sweep")
     if narrowed and sweep is not None:
-        raise click.UsageError("--sweep shows all jobs of a sweep; leave out --state, --name and -n")
+        raise click.UsageError("--sweep shows all jobs of a sweep; remove --state, --name and -n")
     store = Store()
     if forever:
         with contextlib.suppress(KeyboardInterrupt):  # as it is meant to end

@@ -396,7 +396,7 @@ class JobsPanel(Lines, can_focus=True):
         facts = (id(view), shape, place, mark, expected, name, self._common[0])
         if drawn is not None and drawn[0] == facts:
             return drawn[2]
-        row = (mark, *job_row(view, shape, place, expected, name=name, said=self._common[0]))
+        row = (mark, *job_row(view, shape, place, expected, name=name, elsewhere=self._common[0]))
         self._made[view.job.id] = (facts, view, row)  # the view too, or its id may be another's
         return row
 

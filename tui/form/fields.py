@@ -10,6 +10,7 @@ from textual import on
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
+from textual.events import Paste
 from textual.markup import escape
 from textual.message import Message
 from textual.widgets import Input, Label, Select, Static
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from textual.app import ComposeResult
-    from textual.events import Paste
     from textual.widget import Widget
 
     from jobs.machine.devices import Gpu
@@ -480,7 +480,8 @@ class TextInput(Input):
         super().__init__(text, placeholder=hint, id=f"field-{name}", compact=True)
         self._key = name
 
-    def _on_paste(self, event: Paste) -> None:
+    @on(Paste)
+    def several_lines(self, event: Paste) -> None:
         lines = [line.strip() for line in event.text.splitlines() if line.strip()]
         if len(lines) < 2:
             return  # Textual's own input takes it

@@ -38,7 +38,7 @@ GLYPHS: Final[dict[State, tuple[str, str]]] = {
 }
 
 
-_MANY: Final = 3  # queued jobs; a reason that so many share is said once
+_MANY: Final = 3  # queued jobs; a reason that they share is shown once
 
 
 class Columns(NamedTuple):
@@ -108,7 +108,7 @@ def _alike(names: Sequence[str]) -> int:
     """Count the characters with which all begin."""
     first, last = min(names), max(names)
     pairs = enumerate(zip(first, last, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), len(first))
+    return next((place for place, (sign, other) in pairs if sign != other), len(first))
 
 
 def common_reason(views: Iterable[JobView]) -> tuple[str, int]:
@@ -148,7 +148,7 @@ def job_row(
     expected: Expected | None = None,
     *,
     name: str = "",
-    said: str = "",
+    elsewhere: str = "",
 ) -> Row:
     """One job; one that has not started says why it waits where others show progress.
 
@@ -158,7 +158,7 @@ def job_row(
         place: Which it is in the queue, `2nd`.
         expected: When it starts and ends.
         name: How its name is written, if it is shortened.
-        said: A reason that is said elsewhere.
+        elsewhere: A reason that is shown elsewhere.
     """
     job, now = view.job, view.progress
     glyph, role = GLYPHS[job.state]
@@ -173,7 +173,7 @@ def job_row(
     if waits:
         room = _doing_width(shape)
         reason = job.reason or "starts when the queue allows"
-        words = [starts_words(expected), "" if reason == said else reason]
+        words = [starts_words(expected), "" if reason == elsewhere else reason]
         spans.append(Span(left(" · ".join(filter(None, words)), room), "warn"))
         spans.append(Span(" " + left(view.where, shape.gpus), "dim"))
         return tuple(spans)

@@ -194,7 +194,7 @@ def end_process(pid: int, *, kill: bool) -> str:
     if not process.signal(signal.SIGKILL if kill else signal.SIGTERM):
         raise StateError(f"process {pid} cannot be signaled")
     if wait_gone([process], _PATIENCE):
-        more = "the driver may still hold it" if kill else "X kills it"
+        more = "the driver may still hold it" if kill else "K kills it"
         return f"process {pid} still runs {_PATIENCE:g} s after the signal; {more}"
     return f"process {pid} has ended"
 
@@ -212,8 +212,8 @@ class GpusScreen(Screen[None]):
         Key("go(-1000000)", "home,g", "g", "start", "First GPU", line=False),
         Key("go(1000000)", "end,G,shift+g", "G", "end", "Last process", line=False),
         Key("to_job", "enter", "enter", "job", "Select the job that is there"),
-        Key("end_process", "x", "x", "end", "End your process that belongs to no job"),
-        Key("kill_process", "X,shift+x", "X", "kill", "Kill it, if it does not end", line=False),
+        Key("end_process", "T,shift+t", "T", "end", "End your process that belongs to no job"),
+        Key("kill_process", "K,shift+k", "K", "kill", "Kill it, if it does not end", line=False),
         Key("switch_theme", "t", "t", "theme", "Switch between dark and light theme", line=False),
         Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen"),
         Key("dismiss", "escape,q,u", "esc", "close", "Back to the dashboard"),
@@ -283,7 +283,7 @@ class GpusScreen(Screen[None]):
         self._end(kill=True)
 
     def _end(self, *, kill: bool) -> None:
-        from tui.widgets.questions import ConfirmScreen, StopScreen
+        from tui.widgets.questions import ConfirmScreen
 
         target = self.panel.target
         process = target.process if target is not None else None
@@ -301,9 +301,8 @@ class GpusScreen(Screen[None]):
         verb = "Kill" if kill else "End"
         what = "SIGKILL: nothing can be saved." if kill else "SIGTERM: it may save and end."
         detail = f"{process.command}\n\nIt belongs to no job, and gets {what}"
-        ask = ConfirmScreen if kill else StopScreen
         question = f"{verb} process {process.pid}?"
-        self.app.push_screen(ask(question, detail, verb.lower()), answered)
+        self.app.push_screen(ConfirmScreen(question, detail, verb.lower()), answered)
 
     def action_press(self, key: str) -> None:
         """Press the key of a clicked entry in the key line."""

@@ -523,23 +523,23 @@ async def test_the_gpu_screen_ends_ones_own_stray_process_and_leaves_others_alon
             screen = app.screen
             assert isinstance(screen, GpusScreen)
             await until(pilot, lambda: screen.panel.target is not None)
-            await pilot.press("x")
+            await pilot.press("T")
             assert "no process of yours" in driven_app.said(app)[-1]
-            await pilot.press("j", "x")
+            await pilot.press("j", "T")
             assert "it is someone's" in driven_app.said(app)[-1]
-            await pilot.press("j", "x")
+            await pilot.press("j", "T")
             asked = await driven_app.question(app, pilot)
             assert "python mine.py" in asked.detail
             await pilot.press("n")
             assert stray.poll() is None
-            await pilot.press("G", "x")
+            await pilot.press("G", "T")
             await driven_app.question(app, pilot)
-            await pilot.press("x")
+            await pilot.press("y")
             await until(pilot, lambda: any("belongs to a job" in t for t in driven_app.said(app)))
             assert ours.poll() is None
-            await pilot.press("k", "x")
+            await pilot.press("k", "T")
             await driven_app.question(app, pilot)
-            await pilot.press("x")
+            await pilot.press("y")
             await until(pilot, lambda: stray.poll() is not None)
         ours.kill()
 

@@ -401,7 +401,7 @@ def alternatives(
     if now is None:
         return
     for rung in LADDER:
-        tried = (_take(milder, spec, now, fit) for milder in (*rung.milder, rung))
+        tried = (_step(milder, spec, now, fit) for milder in (*rung.milder, rung))
         step = next((step for step in tried if step and enough(now, step.after)), None)
         if step is not None:
             alone = True

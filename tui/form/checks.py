@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jobs.errors import Problem
     from jobs.queue.store import Store
     from jobs.spec.values.hub_names import HubName
-    from tui.form.fields import FieldRow
     from tui.form.purpose import Purpose
     from tui.form.screen import NewJobScreen
 

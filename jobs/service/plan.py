@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jobs.backends import backend
-from jobs.errors import StateError, UserError
+from jobs.errors import SpecError, StateError, UserError
 from jobs.hub.wanted import find_missing, noted
 from jobs.preflight import check_job
 from jobs.preflight.data import missing_partners
@@ -16,6 +16,7 @@ from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_
 from jobs.service.start_point import KEY, check_unneeded, find_origin, origin_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.steps import length_in_words, total_steps
 from jobs.spec.values.datasets import with_folder_repeats
 
@@ -78,6 +79,8 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
     notes += missing_partners(spec)
     notes += backend(spec.launcher).warnings(spec)
     spec = settle(spec)
+    if conflicts := find_conflicts(spec):  # its ranks read it from its file, which refuses these
+        raise SpecError.of("the job", conflicts)
     if not spec.resume_from_checkpoint:
         return Plan(spec, wanted, warnings=notes, absent=absent)
     origin = find_origin(store, spec.resume_from_checkpoint)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from PIL import Image
 
 from jobs.run.rundir import RunDir
 from tests.support.images.zoo import Planted, Zoo, write_zoo
@@ -127,3 +128,24 @@ def test_the_ranks_encoded_them_together_and_a_warning_counts_the_missing(run: R
     warnings = [e["message"] for e in events if e["kind"] == "warning"]
     assert any(f"{left_out} of {PICTURES} images skipped" in line for line in warnings)
     assert sum(e["kind"] == "step" for e in events) == STEPS
+
+
+@pytest.mark.parametrize("beside", [(), ("2_dog/d.png",), ("loose.png", "more/e.png")])
+def test_kohya_s_folders_train_as_they_are(
+    beside: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, toy: Path
+) -> None:
+    root = tmp_path / "images"
+    for number, name in enumerate(("10_cat person/a.png", "10_cat person/b.png", *beside)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64), (number * 40, 90, 30)).save(root / name)
+    (root / "10_cat person" / "a.txt").write_text("a cat, sitting")
+    bench = Bench(tmp_path_factory.mktemp("kohya"), toy)
+    job = bench.submit(
+        dataset=str(root), resolution=48, train_batch_size=2, max_train_steps=2, num_processes=1
+    )
+    facts = bench.wait(job, "completed", "stopped", "failed", "lost")
+    assert facts["state"] == "completed", facts["reason"]
+    index = json.loads((Path(facts["run_dir"]) / "data.json").read_text())
+    captions = sorted(sample["captions"] for sample in index["samples"])
+    expected = [["a cat, sitting"], ["cat person"], *[["dog"]] * ("2_dog/d.png" in beside)]
+    assert captions == expected

@@ -44,7 +44,7 @@ class DataKeys(Keys):
         None,
         DATA,
         "Several datasets instead of one: a list of paths, or of mappings with path, repeats or "
-        "weight, resolution, trigger_word, caption_column, image_column, split, "
+        "weight, resolution, trigger_word, caption, caption_column, image_column, split, "
         "regularization, loss_weight, loss_weight_column, mask_path, and one of conditioning_path, "
         "conditioning_suffix, conditioning_column or, of videos, first_frame.",
         resume="ruled",

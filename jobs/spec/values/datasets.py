@@ -40,7 +40,7 @@ Layout = Literal["folder", "arrow", "parquet", "webdataset"]
 
 # The placeholder for the trigger word in captions and prompts.
 TRIGGER: Final = "[trigger]"
-_KOHYA: Final = re.compile(r"([1-9]\d{0,3})_\S")
+_KOHYA: Final = re.compile(r"(?P<repeats>[1-9]\d{0,3})_(?P<name>\S.*)")
 _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
 
 # Keys for the location of conditioning images, of which a dataset has one, and other tools' names
@@ -72,7 +72,7 @@ Texts = Annotated[
 
 
 _RARE: Final = (
-    *("resolution", "regularization", "loss_weight", "loss_weight_column", "mask_path"),
+    *("resolution", "caption", "regularization", "loss_weight", "loss_weight_column", "mask_path"),
     *(*CONDITIONING, "first_frame"),
 )
 
@@ -87,6 +87,7 @@ class Dataset(BaseModel):
             then lasts until every dataset has been used completely.
         resolution: One or several, overriding the job's.
         trigger_word: Overrides the job's.
+        caption: For its samples that have none.
         caption_column: Column with captions, in metadata files and tables.
         image_column: Column with images, in tables.
         split: The split of a table; by default `train`, or the only one.
@@ -110,6 +111,7 @@ class Dataset(BaseModel):
     weight: float | None = Field(None, gt=0, le=1e6)
     resolution: OptionalResolutions = None
     trigger_word: Annotated[str | None, BeforeValidator(as_none)] = None
+    caption: Annotated[str | None, BeforeValidator(as_none)] = None
     caption_column: str | None = None
     image_column: str | None = None
     split: str | None = None
@@ -168,41 +170,62 @@ def _with_place(dataset: Dataset) -> Dataset:
 
 def fallback_caption(spec: DataKeys, dataset: Dataset) -> str | None:
     """Return the caption for a dataset's images that have none, if one is set."""
-    return spec.class_prompt if dataset.regularization else None
+    return dataset.caption or (spec.class_prompt if dataset.regularization else None)
 
 
 def with_folder_repeats(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     """Read repeats from folder names like kohya's scripts do: `10_cat person`.
 
-    A dataset without images at its top, in which all folders have such names, becomes one dataset
-    for each folder.
+    A dataset with such folders becomes one dataset for each of them, and the rest of its name is
+    the caption of images that have none. What else is in it is skipped, as it is there.
 
     Returns:
-        The job, and a note for each folder.
+        The job, and what was read or skipped, a line each.
     """
     entries, notes = [], []
     for dataset in datasets_of(spec):
-        folders = _repeated(expand(dataset.path))
+        folders, others = _repeated(expand(dataset.path))
         if not folders or dataset.repeats != 1 or dataset.weight is not None:
             entries.append(dataset)
             continue
-        for path, repeats in folders:
-            entries.append(dataset.model_copy(update={"path": str(path), "repeats": repeats}))
+        for path, repeats, name in folders:
+            own = {"path": str(path), "repeats": repeats, "caption": dataset.caption or name}
+            entries.append(dataset.model_copy(update=own))
             notes.append(f"{path.name}: {repeats} repeats, as the folder's name says")
-    return (spec.model_copy(update={"datasets": entries}) if notes else spec), notes
+        if others:
+            notes.append(
+                f"{dataset.path}: not used: {_counted(others)}; beside folders such as "
+                f"{folders[0][0].name}, only others that are named so are used"
+            )
+    if not notes:
+        return spec, notes
+    return spec.model_copy(update={"dataset": "", "datasets": entries}), notes
 
 
-def _repeated(root: Path) -> list[tuple[Path, int]]:
-    """Return the folders of a dataset with their repeats; empty unless all have repeats."""
+def _repeated(root: Path) -> tuple[list[tuple[Path, int, str]], list[str]]:
+    """Return the folders of a dataset that say how often they repeat, and what is beside them.
+
+    Returns:
+        Each folder with its repeats and the rest of its name; names of other folders and samples.
+    """
     try:
         inside = sorted(p for p in root.iterdir() if not p.name.startswith("."))
     except OSError:
-        return []
-    if any(path.suffix.lower() in PICTURE_SUFFIXES | VIDEO_SUFFIXES for path in inside):
-        return []
-    named = [(path, _KOHYA.match(path.name)) for path in inside if path.is_dir()]
-    repeated = [(path, int(match[1])) for path, match in named if match]
-    return repeated if len(repeated) == len(named) else []
+        return [], []
+    media = PICTURE_SUFFIXES | VIDEO_SUFFIXES
+    folders, others = [], []
+    for path in inside:
+        match = _KOHYA.fullmatch(path.name) if path.is_dir() else None
+        if match:
+            folders.append((path, int(match["repeats"]), match["name"].strip()))
+        elif path.is_dir() or path.suffix.lower() in media:
+            others.append(path.name)
+    return folders, others
+
+
+def _counted(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"
 
 
 def find_layout(root: Path) -> Layout:

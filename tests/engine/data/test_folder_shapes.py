@@ -21,7 +21,7 @@ from jobs.errors import SpecError, UserError
 from jobs.preflight.data import check_dataset
 from jobs.spec.file.load import load_spec
 from jobs.spec.values import dataset_files
-from jobs.spec.values.datasets import with_folder_repeats
+from jobs.spec.values.datasets import datasets_of, with_folder_repeats
 from tests.support.images.encoded import hollow_png
 
 if TYPE_CHECKING:
@@ -423,10 +423,40 @@ def test_folders_of_kohya_s_scripts_say_how_often_their_images_repeat(
 
 
 @pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        ({"b.png": IMAGE}, "b.png"),
+        ({"more/b.png": IMAGE}, "more"),
+        ({"0_none/b.png": IMAGE, "b.png": IMAGE}, "0_none and 1 more"),
+        ({"notes.txt": "x"}, ""),
+    ],
+)
+def test_what_is_beside_kohya_s_folders_is_left_out_and_named(
+    tmp_path: Path, job: Callable[..., JobSpec], others: dict[str, Any], named: str
+) -> None:
+    write(tmp_path / "d", {"10_cat/a.png": IMAGE, "10_cat/a.txt": "x"} | others)
+    spec, notes = with_folder_repeats(job())
+    assert [dataset.repeats for dataset in datasets_of(spec)] == [10]
+    assert [f"not used: {named};" in note for note in notes[1:]] == [True] * bool(named)
+
+
+@pytest.mark.parametrize("name", ["2_dog", "2_dog_on grass"])
+def test_the_name_of_kohya_s_folder_is_the_caption_of_images_without_one(
+    tmp_path: Path, job: Callable[..., JobSpec], name: str
+) -> None:
+    files = {f"{name}/a.png": IMAGE, f"{name}/b.png": (65, 65), f"{name}/b.txt": "own"}
+    write(tmp_path / "d", files)
+    spec, _ = with_folder_repeats(job())
+    assert check_dataset(spec) == 2
+    assert [sample.captions for sample in build_index(spec).samples] == [(name[2:],), ("own",)]
+    entry = {"path": str(tmp_path / "d"), "caption": "mine"}
+    own, _ = with_folder_repeats(job(dataset=None, datasets=[entry]))
+    assert build_index(own).samples[0].captions == ("mine",)
+
+
+@pytest.mark.parametrize(
     "files",
     [
-        {"10_cat/a.png": IMAGE, "b.png": IMAGE},
-        {"10_cat/a.png": IMAGE, "more/b.png": IMAGE},
         {"cat_10/a.png": IMAGE},
         {"0_cat/a.png": IMAGE},
     ],

@@ -14,6 +14,8 @@ from jobs.errors import SpecError
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.cascade import settle
+from jobs.spec.values.datasets import with_folder_repeats
 from tests.support.jobs.spec_strategies import REQUIRED, VALUES
 
 if TYPE_CHECKING:
@@ -322,6 +324,22 @@ def test_what_is_written_is_read_back(
     path.write_text(dump_spec(job, only_set=only_set), encoding="utf-8")
     assert load_spec(path) == job
     assert load_spec(path).digest() == job.digest()
+
+
+@given(values=VALUES)
+@settings(max_examples=60)
+def test_a_job_on_kohya_s_folders_is_read_back_as_it_was_planned(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
+) -> None:
+    root = tmp_path_factory.getbasetemp() / "folders"
+    for name in ("10_cat person", "2_dog", "others"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    job = load_spec(None, REQUIRED | values | {"dataset": str(root), "datasets": None})
+    planned = settle(with_folder_repeats(job)[0])
+    assert [entry.caption for entry in planned.datasets or []] == ["cat person", "dog"]
+    path = tmp_path_factory.getbasetemp() / "planned.yaml"
+    path.write_text(dump_spec(planned), encoding="utf-8")
+    assert load_spec(path) == planned
 
 
 _SCALARS = st.one_of(

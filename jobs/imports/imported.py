@@ -10,18 +10,23 @@ from pydantic import ValidationError
 
 from jobs.errors import UserError
 from jobs.imports.ai_toolkit import config as ai_toolkit
+from jobs.imports.common.command_line import read_command
 from jobs.imports.common.import_report import Kind, Report
 from jobs.imports.common.places import parse
 from jobs.imports.common.whose import (
     AI_TOOLKIT,
     DIFFUSION_PIPE,
+    MUSUBI,
     ONETRAINER,
+    SD_SCRIPTS,
     SIMPLETUNER,
     hint,
     tool_of,
+    tool_of_command,
 )
 from jobs.imports.diffusers import script as diffusers_script
 from jobs.imports.diffusion_pipe import config as diffusion_pipe
+from jobs.imports.kohya import config as kohya
 from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.simpletuner import config as simpletuner
 from jobs.models.find_model import find_model
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import InputKeys
 
 
+_KOHYA: Final = (SD_SCRIPTS, MUSUBI)
 _CONFIGS: Final = (".json", ".yaml", ".yml", ".toml")
 _USUAL: Final = {"repeats": 1}  # of datasets
 
@@ -121,17 +127,36 @@ def import_file(path: Path) -> Imported:
     if path.suffix.lower() == simpletuner.ENV:
         return import_simpletuner(path)
     if path.suffix.lower() not in _CONFIGS:
-        return import_script([str(path)])
+        tool = tool_of_command(read_command([str(path)])[1])
+        return (import_kohya if tool in _KOHYA else import_script)([str(path)])
     otherwise = ".json" if path.suffix.lower() == ".json" else ".yaml"
     tool = tool_of(parse(path, otherwise=otherwise))
     if tool in _READERS:
         return _READERS[tool](path)
+    if tool in _KOHYA:
+        return import_kohya([str(path)])
     if tool:
         raise UserError(f"{path} is a configuration of {tool}", hint(tool))
     raise UserError(
         f"{path} has no key by which a tool can be told",
         "name the tool, as in `fsdp-tui import simpletuner FILE`; `fsdp-tui import --help` has all",
     )
+
+
+def import_kohya(words: Sequence[str], only: str = "") -> Imported:
+    """Import a job from a command or TOML file of kohya's sd-scripts or musubi-tuner.
+
+    Args:
+        words: A TOML file; or the words of a command, one text with all of it, or a shell script.
+        only: Which of the two it must be of.
+
+    Raises:
+        UserError: It cannot be read, is of another tool, or trains what jobs do not.
+    """
+    tool, source, draft = kohya.read(words)
+    if only and tool != only:
+        raise UserError(f"{source} is of {tool}, not of {only}", hint(tool))
+    return _finish(tool, source, draft)
 
 
 def import_script(words: Sequence[str]) -> Imported:

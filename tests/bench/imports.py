@@ -1,9 +1,9 @@
 """`python tests/bench/imports.py TOOL CHECKOUT [PATH …]`: imports against the tool's own values.
 
-TOOL is ai-toolkit, simpletuner, diffusers-script, onetrainer or diffusion-pipe, CHECKOUT the tool's
-source: all configurations in it are read, and those among PATHs (files or folders). What a
-configuration leaves out is looked up in that source, so that a new version of the tool shows what
-has changed. Each key that decides what is trained is then one of:
+TOOL is ai-toolkit, simpletuner, diffusers-script, onetrainer, diffusion-pipe, kohya or
+musubi-tuner, CHECKOUT its source. All configurations in it are read, and those among PATHs (files
+or folders). What a configuration leaves out is looked up in that source, so that a new version of
+the tool shows what has changed. Each key that decides what is trained is then one of:
 
     same     the job has the tool's value
     said     it has another one, and the report of the import names the key
@@ -33,6 +33,7 @@ from jobs.spec.values.resolutions import all_resolutions  # noqa: E402
 from tests.bench.import_sources import (  # noqa: E402
     ai_toolkit,
     diffusion_pipe,
+    kohya,
     onetrainer,
     scripts,
     simpletuner,
@@ -96,6 +97,10 @@ def main() -> int:
         if reason := _other_training(imported):
             print(f"{real.name}: not trained here: {reason}")
             reasons[reason] += 1
+            continue
+        if not real.values and real.spelled_out is None:
+            print(f"{real.name}: the tool itself refuses it")
+            reasons["refused by the tool"] += 1
             continue
         reasons["compared"] += 1
         methods.update(_methods_of(imported))
@@ -257,6 +262,8 @@ _TOOLS: Final[dict[str, Any]] = {
     "diffusers-script": scripts.read_all,
     "onetrainer": onetrainer.read_all,
     "diffusion-pipe": diffusion_pipe.read_all,
+    "kohya": kohya.read_all,
+    "musubi-tuner": kohya.read_all,
 }
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ BENCHES: Final = {
     "diffusers": Bench(f"{IMPORTS} diffusers-script CHECKOUTS/diffusers"),
     "onetrainer": Bench(f"{IMPORTS} onetrainer CHECKOUTS/OneTrainer"),
     "diffusion-pipe": Bench(f"{IMPORTS} diffusion-pipe CHECKOUTS/diffusion-pipe"),
+    "sd-scripts": Bench(f"{IMPORTS} kohya CHECKOUTS/sd-scripts"),
+    "musubi-tuner": Bench(f"{IMPORTS} musubi-tuner CHECKOUTS/musubi-tuner"),
 }
 
 GIB: Final = 2**30 / 1e9  # GB
@@ -494,5 +496,19 @@ CLAIMS: Final = (
         "25 of 36 compared; 0 silent",
         {OTHERS: "| diffusion-pipe, 20 August 2026 | 36 | 25 | 0 |"},
         says("25 of 36 compared; 0 silent"),
+    ),
+    Claim(
+        "sd-scripts",
+        "imports from sd-scripts",
+        "24 of 33 compared; 0 silent",
+        {OTHERS: "| sd-scripts, 16 February 2026 | 33 | 24 | 0 |"},
+        says("24 of 33 compared; 0 silent"),
+    ),
+    Claim(
+        "musubi-tuner",
+        "imports from musubi-tuner",
+        "19 of 39 compared; 0 silent",
+        {OTHERS: "| musubi-tuner, 24 June 2026 | 39 | 19 | 0 |"},
+        says("19 of 39 compared; 0 silent"),
     ),
 )

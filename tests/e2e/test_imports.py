@@ -12,6 +12,7 @@ from PIL import Image
 from jobs.imports.imported import (
     import_ai_toolkit,
     import_diffusion_pipe,
+    import_file,
     import_onetrainer,
     import_script,
     import_simpletuner,
@@ -37,6 +38,7 @@ def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) 
         "ai-toolkit": import_ai_toolkit(EXAMPLES / "ai-toolkit" / "flux-lora.yaml"),
         "onetrainer": import_onetrainer(EXAMPLES / "onetrainer" / "flux-lora.json"),
         "diffusion-pipe": import_diffusion_pipe(EXAMPLES / "diffusion-pipe" / "flux-lora.toml"),
+        "kohya": import_file(EXAMPLES / "kohya" / "flux-lora.sh"),
         "diffusers": import_script([str(EXAMPLES / "diffusers-script" / "flux-lora.sh")]),
     }.items():
         prompts = [prompt.prompt for prompt in imported.spec.validation_prompts]
@@ -51,6 +53,7 @@ def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) 
                 "cache_dir": str(tmp_path / "cache"),
                 "device": "cpu",
                 "mixed_precision": "no",
+                "num_train_epochs": None,
                 "max_train_steps": STEPS,
                 "lr_warmup_steps": 0,
                 "resolution": 64,

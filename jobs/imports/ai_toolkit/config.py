@@ -140,7 +140,7 @@ _MODEL: Final[dict[str, Rule]] = {
     "model.name_or_path": models.set_model,
     "model.arch": rules.architecture,
     **all_of(rules.SWITCHES, rules.switch),
-    "model.is_v_pred": rules.v_prediction,
+    "model.is_v_pred": training_keys.v_prediction,
     "model.quantize": rules.quantize,
     "model.quantize_te": needless(training_keys.TEXT_ENCODERS_FREED),
     **all_of("model.qtype_te model.text_encoder_bits", needless(training_keys.TEXT_ENCODERS_FREED)),

@@ -21,7 +21,6 @@ from jobs.imports.common.draft import (
 )
 from jobs.imports.common.import_report import Kind
 from jobs.spec.keys.prompts import ValidationPrompt
-from jobs.spec.values.dataset_files import CAPTION_SUFFIXES
 from jobs.spec.values.datasets import TRIGGER
 
 if TYPE_CHECKING:
@@ -104,14 +103,6 @@ def _resolution(part: Draft, key: str, value: Any) -> None:
         part.unreadable(key, "not a number, or a list of numbers")
 
 
-def _caption_suffix(part: Draft, key: str, value: Any) -> None:
-    suffix = "." + str(value).strip().lstrip(".")
-    if suffix in CAPTION_SUFFIXES:
-        part.unneeded(key, f"{suffix} caption files are the default")
-    else:
-        part.unsupported(key, "captions must be in .txt or .caption files; rename these")
-
-
 def _default_caption(part: Draft, key: str, value: Any) -> None:
     """Take the caption for images without one, with the trigger word inserted as the tool does."""
     word = part.job.get("trigger_word")
@@ -127,13 +118,6 @@ def _control(part: Draft, key: str, value: Any) -> None:
     data.conditioning_folder(part, key, value)
     if part.values.get("conditioning_path") and part.job.get("model_flavour") == "kontext":
         part.values["conditioning_resolution"] = part.values.get("resolution")
-
-
-def _kept(part: Draft, key: str, value: Any) -> None:
-    if part.on("shuffle_tokens") and not is_off(value):
-        part.take(key, "keep_tags", value, "the equivalent key")
-    else:
-        part.unneeded(key, "shuffle_tokens is off, or nothing is kept")
 
 
 def _outside(part: Draft, key: str, value: Any) -> None:
@@ -157,12 +141,12 @@ _DATASET: Final[dict[str, Rule]] = {
     **all_of("folder_path dataset_path", data.folder),
     "type": needless("images and videos are recognized by file name"),
     "resolution": _resolution,
-    **all_of("caption_ext caption_type", _caption_suffix),
+    **all_of("caption_ext caption_type", data.caption_suffix),
     "caption_dropout_rate": named("caption_dropout_probability"),
     "default_caption": _default_caption,
     "trigger_word": same,
     "shuffle_tokens": unless_off("shuffle_captions", True, "in a few orders, each encoded once"),
-    "keep_tokens": _kept,
+    "keep_tokens": data.kept_tags("shuffle_tokens"),
     "num_repeats": named("repeats"),
     "flip_x": named("random_flip"),
     "random_crop": unless_off("crop", "random"),

@@ -143,14 +143,6 @@ def use_default_architecture(draft: Draft) -> None:
         draft.report.to_fill_in.append(f"model_family: {family} is {why}; check it")
 
 
-def v_prediction(draft: Draft, key: str, value: Any) -> None:
-    draft.unneeded(key, "set by the model's scheduler_config.json")
-    if not is_off(value):
-        draft.report.to_fill_in.append(
-            f"{key}: check that scheduler_config.json has prediction_type: v_prediction"
-        )
-
-
 def low_noise(draft: Draft, key: str, value: Any) -> None:
     high = draft.theirs.get("model.model_kwargs.train_high_noise", True)
     if is_off(value) or is_off(high):
@@ -221,7 +213,6 @@ def accumulation(draft: Draft, key: str, value: Any) -> None:
 _SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0, "auraflow": 3.0}
 # Pixels of what it counts as tokens, where the shift follows them: single latents of two.
 _TOKENS: Final = {"chroma": 8, "kontext": 8, "flux": 16, "flux2": 16}
-_LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
 
 
 def timesteps(draft: Draft, key: str, value: Any) -> None:
@@ -292,8 +283,7 @@ def loss(draft: Draft, key: str, value: Any) -> None:
     if word == "mse":
         draft.take(key, "loss_type", "mse")
     elif word == "mae":
-        draft.take(key, "loss_type", "smooth_l1", "the nearest, twice as large")
-        draft.values |= {"huber_c": _LEAST_C, "huber_schedule": "constant"}
+        training_keys.mean_absolute(draft, key)
     else:
         draft.unsupported(key, "use mse, huber or smooth_l1, on the model's prediction")
 

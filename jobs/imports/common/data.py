@@ -6,12 +6,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.imports.common.draft import Draft, as_number, in_words, is_off, read, when, without
+from jobs.imports.common.draft import (
+    Draft,
+    as_number,
+    in_words,
+    is_off,
+    read,
+    unless_off,
+    when,
+    without,
+)
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of, references_of
 from jobs.imports.common.places import find_beside
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.keys.prompts import frames_of
+from jobs.spec.values.dataset_files import CAPTION_SUFFIXES
 from jobs.spec.values.datasets import Dataset
 from jobs.spec.values.resolutions import read_resolutions, sides_of
 
@@ -60,6 +70,23 @@ def hub_id(draft: Draft, key: str, value: Any) -> None:
     """Take a dataset of the hub, or a directory of that name."""
     place = find_beside(draft.folder, str(value))
     draft.take(key, "path", str(place) if place else str(value), "" if place else _HUB)
+
+
+def caption_suffix(part: Draft, key: str, value: Any) -> None:
+    suffix = "." + str(value).strip().lstrip(".")
+    if suffix in CAPTION_SUFFIXES:
+        part.unneeded(key, f"{suffix} caption files are read by default")
+    else:
+        part.unsupported(key, "captions must be in .txt or .caption files; rename these")
+
+
+def kept_tags(switch: str) -> Rule:
+    """Make a rule for the tags that stay in front, where the switch of that name shuffles them."""
+    return when(
+        lambda part: part.on(switch),
+        unless_off("keep_tags", why="the equivalent key"),
+        f"{switch} is off",
+    )
 
 
 def conditioning_folder(part: Draft, key: str, value: Any) -> None:

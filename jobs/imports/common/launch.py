@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.imports.common import training_keys
 from jobs.imports.common.draft import (
     Draft,
+    all_of,
     as_number,
     flatten,
     is_off,
@@ -110,28 +111,24 @@ RULES: Final[dict[str, Rule]] = {
     "deepspeed_config_file": without(_NO_DEEPSPEED),
     "use_deepspeed": without(_NO_DEEPSPEED),
     **dict.fromkeys(("fsdp_enable", "use_fsdp"), named("fsdp_enable")),
-    "fsdp_version": same,
+    **all_of(
+        "fsdp_version fsdp_state_dict_type fsdp_cpu_ram_efficient_loading "
+        "fsdp_auto_wrap_policy fsdp_min_num_params fsdp_limit_all_gathers "
+        "fsdp_transformer_layer_cls_to_wrap fsdp_activation_checkpointing "
+        "fsdp_forward_prefetch fsdp_backward_prefetch context_parallel_size "
+        "context_parallel_comm_strategy",
+        same,
+    ),
     "fsdp_reshard_after_forward": _reshard,
     "fsdp_sharding_strategy": _sharding,
-    "fsdp_state_dict_type": same,
-    "fsdp_cpu_ram_efficient_loading": same,
-    "fsdp_auto_wrap_policy": same,
-    "fsdp_min_num_params": same,
-    "fsdp_limit_all_gathers": same,
-    "fsdp_transformer_layer_cls_to_wrap": same,
-    "fsdp_activation_checkpointing": same,
-    "fsdp_forward_prefetch": same,
-    "fsdp_backward_prefetch": same,
     "fsdp_backward_prefetch_policy": named("fsdp_backward_prefetch"),
     **dict.fromkeys(("fsdp_cpu_offload", "fsdp_offload_params"), named("fsdp_cpu_offload")),
-    "context_parallel_size": same,
-    "context_parallel_comm_strategy": same,
-    **dict.fromkeys(
-        ("fsdp_use_orig_params", "fsdp_sync_module_states"),
+    **all_of(
+        "fsdp_use_orig_params fsdp_sync_module_states",
         needless(_BY_ITSELF),
     ),
-    **dict.fromkeys(
-        ("machine_rank", "main_process_ip", "same_network", "rdzv_backend"),
+    **all_of(
+        "machine_rank main_process_ip same_network rdzv_backend",
         needless(_ONE_MACHINE),
     ),
     "main_process_port": needless("a free port is chosen"),
@@ -143,29 +140,12 @@ _LAUNCH: Final[dict[str, Rule]] = {
     "distributed_type": _distributed_type,
     "use_cpu": _use_cpu,
     "cpu": _use_cpu,
-    **dict.fromkeys(
-        (
-            "multi_gpu",
-            "num_cpu_threads_per_process",
-            "main_training_function",
-            "debug",
-            "compute_environment",
-            "downcast_bf16",
-            "enable_cpu_affinity",
-            "num_cpu_threads",
-            "quiet",
-            "module",
-            "no_python",
-            "tpu_env",
-            "tpu_use_cluster",
-            "tpu_use_sudo",
-            "tee",
-            "log_dir",
-            "max_restarts",
-            "monitor_interval",
-            "standalone",
-            "fsdp_config",
-        ),
+    **all_of(
+        "multi_gpu num_cpu_threads_per_process main_training_function debug "
+        "compute_environment downcast_bf16 enable_cpu_affinity num_cpu_threads quiet module "
+        "no_python tpu_env tpu_use_cluster tpu_use_sudo tee log_dir max_restarts "
+        "monitor_interval standalone fsdp_config dynamo_mode dynamo_use_dynamic "
+        "dynamo_use_fullgraph",
         needless("the launch follows the job's keys"),
     ),
     "nproc_per_node": processes,

@@ -171,9 +171,3 @@ def takes_negatives(draft: Draft) -> bool:
 def widened_of(draft: Draft) -> str:
     """Return the layer that gets inputs for a conditioning image; empty for none."""
     return family_of(draft).widened_of(draft.job.get("model_flavour"))
-
-
-def with_widened(draft: Draft, layers: str) -> str:
-    """Names of adapted layers, with commas; with that one too, as the script adds it."""
-    named, widened = [layer.strip() for layer in layers.split(",")], widened_of(draft)
-    return ",".join(named if not widened or widened in named else [*named, widened])

@@ -11,26 +11,29 @@ from jobs.imports.common.draft import as_number, chosen, is_off, named, read, wh
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of
 from jobs.imports.common.places import read_beside
-from jobs.spec.families.base import FLUX_LINE
+from jobs.spec.families.base import FLUX_LINE, ShiftLine
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.lora_conflicts import ONE_RATE
-from jobs.spec.values.spellings import as_bool
+from jobs.spec.values.spellings import as_bool, as_list
 from jobs.spec.values.value_types import LRScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.imports.common.draft import Draft, Rule
-    from jobs.spec.families.base import ShiftLine
 
 FLUX_TOKEN: Final = 16
 """Pixels of a side of a token, of most families here."""
+
+QWEN_LINE: Final = ShiftLine(few=256, low=0.5, many=8192, high=0.9)
+"""Of Qwen-Image's scheduler, from its `scheduler_config.json`."""
 
 LARGEST_RANK: Final = 4096
 """Of `lora_rank`; LyCORIS takes larger ones as a way to say that no matrix is parted."""
 
 Words = dict[str, tuple[Any, str]]
 
+_LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
 _EIGHT_BIT: Final = "8-bit AdamW of torchao, with blocks of 256 values"
 _NEAREST: Final = "the closest equivalent"
 
@@ -171,16 +174,19 @@ def _is_on(value: Any) -> bool:
 
 
 def betas(draft: Draft, key: str, value: Any) -> None:
-    """Take the two betas of Adam."""
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        draft.unreadable(key, "not two numbers")
-        return
+    """Take the betas of an optimizer; there may be a third, which has no equivalent."""
+    given = as_list(value.strip("()[] ")) if isinstance(value, str) else value
     names = ("adam_beta1", "adam_beta2")
-    try:
-        ours = {name: read(name, number) for name, number in zip(names, value, strict=True)}
-    except UserError as error:
-        draft.unreadable(key, str(error))
+    if not isinstance(given, (list, tuple)) or len(given) < 2:
+        draft.unreadable(key, "not two numbers")
+    elif draft.values.get("optimizer") in ("lion", "came", "sgd", "adafactor"):
+        draft.unsupported(key, "this optimizer has its own")
     else:
+        try:
+            ours = {name: read(name, beta) for name, beta in zip(names, given, strict=False)}
+        except UserError as error:
+            draft.unreadable(key, str(error))
+            return
         draft.values |= ours
         draft.record(Kind.TRANSLATED, key, **ours)
 
@@ -224,17 +230,22 @@ def warm_up(draft: Draft, key: str, value: Any) -> None:
 def curves(prefix: str = "") -> dict[str, Rule]:
     """Details of schedules, each of which matters with one of them."""
     return {
-        f"{prefix}{key}": when(
-            lambda draft, of=of: str(draft.get("lr_scheduler")).strip().lower() == of,  # type: ignore[misc]
-            named(key),
-            f"only for the schedule {of}",
-        )
+        f"{prefix}{key}": curve(of, key)
         for key, of in (
             ("lr_num_cycles", "cosine_with_restarts"),
             ("lr_power", "polynomial"),
             ("lr_end", "polynomial"),
         )
     }
+
+
+def curve(of: str, ours: str) -> Rule:
+    """Make a rule for a detail of one schedule."""
+    return when(
+        lambda draft: str(draft.get("lr_scheduler")).strip().lower() == of,
+        named(ours),
+        f"only for the schedule {of}",
+    )
 
 
 def _takes_guidance(draft: Draft) -> bool:
@@ -295,6 +306,15 @@ def prediction(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, f"set prediction_type: {value} in the model's scheduler_config.json")
 
 
+def v_prediction(draft: Draft, key: str, value: Any) -> None:
+    """Say where a switch for v-prediction is set here."""
+    draft.unneeded(key, "set by the model's scheduler_config.json")
+    if not is_off(value):
+        draft.report.to_fill_in.append(
+            f"{key}: check that scheduler_config.json has prediction_type: v_prediction"
+        )
+
+
 _AS_THE_LINE: Final = ("flux", "flux2", "lumina2", "z_image")
 _ITS_END: Final = 1024  # pixels
 
@@ -320,6 +340,12 @@ def take_shift_by_size(
     if len(shifts) > 1:
         each = ", ".join(f"{s:.3g} at {side}" for s, side in zip(shifts, sides, strict=True))
         draft.unsupported(key, f"there, the shift is {each}; a job has one")
+
+
+def mean_absolute(draft: Draft, key: str) -> None:
+    """Take a loss that is linear for all but the smallest errors."""
+    draft.take(key, "loss_type", "smooth_l1", "the nearest, twice as large")
+    draft.values |= {"huber_c": _LEAST_C, "huber_schedule": "constant"}
 
 
 def clean_name(text: Any) -> str | None:

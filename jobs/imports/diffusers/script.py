@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.imports.common import data, hub, launch, models, trackers, training_keys
+from jobs.imports.common.command_line import Command, read_command, rules_of_odd
 from jobs.imports.common.draft import (
     Draft,
     all_of,
@@ -19,8 +20,8 @@ from jobs.imports.common.draft import (
     unless_off,
     without,
 )
+from jobs.imports.common.whose import hint, tool_of_command
 from jobs.imports.diffusers import noise, prior
-from jobs.imports.diffusers.command_line import Command, is_open, read_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,36 +53,6 @@ _OTHER_TASKS: Final = re.compile(
 # Those that train the whole model. A script of another name without flags of a LoRA may train
 # anything: a job that trains it in full by mistake would cost days.
 _FULL: Final = re.compile(r"train_dreambooth(_flux|_sd3)?|train_text_to_image(_sdxl)?")
-# Scripts of other tools, by their paths or by flags that no script of diffusers has.
-_FOREIGN: Final = (
-    (
-        "musubi-tuner",
-        re.compile(
-            r"musubi|(^|/)(hv(_1_5)?|wan|fpack|flux_kontext|flux_2|qwen_image|zimage|kandinsky5|ltx2)"
-            r"_train(_network)?\.py$"
-        ),
-        {"dit"},
-    ),
-    (
-        "kohya's sd-scripts",
-        re.compile(
-            r"sd-scripts|(^|/)((\w+_)?train_network|(flux|sdxl|sd3|anima|lumina)_train|train_db|fine_tune"
-            r"|(\w+_)?train_(control_net|controlnet_\w*lllite|leco|textual_inversion))\.py$"
-        ),
-        {"network_module", "network_dim", "network_args", "dataset_config"},
-    ),
-    ("OneTrainer", re.compile("OneTrainer"), {"config_path"}),
-    ("diffusion-pipe", re.compile("diffusion-pipe"), {"deepspeed"}),
-    ("DiffSynth-Studio", re.compile("DiffSynth"), {"lora_base_model", "lora_target_modules"}),
-    ("SimpleTuner", re.compile("SimpleTuner|simpletuner"), {"data_backend_config"}),
-    ("ai-toolkit", re.compile("ai-toolkit|ai_toolkit"), set[str]()),
-)
-_IMPORTED: Final = {
-    "SimpleTuner": "simpletuner",
-    "ai-toolkit": "ai-toolkit",
-    "OneTrainer": "onetrainer",
-    "diffusion-pipe": "diffusion-pipe",
-}
 # Those that train on pairs as it is done here.
 _PAIRS: Final = re.compile(r"flux_kontext|control_lora_flux|flux2(?:_klein)?_img2img")
 _FLAVOURS: Final = {"flux_kontext": "kontext", "control_lora_flux": "control"}
@@ -142,10 +113,7 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     for word in command.strays:
         draft.unreadable(word, "does not belong to any flag")
     draft.defaults = _defaults(draft, command)
-    several = [key for key, value in draft.theirs.items() if isinstance(value, list)]
-    odd = dict.fromkeys(set(several) - set(_TAKE_SEVERAL), _several)
-    odd |= {key: _open for key, value in command.flags.items() if is_open(value)}
-    draft.apply(_RULES | odd, _PREFIXES, _FIRST)
+    draft.apply(_RULES | rules_of_odd(command.flags, _TAKE_SEVERAL), _PREFIXES, _FIRST)
     if draft.values["model_type"] == "lora":
         draft.values["lora_init"] = "gaussian"
         draft.assume("init_lora_weights", "as the script initializes A", lora_init="gaussian")
@@ -155,16 +123,9 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
 
 def _refuse_foreign(command: Command) -> None:
     """Raise `UserError` for a script of another tool, whose flags mean something else."""
-    for tool, path, flags in _FOREIGN:
-        if path.search(command.script or "") or not flags.isdisjoint(command.flags):
-            name = (command.script or "the command").rpartition("/")[2]
-            theirs = _IMPORTED.get(tool)
-            raise UserError(
-                f"{name} is of {tool}, not of diffusers",
-                f"`fsdp-tui import {theirs} CONFIG` reads its configuration"
-                if theirs
-                else "its jobs cannot be imported yet; `fsdp-tui keys` lists what a job can say",
-            )
+    if tool := tool_of_command(command):
+        name = (command.script or "the command").rpartition("/")[2]
+        raise UserError(f"{name} is of {tool}, not of diffusers", hint(tool))
 
 
 def _set_script(draft: Draft, command: Command) -> None:
@@ -242,14 +203,6 @@ def _warn(draft: Draft) -> None:
         )
 
 
-def _open(draft: Draft, key: str, value: Any) -> None:
-    draft.unreadable(key, "uses a variable that is not set; set the key, or write out the value")
-
-
-def _several(draft: Draft, key: str, value: Any) -> None:
-    draft.unreadable(key, "several words; are quotation marks missing?")
-
-
 def _optimizer(draft: Draft, key: str, value: Any) -> None:
     if str(value).lower() == "adamw" and draft.on("use_8bit_adam"):
         draft.take(key, "optimizer", "adamw_8bit", "use_8bit_adam is on")
@@ -273,9 +226,15 @@ def _crop(draft: Draft, key: str, value: Any) -> None:
     draft.take(key, "crop", how, f"{how} crops, to the shape of a bucket instead of a square")
 
 
+def _with_widened(draft: Draft, layers: str) -> str:
+    """Names of adapted layers, with commas; with that one too, as the script adds it."""
+    names, widened = [layer.strip() for layer in layers.split(",")], models.widened_of(draft)
+    return ",".join(names if not widened or widened in names else [*names, widened])
+
+
 def _layers(draft: Draft, key: str, value: Any) -> None:
     if draft.values["model_type"] == "lora":
-        value = models.with_widened(draft, str(value))
+        value = _with_widened(draft, str(value))
         draft.take(key, "lora_target_modules", value, "suffixes of module names")
     else:
         draft.unneeded(key, "only for a LoRA")

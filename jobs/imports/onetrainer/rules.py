@@ -19,7 +19,7 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.import_report import Kind
-from jobs.spec.families.base import FLUX_LINE, ShiftLine
+from jobs.spec.families.base import FLUX_LINE
 from jobs.spec.values.resolutions import sides_of
 
 if TYPE_CHECKING:
@@ -403,7 +403,7 @@ def several_gpus(draft: Draft, key: str, value: Any) -> None:
 # Models whose shift may follow the resolution; the others ignore it.
 _LINES: Final = {
     **dict.fromkeys(("flux", "flux2", "z_image"), FLUX_LINE),
-    "qwen_image": ShiftLine(few=256, low=0.5, many=8192, high=0.9),
+    "qwen_image": training_keys.QWEN_LINE,
 }
 
 
@@ -472,7 +472,6 @@ def strength(ours: str, end: float) -> Rule:
 
 
 _SQUARE: Final = "use loss_type: mse, huber or smooth_l1"
-_LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
 
 
 def loss(draft: Draft, key: str, value: Any) -> None:
@@ -492,8 +491,7 @@ def loss(draft: Draft, key: str, value: Any) -> None:
     elif word == "mse":
         draft.take(key, "loss_type", "mse")
     elif word == "mae":
-        draft.take(key, "loss_type", "smooth_l1", "the nearest, twice as large")
-        draft.values |= {"huber_c": _LEAST_C, "huber_schedule": "constant"}
+        training_keys.mean_absolute(draft, key)
     else:
         draft.take(key, "loss_type", "huber", "the nearest, twice as large")
         draft.values["huber_schedule"] = "constant"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.imports.common import hub, launch, models, trackers, training_keys
+from jobs.imports.common.command_line import split
 from jobs.imports.common.draft import (
     Draft,
     all_of,
@@ -20,7 +21,6 @@ from jobs.imports.common.draft import (
 )
 from jobs.imports.common.places import parse, read_text
 from jobs.imports.common.whose import refuse_others
-from jobs.imports.diffusers.command_line import split
 from jobs.imports.simpletuner import data as simpletuner_data
 from jobs.imports.simpletuner import optimizer, published, rules
 from jobs.spec.values.spellings import normal_key

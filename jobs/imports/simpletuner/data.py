@@ -240,13 +240,6 @@ def _shuffles(part: Draft, key: str, value: Any) -> None:
         part.take(key, "caption_shuffles", max(2, int(count) + 1), "with the order as written")
 
 
-def _kept(part: Draft, key: str, value: Any) -> None:
-    if part.on("caption_shuffle.enable"):
-        part.take(key, "keep_tags", value)
-    else:
-        part.unneeded(key, "caption_shuffle.enable is off")
-
-
 def _lines(part: Draft, key: str, value: Any) -> None:
     if is_off(value):
         part.take(key, "caption_lines", "variants", "each line of a file is a caption")
@@ -269,7 +262,7 @@ _DATASET: Final[dict[str, Rule]] = {
     "disable_multiline_split": _lines,
     "caption_shuffle.enable": unless_off("shuffle_captions", True),
     "caption_shuffle.count": _shuffles,
-    "caption_shuffle.position_start": _kept,
+    "caption_shuffle.position_start": data.kept_tags("caption_shuffle.enable"),
     "caption_shuffle.split_on": without("captions are split at commas", "comma"),
     "caption_shuffle.include_original": without("the original order is included", "true"),
     "caption_shuffle.seed": needless("orders depend only on the caption"),

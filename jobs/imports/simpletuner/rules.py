@@ -8,7 +8,7 @@ from jobs.imports.common import models, training_keys
 from jobs.imports.common.draft import Draft, as_number, is_off, named, plain, when, without
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import read_beside
-from jobs.spec.families.base import FLUX_LINE, ShiftLine
+from jobs.spec.families.base import FLUX_LINE
 from jobs.spec.rules.launch_conflicts import kernel_conflict
 from jobs.spec.values.resolutions import sides_of
 from jobs.spec.values.spellings import as_bool
@@ -214,7 +214,7 @@ def shift(draft: Draft, key: str, value: Any) -> None:
         draft.values["timestep_sampling"] = "shift"
 
 
-_LINES: Final = {"qwen_image": ShiftLine(few=256, low=0.5, many=8192, high=0.9)}
+_LINES: Final = {"qwen_image": training_keys.QWEN_LINE}
 
 
 def auto_shift(draft: Draft, key: str, value: Any) -> None:

@@ -13,11 +13,11 @@ import yaml
 from jobs.errors import UserError
 from jobs.imports.ai_toolkit import config as ai_toolkit
 from jobs.imports.ai_toolkit import data as ai_toolkit_data
+from jobs.imports.common.command_line import read_command
 from jobs.imports.common.draft import Draft
 from jobs.imports.common.import_report import Kind, shown
 from jobs.imports.common.models import guess_family
 from jobs.imports.diffusers import script as diffusers_script
-from jobs.imports.diffusers.command_line import read_command
 from jobs.imports.imported import (
     Imported,
     import_ai_toolkit,
@@ -1734,6 +1734,8 @@ def test_a_file_tells_whose_it_is() -> None:
         "ai-toolkit/flux-lora.yaml": "ai-toolkit",
         "onetrainer/flux-lora.json": "OneTrainer",
         "diffusion-pipe/flux-lora.toml": "diffusion-pipe",
+        "kohya/sdxl-lora.toml": "kohya's sd-scripts",
+        "kohya/wan-lora.sh": "musubi-tuner",
         "diffusers-script/flux-lora.sh": "a diffusers script",
     }
     for name, tool in files.items():

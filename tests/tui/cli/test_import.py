@@ -133,6 +133,25 @@ def test_a_command_may_be_one_word_or_many(words: list[str]) -> None:
     assert (job["num_processes"], job["lora_rank"], job["seed"]) == (2, 8, 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "family"),
+    [
+        (["kohya", EXAMPLES / "kohya" / "sdxl-lora.toml"], "sdxl"),
+        ([EXAMPLES / "kohya" / "sdxl-lora.toml"], "sdxl"),
+        (
+            ["kohya", *["accelerate", "launch", "sdxl_train_network.py", "--network_dim", "8"]],
+            "sdxl",
+        ),
+        (["musubi-tuner", EXAMPLES / "kohya" / "wan-lora.sh"], "wan"),
+        ([EXAMPLES / "kohya" / "wan-lora.sh"], "wan"),
+        (["musubi-tuner", "--", *["python", "wan_train_network.py", "--dit", "a"]], "wan"),
+    ],
+)
+def test_kohya_s_tools_are_read_from_files_and_words(words: list[object], family: str) -> None:
+    done = run(*words)
+    assert (done.exit_code, yaml.safe_load(done.stdout)["model_family"]) == (0, family)
+
+
 def test_options_stand_in_front_of_the_words_of_a_command(tmp_path: Path) -> None:
     target = tmp_path / "job.yaml"
     done = run("diffusers-script", "-o", target, "--json", "--", *COMMAND.split())
@@ -148,6 +167,9 @@ def test_options_stand_in_front_of_the_words_of_a_command(tmp_path: Path) -> Non
         (("ai-toolkit", CONFIG), "is a configuration of SimpleTuner"),
         (("ai-toolkit", EXAMPLES), "is a directory"),
         (("diffusers-script", "python"), "no such file: python"),
+        (("kohya", EXAMPLES / "kohya" / "wan-lora.sh"), "is of musubi-tuner, not of kohya's"),
+        (("musubi-tuner", EXAMPLES / "kohya" / "sdxl-lora.toml"), "not of musubi-tuner"),
+        (("kohya", EXAMPLES / "kohya" / "dataset.toml"), "only describes datasets"),
         (("diffusers-script",), "Missing argument"),
         (("something-else", CONFIG), "No such command"),
         (("simpletuner",), "Missing argument"),

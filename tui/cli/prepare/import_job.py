@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from jobs.imports.imported import Imported
 
 _CONFIG: Final = click.argument("config", type=click.Path(path_type=Path))
+_COMMAND: Final = click.argument(
+    "words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND"
+)
 _OUTPUT: Final = click.option(
     "-o",
     "--output",
@@ -116,7 +119,7 @@ def diffusion_pipe(config: Path, output: Path | None, force: bool, as_json: bool
 
 
 @import_job.command(name="diffusers-script", context_settings=FLAGS)
-@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND")
+@_COMMAND
 @_OUTPUT
 @_FORCE
 @JSON
@@ -130,8 +133,45 @@ def diffusers_script(
     """
     from jobs.imports.imported import import_script  # the tables take some 20 ms
 
-    source = Path(words[0]) if len(words) == 1 else None
-    _tell(import_script(words), output, force, as_json, source)
+    _tell(import_script(words), output, force, as_json, _file_in(words))
+
+
+@import_job.command(context_settings=FLAGS)
+@_COMMAND
+@_OUTPUT
+@_FORCE
+@JSON
+def kohya(words: tuple[str, ...], output: Path | None, force: bool, as_json: bool) -> None:
+    """Convert a command of kohya's sd-scripts, or its config_file.
+
+    COMMAND is `accelerate launch … flux_train_network.py --…` in quotes, or its words after `--`,
+    or a shell script that contains it, or a TOML file. Files that it names are read, too.
+    """
+    from jobs.imports.common.whose import SD_SCRIPTS
+    from jobs.imports.imported import import_kohya  # the tables take some 20 ms
+
+    _tell(import_kohya(words, SD_SCRIPTS), output, force, as_json, _file_in(words))
+
+
+@import_job.command(name="musubi-tuner", context_settings=FLAGS)
+@_COMMAND
+@_OUTPUT
+@_FORCE
+@JSON
+def musubi_tuner(words: tuple[str, ...], output: Path | None, force: bool, as_json: bool) -> None:
+    """Convert a command of musubi-tuner, or its config_file.
+
+    COMMAND is as for `kohya`.
+    """
+    from jobs.imports.common.whose import MUSUBI
+    from jobs.imports.imported import import_kohya  # the tables take some 20 ms
+
+    _tell(import_kohya(words, MUSUBI), output, force, as_json, _file_in(words))
+
+
+def _file_in(words: tuple[str, ...]) -> Path | None:
+    """Return the file that is imported, if it is one."""
+    return Path(words[0]) if len(words) == 1 else None
 
 
 def _tell(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +16,9 @@ from jobs.paths import exists
 from jobs.spec.values.spellings import normal_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+
+    from jobs.imports.common.draft import Draft, Rule
 
 _ASSIGNMENT: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 _VARIABLE: Final = re.compile(
@@ -25,29 +28,39 @@ _VARIABLE: Final = re.compile(
 _COMMENT: Final = re.compile(
     r"""(?P<kept>'[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?<![^\s;&|])\#[^\n]*""", re.DOTALL
 )
-_LEFT_OPEN: Final = re.compile(r"\$[\w{(@*]|`")
+_LEFT_OPEN: Final = re.compile(r"\$[\w{(@*]|`|%[A-Za-z_]\w*%")
 _CONTINUED: Final = re.compile(r"(?:\\|(?<=[ \t])[\^`])[ \t]*\r?\n")  # sh, cmd and PowerShell
+_ARRAY: Final = re.compile(
+    r"^[ \t]*(?:(?:local|declare|export|readonly)[ \t]+(?:-\w+[ \t]+)*)?"
+    r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=\((?P<words>[^()]*)\)",
+    re.MULTILINE,
+)
+_OPENS: Final = re.compile(r"^[ \t]*(?:if|case|for|while|until)\b", re.MULTILINE)
+_CLOSES: Final = re.compile(r"(?:^[ \t]*|;[ \t]*)(?:fi|esac|done)\b", re.MULTILINE)
+_OPENERS: Final = ("if", "case", "for", "while", "until")
+_CLOSERS: Final = ("fi", "esac", "done")
+_BETWEEN: Final = ("then", "else", "do")
+_ITEMS: Final = re.compile(r"\$\{(?P<name>\w+)\[[@*]\]\}")
 _MARK: Final = "\x00"  # in no text that a shell takes
 _ENDS: Final = frozenset("\n;&|")
+_LAUNCHERS: Final = (
+    *("torchrun", "accelerate-launch", "accelerate.commands.launch", "torch.distributed.run"),
+)
 # Switches of accelerate and torchrun; their other flags take a value.
 _SWITCHES: Final = frozenset(
     {
-        "multi_gpu",
-        "cpu",
-        "use_fsdp",
-        "use_deepspeed",
-        "use_megatron_lm",
-        "use_xla",
-        "debug",
-        "quiet",
-        "tpu",
-        "mps",
-        "ipex",
-        "module",
-        "no_python",
-        "standalone",
-        "use_mps_device",
-        "m",
+        *("multi_gpu", "cpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_xla", "debug"),
+        *(
+            "quiet",
+            "tpu",
+            "mps",
+            "ipex",
+            "module",
+            "no_python",
+            "standalone",
+            "use_mps_device",
+            "m",
+        ),
     }
 )
 
@@ -99,6 +112,26 @@ def is_open(value: Any) -> bool:
     return any(isinstance(word, str) and _LEFT_OPEN.search(word) is not None for word in values)
 
 
+def rules_of_odd(flags: Mapping[str, Any], take_several: Collection[str]) -> dict[str, Rule]:
+    """Make rules for flags whose values cannot be known, or that have too many words.
+
+    Args:
+        flags: Of a script.
+        take_several: Those that may have several words.
+    """
+    several = [key for key, value in flags.items() if isinstance(value, list)]
+    odd = dict.fromkeys(set(several) - set(take_several), _several)
+    return odd | {key: _open for key, value in flags.items() if is_open(value)}
+
+
+def _open(draft: Draft, key: str, value: Any) -> None:
+    draft.unreadable(key, "uses a variable that is not set; set the key, or write out the value")
+
+
+def _several(draft: Draft, key: str, value: Any) -> None:
+    draft.unreadable(key, "several words; are quotation marks missing?")
+
+
 def split(words: Sequence[str], folder: Path) -> Command:
     """Return the parts of a command."""
     command, rest = Command(folder), list(words)
@@ -124,7 +157,7 @@ def _launcher_at(words: Sequence[str]) -> int | None:
         name = word.rpartition("/")[2]
         if name == "launch" and i and words[i - 1].rpartition("/")[2] == "accelerate":
             return i + 1
-        if name in ("torchrun", "accelerate-launch", "torch.distributed.run"):
+        if name in _LAUNCHERS:
             return i + 1
         if word.startswith("--") or name.endswith(".py"):
             return None
@@ -197,27 +230,58 @@ def _commands(text: str, where: str) -> list[list[str]]:
         UserError: A quotation is not closed.
     """
     text = re.sub(r"^[ \t]*#.*\n?", "", text, flags=re.MULTILINE)
-    text = _CONTINUED.sub(" ", text)
+    text = _CONTINUED.sub(" ", f"{text}\n")
     text, inner = _without_substitutions(text)
     text = _COMMENT.sub(lambda match: match["kept"] or "", text)
+    text, arrays = _without_arrays(text, where)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="".join(_ENDS))
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     variables = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd()}
     commands: list[list[str]] = [[]]
+    depth = 0  # of what decides whether a line runs
     try:
         for token in lexer:
             if token and set(token) <= _ENDS:
-                _keep_assignments(commands[-1], variables)
+                first = commands[-1][0] if commands[-1] else ""
+                depth += (first in _OPENERS) - (first in _CLOSERS)
+                _keep_assignments(commands[-1], variables, sure=depth == 0 and token != "&&")
                 commands.append([])
             else:
-                for mark, original in inner.items():
-                    token = token.replace(mark, original)
-                commands[-1] += _filled_in(token, variables)
+                items = _ITEMS.fullmatch(token)
+                words = arrays.get(items["name"]) if items else None
+                for word in [token] if words is None else words:
+                    for mark, original in inner.items():
+                        word = word.replace(mark, original)
+                    commands[-1] += _filled_in(word, variables)
     except ValueError as error:
         raise UserError(
             f"{where} cannot be read ({error})", "is a quotation mark missing?"
         ) from None
     return [words for words in commands if words]
+
+
+def _without_arrays(text: str, where: str) -> tuple[str, dict[str, list[str]]]:
+    """Take arrays of words out of a script: `ARGS=(--seed 1 --rank 8)`.
+
+    Those that are set where something else decides whether they are, are not known.
+
+    Raises:
+        UserError: A quotation is not closed.
+    """
+    arrays: dict[str, list[str]] = {}
+    sets = Counter(re.findall(r"\b([A-Za-z_]\w*)\+?=\(", text))
+    for match in _ARRAY.finditer(text):
+        inside = len(_OPENS.findall(text[: match.start()])) > len(
+            _CLOSES.findall(text[: match.start()])
+        )
+        sets[match["name"]] -= 0 if inside else 1
+        try:
+            words = shlex.split(match["words"])
+        except ValueError as error:
+            raise UserError(f"{where} cannot be read ({error})") from None
+        before = arrays.get(match["name"], []) if match["more"] else []
+        arrays[match["name"]] = before + words
+    return _ARRAY.sub("", text), {k: v for k, v in arrays.items() if sets[k] <= 0}
 
 
 def _without_substitutions(text: str) -> tuple[str, dict[str, str]]:
@@ -256,12 +320,15 @@ def _end_of_substitution(text: str, at: int) -> int | None:
     return None
 
 
-def _keep_assignments(words: Sequence[str], variables: dict[str, str]) -> None:
-    """Remember what a line of nothing but assignments sets."""
-    rest = [word for word in words if word not in ("export", "declare", "local")]
+def _keep_assignments(words: Sequence[str], variables: dict[str, str], *, sure: bool) -> None:
+    """Remember what a line of nothing but assignments sets; forget it where it may not run."""
+    rest = [word for word in words if word not in ("export", "declare", "local", *_BETWEEN)]
     matches = [_ASSIGNMENT.fullmatch(word) for word in rest]
-    if rest and all(matches):
-        variables |= {match["name"]: match["value"] for match in matches if match is not None}
+    for match in matches if rest and all(matches) else []:
+        if match is not None and sure:
+            variables[match["name"]] = match["value"]
+        elif match is not None:
+            variables.pop(match["name"], None)
 
 
 def _filled_in(token: str, variables: Mapping[str, str]) -> list[str]:

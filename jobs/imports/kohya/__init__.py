@@ -1,0 +1,1 @@
+"""Kohya's two trainers, sd-scripts and musubi-tuner, which share most of their keys."""

@@ -29,9 +29,14 @@ _GLYPHS_MASK: Final = "prompt_embeds_mask_2"
 _TENCENT: Final = Layout(
     {
         f"transformer_blocks.#.{module}": f"double_blocks.#.{side}_{part}"
-        for side, attention, forward in (
-            ("img", ("to_q", "to_k", "to_v", "to_out.0"), "ff"),
-            ("txt", ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"), "ff_context"),
+        for side, attention, forward, norm in (
+            ("img", ("to_q", "to_k", "to_v", "to_out.0"), "ff", "norm1"),
+            (
+                "txt",
+                ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+                "ff_context",
+                "norm1_context",
+            ),
         )
         for module, part in (
             *zip(
@@ -41,6 +46,7 @@ _TENCENT: Final = Layout(
             ),
             (f"{forward}.net.0.proj", "mlp.fc1"),
             (f"{forward}.net.2", "mlp.fc2"),
+            (f"{norm}.linear", "mod.linear"),
         )
     }
 )

@@ -31,7 +31,12 @@ _LAYOUT: Final = Layout(
             "feed_forward.linear_1": "feed_forward.w1",
             "feed_forward.linear_2": "feed_forward.w2",
             "feed_forward.linear_3": "feed_forward.w3",
+            "norm1.linear": "adaLN_modulation.1",
         }.items()
+    }
+    | {
+        "norm_out.linear_1": "final_layer.adaLN_modulation.1",
+        "norm_out.linear_2": "final_layer.linear",
     },
     {
         # Three heads of queries share one of keys and values.

@@ -24,6 +24,8 @@ _LAYOUT: Final = Layout(
         "transformer_blocks.#.ff.net.2": "joint_blocks.#.x_block.mlp.fc2",
         "transformer_blocks.#.ff_context.net.0.proj": "joint_blocks.#.context_block.mlp.fc1",
         "transformer_blocks.#.ff_context.net.2": "joint_blocks.#.context_block.mlp.fc2",
+        # Not norm1_context: in the last block, its halves are the other way round.
+        "transformer_blocks.#.norm1.linear": "joint_blocks.#.x_block.adaLN_modulation.1",
     },
     {
         "joint_blocks.#.x_block.attn.qkv": {

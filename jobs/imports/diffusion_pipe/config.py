@@ -123,6 +123,10 @@ _DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _EXPORTS: Final[training_keys.Words] = {name: (ours, "") for name, ours in _DTYPES.items()}
 _FLOAT8: Final = re.compile(r"float8(_e4m3fn)?$")
 _SAVES: Final = "set checkpointing_steps, which counts steps; a checkpoint has an export, too"
+_CURVE_ENDS: Final = (
+    "to 0 at the last step; there, a warm-up cuts off its end, and a cosine's is 1e-6"
+)
+_CUT: Final = "there, it ends with the last of epochs, and max_steps cuts it off"
 _ONLY_STEPS: Final = "checkpoints are made every checkpointing_steps"
 
 
@@ -343,12 +347,13 @@ def _schedule(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, "lr_scheduler", "constant")
     elif word == "constant":
         draft.take(key, "lr_scheduler", "constant_with_warmup", "with warmup_steps")
-    elif word == "linear":
-        draft.take(key, "lr_scheduler", "linear", "to 0 at the last step")
-    elif word == "cosine":
-        draft.take(key, "lr_scheduler", "cosine", "to 0, not to 1e-6")
+    elif word in ("linear", "cosine"):
+        draft.take(key, "lr_scheduler", word, _CURVE_ENDS)
+        if not is_unset(draft.theirs.get("max_steps")):
+            draft.unsupported(key, _CUT)
     else:
         draft.unsupported(key, "not supported; the rate stays constant. Others: linear, cosine")
+        draft.values["lr_scheduler"] = "constant_with_warmup" if warm else "constant"
 
 
 def _epochs(draft: Draft, key: str, value: Any) -> None:

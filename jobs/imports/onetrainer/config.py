@@ -107,7 +107,8 @@ def read(path: Path) -> Draft:
     step = rules.BUCKETS.get(family, 64)
     buckets = {"max_bucket_aspect_ratio": 4, "max_aspect_ratio": 0, "bucket_step": step}
     draft.values |= buckets
-    draft.assume("buckets", "as it makes them", **buckets)
+    finer = "; there, in steps of 8" if family == "stable_diffusion" else ""
+    draft.assume("buckets", f"as it makes them{finer}", **buckets)
     return draft
 
 
@@ -202,9 +203,7 @@ _RULES: Final[dict[str, Rule]] = {
     "epochs": rules.epochs,
     "learning_rate": rules.rate,
     "learning_rate_scaler": needless("already applied to learning_rate"),
-    "learning_rate_scheduler": chosen(
-        "lr_scheduler", rules.SCHEDULES, "not supported; the rate stays constant after its warm-up"
-    ),
+    "learning_rate_scheduler": rules.schedule,
     "learning_rate_warmup_steps": rules.warm_up,
     "learning_rate_cycles": rules.cycles,
     "learning_rate_min_factor": when(
@@ -225,8 +224,8 @@ _RULES: Final[dict[str, Rule]] = {
     "train_dtype": rules.precision,
     "compile": named("torch_compile"),
     "ema": rules.ema,
-    "ema_decay": rules.of_ema(same),
-    "ema_update_step_interval": rules.of_ema(without("the average is updated every step", "1")),
+    "ema_decay": rules.of_ema(rules.decay),
+    "ema_update_step_interval": needless("part of ema_decay"),
     "loss_scaler": without("the loss is the mean over all samples of a step"),
     **rules.NOISE,
     # -- data

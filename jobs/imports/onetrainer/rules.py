@@ -50,7 +50,7 @@ ENCODERS: Final = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_enc
 # How many of them a family has, where it is not one.
 SEVERAL: Final = {"sdxl": 2, "flux": 2, "hunyuanvideo": 2, "sd3": 3, "hidream": 4}
 TOKENS: Final = {"sd3": 77, "hunyuanvideo": 77, "pixart_sigma": 120}  # of all text encoders
-BUCKETS: Final = {"stable_diffusion": 8, "pixart_sigma": 16, "sana": 32}  # pixels, if not 64
+BUCKETS: Final = {"pixart_sigma": 16, "sana": 32}  # pixels, if not 64
 
 # Its optimizers that are here, by our tables' words; and weight decay and second beta unless set.
 _OPTIMIZERS: Final = {
@@ -79,11 +79,11 @@ HOW: Final = (
     "use_schedulefree rms_rescaling weight_decay_by_lr adam_w_mode bias_correction"
 )
 
-SCHEDULES: Final[training_keys.Words] = {
-    "constant": ("constant_with_warmup", ""),
-    "linear": ("linear", ""),
-    "cosine": ("cosine", ""),
-    "cosine_with_hard_restarts": ("cosine_with_restarts", ""),
+_SCHEDULES: Final = {
+    "constant": "constant_with_warmup",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_hard_restarts": "cosine_with_restarts",
 }
 _PRECISIONS: Final[training_keys.Words] = {
     "float_16": ("fp16", ""),
@@ -177,13 +177,18 @@ def encoder_trains(draft: Draft, key: str, value: Any) -> None:
 
 def encoder_rate(draft: Draft, key: str, value: Any) -> None:
     """Take the rate of the text encoders, which have one together."""
-    before = draft.values.get("text_encoder_learning_rate", as_number(value))
+    rates = [
+        as_number(draft.get("learning_rate") if is_unset(own) else own)
+        for own in (draft.get(f"{name}.learning_rate") for name in ENCODERS[: encoders(draft)])
+    ]
     if not trains_text(draft):
         draft.unneeded(key, training_keys.NO_TEXT_ENCODERS)
-    elif before != as_number(value):
-        draft.unsupported(key, "all text encoders have the same rate")
-    else:
-        draft.take(key, "text_encoder_learning_rate", value)
+        return
+    if draft.values.get("text_encoder_learning_rate") is None:
+        _take_rate(draft, key, "text_encoder_learning_rate", value)
+    if len(set(rates)) > 1:
+        why = "all text encoders have the same rate; there, learning_rate is that of one without"
+        draft.unsupported(key, why)
 
 
 def encoder_stops(draft: Draft, key: str, value: Any) -> None:
@@ -279,10 +284,17 @@ def rate(draft: Draft, key: str, value: Any) -> None:
     if key == "learning_rate" and not is_unset(draft.theirs.get(f"{part}.learning_rate")):
         own = any(not is_unset(draft.theirs.get(f"{name}.learning_rate")) for name in ENCODERS)
         if trains_text(draft) and not own:
-            draft.take(key, "text_encoder_learning_rate", value)
+            _take_rate(draft, key, "text_encoder_learning_rate", value)
         else:
             draft.unneeded(key, f"{part}.learning_rate is used")
         return
+    _take_rate(draft, key, "learning_rate", value)
+    if str(draft.get("learning_rate_scaler") or "").upper().startswith("GLOBAL"):
+        draft.unsupported(key, "multiply it by the square root of the number of GPUs, too")
+
+
+def _take_rate(draft: Draft, key: str, ours: str, value: Any) -> None:
+    """Take a rate, multiplied as learning_rate_scaler says, which is of all parts."""
     number, word = as_number(value), str(draft.get("learning_rate_scaler") or "NONE").upper()
     factor = 1.0
     if word.endswith(("BATCH", "BOTH")):
@@ -290,12 +302,22 @@ def rate(draft: Draft, key: str, value: Any) -> None:
     if word.endswith(("ACCUMULATION", "BOTH")):
         factor *= draft.number("gradient_accumulation_steps") or 1
     if number is None or factor <= 0 or factor == 1:
-        draft.take(key, "learning_rate", value)
+        draft.take(key, ours, value)
     else:
         why = f"times the square root of {factor:g}, as learning_rate_scaler does"
-        draft.take(key, "learning_rate", number * factor**0.5, why)
-    if word.startswith("GLOBAL"):
-        draft.unsupported(key, "multiply it by the square root of the number of GPUs, too")
+        draft.take(key, ours, number * factor**0.5, why)
+
+
+def schedule(draft: Draft, key: str, value: Any) -> None:
+    """Take the schedule; warm-up is apart from it there, and of all of them."""
+    word = str(value).strip().lower()
+    if str(draft.get("optimizer.optimizer")).upper().startswith("SCHEDULE_FREE"):
+        draft.take(key, "lr_scheduler", "constant_with_warmup", "always, of such optimizers")
+    elif word in _SCHEDULES:
+        draft.take(key, "lr_scheduler", _SCHEDULES[word])
+    else:
+        draft.values["lr_scheduler"] = "constant_with_warmup"
+        draft.unsupported(key, "not supported; the rate stays constant after its warm-up")
 
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:
@@ -347,6 +369,16 @@ def ema(draft: Draft, key: str, value: Any) -> None:
     else:
         draft.take(key, "use_ema", True, f"on the {word}")
         draft.values["ema_device"] = "cpu" if word == "CPU" else "accelerator"
+
+
+def decay(draft: Draft, key: str, value: Any) -> None:
+    """Take the average's decay, which is of every step here."""
+    number, every = as_number(value), draft.number("ema_update_step_interval") or 1
+    if number is None or number <= 0 or every <= 1:
+        draft.take(key, "ema_decay", value)
+    else:
+        each = round(number ** (1 / every), 8)
+        draft.take(key, "ema_decay", each, f"of every step; there, {number:g} of {every:g} steps")
 
 
 def of_ema(rule: Rule) -> Rule:
@@ -440,8 +472,10 @@ def distribution(draft: Draft, key: str, value: Any) -> None:
 def shift(draft: Draft, key: str, value: Any) -> None:
     """Take the shift of sigma; one by resolution is used instead, in models that have one."""
     dynamic = draft.on("dynamic_timestep_shifting") and models.family_of(draft).name in _LINES
-    if models.family_of(draft).objective != "flow" or as_number(value) == 1 or dynamic:
+    if as_number(value) == 1 or dynamic:
         draft.unneeded(key, "no shift, or one by resolution")
+    elif models.family_of(draft).objective != "flow":
+        draft.unsupported(key, "timesteps of such models are drawn evenly")
     else:
         draft.take(key, "flow_shift", value)
 

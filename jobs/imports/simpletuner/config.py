@@ -84,7 +84,10 @@ _VARIABLES: Final = {
     **dict.fromkeys(("TRAINER_DYNAMO_BACKEND", "TRAINING_DYNAMO_BACKEND"), "dynamo_backend"),
 }
 _EXTRA: Final = "TRAINER_EXTRA_ARGS"
-_ASSIGNED: Final = re.compile(r"(?:export\s+)?(?P<name>[A-Z_a-z]\w*)(?P<adds>\+)?=(?P<value>.*)")
+_ASSIGNED: Final = re.compile(
+    r"(?:export\s+)?(?P<name>[A-Z_a-z]\w*)(?P<adds>\+)?="
+    r"(?P<value>\"[^\"]*\"|'[^']*'|.*?)\s*(?:(?<=\s)#.*)?"
+)
 _USED: Final = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _OTHER_NAMES: Final = {"validation_step_interval": "validation_steps"}
 

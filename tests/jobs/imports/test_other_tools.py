@@ -159,11 +159,26 @@ def one(folder: Path, *, concept: Any = None, **keys: Any) -> Imported:
     return import_onetrainer(path)
 
 
+SDXL_TEXTS: Final[dict[str, Any]] = {
+    "model_type": "STABLE_DIFFUSION_XL_10_BASE",
+    "text_encoder__train": True,
+    "text_encoder_2__train": True,
+}
 ONETRAINER: Final[Cells] = [
     ({"learning_rate": 3e-4}, {"learning_rate": 3e-4}),
     (
         {"learning_rate": 1e-4, "learning_rate_scaler": "BOTH", "batch_size": 4},
         {"learning_rate": 2e-4},
+    ),
+    (
+        {"text_encoder__learning_rate": 1e-5, "text_encoder_2__learning_rate": 1e-5, **SDXL_TEXTS}
+        | {"learning_rate_scaler": "BATCH", "batch_size": 4},
+        {"text_encoder_learning_rate": 2e-5, "text_encoder_lora_rank": 16},
+    ),
+    (
+        {"learning_rate": 1e-5, "learning_rate_scaler": "BATCH", "batch_size": 4}
+        | {"unet__learning_rate": 1e-4, **SDXL_TEXTS},
+        {"text_encoder_learning_rate": 2e-5, "learning_rate": 2e-4},
     ),
     ({"learning_rate": 1e-4, "transformer__learning_rate": 2e-4}, Needless),
     ({"transformer__learning_rate": 2e-4}, {"learning_rate": 2e-4}),
@@ -175,6 +190,12 @@ ONETRAINER: Final[Cells] = [
     ({"learning_rate_warmup_steps": -1}, {"lr_warmup_steps": 0}),
     ({"learning_rate_scheduler": "COSINE"}, {"lr_scheduler": "cosine"}),
     ({"learning_rate_scheduler": "COSINE_WITH_RESTARTS"}, Lost),
+    (
+        {"learning_rate_scheduler": "COSINE", "optimizer__optimizer": "SCHEDULE_FREE_ADAMW"},
+        {"lr_scheduler": "constant_with_warmup"},
+    ),
+    ({"timestep_shift": 3.0, "model_type": "STABLE_DIFFUSION_XL_10_BASE"}, Lost),
+    ({"timestep_shift": 1.0, "model_type": "STABLE_DIFFUSION_XL_10_BASE"}, Needless),
     (
         {"learning_rate_cycles": 3, "learning_rate_scheduler": "COSINE_WITH_HARD_RESTARTS"},
         {"lr_num_cycles": 3, "lr_scheduler": "cosine_with_restarts"},
@@ -274,6 +295,8 @@ ONETRAINER: Final[Cells] = [
     ({"loss_scaler": "BATCH"}, Lost),
     ({"ema": "CPU"}, {"use_ema": True, "ema_device": "cpu"}),
     ({"ema_decay": 0.99}, Needless),
+    ({"ema_decay": 0.99, "ema": "GPU"}, {"ema_decay": 0.99799195, "use_ema": True}),
+    ({"ema_decay": 0.99, "ema": "GPU", "ema_update_step_interval": 1}, {"ema_decay": 0.99}),
     ({"masked_training": True}, {"masked_loss": "file", "unmasked_weight": 0.1}),
     ({"unmasked_weight": 0.3}, Needless),
     ({"backup_after": 100, "backup_after_unit": "STEP"}, {"checkpointing_steps": 100}),
@@ -296,6 +319,31 @@ ONETRAINER: Final[Cells] = [
     ({"min_snr_gamma": 4, "__version": 1, "model_type": "STABLE_DIFFUSION_15"}, {"snr_gamma": 4.0}),
     ({"save_after": 1, "save_after_unit": "EPOCH", "__version": 4}, Lost),
 ]
+
+
+def test_a_schedule_that_is_not_here_keeps_its_warm_up(tmp_path: Path) -> None:
+    """Warm-up is of every schedule there."""
+    imported = one(tmp_path, learning_rate_scheduler="REX", learning_rate_warmup_steps=50)
+    assert (imported.spec.lr_scheduler, imported.spec.lr_warmup_steps) == (
+        "constant_with_warmup",
+        50,
+    )
+    assert not [text for text in imported.report.to_fill_in if "lr_scheduler" in text]
+
+
+def test_text_encoders_of_two_rates_are_told(tmp_path: Path) -> None:
+    """One without a rate of its own has that of the configuration there."""
+    theirs = SDXL_TEXTS | {"text_encoder__learning_rate": 1e-5, "learning_rate": 1e-4}
+    imported = one(tmp_path, **theirs)
+    kinds = [e.kind for e in imported.report.entries if e.key == "text_encoder.learning_rate"]
+    assert Lost in kinds
+
+
+def test_sd15_can_begin_with_the_buckets_that_it_is_given(tmp_path: Path) -> None:
+    imported = one(tmp_path, model_type="STABLE_DIFFUSION_15")
+    assert not [text for text in imported.report.to_fill_in if "bucket_step" in text]
+
+
 RENAMED: Final = {"min_snr_gamma": "loss_weight_fn", "save_after": "save_every"}
 
 
@@ -462,6 +510,7 @@ PIPE: Final[Cells] = [
     ({"force_constant_lr": 1e-5}, {"learning_rate": 1e-5, "lr_scheduler": "constant"}),
     ({"warmup_steps": 10}, {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 10}),
     ({"lr_scheduler": "cosine"}, {"lr_scheduler": "cosine"}),
+    ({"lr_scheduler": "rex", "warmup_steps": 10}, Lost),
     ({"epochs": 7}, {"num_train_epochs": 7.0, "max_train_steps": None}),
     ({"epochs": 7, "max_steps": 100}, Lost),
     ({"max_steps": 100}, {"max_train_steps": 100}),
@@ -522,6 +571,14 @@ def test_a_key_of_diffusion_pipe(
     theirs: dict[str, Any], expected: dict[str, Any] | Kind, tmp_path: Path
 ) -> None:
     check(pipe(tmp_path, **theirs), next(iter(theirs)).replace("__", "."), expected)
+
+
+def test_a_curve_that_max_steps_cuts_off_is_told(tmp_path: Path) -> None:
+    """It is as long as all epochs there, and as max_train_steps here."""
+    for theirs, lost in (({}, False), ({"max_steps": 100}, True)):
+        imported = pipe(tmp_path, lr_scheduler="cosine", **theirs)
+        assert imported.spec.lr_scheduler == "cosine"
+        assert (Lost in [e.kind for e in entries(imported, "lr_scheduler")]) is lost
 
 
 DIRECTORIES: Final[Cells] = [
@@ -596,7 +653,9 @@ export RESOLUTION=1024
 export VALIDATION_RESOLUTION="${RESOLUTION}x512"
 export USE_EMA=false
 export USE_GRADIENT_CHECKPOINTING=true
-export MAX_NUM_STEPS=300
+export MAX_NUM_STEPS=300 # of all epochs
+export LEARNING_RATE=8e-7 #@param {type:"number"}
+export TRACKER_RUN_NAME="run #2"  # the name
 export TRAINER_EXTRA_ARGS="--lora_rank=32 --snr_gamma 5"
 TRAINER_EXTRA_ARGS+=" --use_dora"
 export SOMETHING_ELSE=1
@@ -606,6 +665,8 @@ export SOMETHING_ELSE=1
     job = imported.to_dict()
     assert (job["model_family"], job["lora_rank"], job["snr_gamma"]) == ("sdxl", 32, 5.0)
     assert (job["max_train_steps"], job["lora_variant"]) == (300, "dora")
+    assert job["learning_rate"] == 8e-7
+    assert entry(imported, "tracker_run_name").value == "run #2"
     assert entry(imported, "use_ema").kind is Needless
     assert imported.spec.validation_resolution == "1024x512"
     assert entry(imported, "something_else").kind is Kind.UNKNOWN

@@ -173,10 +173,9 @@ class _Alike(torch.autograd.Function):
         ctx.reads = value.requires_grad
         if not value.requires_grad:  # a model's first, which may be a transposed image
             value = value.contiguous()
-        # A view of a batch of one has the stride of that; a tensor that was cut out has not.
-        strides = value.view_as(value).stride()
-        memory = value.untyped_storage()
-        return value.new_empty(0).set_(memory, value.storage_offset(), value.shape, strides)
+        # A view of a batch of one has the stride of that; a tensor that was cut out has not. What
+        # is detached is no view, and counts changes in place with `value`: autograd sees them.
+        return value.view_as(value).detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

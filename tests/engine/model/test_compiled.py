@@ -137,6 +137,27 @@ def test_blocks_in_front_of_all_that_is_trained_need_no_gradient() -> None:
     assert needs == [False, False, True, True]
 
 
+class _InPlace(torch.nn.Module):
+    """A block that changes its input, which is what the one before it keeps for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states.add_(1).mul(self.factor).exp()
+
+
+def test_a_block_that_changes_its_input_is_refused_as_without_compilation() -> None:
+    blocks = torch.nn.ModuleList([_InPlace(), _InPlace()])
+    compiled._take_alike(blocks)
+    hidden = torch.zeros(1, 4)
+    for block in blocks:
+        hidden = block(hidden)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.sum().backward()
+
+
 def test_a_limit_that_is_reached_is_said_once(tmp_path: Path) -> None:
     said: list[str] = []
     model, spec = adapted(**COMPILED)

@@ -85,9 +85,13 @@ def has_curves(app: FsdpTui) -> bool:
     return any("\u2801" <= sign <= "\u28ff" for sign in text)
 
 
-def stopped_twice(app: FsdpTui) -> int:
-    """The job that runs was asked to stop, and got SIGTERM."""
-    return app.store.raise_stop_level(RUNNING, 2)
+def stopped_twice(app: FsdpTui) -> bool:
+    """The job that runs was asked to stop, and got SIGTERM; the dashboard has seen it."""
+    if app.store.get(RUNNING).stop_level < 2:
+        app.store.raise_stop_level(RUNNING, 2)
+    app.collector.wake()
+    view = app.dashboard.selected
+    return view is not None and view.job.stop_level >= 2
 
 
 _NEW: Final = ("n", sees("8 running"))  # drawn before something lies over it

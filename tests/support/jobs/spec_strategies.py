@@ -128,6 +128,8 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "text_encoder_learning_rate": st.none() | st.floats(1e-6, 10),
     "lora_alpha": st.none() | st.floats(1e-6, 1e6),
     "checkpoints_total_limit": st.none() | st.integers(1, 99),
+    "sweep": st.none() | st.sampled_from(["cats", "cats-2"]),
+    "stop_worse_than_median_after": st.none() | st.integers(1, 9999),
     "checkpoints_keep_best": st.booleans() | st.integers(2, 9),
     "checkpointing_async": st.sampled_from([None, False]),
     "resume_from_checkpoint": st.none() | st.sampled_from(["3", "3:100", "runs/3-a"]),

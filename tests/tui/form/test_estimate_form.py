@@ -129,7 +129,7 @@ async def test_what_does_not_fit_is_asked_once_and_can_be_queued(
     def doubt(name: str, values: Any) -> str:
         return "2 of 3 images have no caption" if name == "dataset" else ""
 
-    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job: queued.append(job))
+    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job, swept: queued.append(job))
     monkeypatch.setattr(form_fit, "look", slow)
     monkeypatch.setattr("tui.form.draft.doubt_of", doubt)
     values = VALUES | {"train_batch_size": 3, "dataset": str(tmp_path)}
@@ -162,7 +162,7 @@ async def test_who_types_on_waits_no_longer(store: Store, monkeypatch: pytest.Mo
         assert go_on.wait(PATIENCE)
         return look(*args)
 
-    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job: queued.append(job))
+    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job, swept: queued.append(job))
     monkeypatch.setattr(form_fit, "look", slow)
     async with form(store, VALUES | {"gradient_checkpointing": True}) as (app, pilot, bars):
         app.screen.query_one("#field-name").focus()
@@ -193,7 +193,7 @@ async def test_what_fits_is_queued_without_a_question(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queued: list[Any] = []
-    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job: queued.append(job))
+    monkeypatch.setattr(Submission, "_submit", lambda self, purpose, job, swept: queued.append(job))
     async with form(store, VALUES | {"gradient_checkpointing": True}) as (_, pilot, bars):
         await until(pilot, lambda: "spare" in text(bars))
         await pilot.press("ctrl+r")

@@ -75,9 +75,9 @@ def eta(seconds: float | None, at_least: bool) -> str:
 def left_words(seconds: float, parts: Mapping[str, float], at_least: bool) -> list[str]:
     """Say how long is left and what takes most of it besides steps; the longest wording first.
 
-    `5:44 left, 4:30 of it sampling`; `≥ 1:06 left` where something is not known.
+    `5:44 left, 4:30 of it sampling`; `≥1:06 left` where something is not known.
     """
-    words = f"{'≥ ' * at_least}{duration(seconds)} left"
+    words = f"{'≥' * at_least}{duration(seconds)} left"
     what, most = max(
         ((what, each) for what, each in parts.items() if what != TRAIN),
         key=lambda part: part[1],

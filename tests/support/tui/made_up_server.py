@@ -18,6 +18,7 @@ from PIL import Image, ImageDraw
 from jobs.machine.gpu import GpuProcess
 from jobs.memory import calibration
 from jobs.queue.states import State
+from jobs.run.failure import Cause, Failure, keep_failure
 from jobs.run.rundir import event
 from jobs.spec.file.load import dump_spec, load_spec
 from tests.support.jobs.fakes.supervise import start_nothing
@@ -51,6 +52,7 @@ BEGIN: Final = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
 _Disk = namedtuple("_Disk", "total used free")
 _SIZES: Final = ((1024, 1024), (1216, 832), (832, 1216))
 _REMEMBERED: Final = 200  # columns of the history of GPUs
+_NO_MEMORY: Final = "rank 1 ran out of GPU memory at step 12 during backward: 138.1 of 139.8 GiB"
 PROMPTS: Final = ("a red circle on a blue background", "two green squares", "a yellow star")
 
 
@@ -101,13 +103,21 @@ def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
         job_file=dump_spec(load_spec(None, spec.to_dict() | before)),
     )
     write_steps(old, 200, seed=3)
-    add_job(
+    large = {"name": "flux-large-batch", "train_batch_size": 16, "resolution": 512}
+    large |= {
+        "gradient_checkpointing": False,
+        "fsdp_activation_checkpointing": False,
+        "strategy": "ddp",
+    }
+    failed = add_job(
         store,
         "flux-large-batch",
         state=State.FAILED,
-        gpus=uuids[2:3],
-        reason="rank 1 ran out of GPU memory at step 12 during backward: 138.1 of 139.8 GiB",
+        gpus=uuids[1:3],
+        reason=_NO_MEMORY,
+        job_file=dump_spec(load_spec(None, spec.to_dict() | large)),
     )
+    keep_failure(failed.run_dir, Failure(_NO_MEMORY, Cause.GPU_MEMORY, 1))
     running = add_job(
         store,
         "cats-and-shapes",

@@ -100,6 +100,7 @@ _FIND_BATCH: Final = (
     *("ctrl+f", *"train_batch_size", sees("train_batch_size ")),
     *("enter", has_left_palette),
 )
+_FIND_FAILED: Final = ("slash", *"large", sees("1 of"), "enter")
 _SAVE_TEMPLATE: Final = ("ctrl+t", *"save as", sees("Save as"), "enter", has_left_palette)
 
 SCENES: Final = (
@@ -150,6 +151,8 @@ SCENES: Final = (
     Scene("help", ("question_mark",)),
     Scene("palette", ("ctrl+p", *"check")),
     Scene("themes", ("ctrl+p", *"theme", sees("Choose a theme"))),
+    Scene("jobs-filter", ("slash", *"flux"), ("escape", "g")),
+    Scene("job-failure", (*_FIND_FAILED, "i", sees("would fit")), ("escape", "escape", "g")),
     Scene("remove-question", ("G", "r"), ("n", "g")),
     Scene("stop-question", (stopped_twice, "x", sees("Kill job"))),
     Scene("no-jobs", (), (), jobs=False),

@@ -254,7 +254,7 @@ class NewestSamples(Vertical):
 # -- what would fit -------------------------------------------------------------------------
 
 
-_FITS: Final = 4  # changes that are offered
+_FITS: Final = 3  # changes that are offered, by keys that otherwise open tabs
 
 
 def find_fits(job: Job, snapshot: Snapshot, cancelled: Callable[[], bool]) -> list[Step]:

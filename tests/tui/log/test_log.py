@@ -198,10 +198,9 @@ async def test_other_logs_by_keys_and_back_in_the_dashboard(store: Store, job: J
 # -- looking for -----------------------------------------------------------------------------
 
 
-async def test_a_search_from_the_dashboard_goes_to_the_last_match_and_on(
-    store: Store, job: Job
-) -> None:
-    async with reading(store, key="slash") as (screen, reader, pilot):
+async def test_a_search_goes_to_the_last_match_and_on(store: Store, job: Job) -> None:
+    async with reading(store) as (screen, reader, pilot):
+        await pilot.press("slash")
         await until(pilot, lambda: screen.prompt.has_focus)
         await pilot.press(*"step 1", "5", "enter")
         await until(pilot, lambda: not reader.following)

@@ -202,7 +202,8 @@ COMMANDS: Final[dict[str, dict[str, str]]] = {
 _EXAMPLES: Final = """\b
 Examples:
   fsdp-tui demo                                     try it, no GPU needed
-  fsdp-tui toy t && fsdp-tui run --pretrained_model_name_or_path t/model --dataset t/data
+  fsdp-tui toy t                                    a small model and images, for the next line
+  fsdp-tui run --pretrained_model_name_or_path t/model --dataset t/data --resolution 96
   fsdp-tui submit job.yaml --gpus=0,1 --lora-rank 32
   fsdp-tui submit job.yaml --dry-run                validate and print the job, queue nothing
   fsdp-tui show 3 --as flags                        flags that recreate job 3

@@ -14,7 +14,7 @@ from jobs.paths import exists, expand
 from jobs.spec.families import get_family
 from jobs.spec.file.accelerate_file import KEY as ACCELERATE
 from jobs.spec.file.accelerate_file import merge_config
-from jobs.spec.file.old_keys import translate
+from jobs.spec.file.old_keys import FOREIGN, translate
 from jobs.spec.file.value_errors import in_words, key_of
 from jobs.spec.job_spec import FOLLOWS, JobSpec, field_names, key_facts, upgraded
 from jobs.spec.rules.conflicts import find_conflicts
@@ -107,7 +107,8 @@ def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:
     unknown = [key for key in values if key not in names]
     for key in unknown[:_MAX_LISTED]:
         named = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
-        yield Problem(key, f'unknown key "{named}"{did_you_mean(named, names)}')
+        instead = f": {FOREIGN[key]}" if key in FOREIGN else did_you_mean(named, names)
+        yield Problem(key, f'unknown key "{named}"{instead}')
     if unknown[_MAX_LISTED:]:
         yield Problem("", f"{len(unknown) - _MAX_LISTED} more unknown keys")
     for key, value in values.items():

@@ -46,6 +46,41 @@ _REFUSED: Final = {
     "fsdp_transformer_layer_cls_to_wrap",
 }
 
+# Flags of other trainers, which people type from memory, and what a job says instead.
+FOREIGN: Final = {
+    "output_dir": "a job has its own run directory; `fsdp-tui export ID --output DIR` copies out",
+    "output_name": "set name",
+    "save_model_as": "set export_formats",
+    "noise_offset": "not supported: noise is drawn as when the model was trained",
+    "scale_lr": "not supported: set learning_rate to what it comes to, times the samples of a step",
+    "v_parameterization": "not needed: the model's scheduler_config.json says what it predicts",
+    "prediction_type": "not needed: the model's scheduler_config.json says what it predicts",
+    "train_data_dir": "set dataset",
+    "instance_data_dir": "set dataset",
+    "dataset_name": "set dataset, to a folder or to the name of a dataset of the hub",
+    "dataset_config": "list the folders under datasets, or `fsdp-tui import` the whole command",
+    "reg_data_dir": "list the folder under datasets with regularization: true",
+    "class_data_dir": "list the folder under datasets with regularization: true",
+    "with_prior_preservation": "set class_prompt, and num_class_images",
+    "instance_prompt": "set trigger_word, or caption under datasets",
+    "validation_prompt": "set validation_prompts",
+    "sample_prompts": "set validation_prompts",
+    "rank": "set lora_rank",
+    "network_dim": "set lora_rank",
+    "network_alpha": "set lora_alpha",
+    "network_module": "set model_type: lora, and lora_variant",
+    "unet_lr": "set learning_rate",
+    "text_encoder_lr": "set text_encoder_learning_rate",
+    "optimizer_type": "set optimizer",
+    "use_8bit_adam": "set optimizer: adamw_8bit",
+    "max_train_epochs": "set num_train_epochs",
+    "save_every_n_steps": "set checkpointing_steps",
+    "blocks_to_swap": "set swap_blocks",
+    "fp8_base": "set base_precision: fp8",
+    "discrete_flow_shift": "set flow_shift",
+    "min_snr_gamma": "set snr_gamma",
+}
+
 OLD_KEYS: Final = (_SHARDING, *RENAMED, *_NEEDLESS, *_REFUSED)
 
 

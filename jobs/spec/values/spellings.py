@@ -84,18 +84,22 @@ def as_none(value: Any) -> Any:
 
 
 def as_choice(value: Any, choices: tuple[str, ...]) -> Any:
-    """Match a choice, ignoring case and treating `-`, `_` and spaces alike.
+    """Match a choice, ignoring case, `-`, `_` and spaces.
 
     For an enum member such as `StateDictType.FULL_STATE_DICT`, the last part counts.
     """
     if value is False and "no" in choices:  # YAML parses a bare `no` as false
         return "no"
     if isinstance(value, str):
-        word = re.sub(r"[\s-]+", "_", unquoted(value).strip().lower())
+        word = _letters(unquoted(value))
         for choice in choices:
-            if choice.lower() in (word, word.rpartition(".")[2]):
+            if _letters(choice) in (word, word.rpartition(".")[2]):
                 return choice
     return value
+
+
+def _letters(word: str) -> str:
+    return re.sub(r"[\s_-]+", "", word).lower()
 
 
 def as_list(value: Any) -> Any:

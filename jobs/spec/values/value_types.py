@@ -109,14 +109,14 @@ def read_family(value: Any) -> Any:
 
 
 def read_state_dict_type(value: Any) -> Any:
-    """Read a state-dict type; `full` and `sharded` are accepted."""
-    return _by_stem(value, get_args(StateDictType), "_state_dict")
+    """Read a state-dict type; `full`, `shard` and `sharded` are accepted."""
+    return _by_stem(value, get_args(StateDictType), "_state_dict", "ed_state_dict")
 
 
 def read_wrap_policy(value: Any) -> Any:
-    """Read a wrap policy; `transformer_based`, `size`, `no` or a callable's dotted path."""
+    """Read a wrap policy; `transformer_based`, `size`, `no`, `none` or a callable's dotted path."""
     policies = get_args(WrapPolicy)
-    policy = _by_stem(value, policies, "_wrap", "_based_wrap")
+    policy = _by_stem("no" if as_none(value) is None else value, policies, "_wrap", "_based_wrap")
     if policy in policies:
         return policy
     if isinstance(value, str) and _DOTTED.fullmatch(path := unquoted(value)):

@@ -76,6 +76,10 @@ def test_the_defaults_are_a_valid_job() -> None:
         ("fsdp_state_dict_type", "full_state_dict", "FULL_STATE_DICT"),
         ("fsdp_auto_wrap_policy", "transformer_based", "TRANSFORMER_BASED_WRAP"),
         ("fsdp_auto_wrap_policy", "no-wrap", "NO_WRAP"),
+        ("fsdp_auto_wrap_policy", "none", "NO_WRAP"),
+        ("fsdp_auto_wrap_policy", "transformerbased", "TRANSFORMER_BASED_WRAP"),
+        ("fsdp_state_dict_type", "shard", "SHARDED_STATE_DICT"),
+        ("context_parallel_comm_strategy", "all-gather", "allgather"),
         ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "SIZE_BASED_WRAP"),
         ("fsdp_transformer_layer_cls_to_wrap", "A, B", ["A", "B"]),
         ("fsdp_transformer_layer_cls_to_wrap", "A", ["A"]),
@@ -285,6 +289,8 @@ def test_words_for_yes_no_and_nothing() -> None:
 
 def test_a_choice_is_matched_whatever_its_case_and_dashes() -> None:
     assert as_choice("Full-State-Dict", ("FULL_STATE_DICT",)) == "FULL_STATE_DICT"
+    assert as_choice("all-gather", ("allgather", "alltoall")) == "allgather"
+    assert as_choice("all", ("allgather", "alltoall")) == "all", "a part may be of several"
     assert as_choice(False, ("no", "bf16")) == "no"
     assert as_choice(False, ("a", "b")) is False
     assert as_choice("c", ("a", "b")) == "c"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from jobs.errors import SpecError
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
-from jobs.spec.job_spec import JobSpec
+from jobs.spec.file.old_keys import FOREIGN
+from jobs.spec.job_spec import JobSpec, field_names
 from jobs.spec.rules.cascade import settle
 from jobs.spec.values.datasets import with_folder_repeats
 from tests.support.jobs.spec_strategies import REQUIRED, VALUES
@@ -150,6 +152,15 @@ def test_an_unknown_flag_has_no_line(tmp_path: Path) -> None:
     text = complaint(path, {"sead": "2"})
     assert 'unknown key "sead" (did you mean "seed"?)' in text
     assert "line" not in text
+
+
+@pytest.mark.parametrize("flag", FOREIGN)
+def test_a_flag_of_another_trainer_gets_what_a_job_says_instead(flag: str) -> None:
+    text = complaint(None, {flag: "1"})
+    assert f'unknown key "{flag}": {FOREIGN[flag]}' in text
+    assert flag not in field_names()
+    if meant := re.match(r"set (\w+)", FOREIGN[flag]):
+        assert meant[1] in field_names()
 
 
 def test_a_flag_that_replaces_a_key_takes_its_line_away(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ SCENES: Final = (
     Scene("jobs-filter", ("slash", *"flux"), ("escape", "g")),
     Scene("job-failure", (*_FIND_FAILED, "i", sees("would fit")), ("escape", "escape", "g")),
     Scene("remove-question", ("G", "r"), ("n", "g")),
+    Scene("stop", ("x", sees("Stop job")), ("n",)),
     Scene("stop-question", (stopped_twice, "x", sees("Kill job"))),
     Scene("no-jobs", (), (), jobs=False),
     Scene("no-jobs-new", ("n",), jobs=False),

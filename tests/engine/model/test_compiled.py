@@ -114,7 +114,12 @@ def test_a_step_makes_few_graphs(
 
 
 @pytest.mark.parametrize(
-    ("batch", "values"), [(1, {}), (2, {"gradient_checkpointing": True})], ids=["", "recomputed"]
+    ("batch", "values"),
+    [
+        (1, {}),
+        pytest.param(2, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+    ids=["", "recomputed"],
 )
 def test_a_compiled_model_learns_the_same(batch: int, values: dict[str, Any]) -> None:
     plain, _ = adapted(**COMPILED, **values)  # with peft's layers, which are compiled
@@ -125,6 +130,7 @@ def test_a_compiled_model_learns_the_same(batch: int, values: dict[str, Any]) ->
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_blocks_in_front_of_all_that_is_trained_need_no_gradient() -> None:
     """Backward ends where it would without compilation."""
     model, spec = adapted(**COMPILED)

@@ -114,7 +114,6 @@ async def test_a_model_is_trained_by_keys_alone(
     store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
     monkeypatch.chdir(toy)
-    monkeypatch.setattr("tui.widgets.job_actions.WITHIN", TRAINED)
     app = FsdpTui(store)
     async with driven(app, (120, 40)) as pilot:
         me = Person(app, pilot)

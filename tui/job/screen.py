@@ -24,7 +24,7 @@ from tui.widgets.pane import Pane
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from textual.app import ComposeResult
 
@@ -155,8 +155,11 @@ class JobScreen(JobActions[None]):
         acting = [key for key in self.job_keys(self.job) if taken.isdisjoint(key.keys.split(","))]
         own = [*acting, *(key for key in self.KEYS if key.line)]
         width = self.size.width - 2
-        # Those of the screen are always there; the pane's stand before them.
-        reserved = sum(len(key.shown) + len(key.label) + 3 for key in own)
+        # Those of the screen are always there, the pane's stand before them; where not all of them
+        # have room, the rarest gives way.
+        if _width([*keys, *own]) > width:
+            own = [key for key in own if key.action != "resume_with"]
+        reserved = _width(own)
         line = line_of(keys, width - reserved)
         rest = line_of(own, width)
         self._put("job-keys", Content.assemble(line, "  " if line.plain else "", rest))
@@ -220,3 +223,8 @@ class JobScreen(JobActions[None]):
         from tui.widgets.help import HelpScreen
 
         self.app.push_screen(HelpScreen(self))
+
+
+def _width(keys: Iterable[Key]) -> int:
+    """Return the columns of keys in the key line, with the gaps behind them."""
+    return sum(len(key.shown) + len(key.label) + 3 for key in keys if key.line)

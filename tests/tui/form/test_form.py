@@ -396,9 +396,9 @@ async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
         picker = field(app, "gpus").control
         assert isinstance(picker, GpuPicker)
         text = lambda: str(picker.content)  # noqa: E731
-        assert "□ 1 job 1" in text()
-        assert "□ 2 hidden 65.0 GiB" in text(), "in use, though no process can be seen"
-        assert "□ 3 eve 812" in text()
+        assert "□ 1 105.8G job 1" in text()
+        assert "□ 2 74.8G hidden 65.0 GiB" in text(), "in use, though no process can be seen"
+        assert "□ 3 43.8G eve 812" in text()
         picker.focus()
         await pilot.press("f")
         assert field(app, "gpus").value == [0]

@@ -116,7 +116,8 @@ def read_state_dict_type(value: Any) -> Any:
 def read_wrap_policy(value: Any) -> Any:
     """Read a wrap policy; `transformer_based`, `size`, `no`, `none` or a callable's dotted path."""
     policies = get_args(WrapPolicy)
-    policy = _by_stem("no" if as_none(value) is None else value, policies, "_wrap", "_based_wrap")
+    none = isinstance(value, str) and unquoted(value).strip().lower() == "none"
+    policy = _by_stem("no" if none else value, policies, "_wrap", "_based_wrap")
     if policy in policies:
         return policy
     if isinstance(value, str) and _DOTTED.fullmatch(path := unquoted(value)):

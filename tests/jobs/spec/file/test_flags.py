@@ -344,7 +344,7 @@ REFUSED: list[tuple[str, str]] = [
     ("--fsdp_auto_wrap_policy=transformer_auto_wrap_policy", f'(did you mean "{BY_CLASS}"?)'),
     ("--fsdp_auto_wrap_policy=mine.", '"mine." is not one of'),
     ("--fsdp_auto_wrap_policy=1.5", '"1.5" is not one of'),
-    ("--fsdp_auto_wrap_policy=None", '"None" is not one of'),
+    ("--fsdp_auto_wrap_policy=null", '"null" is not one of'),
     (f"--{PARALLEL}=ring", f'{PARALLEL}: "ring" is not one of allgather, alltoall'),
     (f"--{PARALLEL}=alltoal", '(did you mean "alltoall"?)'),
     (

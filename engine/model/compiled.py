@@ -93,7 +93,7 @@ def _hear(warn: Callable[[str], None]) -> None:
 
 
 class _AtLimit(logging.Handler):
-    """Warn once for each function of which dynamo makes no more graphs."""
+    """Warn once per function that has reached dynamo's graph limit."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)

@@ -16,7 +16,7 @@ from jobs.queue.states import State
 from tui.job.panes.logs import LogsPane
 from tui.job.panes.ranks import RanksPane
 from tui.job.tabs import NAMES, TABS, TabLine, build_pane
-from tui.keys.key_table import Key, bindings_of, line_of
+from tui.keys.key_table import Key, bindings_of, line_of, width_of
 from tui.look.job_look import Look, Looker
 from tui.widgets.job_actions import JobActions
 from tui.widgets.job_rows import GLYPHS
@@ -24,7 +24,7 @@ from tui.widgets.pane import Pane
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from textual.app import ComposeResult
 
@@ -157,9 +157,9 @@ class JobScreen(JobActions[None]):
         width = self.size.width - 2
         # Those of the screen are always there, the pane's stand before them; where not all of them
         # have room, the rarest gives way.
-        if _width([*keys, *own]) > width:
+        if width_of([*keys, *own]) > width:
             own = [key for key in own if key.action != "resume_with"]
-        reserved = _width(own)
+        reserved = width_of(own)
         line = line_of(keys, width - reserved)
         rest = line_of(own, width)
         self._put("job-keys", Content.assemble(line, "  " if line.plain else "", rest))
@@ -223,8 +223,3 @@ class JobScreen(JobActions[None]):
         from tui.widgets.help import HelpScreen
 
         self.app.push_screen(HelpScreen(self))
-
-
-def _width(keys: Iterable[Key]) -> int:
-    """Return the columns of keys in the key line, with the gaps behind them."""
-    return sum(len(key.shown) + len(key.label) + 3 for key in keys if key.line)

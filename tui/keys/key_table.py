@@ -91,15 +91,21 @@ def bindings_of(scope: str, keys: Iterable[Key]) -> list[BindingType]:
 
 def line_of(keys: Iterable[Key], width: int) -> Content:
     """Return the key line, shortened to the width; its entries can be clicked."""
-    left = width
-    shown: list[tuple[str, str, str]] = []
+    shown: list[Key] = []
     for key in (key for key in keys if key.line):
-        left -= len(key.shown) + 1 + len(key.label) + 2 * bool(shown)
-        if left < 0:
+        if width_of([*shown, key]) - _GAP > width:
             break
-        sign = key.shown.replace("[", "\\[")  # it becomes markup
-        shown.append((f"press('{key.keys.split(',')[0]}')", sign, key.label))
-    return key_line(shown)
+        shown.append(key)
+    # A bracket would begin markup.
+    return key_line(
+        (f"press('{key.keys.split(',')[0]}')", key.shown.replace("[", "\\["), key.label)
+        for key in shown
+    )
+
+
+def width_of(keys: Iterable[Key]) -> int:
+    """Return the columns of keys in the key line, with the gap behind each."""
+    return sum(len(key.shown) + 1 + len(key.label) + _GAP for key in keys if key.line)
 
 
 def moving(what: str, page: int = 10) -> tuple[Key, ...]:

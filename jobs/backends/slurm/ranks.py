@@ -237,7 +237,7 @@ class SlurmRanks:
     def _is_ending(self) -> bool:
         """Return whether Slurm is ending this allocation, and therefore killed the ranks.
 
-        For up to a minute past its limit, a job is still RUNNING but gets no more steps.
+        A job past its limit stays RUNNING for up to a minute, but Slurm starts no more steps.
         """
         if _NO_MORE_STEPS in read_tail(self.run_dir.launcher_log, 4096):
             return True

@@ -1,4 +1,4 @@
-"""What becomes of those of ai-toolkit's keys that need more than a word."""
+"""Rules for ai-toolkit keys that need more than a rename."""
 
 from __future__ import annotations
 

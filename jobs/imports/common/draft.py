@@ -1,6 +1,6 @@
 """A job that is being built from another tool's configuration, key by key.
 
-A tool is a table of rules, one for each of its keys. A rule says once what becomes of its key: the
+A tool is a table of rules, one for each of its keys. A rule converts its key in one place: the
 report is complete because every key goes through the table, not because someone thought of it.
 """
 
@@ -282,7 +282,7 @@ def when(holds: Callable[[Draft], Any], rule: Rule, why: str) -> Rule:
 
     Args:
         holds: The condition.
-        rule: What becomes of the key then.
+        rule: Applied to the key when the condition holds.
         why: Why the key is not needed otherwise.
     """
 

@@ -1,4 +1,4 @@
-"""What becomes of other tools' keys about the Hugging Face hub: revisions, and uploads."""
+"""Rules for other tools' Hugging Face hub keys: revisions and uploads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of other tools' keys about experiment trackers."""
+"""Rules for other tools' experiment tracker keys."""
 
 from __future__ import annotations
 

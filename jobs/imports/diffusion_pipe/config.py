@@ -320,7 +320,7 @@ def _end(ours: str, usual: float) -> Rule:
 
 
 def _huber(draft: Draft, key: str, value: Any) -> None:
-    """Losses for which no more than a number is named."""
+    """Convert a loss that is selected by setting its one parameter."""
     word = "smooth_l1" if key.startswith("smooth_l1") else "huber"
     if draft.take(key, "huber_c", value, "as pseudo-Huber, about twice as large"):
         draft.values |= {"loss_type": word, "huber_schedule": "constant"}

@@ -490,7 +490,7 @@ _SAMPLES: Final[dict[str, Rule]] = {
 
 
 def rules_of(tool: str) -> dict[str, Rule]:
-    """Return what becomes of the keys about data and samples."""
+    """Return the rules for data and sample keys."""
     folders = {"train_data_dir", "reg_data_dir", "in_json"}
     of_folders = dict.fromkeys(folders, _of_folders)
     rules: dict[str, Rule] = {"dataset_config": _of_config, **_SAMPLES}

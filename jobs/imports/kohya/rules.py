@@ -1,4 +1,4 @@
-"""What becomes of the flags that sd-scripts and musubi-tuner have, but those of data and model."""
+"""Rules for the flags of sd-scripts and musubi-tuner, except data and model flags."""
 
 from __future__ import annotations
 
@@ -488,7 +488,7 @@ PREFIXES: Final[dict[str, Rule]] = {
 
 
 def table_of(tool: str) -> dict[str, Rule]:
-    """Return what becomes of a tool's keys, but those about data."""
+    """Return a tool's rules, except those for data keys."""
     return _COMMON | (_MUSUBI if tool == MUSUBI else _SD)
 
 

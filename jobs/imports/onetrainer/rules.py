@@ -1,4 +1,4 @@
-"""What becomes of those of OneTrainer's keys that need more than a word."""
+"""Rules for OneTrainer keys that need more than a rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of those of SimpleTuner's keys that need more than a word."""
+"""Rules for SimpleTuner keys that need more than a rename."""
 
 from __future__ import annotations
 

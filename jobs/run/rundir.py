@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -183,6 +184,17 @@ class RunDir:
     @property
     def job_file(self) -> Path:
         return self.root / "job.yaml"
+
+    def job_value(self, key: str) -> str:
+        """Read one plain value of the job file, without parsing all of it; "" if it is not set.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is not text.
+        """
+        text = self.job_file.read_text(encoding="utf-8")
+        match = re.search(rf"^{key}:[ \t]+['\"]?([^\s'\"]+)", text, re.MULTILINE)
+        return match[1] if match is not None and match[1] not in ("null", "~") else ""
 
     @property
     def launch_file(self) -> Path:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -32,7 +31,6 @@ LEAST_OTHERS: Final = 2  # that have come as far, before any job is stopped
 _EVERY: Final = 2.0  # seconds between looks
 _SMOOTHED: Final = 50  # steps that a training loss is a mean of
 _PIECE: Final = 1 << 20  # bytes of events
-_SWEEP: Final = re.compile(r"^sweep:[ \t]+['\"]?([^\s'\"]+)", re.MULTILINE)
 _MARK: Final = "worse_than_median.json"  # in the run directory of a job that was stopped
 
 Values = list[tuple[int, float]]
@@ -41,10 +39,9 @@ Values = list[tuple[int, float]]
 def sweep_in(run_dir: RunDir) -> str:
     """Return the sweep that a job file names; "" for none, or where it cannot be read."""
     try:
-        match = _SWEEP.search(run_dir.job_file.read_text(encoding="utf-8"))
+        return run_dir.job_value("sweep")
     except (OSError, ValueError):
         return ""
-    return match[1] if match is not None and match[1] not in ("null", "~") else ""
 
 
 def mark_of(run_dir: RunDir) -> Path:

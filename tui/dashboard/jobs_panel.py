@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -519,7 +518,6 @@ class JobFilter(Input):
 def _family(job: Job) -> str:
     """Read which family a job trains; reads the disk. "" where its file cannot be read."""
     with suppress(OSError, ValueError):
-        text = job.run_dir.job_file.read_text(encoding="utf-8")
-        match = re.search(r"^model_family: *(\w+)", text, re.MULTILINE)
-        return match[1] if match else str(JobSpec.model_fields["model_family"].default)
+        default = JobSpec.model_fields["model_family"].default
+        return job.run_dir.job_value("model_family") or str(default)
     return ""

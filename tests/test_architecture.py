@@ -111,6 +111,18 @@ def test_no_file_imports_what_its_package_may_not(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["tui", "jobs", "engine"])
+def test_no_file_starts_a_module_that_is_not_installed(package: str) -> None:
+    """Modules are also named by strings, for `python -m`; an installed wheel has no tests."""
+    names = re.compile(r"""["'](tests\.\w[\w.]*)["']""")
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for path in modules(package)
+        if (found := names.findall(path.read_text(encoding="utf-8")))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("package", ["tui", "jobs", "engine"])
 def test_no_file_is_longer_than_a_person_reads_at_once(package: str) -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())

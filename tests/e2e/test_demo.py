@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from engine.demo.judge import judge
 from jobs.machine.processes import with_run_id
 from jobs.queue.store import Store
-from tests.support.demo_judge import judge
 from tests.support.jobs.real_jobs import Bench
 from tui.cli import demo
 

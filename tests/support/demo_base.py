@@ -22,6 +22,7 @@ from diffusers import (
 from PIL import Image
 from torch.nn import functional
 
+from engine.demo.judge import look
 from engine.demo.pictures import (
     BACKGROUNDS,
     COLORS,
@@ -44,7 +45,6 @@ from engine.toy.components.tokenizers import (
 from engine.toy.components.vae import as_tensor, new_vae, wire_encoder
 from engine.toy.families.flux import FluxSizes, shape_transformer
 from engine.toy.images import HEART
-from tests.support.demo_judge import look
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

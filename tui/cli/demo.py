@@ -118,7 +118,7 @@ def results_of(job: Job) -> list[str]:
 
     Empty before two steps have all samples: a run may be making some now, or was stopped then.
     """
-    counts = _ask_engine("tests.support.demo_judge", job.run_dir.samples)
+    counts = _ask_engine("engine.demo.judge", job.run_dir.samples)
     totals = [step.get("hearts", 0) + step.get("others", 0) for step in counts]
     steps = [step for step, total in zip(counts, totals, strict=True) if total == max(totals)]
     if len(steps) < 2:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from engine.demo import __main__ as demo
+from engine.demo.judge import judge, look
 from engine.demo.pictures import (
     BACKGROUNDS,
     COLORS,
@@ -25,7 +26,6 @@ from engine.demo.pictures import (
 )
 from engine.toy.images import HEART
 from tests.support import demo_base
-from tests.support.demo_judge import judge, look
 
 if TYPE_CHECKING:
     from pathlib import Path

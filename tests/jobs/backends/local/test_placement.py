@@ -166,7 +166,7 @@ def test_a_reason_is_of_the_moment_when_the_job_was_decided(
 
 
 def _gpus(indices: list[int]) -> str:
-    return f"GPU{'s' * (len(indices) != 1)} {units.ranges(indices)}"
+    return f"GPU{'s' * (len(set(indices)) != 1)} {units.ranges(indices)}"
 
 
 @given(case=cases())

@@ -1,7 +1,7 @@
 """A small fixed judge of the demo's samples: which shape, in which color, on which background?
 
 Nothing in it is learned: a shape's outline is laid over the outlines of all shapes, and the one
-that covers it best is its name, if it covers enough. `python -m tests.support.demo_judge SAMPLES`
+that covers it best is its name, if it covers enough. `python -m engine.demo.judge SAMPLES`
 prints how many samples of each step show what their prompts say.
 """
 
@@ -129,7 +129,7 @@ def judge(samples: Path) -> list[dict[str, int]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the counts as JSON."""
-    parser = OneLineParser(prog="python -m tests.support.demo_judge", description=__doc__)
+    parser = OneLineParser(prog="python -m engine.demo.judge", description=__doc__)
     parser.add_argument("samples", type=Path)
     print(json.dumps(judge(parser.parse_args(arguments).samples)))
     return 0

@@ -50,7 +50,7 @@ def test_a_check_that_hangs_or_breaks_is_a_failure_and_the_others_go_on() -> Non
         raise UserError("no such thing", "make one")
 
     checks = [
-        Check("one", "stuck", hangs, seconds=10, when_late="wake it"),
+        Check("one", "stuck", hangs, seconds=4, when_late="wake it"),
         Check("one", "broken", breaks),
         Check("two", "refused", refuses),
         Check("two", "well", lambda _: [ok("well", "is well")]),
@@ -65,7 +65,7 @@ def test_a_check_that_hangs_or_breaks_is_a_failure_and_the_others_go_on() -> Non
         ("two", "refused", "fail"),
         ("two", "well", "ok"),
     ]
-    assert (found[1].found, found[1].advice) == ("no answer within 10 s", "wake it")
+    assert (found[1].found, found[1].advice) == ("no answer within 4 s", "wake it")
     assert "ZeroDivisionError: by nought" in found[3].found
     assert (found[4].found, found[4].advice) == ("no such thing", "make one")
 
@@ -152,7 +152,7 @@ def test_a_process_that_dies_is_a_failure_with_its_last_words(doctor_script: Pat
 
 def test_a_process_that_says_nothing_is_given_up(doctor_script: Path) -> None:
     play(doctor_script, "exec sleep 600")
-    found = list(processes.find(silent=15))
+    found = list(processes.find(silent=8))
     assert found[1].verdict is Verdict.FAIL
     assert gone(doctor_script)
 

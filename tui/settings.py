@@ -1,7 +1,7 @@
-"""What a person has set for good: one typed model, whose texts are its help and its errors.
+"""The user's settings: one typed model, whose field texts are help and error messages.
 
-A mistake in the file never keeps the dashboard from opening: it is reported, the rest
-counts.
+Errors in the file never keep the dashboard from opening: they are reported, and the rest
+applies.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Pictures = Literal["auto", "kitty", "sixel", "blocks"]
 _FILE: Final = "settings.yaml"
 _AUTO: Final = "auto"
 _CAREFUL: Final = "read_only"
-_GOES_ON: Final = "-}]"  # begins a line without beginning a key
-_MARKS: Final = ("---", "...")  # of YAML, around a document
+_GOES_ON: Final = "-}]"  # starts a line that continues the previous key
+_MARKS: Final = ("---", "...")  # YAML document markers
 
 
 def _read_notifications(value: Any) -> Any:
-    """YAML reads a bare `off` as false."""
+    """YAML reads an unquoted `off` as false."""
     return "off" if value is False else as_choice(value, ("bell", "osc9", "off"))
 
 
@@ -105,13 +105,13 @@ class Settings(BaseModel):
 
     @property
     def refresh_is_set(self) -> bool:
-        """Whether a person chose how often to look."""
+        """Return whether the user set the refresh rate."""
         return "refresh_seconds" in self.model_fields_set
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a settings file says, and what is wrong with it, a sentence each."""
+    """The contents of a settings file, and a sentence for each error."""
 
     settings: Settings
     problems: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ def settings_file() -> Path:
 
 
 def read_settings(path: Path | None = None) -> Read:
-    """Read the settings of a file; mistakes are reported, and their keys keep the default."""
+    """Read a settings file; errors are reported, and their keys keep the default."""
     path = path or settings_file()
     try:
         text = path.read_bytes().decode("utf-8-sig", "replace") if path.exists() else ""
@@ -135,7 +135,7 @@ def read_settings(path: Path | None = None) -> Read:
         values, lines = parse_mapping(text, path) if any(_blocks(text)) else ({}, {})
     except SpecError:
         values, lines, problems = _read_blocks(text, path)
-    # A key without a value means its default.
+    # A key without a value keeps its default.
     values = {key: value for key, value in values.items() if value is not None}
     while True:
         try:
@@ -144,14 +144,14 @@ def read_settings(path: Path | None = None) -> Read:
             for mistake in error.errors():
                 key = str(mistake["loc"][0])
                 if _without(values, mistake["loc"]) is None:
-                    continue  # two things are wrong with it
+                    continue  # it has two errors
                 problems.append(f"{path}: line {lines[key]}: {_in_words(key, mistake)}")
-                if key == _CAREFUL:  # someone wanted to be careful
+                if key == _CAREFUL:  # the user wanted to be careful
                     values[key] = True
 
 
 def _read_blocks(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int], list[str]]:
-    """Read a file that is not valid YAML: values and lines by key, and the problems."""
+    """Read a file that is not valid YAML: return values and lines by key, and the errors."""
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     problems: list[str] = []
@@ -164,7 +164,7 @@ def _read_blocks(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int],
             )
             problems.append(f"{path}: line {number} is not `key: value` in YAML: {first[:60]}")
             named = normal_key(first.partition(":")[0]) == _CAREFUL
-            values_read = {_CAREFUL: True} if named else {}  # someone wanted to be careful
+            values_read = {_CAREFUL: True} if named else {}  # the user wanted to be careful
         for key, value in values_read.items():
             if key in values:
                 problems.append(
@@ -177,7 +177,7 @@ def _read_blocks(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int],
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Each key with what belongs to it, and its line; comments before the first one are none."""
+    """Return each key with its block and its line; comments before the first key are dropped."""
     block: list[str] = []
     begin = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -193,7 +193,7 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _without(values: dict[str, Any], place: tuple[int | str, ...]) -> Any:
-    """Take out what is wrong: one entry of a mapping, or the whole value; None if it is gone."""
+    """Remove the invalid part: an entry of a mapping, or the whole value; None if it is gone."""
     inside = values.get(str(place[0]))
     if isinstance(inside, dict) and len(place) > 1 and place[1] in inside:
         return inside.pop(place[1]) or ""
@@ -221,7 +221,7 @@ def text_of(value: Any) -> str:
 
 
 def as_file() -> str:
-    """Return a settings file with every key, its help and its default, all of them comments."""
+    """Return a settings file with every key, its help and its default, commented out."""
     parts = ["# Settings of fsdp-tui. Uncomment a line to change it."]
     for name, field in Settings.model_fields.items():
         value = text_of(field.get_default(call_default_factory=True))

@@ -1,4 +1,4 @@
-"""The dashboard application: themes, the looking thread, and where its results go."""
+"""The dashboard application: themes, the snapshot thread, and where its results go."""
 
 from __future__ import annotations
 
@@ -57,26 +57,26 @@ if TYPE_CHECKING:
 
 
 # -- palette --------------------------------------------------------------------------------
-# The command palette: actions of the screen, those that fit the job first, and jobs by name.
+# The command palette: the screen's actions (those that fit the job first), and jobs by name.
 
 
-_DISCOVERED: Final = 5  # jobs that are offered before anything is typed
-_COLUMN: Final = 10  # columns of keys
-_LATER: Final = 0.5  # of the score of what does not fit the job
-_OWN: Final = ("app.command_palette",)  # what is open already
+_DISCOVERED: Final = 5  # jobs listed before anything is typed
+_COLUMN: Final = 10  # columns for the keys
+_LATER: Final = 0.5  # score factor for actions that do not fit the job
+_OWN: Final = ("app.command_palette",)  # no entry for what is already open
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the palette.
+    """One entry of the palette.
 
     Attributes:
-        keys: As people read them; "" for what has none.
+        keys: The keys as displayed; "" if it has none.
         title: What it does.
-        about: More about that, or "".
-        words: By which it is found as well.
-        do: What choosing it does.
-        place: Where it stands before anything is typed; None: only who looks for it finds it.
+        about: A longer description, or "".
+        words: Additional search terms.
+        do: Called when it is chosen.
+        place: Sort position before anything is typed; None lists it only in search results.
         fits: Whether it makes sense now.
     """
 
@@ -90,7 +90,7 @@ class Entry:
 
     @property
     def below(self) -> str | None:
-        """A second line under the title, as markup."""
+        """Return a second line below the title, as markup."""
         return " " * _COLUMN + escape(self.about) if self.about else None
 
     def shown(self, title: Content | None = None) -> Content:
@@ -99,7 +99,7 @@ class Entry:
 
 
 class ActionsProvider(Provider):
-    """Actions of the screen with their keys, each once; on the dashboard, jobs too."""
+    """The screen's actions with their keys, each once; on the dashboard, jobs too."""
 
     @property
     def ours(self) -> FsdpTui:
@@ -111,7 +111,7 @@ class ActionsProvider(Provider):
             yield DiscoveryHit(entry.shown(), entry.do, entry.title, entry.below)
 
     async def search(self, query: str) -> Hits:
-        """Those that have the words; only without any, those that have the letters."""
+        """Yield entries that contain the words, or else those that contain the letters."""
         words = query.casefold().split()
         entries = list(self.entries())
         having = [
@@ -126,7 +126,7 @@ class ActionsProvider(Provider):
                 yield Hit(score, title, entry.do, entry.title, entry.below)
 
     def entries(self) -> Iterator[Entry]:
-        """All of them, each title once."""
+        """Return all entries, one for each title."""
         seen: set[str] = set()
         for entry in (*self._actions(), *self._jobs(), self._themes()):
             if entry.title not in seen:
@@ -170,7 +170,7 @@ class ActionsProvider(Provider):
     def _go(self, job: int) -> None:
         screen = self.screen
         if isinstance(screen, DashboardScreen):
-            screen.jobs.awaited = job  # the next look selects it, if it is still there
+            screen.jobs.awaited = job  # the next snapshot selects it if it still exists
             screen.app.collector.wake()
 
 
@@ -180,10 +180,10 @@ def _state_of(view: JobView) -> str:
 
 
 # -- ui state -------------------------------------------------------------------------------
-# What the dashboard remembers of a person's last choices, across sessions.
+# The user's last choices in the dashboard, kept across sessions.
 #
-# Saved when a choice is made, since SIGHUP ends a dashboard without a word. A choice changes
-# its own entry alone, so that two dashboards do not undo each other's.
+# Saved on every choice, since SIGHUP ends a dashboard without warning. A choice updates only
+# its own entry, so that two dashboards do not undo each other's.
 
 
 _FILE: Final = "ui.json"
@@ -192,28 +192,28 @@ _VERSION: Final = 1
 
 
 class UiState:
-    """Choices by name: JSON values. Any thread may use it.
+    """Choices by name, as JSON values. Thread-safe.
 
     Args:
         home: The state directory.
-        writable: Whether choices are kept; a read-only dashboard keeps none.
+        writable: Whether choices are saved; a read-only dashboard saves none.
     """
 
     def __init__(self, home: Path, *, writable: bool = True) -> None:
         self._home = home
         self._writable = writable
-        self._lock = threading.Lock()  # never held while the disk is waited for
+        self._lock = threading.Lock()  # never held during disk access
         self._saving = threading.Lock()
         self._values = self._read()
         self._changed: dict[str, Any] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the last choice; the default unless it is of the default's type."""
+        """Return the last choice, or the default if the stored value has another type."""
         value = self._values.get(name, default)
         return value if default is None or isinstance(value, type(default)) else default
 
     def put(self, name: str, value: Any) -> bool:
-        """Choose; whether that is news, which `save` then has to write."""
+        """Set a choice; return whether it changed, so that `save` has something to write."""
         with self._lock:
             if self._values.get(name) == value:
                 return False
@@ -221,32 +221,32 @@ class UiState:
             return self._writable
 
     def save(self) -> None:
-        """Write what was chosen since the last time, over what others wrote meanwhile.
+        """Write the choices made since the last save over what other processes wrote meanwhile.
 
         Raises:
-            OSError: It cannot be written; what was chosen counts for this session.
+            OSError: The file cannot be written; the choices still apply to this session.
         """
         with self._saving, open(self._home / _LOCK, "a", encoding="utf-8") as lock:
-            # Freed when the file is closed, also when this process dies.
+            # Released when the file is closed, also when this process dies.
             fcntl.flock(lock, fcntl.LOCK_EX)
             with self._lock:
                 changed = dict(self._changed)
             if changed and not self._is_newer():
                 text = json.dumps({"version": _VERSION, "values": self._read() | changed}, indent=1)
                 write_atomic(self._home / _FILE, text + "\n")
-            with self._lock:  # what was chosen meanwhile is still to be written
+            with self._lock:  # keep choices made in the meantime for the next save
                 for name, value in changed.items():
                     if self._changed[name] == value:
                         del self._changed[name]
 
     def _read(self) -> dict[str, Any]:
-        """Read the file; empty if it is damaged or of another version."""
+        """Read the file; return {} if it is damaged or of another version."""
         stored = read_json(self._home / _FILE) or {}
         values = stored.get("values") if stored.get("version") == _VERSION else None
         return values if isinstance(values, dict) else {}
 
     def _is_newer(self) -> bool:
-        """Whether a newer fsdp-tui wrote it, whose choices are to stay."""
+        """Return whether a newer fsdp-tui wrote the file; its choices must be kept."""
         version = (read_json(self._home / _FILE) or {}).get("version")
         return isinstance(version, int) and version > _VERSION
 
@@ -254,8 +254,8 @@ class UiState:
 # -- app ------------------------------------------------------------------------------------
 
 
-_THREADS: Final = 32  # at most; one is started when it is needed
-_LAID_OUT_IN: Final = 0.1  # seconds after a change of the terminal's size
+_THREADS: Final = 32  # upper limit; threads are started on demand
+_LAID_OUT_IN: Final = 0.1  # seconds after the terminal was resized
 Severity = Literal["information", "warning", "error"]
 
 
@@ -270,7 +270,7 @@ class FsdpTui(App[None]):
 
     @dataclass
     class Looked(Message):
-        """The looking thread made a snapshot; only the newest one counts."""
+        """The snapshot thread made a snapshot; only the newest one counts."""
 
         snapshot: Snapshot
 
@@ -279,7 +279,7 @@ class FsdpTui(App[None]):
 
     @dataclass
     class Said(Message):
-        """An action ended: what to tell."""
+        """An action ended; has the message to show."""
 
         text: str
         severity: Severity = "information"
@@ -295,31 +295,31 @@ class FsdpTui(App[None]):
         """
         Args:
             store: The jobs.
-            select: The job to begin with.
-            settings: What the person has set for good.
-            problems: What was wrong with them; shown when the dashboard is open.
+            select: The job that is selected at first.
+            settings: The user's settings.
+            problems: Errors in the settings; shown once the dashboard is open.
         """
         fix_textual()
-        # Without colours Textual draws in shades of grey, unless they are the terminal's own.
+        # Without colors Textual draws in shades of gray, unless they are the terminal's own.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self.settings = settings or Settings()
         self.problems = list(problems)
         self.store = store
         store.read_only = store.read_only or self.settings.read_only
         self.ui = UiState(store.home, writable=not self.settings.read_only)
-        self.own_keys: Mapping[str, str] = {}  # a person's, by the action's id
+        self.own_keys: Mapping[str, str] = {}  # the user's keys by action id
         self.watch_jobs = Watch()
         self.bells = Bell(self, self.settings.notifications)
         self.snapshots: Signal[Snapshot] = Signal(self, "snapshots")  # for other screens
         period = self.settings.refresh_seconds if self.settings.refresh_is_set else None
         self.collector = Collector(store, select, period)
-        self.animation_level = "none"  # one animated page of log costs an SSH link a megabyte
+        self.animation_level = "none"  # animating one page of log sends a megabyte over SSH
         self._harmless, self._ascii = HarmlessFilter(), AsciiFilter()
         self._sends_all: Timer | None = None
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = DARK.name
-        # The environment may name the machine, for images that must not.
+        # Screenshots must not show the machine's name, so the environment can override it.
         host = os.environ.get("FSDP_TUI_HOST") or socket.gethostname()
         self.dashboard = DashboardScreen(store, host, select)
         key_bar = self.dashboard.key_bar
@@ -331,11 +331,12 @@ class FsdpTui(App[None]):
             self.problems += settled.problems
 
     def get_driver_class(self) -> type[Driver]:
-        """Return the driver class: in a terminal, the one with a budget of bytes.
+        """Return the driver class: in a terminal, the one with a byte budget.
 
-        A browser and tests keep their own driver.
+        Browsers and tests keep their own driver.
         """
-        from textual.drivers.linux_driver import LinuxDriver  # needs a terminal's modules
+        # Requires modules that need a terminal.
+        from textual.drivers.linux_driver import LinuxDriver
 
         from tui.terminal.driver import GovernedDriver
 
@@ -357,8 +358,8 @@ class FsdpTui(App[None]):
         return [*filters, *ours]
 
     def on_load(self) -> None:
-        # Python's own pool has four threads more than there are cores. Looking, tending and
-        # following logs keep some for good, and what a person asks for would wait behind them.
+        # Python's default pool has only four threads more than there are cores. Snapshots, the
+        # queue and log followers occupy some permanently, and user actions would wait behind them.
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="fsdp-tui")
         asyncio.get_running_loop().set_default_executor(pool)
 
@@ -371,8 +372,8 @@ class FsdpTui(App[None]):
     def on_resize(self) -> None:
         """Send every cell again when the layout has been rebuilt.
 
-        A terminal may move or lose cells though it has its old size again, as after a window was
-        dragged to and fro, for which Textual would paint nothing.
+        A terminal may move or lose cells although it ends up at its old size, for example after a
+        window was dragged back and forth. Textual would paint nothing then.
         """
         if self._governed:
             self._governed.resized()
@@ -390,7 +391,7 @@ class FsdpTui(App[None]):
     # -- settings and last choices -----------------------------------------------------------
 
     def _begin_as_set(self) -> None:
-        """Theme and keys as they were set, or chosen last."""
+        """Apply the theme and keys from the settings, or the ones chosen last."""
         if self.ui.get("of_ranks", False):
             self.dashboard.devices.toggle_ranks()
         self.theme = self._first_theme()
@@ -412,7 +413,7 @@ class FsdpTui(App[None]):
         return last if last in self.available_themes else DARK.name
 
     def remember(self, name: str, value: object) -> None:
-        """Keep a choice for the next session, in a thread: the state directory may be slow."""
+        """Save a choice for the next session, in a thread: the state directory may be slow."""
         if self.ui.put(name, value):
             self.run_worker(self.ui.save, group="remember", exit_on_error=False, thread=True)
 
@@ -423,7 +424,7 @@ class FsdpTui(App[None]):
         self.run_worker(work, group=group, exclusive=True, exit_on_error=False, thread=True)
 
     def _look(self) -> None:
-        """In a thread, until the dashboard closes."""
+        """Take snapshots in a thread until the dashboard closes."""
 
         def publish(snapshot: Snapshot) -> None:
             self.post_message(self.Looked(snapshot))
@@ -441,7 +442,7 @@ class FsdpTui(App[None]):
             self.dashboard.update_from(message.snapshot)
 
     def select(self, job: int) -> None:
-        """Look closely at this job from now on."""
+        """Collect details of this job from now on."""
         self.collector.selected = job
         self.collector.wake()
 
@@ -453,7 +454,7 @@ class FsdpTui(App[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Do what a key, a click or the palette asks for; read-only, say why it is not done."""
+        """Run the action of a key, click or palette entry; if read-only, say why it is refused."""
         if self.settings.read_only:
             target, name, _ = self._parse_action(action, default_namespace or self, namespaces)
             if name in ACTING and type(target).__module__.startswith("tui."):
@@ -475,7 +476,7 @@ class FsdpTui(App[None]):
                 self.post_message(self.Said(str(error), "warning"))
             except sqlite3.Error as error:
                 self.post_message(self.Said(str(trouble(error)), "error"))
-            except Exception as error:  # the edge: nothing a person asked for ends in silence
+            except Exception as error:  # top level: report every failure to the user
                 self.post_message(self.Said(f"{type(error).__name__}: {error}", "error"))
             self.collector.wake()
 
@@ -485,11 +486,11 @@ class FsdpTui(App[None]):
         self.say(message.text, message.severity)
 
     def say(self, text: str, severity: Severity = "information") -> None:
-        """Tell something in passing."""
+        """Show a transient message."""
         self.notify(text, severity=severity, markup=False)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """Report a failed thread, which is a bug, and continue."""
+        """Report a crashed thread, which is a bug, and continue."""
         if event.state is not WorkerState.ERROR:
             return
         self.say(f"{event.worker.group} failed: {event.worker.error!r}", "error")
@@ -502,13 +503,13 @@ class FsdpTui(App[None]):
         self.theme = other_theme(self.theme, dark=self.current_theme.dark)
 
     def action_redraw(self) -> None:
-        """Send every cell again: another program may have written on the terminal."""
+        """Send every cell again: another program may have written to the terminal."""
         if self._governed:
             self._governed.forget()
         self.screen.refresh()
 
     async def action_quit(self) -> None:
-        """Quit, and ask first where something typed is in no queue yet."""
+        """Quit; ask first if a form holds unsubmitted input."""
         from tui.widgets.questions import ConfirmScreen
 
         if not any(getattr(screen, "holds_changes", False) for screen in self.screen_stack):
@@ -519,7 +520,7 @@ class FsdpTui(App[None]):
             self.push_screen(question, lambda yes: self.exit() if yes else None)
 
     def action_help_quit(self) -> None:
-        """Say how to leave: ^c is pressed by habit, and would end too much by mistake."""
+        """Say how to quit: ^c is often pressed by habit, and quitting on it would lose too much."""
         here = "q quits" if self.screen is self.dashboard else "esc leaves this screen, ^q quits"
         self.say(f"{here}; jobs keep running")
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 Severity = Literal["information", "warning", "error"]
 
-# Of ranks that train, stillness that is worth telling: in seconds, in steps, and before the first.
+# How long ranks may make no progress before we notify: in seconds, in steps, before the first step.
 _STILL_SECONDS: Final = 120.0
 _STILL_STEPS: Final = 10
 _STILL_AT_FIRST: Final = 600.0
 _TOGETHER: Final = 1.0  # seconds
-_LONGEST: Final = 160  # characters that a desktop's message shows
+_LONGEST: Final = 160  # characters that a desktop notification shows
 _SEVERITIES: Final[dict[State, Severity]] = {
     State.COMPLETED: "information",
     State.STOPPED: "information",
@@ -38,17 +38,17 @@ _SEVERITIES: Final[dict[State, Severity]] = {
 
 @dataclass(frozen=True)
 class News:
-    """Something that a person who looks elsewhere wants to know."""
+    """A notification for a user who is looking elsewhere."""
 
     text: str
     severity: Severity
 
 
 class Watch:
-    """Compares snapshots, and says each thing once; nothing that was so before it began.
+    """Compares snapshots and reports each event once; ignores what was true before it started.
 
     Args:
-        since: Unix seconds; what ended earlier is not news.
+        since: Unix seconds; jobs that ended earlier are ignored.
     """
 
     def __init__(self, since: float | None = None) -> None:
@@ -56,13 +56,13 @@ class Watch:
         self._had_ended: dict[tuple[int, int], bool] = {}  # by job and attempt
         self._still: set[tuple[int, int]] = set()
         self._began = False
-        self._jobs: Sequence[JobView] | None = None  # of the last snapshot
-        self._live: Sequence[JobView] = ()  # those of them that had not ended
+        self._jobs: Sequence[JobView] | None = None  # of the previous snapshot
+        self._live: Sequence[JobView] = ()  # those that had not ended
 
     def news(self, snapshot: Snapshot) -> list[News]:
         """List the events since the last snapshot."""
         if not snapshot.jobs and snapshot.problem:
-            return []  # it could not be read, which does not mean that there is nothing
+            return []  # the jobs could not be read, which does not mean that there are none
         news: list[News] = []
         views = self._live if snapshot.jobs is self._jobs else snapshot.jobs
         self._jobs, self._live = snapshot.jobs, [v for v in views if not v.job.state.ended]
@@ -79,12 +79,12 @@ class Watch:
         return news
 
     def _is_news(self, job: Job, ended_before: bool | None) -> bool:
-        if ended_before is None:  # never seen: it was queued and ended between two looks
+        if ended_before is None:  # first seen now: it was queued and ended between two snapshots
             return self._began and (job.ended or 0) >= self._since
         return True
 
     def _standing(self, view: JobView, key: tuple[int, int], now: float) -> list[News]:
-        """Ranks that stand still; again only after they had moved on."""
+        """List the stalled jobs; a job is listed again only after it made progress."""
         if view.job.state is not State.RUNNING:
             self._still.discard(key)
             return []
@@ -117,11 +117,11 @@ _WORDS: Final = {
 
 
 class Bell:
-    """Tells the terminal what happens within a second at once, so that it rings once.
+    """Collects the notifications of one second, so that the terminal rings once.
 
     Args:
-        app: Whose terminal.
-        how: As it was set.
+        app: The application whose terminal rings.
+        how: The notification setting.
     """
 
     def __init__(self, app: App[Any], how: Notifications) -> None:
@@ -130,7 +130,7 @@ class Bell:
         self._waiting: list[str] = []
 
     def tell(self, text: str) -> None:
-        """Ring in a moment, unless it is about to ring already."""
+        """Schedule the bell unless it is already scheduled."""
         self._waiting.append(text)
         if len(self._waiting) == 1:
             self._app.set_timer(_TOGETHER, self._ring)
@@ -142,23 +142,23 @@ class Bell:
 
 
 def ring(app: App[Any], text: str, how: Notifications) -> None:
-    """Tell the terminal, which may be in the background."""
+    """Ring the terminal, which may be in the background."""
     if how == "off" or app.is_headless:
         return
-    if how == "osc9" and not app.is_web and app._driver is not None:  # as App.bell itself writes
+    if how == "osc9" and not app.is_web and app._driver is not None:  # as App.bell writes it
         app._driver.write(desktop_message(text, os.environ))
         if "TMUX" not in os.environ:
-            return  # tmux drops it unless allow-passthrough is on, and marks the window for a bell
+            return  # tmux drops it unless allow-passthrough is on, and marks the window on a bell
     app.bell()
 
 
 def desktop_message(text: str, environ: Mapping[str, str]) -> str:
-    """OSC 9, which kitty, WezTerm, iTerm2, foot and Windows Terminal show. Pure.
+    """Return an OSC 9 notification: kitty, WezTerm, iTerm2, foot, Windows Terminal. Pure.
 
-    In tmux and GNU screen it is wrapped, so that they pass it on.
+    It is wrapped for tmux and GNU screen, so that they pass it on.
     """
     clean = "".join(char if char.isprintable() else " " for char in text)[:_LONGEST]
-    # ConEmu and Windows Terminal take a number and a semicolon at its beginning for a command.
+    # ConEmu and Windows Terminal interpret a leading number and semicolon as a command.
     message = f"\x1b]9;fsdp-tui: {clean}\x07"
     if environ.get("TMUX"):
         return "\x1bPtmux;" + message.replace("\x1b", "\x1b\x1b") + "\x1b\\"

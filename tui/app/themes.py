@@ -1,4 +1,4 @@
-"""Our own themes. Widgets use theme variables only, so Textual's own themes work as well."""
+"""Our own themes. Widgets use only theme variables, so Textual's own themes work as well."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ CONTRAST_LIGHT: Final = Theme(
     },
 )
 
-# The terminal's own sixteen colours, whatever they are: of terminals that have no more, and of
-# people who chose theirs with care.
+# The terminal's own sixteen colors: for terminals that have no more, and for users who chose
+# them with care.
 ANSI: Final = Theme(
     name="harbour-16",
     dark=True,
@@ -167,8 +167,8 @@ def other_theme(name: str, *, dark: bool) -> str:
     """Return the light counterpart of a dark theme, or the dark one of a light theme.
 
     Args:
-        name: Of the theme that is shown.
-        dark: Whether that is a dark one; of one that is not ours.
+        name: The theme that is shown.
+        dark: Whether that theme is dark; used for themes that are not ours.
     """
     for dark_theme, other in _PAIRS:
         if name in (dark_theme.name, other.name):

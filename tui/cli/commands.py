@@ -1,4 +1,4 @@
-"""The `fsdp-tui` command. Each subcommand reads its words, calls `jobs.service`, and prints.
+"""The `fsdp-tui` command. Each subcommand parses its arguments, calls `jobs.service`, and prints.
 
 Exit status: 0 done (for `run`: completed) · 1 failed · 2 bad input · 3 stopped.
 """
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 # -- command group --------------------------------------------------------------------------
-# The group of all commands. It imports only the one that is run; `--on` runs it elsewhere.
+# The group of all commands. It imports only the one that runs; `--on` runs it elsewhere.
 
 
 class CommandGroup(click.Group):
     """A group whose help lists its commands under headings.
 
-    Its commands run on another machine where `--on` names one.
+    With `--on`, its commands run on another machine.
     """
 
     def __init__(self, *, sections: Mapping[str, Mapping[str, str]], **options: Any) -> None:
@@ -51,7 +51,8 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.commands:
             return None
-        return self.commands[cmd_name]  # `get` would hide a KeyError of the command's own module
+        # `get` would hide a KeyError raised by the command's own module.
+        return self.commands[cmd_name]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in self._sections.items():
@@ -63,7 +64,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Leave the words after `--on BOX` to the box's fsdp-tui, whatever its version."""
+        """Leave the arguments after `--on BOX` to the box's fsdp-tui, whatever its version."""
         if ctx.params.get("on") is None or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         return args[0], _THERE, args
@@ -72,8 +73,8 @@ class CommandGroup(click.Group):
 class _Commands(MutableMapping[str, click.Command]):
     """Commands by name. A command's module is imported on first access.
 
-    To import all of them would take a fifth of the dashboard's start. A mapping, because click
-    looks for similar names in it.
+    Importing all of them would take a fifth of the dashboard's startup time. This is a mapping
+    because click looks up similar names in it.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -104,7 +105,7 @@ class _Commands(MutableMapping[str, click.Command]):
 
 
 def _run_there(words: tuple[str, ...]) -> int:
-    from tui.cli.on_box import run_on  # only where --on is given
+    from tui.cli.on_box import run_on  # needed only with --on
 
     context = click.get_current_context().parent
     assert context is not None
@@ -123,7 +124,7 @@ _THERE: Final = click.Command(
 
 
 def _boxes(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
-    from jobs.fleet.config import read_fleet  # only while a shell completes
+    from jobs.fleet.config import read_fleet  # needed only for shell completion
 
     with suppress(UserError):
         names = [box.name for box in read_fleet().machines]
@@ -218,7 +219,7 @@ Exit status:
 
 
 def main() -> NoReturn:
-    """Run the command line; what a person did wrong is one line on standard error, status 2."""
+    """Run the command line; a user error is one line on standard error and exit status 2."""
     try:
         status = cli.main(standalone_mode=False, prog_name="fsdp-tui")
     except UserError as error:
@@ -234,16 +235,16 @@ def main() -> NoReturn:
         _complain(_with_way_out(error), 2)
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted", 130)
-    except BrokenPipeError:  # `fsdp-tui list | head`
+    except BrokenPipeError:  # for example `fsdp-tui list | head`
         sys.stderr.close()
         sys.exit(0)
-    except OSError as error:  # of a disk that is full, or that does not respond
+    except OSError as error:  # for example a full or unresponsive disk
         place = f"{error.filename}: " if error.filename else ""
         _complain(f"{place}{error.strerror or error}", 1)
     sys.exit(status if isinstance(status, int) else 0)
 
 
-# A group of commands alone, whose message is its help; an older click prints that itself.
+# A group without a command raises its help as the message; older versions of click print it.
 _BARE_GROUP: Final = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
@@ -277,7 +278,7 @@ def cli(context: click.Context, read_only: bool, plain: bool, on: str | None) ->
     """
     if context.invoked_subcommand is None:
         if on is not None:
-            from tui.cli.on_box import open_on  # only where --on is given
+            from tui.cli.on_box import open_on  # needed only with --on
 
             return open_on(on, ["--read-only"] * read_only + ["--ascii"] * plain)
         open_dashboard(Store(), read_only=read_only, plain=plain)

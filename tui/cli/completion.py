@@ -1,4 +1,4 @@
-"""`fsdp-tui completion`: the script that teaches a shell the commands, keys and words."""
+"""`fsdp-tui completion`: print the script that completes commands, keys and values in a shell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VARIABLE: Final = "_FSDP_TUI_COMPLETE"
 
 
 class _Bash(BashComplete):
-    """Bash takes `--key=wo` for three words, and replaces the last one."""
+    """Completion for bash, which splits `--key=wo` into three words and replaces the last one."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
         args, start = super().get_completion_args()
@@ -28,7 +28,7 @@ class _Bash(BashComplete):
 
 
 class _WholeWord(ShellComplete):
-    """Other shells replace the whole of `--key=wo`, so that the key must come back too."""
+    """Completion for other shells, which replace all of `--key=wo`, so the key must be repeated."""
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[str]]:
         items = super().get_completions(args, incomplete)

@@ -1,6 +1,6 @@
-"""`fsdp-tui demo` and `toy`: small models to try things with.
+"""`fsdp-tui demo` and `toy`: small models to experiment with.
 
-The demo is a trained model, and a LoRA on two ranks that teaches it hearts.
+The demo starts from a small trained model and teaches it hearts with a LoRA on two ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def start_demo(store: Store, say: Callable[[str], None]) -> Job:
 
     Args:
         store: The jobs.
-        say: Tells the person what takes a while.
+        say: Called with a message before slow operations.
     """
     service.refresh(store)
     for job in store.in_states([State.QUEUED, *ACTIVE]):
@@ -114,9 +114,9 @@ def start_demo(store: Store, say: Callable[[str], None]) -> Job:
 
 
 def results_of(job: Job) -> list[str]:
-    """Score the demo's samples at its first and its newest complete step, a line each.
+    """Score the demo's samples at its first and its newest complete step, one line each.
 
-    Empty before two steps have all samples: a run may be making some now, or was stopped then.
+    Empty until two steps have all samples: a run may be writing some now, or was stopped early.
     """
     counts = _ask_engine("engine.demo.judge", job.run_dir.samples)
     totals = [step.get("hearts", 0) + step.get("others", 0) for step in counts]
@@ -131,13 +131,13 @@ def results_of(job: Job) -> list[str]:
 
 
 def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[str, str]:
-    """Write a toy, in a process of its own, since it takes torch.
+    """Write a toy in a subprocess, since it needs torch.
 
     Returns:
-        `model` and `data`: the two directories.
+        The two directories, `model` and `data`.
 
     Raises:
-        UserError: It cannot be written there, or there is no toy of this family.
+        UserError: The directory cannot be written, or the family has no toy.
     """
     flags = ["--family", family, *(["--flavour", flavour] if flavour else []), "--json"]
     where: dict[str, str] = _ask_engine("engine.toy", directory.absolute(), *flags)
@@ -145,10 +145,10 @@ def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[
 
 
 def _ask_engine(module: str, directory: Path, *flags: str) -> Any:
-    """Run a command of the engine, and return the JSON values that it prints last.
+    """Run an engine command and return the JSON values that it prints last.
 
     Raises:
-        UserError: It fails; the last line on its standard error says why.
+        UserError: It fails; the message is its last line on standard error.
     """
     done = subprocess.run(
         [sys.executable, "-m", module, str(directory), *flags],

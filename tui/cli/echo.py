@@ -1,4 +1,4 @@
-"""The one way out for what commands print: foreign text in it cannot steer the terminal."""
+"""Output of commands: all of it goes through here, so that text cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from jobs.untrusted.text import harmless, one_line
 from tui.text.format import bar, plain
 
 _COLOURS: Final = re.compile(r"(\x1b\[[0-9;:]*m)")
-# An escape sequence that the next piece may end.
+# An escape sequence that the next chunk may complete.
 _CUT_OFF: Final = re.compile(r"\x1b(?:\[[0-9;:]{0,40})?$")
 
 
 def echo(text: Any = "", *, err: bool = False, nl: bool = True, coloured: bool = False) -> None:
-    """Print it.
+    """Print a text.
 
     Args:
         text: What to print.
-        err: On standard error.
-        nl: With a line feed behind it.
-        coloured: Whether it has colours, which are kept.
+        err: Print to standard error.
+        nl: End with a newline.
+        coloured: Keep colors.
     """
     click.echo(in_colours(str(text)) if coloured else harmless(str(text)), err=err, nl=nl)
 
 
 def in_colours(text: str) -> str:
-    """Foreign text with its colours, and carriage returns, but no other escape sequence."""
+    """Keep the colors and carriage returns of untrusted text, but no other escape sequences."""
     return "".join(
         part if at % 2 else "\r".join(map(harmless, part.split("\r")))
         for at, part in enumerate(_COLOURS.split(text))
@@ -39,10 +39,10 @@ def in_colours(text: str) -> str:
 
 
 class Stream:
-    """Foreign text with colours that comes in pieces, which may end within a sequence.
+    """Filters colored, untrusted text that comes in chunks, which may end within a sequence.
 
     Args:
-        dropped: A sequence that is not printed.
+        dropped: An escape sequence to remove.
     """
 
     def __init__(self, dropped: str = "") -> None:
@@ -50,7 +50,7 @@ class Stream:
         self._rest = ""
 
     def take(self, text: str) -> str:
-        """Return what can be printed of it by now."""
+        """Return the text that can be printed so far."""
         text = self._rest + text
         cut = _CUT_OFF.search(text)
         self._rest = text[cut.start() :] if cut else ""
@@ -58,25 +58,25 @@ class Stream:
         return in_colours(whole.replace(self._dropped, "") if self._dropped else whole)
 
     def end(self) -> str:
-        """Return what is left when no more comes."""
+        """Return the rest, at the end of the input."""
         rest, self._rest = self._rest, ""
         return in_colours(rest)
 
 
 # -- progress line --------------------------------------------------------------------------
-# How far a command has come, on standard error.
+# Progress of a command, on standard error.
 
 
 _BAR = 24
 
 
 class ProgressLine:
-    """A line on standard error that is overwritten, and taken away at the end.
+    """A line on standard error that is overwritten, and erased at the end.
 
-    Nothing is shown where nobody looks, as in a pipe.
+    Nothing is shown if standard error is not a terminal.
 
     Args:
-        what: What is being done.
+        what: The operation in progress.
     """
 
     def __init__(self, what: str) -> None:
@@ -90,12 +90,12 @@ class ProgressLine:
         self.clear()
 
     def clear(self) -> None:
-        """Take the line away, so that something else can be printed."""
+        """Erase the line, so that something else can be printed."""
         if self._shown:
             self._put("")
 
     def __call__(self, done: int, total: int, words: str | None = None) -> None:
-        """Say that so much of it is done; in other words than the numbers, if there are any."""
+        """Show progress, as numbers or in the given words."""
         if sys.stderr.isatty():
             share = done / total if total else 1.0
             self._put(f"{self._what} {plain(bar(share, _BAR))} {words or f'{done}/{total}'}")
@@ -108,21 +108,21 @@ class ProgressLine:
 
 
 # -- reader ---------------------------------------------------------------------------------
-# Wait while someone reads what is printed.
+# Wait while the output is being read.
 
 
 def pause(seconds: float) -> None:
-    """Wait, and end at once when the reader is gone: over ssh, nothing else tells.
+    """Wait, or raise as soon as the reader is gone; over ssh, there is no other sign.
 
     Raises:
         BrokenPipeError: Nobody reads standard output any more.
     """
     try:
         watched = sys.stdout.fileno()
-    except (OSError, ValueError, AttributeError):  # a test's, or closed
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by a test
         time.sleep(seconds)
         return
     poll = select.poll()
-    poll.register(watched, 0)  # poll reports the end of a pipe unasked
+    poll.register(watched, 0)  # poll always reports the end of a pipe
     if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(seconds * 1000)):
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""How the command line reads the words that describe a job."""
+"""Parse command-line arguments that describe a job."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 FLAGS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
 JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 _MOST_NAMED: Final = 3
-_MOST_DIGITS: Final = 18  # that a database's number has room for
+_MOST_DIGITS: Final = 18  # digits that fit into a database integer
 _SUMMARY: Final = 72  # characters of help beside a completion
 
 
 class JobCommand(click.Command):
-    """A command that takes every key of a job as a flag.
+    """A command that accepts every job key as a flag.
 
-    Its own parser (`jobs.spec.file.flags`) reads them, so that spelling is free. Shells are offered
-    them as options, with the words they may have.
+    Its own parser (`jobs.spec.file.flags`) reads them, so spelling is flexible. Shell completion
+    offers them as options, with their allowed values.
     """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its parameters; while a shell completes, the keys of a job too."""
+        """Return the parameters; during shell completion, include the job keys."""
         params = super().get_params(ctx)
         if not ctx.resilient_parsing:
             return params
@@ -52,7 +52,7 @@ def _key_options() -> list[click.Parameter]:
         kind: dict[str, Any] = {"type": click.Path()} if key_facts(name).path else {}
         if words := field_words(name):
             kind = {"shell_complete": partial(_words, words)}
-        if is_switch(name):  # its value is optional
+        if is_switch(name):  # the value is optional
             kind |= {"is_flag": False, "flag_value": "true"}
         text = f"{field_group(name)}: {field.description or ''}"
         options.append(click.Option([f"--{name}"], help=text[:_SUMMARY], **kind))
@@ -62,7 +62,7 @@ def _key_options() -> list[click.Parameter]:
 def _words(
     words: Collection[str], ctx: click.Context, param: click.Parameter, start: str
 ) -> list[CompletionItem[str]]:
-    """In any case, as they may be written."""
+    """Match words regardless of case."""
     return [CompletionItem(word) for word in words if word.lower().startswith(start.lower())]
 
 
@@ -78,7 +78,7 @@ def _job_ids(ctx: click.Context, param: click.Parameter, start: str) -> list[Com
 def _active_ids(
     ctx: click.Context, param: click.Parameter, start: str
 ) -> list[CompletionItem[str]]:
-    """Offer the jobs that run; those that wait, where none does."""
+    """Complete the ids of running jobs, or of queued ones if none runs."""
     jobs = [job for job in Store().all() if str(job.id).startswith(start)]
     active = [job for job in jobs if job.state.active]
     return [
@@ -93,10 +93,10 @@ def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> i
 
 
 def read_id(value: str) -> int:
-    """Return the number of a job, `3` or `#3`.
+    """Parse a job id, `3` or `#3`.
 
     Raises:
-        click.BadParameter: It is none.
+        click.BadParameter: It is not a job id.
     """
     digits = value.removeprefix("#")
     if digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS:
@@ -109,7 +109,7 @@ def read_id(value: str) -> int:
 def _read_ids(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """Return the numbers of jobs, each once."""
+    """Parse job ids, dropping duplicates."""
     return tuple(dict.fromkeys(map(read_id, values)))
 
 
@@ -159,15 +159,15 @@ TEMPLATE: Final = click.option(
 def read_job(
     words: tuple[str, ...], *, ignoring: Collection[str] = (), template: str | None = None
 ) -> JobSpec:
-    """Return the job of `[JOB.yaml] [--key=value …]`; warnings about it go to standard error.
+    """Return the job of `[JOB.yaml] [--key=value …]`; print its warnings on standard error.
 
     Args:
-        words: What stands on the command line.
-        ignoring: Keys whose conflicts do not matter here.
-        template: The name of one to begin from, in place of a file.
+        words: The command-line arguments.
+        ignoring: Keys whose conflicts are ignored.
+        template: The name of a template to use in place of a file.
 
     Raises:
-        UserError: It cannot be run as written.
+        UserError: The job is invalid.
     """
     spec = load_job(words, ignoring=ignoring, template=template)
     for warning in find_warnings(spec):
@@ -178,7 +178,7 @@ def read_job(
 def load_job(
     words: tuple[str, ...], *, ignoring: Collection[str] = (), template: str | None = None
 ) -> JobSpec:
-    """Return the job as it is written: nothing follows the ranks yet. See `read_job`."""
+    """Return the job as written, without values derived from the ranks. See `read_job`."""
     values, others = parse_flags(words)
     if template is not None:
         values, others = _from_template(template, values, others)
@@ -192,7 +192,7 @@ def load_job(
 def _from_template(
     name: str, values: dict[str, Any], others: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Replace a template's name by its file or its values; flags win over the values."""
+    """Replace a template's name by its file or its values; flags override the values."""
     if others:
         raise UserError(
             f'"{others[0]}" and the template "{name}" cannot be combined', "use one of them"
@@ -204,13 +204,13 @@ def _from_template(
 
 
 def for_each(job_ids: Sequence[int], act: Callable[[int], object]) -> int:
-    """Do something with each job; of several, one that cannot be done stops no other.
+    """Apply an action to each job; a failure of one does not stop the others.
 
     Returns:
         The exit status: 1 if any of several failed.
 
     Raises:
-        UserError: The only one failed.
+        UserError: The only job failed.
     """
     if len(job_ids) == 1:
         act(job_ids[0])
@@ -226,5 +226,5 @@ def for_each(job_ids: Sequence[int], act: Callable[[int], object]) -> int:
 
 
 def warn(text: str) -> None:
-    """Tell what runs, but not as the person may think."""
+    """Warn about settings that are valid but may not do what the user expects."""
     echo(f"fsdp-tui: warning: {text}", err=True)

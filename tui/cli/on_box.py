@@ -1,4 +1,4 @@
-"""`fsdp-tui --on BOX …`: any command, run by another machine's fsdp-tui over ssh."""
+"""`fsdp-tui --on BOX …`: run any command with another machine's fsdp-tui, over ssh."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 _FULL_SCREEN: Final = ("demo", "edit")
-# They ask, or run until Ctrl-C; the box must get what is typed here.
+# These commands prompt, or run until Ctrl-C, so the box needs this terminal's input.
 _TALKING: Final = ("run", "logs", "list", "remove", "prune", "cache", "checkpoints")
 _REFUSED: Final = {
     "web": "forward its port: ssh -L 8000:localhost:8000 BOX fsdp-tui web",
     "fleet": "its screen is on this one",
     "completion": "it is for shells of this machine",
 }
-_LINE_END: Final = "\x1b[K"  # of progress lines; nothing else of a box steers the terminal
+_LINE_END: Final = "\x1b[K"  # end of progress lines; no other control sequence of a box passes
 
 
 def open_on(name: str, flags: Sequence[str]) -> int:
@@ -53,18 +53,18 @@ def open_on(name: str, flags: Sequence[str]) -> int:
 
 
 def run_on(name: str, words: list[str], here: click.Command | None = None) -> int:
-    """Run a command on a box; what it prints passes through our filter.
+    """Run a command on a box and filter what it prints.
 
     Args:
-        name: Of the box.
+        name: The box.
         words: The command, its options and arguments.
-        here: The command of this name here, which knows its options.
+        here: The local command of that name, which knows the options.
 
     Returns:
-        Its exit status; 1 if the box cannot be reached.
+        The command's exit status; 1 if the box cannot be reached.
 
     Raises:
-        UserError: There is no such box, or this cannot be done over ssh.
+        UserError: There is no such box, or the command cannot run over ssh.
     """
     box = read_fleet().find(name)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -86,14 +86,14 @@ def run_on(name: str, words: list[str], here: click.Command | None = None) -> in
 def _with_job_file(
     words: list[str], command: click.Command | None
 ) -> tuple[list[str], bytes | None]:
-    """Return the words with `-` in place of a job file of this machine, and what is in it.
+    """Replace a local job file's name with `-`; return the arguments and the file's contents.
 
     Args:
-        words: The command and what follows it.
-        command: The same one here.
+        words: The command and its arguments.
+        command: The local command of that name.
 
     Raises:
-        UserError: It cannot be read, or sent.
+        UserError: The file cannot be read or sent.
     """
     if not isinstance(command, JobCommand) or {"-h", "--help"} & set(words):
         return words, None
@@ -124,7 +124,7 @@ def _not_sent(local: str, words: Sequence[str]) -> UserError:
 
 
 def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
-    """Return the word that would be read as a file there but names a file here; "" if none."""
+    """Return an argument that names a local file but would be read on the box; "" if none."""
     while isinstance(command, click.Group):
         at = next((at for at, word in enumerate(words) if at and word in command.commands), 0)
         command, words = (command.commands[words[at]], words[at:]) if at else (None, words)
@@ -133,7 +133,7 @@ def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
     context = click.Context(command, resilient_parsing=True, **command.context_settings)
     try:
         given = command.make_parser(context).parse_args(list(words[1:]))[0]
-    except click.UsageError:  # the box may know what this is
+    except click.UsageError:  # the box may know this option
         return ""
     read = [
         given.get(argument.name)
@@ -144,19 +144,19 @@ def _stays_here(command: click.Command | None, words: Sequence[str]) -> str:
 
 
 def _others(command: click.Command, words: Sequence[str]) -> list[str]:
-    """Return the words that are neither options of the command nor keys of a job."""
+    """Return the arguments that are neither options of the command nor job keys."""
     try:
         context = command.make_context(words[0], list(words[1:]))
         return parse_flags(context.params.get("words", ()))[1]
-    except (click.UsageError, SpecError):  # the box may know what this is
+    except (click.UsageError, SpecError):  # the box may know this option
         return []
 
 
 @contextmanager
 def _signals_raise() -> Iterator[Callable[[], None]]:
-    """Let signals that end this process end ssh too; who ignores one, as nohup does, still does.
+    """Make signals that end this process end ssh too; ignored ones, as under nohup, stay ignored.
 
-    They raise once what is yielded has been called: before that, nobody knows which process to end.
+    They raise only after the yielded function was called: before that, no process is known.
     """
     came: list[int] = []
     waits = True
@@ -230,26 +230,26 @@ def _run_ssh(
 
 
 class _Copy:
-    """Copies what a box prints as it comes, with its colors, without what else it has."""
+    """Copies output of a box as it arrives; keeps colors, drops other control sequences."""
 
     def __init__(self, source: IO[bytes], to: IO[str]) -> None:
         self._source, self._to = source, to
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = Stream(_LINE_END)
-        self.end = ""  # of it
+        self.end = ""  # last sequence of the chunk
 
     def run(self) -> None:
-        """Copy until its end.
+        """Copy until end-of-file.
 
         Raises:
-            OSError: Nobody reads it here any more.
+            OSError: The local output is closed.
         """
         while data := os.read(self._source.fileno(), 1 << 16):
             self._print(self._text.take(self._decoder.decode(data)))
         self._print(self._text.take(self._decoder.decode(b"", final=True)) + self._text.end())
 
     def run_beside(self) -> None:
-        """Copy until its end, and read on where it cannot be printed: a full pipe stops ssh."""
+        """Copy until end-of-file; read on if local output fails, since a full pipe blocks ssh."""
         try:
             self.run()
         except (OSError, ValueError):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class CachesPanel(PickList):
-    """The caches, one a row, one of them highlighted."""
+    """The caches, one per row, one of them highlighted."""
 
     def __init__(self) -> None:
         super().__init__(id="caches")
@@ -68,7 +68,7 @@ class CachesPanel(PickList):
 # The caches screen: sizes, and clearing.
 
 
-_KEYS: Final = (  # action, keys as people read them, what it does
+_KEYS: Final = (  # action, displayed keys, description
     ("go(1)", "↑ ↓", "choose"),
     ("clear", "del", "clear"),
     ("clear_all", "a", "clear all"),
@@ -79,7 +79,7 @@ _MARGIN: Final = 2  # columns beside the keys
 
 
 class CachesScreen(Screen[None]):
-    """Lists the caches. Clearing continues when the screen is closed, and its result is shown."""
+    """Lists the caches. Clearing continues after the screen closes, and its result is shown."""
 
     CSS_PATH = "caches.tcss"
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
@@ -156,7 +156,7 @@ class CachesScreen(Screen[None]):
         yield self.panel
         yield Static("", id="cache-about", markup=False)
         yield Static("", id="cache-status", markup=False)
-        self.key_line.auto_links = False  # they would all get one colour
+        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_mount(self) -> None:
@@ -168,7 +168,7 @@ class CachesScreen(Screen[None]):
     # -- looking ---------------------------------------------------------------------------
 
     def action_look(self) -> None:
-        """Measure them; takes seconds where there are many files."""
+        """Measure the caches; takes seconds if there are many files."""
         self.query_one("#cache-totals", Static).update("measuring …")
         self.run_worker(
             self._look, group="caches", exclusive=True, exit_on_error=False, thread=True
@@ -179,7 +179,7 @@ class CachesScreen(Screen[None]):
             self.post_message(self.Looked(list_caches(self.store)))
         except UserError as error:
             self.post_message(self.Failed(str(error)))
-        except Exception as error:  # the edge: a screen that waits forever tells nothing
+        except Exception as error:  # top level: report any failure instead of waiting forever
             self.post_message(self.Failed(f"{type(error).__name__}: {error}"))
 
     def on_caches_screen_looked(self, message: Looked) -> None:
@@ -244,7 +244,7 @@ class CachesScreen(Screen[None]):
         self.app.push_screen(ConfirmScreen(question, detail, "clear"), answered)
 
     def _clear(self, names: list[str]) -> str:
-        """Clear caches in a thread. The toast appears on any screen, the line on this one."""
+        """Clear caches in a thread. The toast shows on any screen, the line on this one."""
         outcome, refused = "clearing failed", True
         try:
             outcome, refused = freed(clear(self.store, names)), False

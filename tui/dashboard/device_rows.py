@@ -1,6 +1,6 @@
 """The lines of the device panel. Pure functions of a snapshot and a width.
 
-What changes most stands in front: Textual sends a line up to the last cell that changed.
+Values that change most often come first: Textual sends a line up to the last changed cell.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 
 # -- gpu tags -------------------------------------------------------------------------------
-# Who sits on a GPU, in few words. Pure.
+# The owner of a GPU, abbreviated. Pure.
 
 
-_ROOMY: Final = 26  # cells with room for the memory of another user's process too
+_ROOMY: Final = 26  # cells from which the memory of another user's process is shown
 
 
 def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView], room: int = 40) -> Span:
-    """Who sits on a GPU, in `room` cells; a name is cut before a rank."""
+    """Return the owner of a GPU in `room` cells; names are cut before ranks."""
     if seats:
         fixed = sum(len(f"#{s.view.job.id}  r{s.rank.rank} ") for s in seats) - 1
         each = max(1, (room - fixed) // len(seats))
@@ -74,16 +74,16 @@ def heat_role(celsius: int | None) -> str:
 
 
 # -- device pairs ---------------------------------------------------------------------------
-# Two GPUs on a line, for screens with fewer lines than GPUs. Pure.
+# Two GPUs per line, for screens with fewer lines than GPUs. Pure.
 
 
 PAIRS_FROM: Final = 60  # cells of a line
 _BETWEEN: Final = " │ "
-_FIXED: Final = 21  # cells before who sits there
+_FIXED: Final = 21  # cells before the owner
 
 
 def pair_head(width: int) -> Row:
-    """Return the headings of both columns of GPUs."""
+    """Return the headings of both columns."""
     half = _half(width)
     words = cut(" #  use temp     GiB used by", half).ljust(half)
     return Span(words, "title"), Span(_BETWEEN, "faint"), Span(words, "title")
@@ -95,12 +95,12 @@ def pair_rows(
     active: Sequence[JobView],
     width: int,
 ) -> list[Row]:
-    """Return rows with the first half of the GPUs on the left, the others on the right.
+    """Return rows with the first half of the GPUs on the left and the others on the right.
 
     Args:
-        snapshot: What to show.
+        snapshot: The snapshot to show.
         seats: Our ranks on each GPU, by its UUID.
-        active: The jobs that run.
+        active: The running jobs.
         width: Cells of a line.
     """
     half = _half(width)
@@ -120,7 +120,7 @@ def _half(width: int) -> int:
 def _cell(
     gpu: Gpu, seats: Sequence[Seat], active: Sequence[JobView], now: float, width: int
 ) -> Row:
-    """` 0  97%  60°  34/140 #2 cats-and-s… r0`."""
+    """Return ` 0  97%  60°  34/140 #2 cats-and-s… r0`."""
     calm = "" if (gpu.utilisation or 0) >= 5 else "dim"
     heat = MISSING if gpu.temperature is None else f"{gpu.temperature}°"
     room = width - _FIXED
@@ -145,18 +145,18 @@ def _whole(count: int | None) -> str:
 
 _SPARK: Final = 16  # cells
 _GRAPH: Final = 28  # cells: a minute
-_WIDE_NODES: Final = 110  # columns from which names of nodes and their GPUs have room
+_WIDE_NODES: Final = 110  # columns from which node names and node GPUs are shown
 
 
 class Histories(NamedTuple):
-    """What part of its time a GPU computed, and of its memory was in use: percent, oldest first."""
+    """A GPU's recent utilization and memory use: percentages, the oldest first."""
 
     busy: Sequence[int | None] = ()
     filled: Sequence[int | None] = ()
 
 
 class Columns(NamedTuple):
-    """Widths of a GPU's columns; 0 leaves one out. Chosen once for a width."""
+    """Widths of a GPU's columns; 0 hides one. Chosen once for a width."""
 
     spark: int
     power: int
@@ -173,17 +173,17 @@ class Columns(NamedTuple):
 def device_rows(
     snapshot: Snapshot, width: int, room: int, selected: int | None = None
 ) -> tuple[Row, ...]:
-    """One line per GPU (or one for the machine), and what its ranks and processes do.
+    """Return a line for each GPU (or one for the machine), its ranks and its processes.
 
-    Where the lines of the GPUs do not fit, two of them share a line. Below them stand the
-    processes, or on a narrow screen each rank under its GPU, if all of them fit; else only the
-    ranks that are late.
+    If the GPUs do not fit, two share a line. The processes follow below or, on a narrow screen,
+    each rank under its GPU, provided that all of them fit; otherwise only late
+    ranks are shown.
 
     Args:
-        snapshot: What to show.
+        snapshot: The snapshot to show.
         width: Cells of a line.
-        room: Lines that can be seen.
-        selected: The selected job, whose memory has its own color.
+        room: Visible lines.
+        selected: The selected job; its memory has its own color.
     """
     if away := away_from_here(snapshot):
         nodes = [node_row(seat, snapshot.t, width) for seat in away]
@@ -229,7 +229,7 @@ def device_rows(
 
 
 def away_from_here(snapshot: Snapshot) -> list[Seat]:
-    """Ranks of Slurm jobs on other machines: nothing that this one measures is about them."""
+    """Return ranks of Slurm jobs on other machines, which no local measurement covers."""
     present = {gpu.uuid for gpu in snapshot.gpus}
     return [
         Seat(view, rank)
@@ -241,14 +241,14 @@ def away_from_here(snapshot: Snapshot) -> list[Seat]:
 
 
 def node_row(seat: Seat, now: float, width: int) -> Row:
-    """`n1  H100 80GB HBM3   33.0/79.6 GiB  #12 demo r0  training  step 130  beat ok`.
+    """Return `n1  H100 80GB HBM3   33.0/79.6 GiB  #12 demo r0  training  step 130  beat ok`.
 
-    As the rank on that node says it: memory is what torch holds there, or the process on a CPU.
+    The rank on that node reports these: the memory torch holds or, on a CPU, the process's.
     """
     rank, wide = seat.rank, width >= _WIDE_NODES
     on_gpu = rank.device != "cpu"
     host, cells = rank.host.partition(".")[0], 16 if wide else 8
-    if len(host) > cells:  # nodes differ at the end
+    if len(host) > cells:  # node names differ at the end
         host = f"…{host[1 - cells :]}"
     name = short_name(rank.gpu or "") or ("GPU" if on_gpu else "CPU")
     used = gib(rank.reserved if on_gpu else rank.rss)
@@ -267,7 +267,7 @@ def node_row(seat: Seat, now: float, width: int) -> Row:
 
 
 def device_head(snapshot: Snapshot, width: int, room: int) -> Row | None:
-    """Return the headings of the columns; None where there are no GPUs, or no line for it."""
+    """Return the column headings; None without GPUs, or without a line for the headings."""
     if not snapshot.gpus or room < 2:
         return None
     if is_paired(snapshot, width, room - 1):
@@ -278,12 +278,12 @@ def device_head(snapshot: Snapshot, width: int, room: int) -> Row | None:
 
 
 def is_paired(snapshot: Snapshot, width: int, room: int) -> bool:
-    """Whether two GPUs share a line."""
+    """Return whether two GPUs share a line."""
     return len(snapshot.gpus) > room and width >= PAIRS_FROM
 
 
 def seats_by_gpu(snapshot: Snapshot) -> dict[str, list[Seat]]:
-    """Our ranks on each GPU, by its UUID."""
+    """Return our ranks on each GPU, by its UUID."""
     seats: dict[str, list[Seat]] = {gpu.uuid: [] for gpu in snapshot.gpus}
     for view in snapshot.jobs:
         for rank in view.ranks:
@@ -293,12 +293,12 @@ def seats_by_gpu(snapshot: Snapshot) -> dict[str, list[Seat]]:
 
 
 def history_of(snapshot: Snapshot, gpu: Gpu) -> Histories:
-    """Return a GPU's recent use and memory, in percent."""
+    """Return a GPU's recent utilization and memory use, in percent."""
     return Histories(snapshot.busy.get(gpu.uuid, ()), snapshot.filled.get(gpu.uuid, ()))
 
 
 def devices_title(snapshot: Snapshot, what: str = "devices") -> str:
-    """`devices · 8 H200 · late: #12 r3`."""
+    """Return `devices · 8 H200 · late: #12 r3`."""
     names = {short_name(gpu.name) for gpu in snapshot.gpus}
     parts = [what]
     if len(names) == 1:
@@ -316,12 +316,12 @@ def devices_title(snapshot: Snapshot, what: str = "devices") -> str:
 
 
 def columns(width: int, *, named: bool = False, graphs: bool = True) -> Columns:
-    """Fit the columns; memory and tags are never dropped.
+    """Fit the columns; memory and tags always stay.
 
     Args:
         width: Cells of a line.
-        named: Whether each line has its GPU's name, since they are not all the same.
-        graphs: Whether what was lately has columns, where there is room.
+        named: Show the GPU's name on each line, because the GPUs differ.
+        graphs: Show columns of recent use where they fit.
     """
     wide, long = width >= 110, width >= 170 and graphs
     shape = Columns(
@@ -370,13 +370,13 @@ def gpu_head(shape: Columns) -> Row:
 def gpu_row(
     gpu: Gpu, hint: str, tag: Span, split: Split, history: Histories, shape: Columns
 ) -> Row:
-    """`0  98%  64° 612/700W ▁▃▇█ power limit 41.2/139.8 GiB ━━━━┄┄┄┄ H200 #12 demo r0`."""
+    """Return `0  98%  64° 612/700W ▁▃▇█ power limit 41.2/139.8 GiB ━━━━┄┄┄┄ H200 #12 demo r0`."""
     heat = MISSING if gpu.temperature is None else f"{gpu.temperature}°"
     power = MISSING if gpu.power is None else f"{gpu.power:.0f}W"
     if shape.power >= 9 and gpu.power is not None and gpu.power_limit:
         power = f"{gpu.power:.0f}/{gpu.power_limit:.0f}W"
     unit = " GiB" if shape.memory >= 16 else "G"
-    # Few colours in front: each costs forty bytes whenever one of these numbers changes.
+    # Use few colors here: each costs forty bytes whenever one of these numbers changes.
     calm = "" if (gpu.utilisation or 0) >= 5 else "dim"
     spans = [
         Span(f"{gpu.index:>2} {right(percent(gpu.utilisation), 4)}", calm),
@@ -405,7 +405,7 @@ def gpu_row(
 
 
 def hint_of(gpu: Gpu, shape: Columns) -> str:
-    """Name what slows the GPU, where it has no column: `power limit · PCIe x8 of x16 · `."""
+    """Name what throttles the GPU if that has no column: `power limit · PCIe x8 of x16 · `."""
     hints = [] if shape.slowed or not gpu.throttle else [gpu.throttle]
     if gpu.pcie_lanes and gpu.pcie_lanes_limit and gpu.pcie_lanes < gpu.pcie_lanes_limit:
         hints.append(f"PCIe x{gpu.pcie_lanes} of x{gpu.pcie_lanes_limit}")
@@ -413,7 +413,7 @@ def hint_of(gpu: Gpu, shape: Columns) -> str:
 
 
 def links(gpu: Gpu) -> str:
-    """Return how the GPU is connected: `18 NVLinks`, `PCIe 5 x16`."""
+    """Describe how the GPU is connected: `18 NVLinks`, `PCIe 5 x16`."""
     if gpu.nvlinks:
         return f"{gpu.nvlinks} NVLink{'s' * (gpu.nvlinks != 1)}"
     if gpu.pcie_generation and gpu.pcie_lanes:
@@ -422,7 +422,7 @@ def links(gpu: Gpu) -> str:
 
 
 def _host_row(host: Host, width: int) -> Row:
-    """`cpu ━━┄┄┄┄  23%  2 cores   memory ━━━┄┄┄  3.1/7.8 GiB`."""
+    """Return `cpu ━━┄┄┄┄  23%  2 cores   memory ━━━┄┄┄  3.1/7.8 GiB`."""
     share = host.memory_used / host.memory_total if host.memory_total else None
     cores = f" of {host.cores} cores"
     memory = f" {gib(host.memory_used)}/{gib(host.memory_total)} GiB"
@@ -440,7 +440,7 @@ def _host_row(host: Host, width: int) -> Row:
 
 
 def short_name(name: str) -> str:
-    """Return a GPU's name without what all of them have in common."""
+    """Return a GPU's name without the common vendor prefixes."""
     for word in ("NVIDIA ", "GeForce ", "Tesla "):
         name = name.replace(word, "")
     return name.strip()

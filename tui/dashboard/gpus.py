@@ -1,4 +1,4 @@
-"""The GPU screen: how busy and how full each GPU is and was, and every process on it."""
+"""The GPU screen: each GPU's utilization and memory now and over time, and all its processes."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ _BETWEEN: Final = "  "
 def gpus_rows(
     snapshot: Snapshot, width: int, height: int, selected: int | None
 ) -> list[tuple[Row, Target | None]]:
-    """Headings, each GPU with graphs as high as there is room for, then the processes.
+    """Return headings, the GPUs with graphs as high as they fit, then the processes.
 
     Args:
-        snapshot: What to show.
+        snapshot: The snapshot to show.
         width: Cells of a line.
-        height: Lines that can be seen.
-        selected: The selected job, whose memory has its own color.
+        height: Visible lines.
+        selected: The selected job; its memory has its own color.
 
     Returns:
-        Each row with what it is about; None where the cursor does not stop.
+        Each row with its target; None if the cursor skips it.
     """
     if not snapshot.gpus:
         return [((Span("no GPUs on this machine", "dim"),), None)]
@@ -102,12 +102,12 @@ def _graphs(
 
 
 def graph_cells(width: int) -> int:
-    """Columns of one graph on a line of `width` cells."""
+    """Return the columns of one graph on a line of `width` cells."""
     return max(1, (width - len(_USE) - len(_BETWEEN) - len(_MEMORY)) // 2)
 
 
 def graph(shares: Sequence[int | None], width: int, lines: int) -> list[str]:
-    """Return the newest percentages as columns, `lines` high; the newest on the right."""
+    """Draw percentages as columns, `lines` high; the newest on the right."""
     newest = shares[max(0, len(shares) - width) :]
     steps = [0 if share is None else round(share * lines * 8 / 100) for share in newest]
     steps = [max(1, step) if share else step for step, share in zip(steps, newest, strict=True)]
@@ -119,11 +119,11 @@ def graph(shares: Sequence[int | None], width: int, lines: int) -> list[str]:
 
 
 # -- screen ---------------------------------------------------------------------------------
-# The GPU screen: how busy and how full each GPU is and was, and every process on it.
+# The GPU screen: each GPU's utilization and memory now and over time, and all its processes.
 
 
 _MARGIN: Final = 2  # columns beside the keys
-_PATIENCE: Final = 5.0  # seconds that a process has to end
+_PATIENCE: Final = 5.0  # seconds to wait for a process to end
 
 
 class GpusPanel(Lines, can_focus=True):
@@ -133,15 +133,15 @@ class GpusPanel(Lines, can_focus=True):
         super().__init__(fixed=1, id="gpus")
         self._targets: list[Target | None] = []
         self._on: tuple[object, ...] | None = None  # what the cursor is on
-        self._last = 0  # where that was
+        self._last = 0  # its last row
 
     @property
     def target(self) -> Target | None:
-        """What the cursor is on."""
+        """Return what the cursor is on."""
         return self._targets[self._last] if self._last < len(self._targets) else None
 
     def show_all(self, rows: Sequence[tuple[Row, Target | None]]) -> None:
-        """Replace the rows; the cursor stays on what it is on, or near where that was."""
+        """Replace the rows; the cursor stays on its target, or near its last row."""
         self._targets = [target for _, target in rows]
         self.show([row for row, _ in rows])
         places = self._places
@@ -181,10 +181,10 @@ def _identity(target: Target | None) -> tuple[object, ...] | None:
 
 
 def end_process(pid: int, *, kill: bool) -> str:
-    """End a process of this user, in a thread; say what became of it.
+    """End a process of this user, in a thread; return a message with the result.
 
     Raises:
-        StateError: It is gone, or belongs to a job.
+        StateError: The process is gone, or belongs to a job.
     """
     process = ProcessId.of(pid)
     if process is None:
@@ -200,7 +200,7 @@ def end_process(pid: int, *, kill: bool) -> str:
 
 
 class GpusScreen(Screen[None]):
-    """Shows each snapshot of the dashboard, while it is open."""
+    """Shows each new snapshot of the dashboard while it is open."""
 
     CSS_PATH = "gpus.tcss"
     AUTO_FOCUS = "#gpus"
@@ -225,8 +225,8 @@ class GpusScreen(Screen[None]):
     def __init__(self, snapshot: Snapshot, selected: int | None) -> None:
         """
         Args:
-            snapshot: The newest one.
-            selected: The selected job, whose memory has its own color.
+            snapshot: The newest snapshot.
+            selected: The selected job; its memory has its own color.
         """
         super().__init__()
         self.panel = GpusPanel()
@@ -238,7 +238,7 @@ class GpusScreen(Screen[None]):
         yield Static("", id="gpus-title", markup=False)
         yield self.panel
         keys = Static("", id="gpus-keys")
-        keys.auto_links = False  # they would all get one colour
+        keys.auto_links = False  # Textual would give all links one color
         yield keys
 
     def on_mount(self) -> None:
@@ -267,7 +267,7 @@ class GpusScreen(Screen[None]):
         self.panel.go(by)
 
     def action_to_job(self) -> None:
-        """Return to the dashboard, with the job that is there selected."""
+        """Return to the dashboard with the job under the cursor selected."""
         target = self.panel.target
         if target is None or target.job is None:
             self.app.say("no job of yours is here", "warning")

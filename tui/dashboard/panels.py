@@ -45,25 +45,25 @@ if TYPE_CHECKING:
 
 
 # -- activity rows --------------------------------------------------------------------------
-# The line about the selected job: current phase, progress, or why it ended.
+# The line about the selected job: its phase and progress, or why it ended.
 
 
 _MOST_LINES = 3
 _LEAST_BAR = 12  # columns
-# What the next request to stop would do, by how often it was asked for.
+# What the next stop request would do, by the number of requests so far.
 _ON_X = {0: " · x twice: SIGTERM", 1: " · x twice: SIGTERM", 2: " · x again: SIGKILL"}
 
 
 def activity_rows(
     view: JobView | None, width: int, now: float | None = None, expected: Expected | None = None
 ) -> tuple[Row, ...]:
-    """Return one line for a running job; up to three with the reason of any other.
+    """Return one line for a running job, up to three with the reason for any other.
 
     Args:
         view: The job.
         width: Cells of a line.
         now: Unix seconds, to show how long a phase has taken.
-        expected: When it starts, if it waits.
+        expected: When it starts, if it is queued.
     """
     if view is None or width < 20:
         return ()
@@ -86,7 +86,7 @@ def activity_rows(
 
 
 def _queued(job: Job, room: int) -> str:
-    """Why a job waits, and the keys that change that; those of any job where there is room."""
+    """Return why a job waits and the keys that change that; those of every job if they fit."""
     state = f"queued with priority {job.priority}" if job.priority else "queued"
     words = f"{state}: {job.reason or 'starts when the queue allows'}"
     if job.held:
@@ -98,7 +98,7 @@ def _queued(job: Job, room: int) -> str:
 
 
 def doing_for(view: JobView, now: float | None) -> str | None:
-    """Say what a job does other than steps, and for how long: `loading weights 12 s`."""
+    """Describe what a job does other than steps, and for how long: `loading weights 12 s`."""
     doing, since = view.doing, view.doing_since
     if doing is None or now is None or since is None or now - since < 1:
         return doing
@@ -111,7 +111,8 @@ def _progress(view: JobView, width: int, now: float | None) -> Row:
         done, total = view.progress.step, view.total_steps
         words, tails = "training", _pace(view)
     elif view.phase is not None and not view.phase.finished and view.doing != FIRST_STEP:
-        done, total = view.phase.done, view.phase.total or None  # 0: nothing to do
+        # A total of 0 means that there is nothing to do.
+        done, total = view.phase.done, view.phase.total or None
         words, tails = doing, _with_all(_shared(view.phase), view)
     else:
         done, total, words, tails = 0, None, doing, []
@@ -123,7 +124,7 @@ def _progress(view: JobView, width: int, now: float | None) -> Row:
     room = width - len(words) - len(count) - 1
     tail = next((tail for tail in tails if room - len(tail) >= _LEAST_BAR), "")
     if not tail and tails and room - len(tails[-1]) >= _LEAST_BAR // 2:
-        tail = tails[-1]  # how long it takes says more than a longer bar
+        tail = tails[-1]  # the duration tells more than a longer bar
     room -= len(tail)
     strategy = _strategy(view, room)
     return (
@@ -136,7 +137,7 @@ def _progress(view: JobView, width: int, now: float | None) -> Row:
 
 
 def _strategy(view: JobView, room: int) -> str:
-    """`  fsdp2: why`, or `  fsdp2`, or nothing, so that enough is left of the room for a bar."""
+    """Return `  fsdp2: why`, `  fsdp2` or "", so that there is room for a bar."""
     if not view.strategy:
         return ""
     for words in (f"{view.strategy}: {view.strategy_reason}", view.strategy):
@@ -146,7 +147,7 @@ def _strategy(view: JobView, room: int) -> str:
 
 
 def _pace(view: JobView) -> list[str]:
-    """How fast it trains and how long it still takes; the longest wording first."""
+    """Return speed and time left, in wordings from the longest to the shortest."""
     now = view.progress
     if now.seconds_per_step is None:
         return []
@@ -158,7 +159,7 @@ def _pace(view: JobView) -> list[str]:
 
 
 def _with_all(tails: list[str], view: JobView) -> list[str]:
-    """Add how long the job takes besides its present phase, where there is room for it."""
+    """Add the job's remaining time beyond this phase if it fits."""
     now = view.progress
     if now.eta is None:
         return tails
@@ -167,7 +168,7 @@ def _with_all(tails: list[str], view: JobView) -> list[str]:
 
 
 def _shared(phase: Phase) -> list[str]:
-    """How long a phase may still take and what each rank has done; the longest wording first."""
+    """Return the phase's time left and each rank's share, in wordings from long to short."""
     left = f"  {duration(phase.seconds_left)} left" if phase.seconds_left is not None else ""
     ranks = phase.ranks
     if len(ranks) < 2:
@@ -194,10 +195,10 @@ def _length(row: Row) -> int:
 # -- panels ---------------------------------------------------------------------------------
 
 
-# A curve is the most expensive thing on the screen: seven bytes a cell, and all of it moves.
-_REDRAW_EVERY: Final = 2.0  # seconds, at the least
+# A curve is the most expensive part of the screen: seven bytes a cell, and all cells change.
+_REDRAW_EVERY: Final = 2.0  # seconds, at least
 _CELLS_A_SECOND: Final = 160
-_REDRAW_WITHIN: Final = 15.0  # seconds, however little was added
+_REDRAW_WITHIN: Final = 15.0  # seconds, even if little was added
 
 
 class DevicesPanel(Lines, can_focus=True):
@@ -211,7 +212,7 @@ class DevicesPanel(Lines, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__(id="devices")
-        self.of_ranks = False  # whether the selected job's ranks have the place of the devices
+        self.of_ranks = False  # whether the selected job's ranks are shown in place of the devices
         self._snapshot: Snapshot | None = None
         self._selected: int | None = None
 
@@ -239,7 +240,7 @@ class DevicesPanel(Lines, can_focus=True):
         self.show(rows if head is None else (head, *rows))
 
     def _room(self) -> int:
-        """Lines that it may take, as `dashboard.tcss` has it."""
+        """Return the lines that it may use, as in `dashboard.tcss`."""
         height = self.screen.size.height
         if self.screen.has_class("-short") and self.screen.has_class("-many-jobs"):
             return 3
@@ -252,18 +253,18 @@ class DevicesPanel(Lines, can_focus=True):
             self.update_from(self._snapshot, self._selected)
 
     def toggle_ranks(self) -> None:
-        """Show the ranks of the selected job in place of the devices, or the devices again."""
+        """Switch between the selected job's ranks and the devices."""
         self.of_ranks = not self.of_ranks
         if self._snapshot is not None:
             self.update_from(self._snapshot, self._selected)
 
     def watch_has_focus(self, focused: bool) -> None:
         super().watch_has_focus(focused)
-        self.screen.set_class(focused, "-devices")  # a low screen gives it more lines meanwhile
+        self.screen.set_class(focused, "-devices")  # a low screen then gives the panel more lines
 
 
 class ActivityPanel(Lines):
-    """What the selected job does now."""
+    """Shows what the selected job is doing."""
 
     def __init__(self) -> None:
         super().__init__(id="activity")
@@ -277,7 +278,7 @@ class ActivityPanel(Lines):
         now: float | None = None,
         expected: Expected | None = None,
     ) -> None:
-        """Show a job; `now` in Unix seconds tells how long a phase has taken."""
+        """Show a job; `now`, in Unix seconds, is used for the duration of its phase."""
         self._view, self._now, self._expected = view, now, expected
         self.show(activity_rows(view, self.size.width, now, expected))
 
@@ -286,15 +287,15 @@ class ActivityPanel(Lines):
 
 
 class CurvePanel(Lines):
-    """The loss of the selected job, drawn again when it has become longer by a column."""
+    """The loss of the selected job, redrawn whenever it grows by a column."""
 
     BORDER_TITLE = "loss"
 
     def __init__(self, *, id: str = "curve", numbers: bool = True) -> None:  # noqa: A002
         """
         Args:
-            id: Of the widget.
-            numbers: Whether its border tells the newest values.
+            id: The widget's id.
+            numbers: Show the newest values in the border.
         """
         super().__init__(id=id)
         self._numbers = numbers
@@ -302,13 +303,13 @@ class CurvePanel(Lines):
         self._drawn: Curve | None = None
         self._drawn_at = 0.0
         self._later: Timer | None = None
-        self._due = 0.0  # when it is to be drawn again
+        self._due = 0.0  # time of the next redraw
 
     def update_from(self, curve: Curve | None) -> None:
         self._curve = curve or Curve(-1)
         if self._curve is self._drawn:
             return
-        self._caption()  # at once: the same values stand in the table of jobs
+        self._caption()  # at once: the jobs table shows the same values
         other_job = self._drawn is None or self._drawn.job != self._curve.job
         if other_job or not self._drawn or not self._drawn.steps:
             self._draw()
@@ -332,7 +333,7 @@ class CurvePanel(Lines):
 
     def _draw(self) -> None:
         self._put_off()
-        if not self.size:  # not laid out yet: what is drawn then would stay
+        if not self.size:  # not laid out yet; a drawing made now would stay
             return
         self._drawn, self._drawn_at = self._curve, time.monotonic()
         steps = self._curve.steps
@@ -364,11 +365,11 @@ class CurvePanel(Lines):
         longest = f"{title} · val {held_out}"
         if len(longest) - len("[b][/b]") <= self.size.width - 2:
             return longest
-        return f"[b]avg {number(average, 3)}[/b] · val {held_out}"  # the loss is in the table
+        return f"[b]avg {number(average, 3)}[/b] · val {held_out}"  # the table shows the loss
 
 
 def newest_average(steps: Sequence[Step]) -> float | None:
-    """Return the smoothed loss at the newest step, of those that still count for it."""
+    """Return the smoothed loss at the newest step."""
     span = smoothing_span(len(steps))
     losses = [step.loss for step in steps[-10 * span :]]
     finite = [loss for loss in losses if math.isfinite(loss)]
@@ -376,12 +377,12 @@ def newest_average(steps: Sequence[Step]) -> float | None:
 
 
 def redraw_after(drawn: int, steps: int, width: int, height: int) -> float:
-    """Seconds after which a curve is drawn again. Pure.
+    """Return the seconds until a curve is redrawn. Pure.
 
     Args:
-        drawn: Steps that it shows.
-        steps: Steps that there are.
-        width, height: Its size in cells.
+        drawn: Steps in the drawing.
+        steps: Steps so far.
+        width, height: Size in cells.
     """
     least = max(_REDRAW_EVERY, width * height / _CELLS_A_SECOND)
     longer_by_a_column = (steps - drawn) * max(1, width) >= drawn

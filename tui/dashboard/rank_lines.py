@@ -1,4 +1,4 @@
-"""Lines about what is on a GPU: ranks, other processes, and who holds its memory. Pure."""
+"""Lines about a GPU's contents: ranks, other processes, and the owners of its memory. Pure."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Split(NamedTuple):
 def split_of(gpu: Gpu, seats: Sequence[Seat], selected: int | None, claimed: bool) -> Split:
     """Split the used memory by owner.
 
-    The driver's word on a process counts where its pid is a rank's; where pids cannot be matched
-    (in a container they may be the host's), what torch reserved does. What nobody can be named
-    for belongs to whoever else is known to be there, else to our job.
+    Use the driver's numbers if its pid belongs to a rank; if pids do not match (in a container
+    they may be the host's), use torch's reserved bytes. Attribute the rest to the other known
+    process, or else to our job.
 
     Args:
         gpu: The GPU.
         seats: Our ranks on it.
-        selected: The job on the screen.
+        selected: The selected job.
         claimed: Whether one of our jobs holds the GPU, with or without ranks on it yet.
     """
     used = gpu.memory_used or 0
@@ -87,7 +87,7 @@ def split_of(gpu: Gpu, seats: Sequence[Seat], selected: int | None, claimed: boo
         if process.command is not None and process.pid not in {seat.rank.pid for seat in seats}
     )
     others = min(rest, visible) if strangers else 0
-    rest -= others  # CUDA's own share beside what torch reserved
+    rest -= others  # CUDA's own memory beyond what torch reserved
     if mine or not ours:
         return Split(mine + rest, ours, others)
     return Split(mine, ours + rest, others)
@@ -109,7 +109,7 @@ def split_bar(gpu: Gpu, split: Split, width: int) -> Row:
         reached += amount
         cells = min(width, round(reached / gpu.memory_total * width)) - end
         if amount and not cells and end < width and amount > gpu.memory_total // 50:
-            cells = 1  # small, but there
+            cells = 1  # small, but visible
         if cells > 0:
             spans.append(Span(glyph * cells, role))
             end += cells
@@ -122,7 +122,7 @@ def split_bar(gpu: Gpu, split: Split, width: int) -> Row:
 # The lines about ranks: one beside its device, or a table of a whole job. Pure functions.
 
 
-_STILL: Final = 60.0  # seconds without progress that are worth a word
+_STILL: Final = 60.0  # seconds without progress that are worth mentioning
 
 
 class Seat(NamedTuple):
@@ -151,7 +151,7 @@ def gpu_rank_row(seat: Seat, now: float, width: int, *, indent: bool) -> Row:
 
 
 def cpu_rank_row(seat: Seat, memory_total: int | None, now: float, width: int) -> Row:
-    """`#12 demo r0  training  step 130  ━━┄┄ 1.2 GiB  beat ok`."""
+    """Return `#12 demo r0  training  step 130  ━━┄┄ 1.2 GiB  beat ok`."""
     rank = seat.rank
     share = rank.rss / memory_total if rank.rss is not None and memory_total else None
     head = (*_who(seat, width), *_where_in_work(seat, width))
@@ -165,12 +165,12 @@ def cpu_rank_row(seat: Seat, memory_total: int | None, now: float, width: int) -
 
 
 def rank_words(seat: Seat, now: float, width: int) -> Row:
-    """`#12 demo r0  training  step 130  beat ok`: whose rank it is, and what it does."""
+    """Return a rank's owner and activity: `#12 demo r0  training  step 130  beat ok`."""
     return (*_who(seat, width), *_where_in_work(seat, width), heartbeat(seat.rank, now))
 
 
 def heartbeat(rank: RankStatus, now: float) -> Span:
-    """Return the age of the heartbeat; calm while it is fresh, so that nothing is repainted."""
+    """Return the heartbeat's age; constant while it is fresh, so that nothing is repainted."""
     age = now - rank.heartbeat
     if is_late(rank, now):
         return Span(f"! late {duration(age)}", "bad")
@@ -229,13 +229,13 @@ def keeping_up(rank: RankStatus, furthest: int, now: float) -> Span:
 
     Args:
         rank: The rank.
-        furthest: The step of the rank that is furthest.
+        furthest: The highest step of any rank.
         now: Unix seconds.
     """
     beat = heartbeat(rank, now)
     if beat.role != "good":
         return beat
-    # One step apart is what a look in the middle of a step sees.
+    # Ranks sampled in the middle of a step may be one step apart.
     if (behind := furthest - rank.step) > 1:
         return Span(f"! {behind} steps behind", "bad")
     if (still := now - rank.progressed) > _STILL:
@@ -244,7 +244,7 @@ def keeping_up(rank: RankStatus, furthest: int, now: float) -> Span:
 
 
 def rank_title(view: JobView, now: float) -> str:
-    """`ranks of #12 demo · 8 of 8 · late: 3,5`."""
+    """Return `ranks of #12 demo · 8 of 8 · late: 3,5`."""
     furthest = max((rank.step for rank in view.ranks), default=0)
     bad = [rank.rank for rank in view.ranks if keeping_up(rank, furthest, now).role == "bad"]
     none = "ended" if view.job.state.ended else "none yet"
@@ -263,7 +263,7 @@ def _who(seat: Seat, width: int) -> Row:
 
 
 def _where_in_work(seat: Seat, width: int) -> Row:
-    """Phase and step; a phase that has no steps may use the room of both."""
+    """Return phase and step; a phase without steps may use the room of both."""
     rank = seat.rank
     phase = PHASES.get(rank.phase, rank.phase)
     words, numbers = (17, 12) if width >= 100 else (11, 11)
@@ -273,7 +273,7 @@ def _where_in_work(seat: Seat, width: int) -> Row:
 
 
 # -- process rows ---------------------------------------------------------------------------
-# The processes on GPUs, as the driver names them: whose, how much memory, what they do. Pure.
+# GPU processes as the driver reports them: owner, memory, activity. Pure.
 
 
 TABLE_FROM: Final = 100  # cells of a line
@@ -281,7 +281,7 @@ _USER: Final = 10
 
 
 class _Line(NamedTuple):
-    """A process; `seat` if it is a rank of ours, `process` if the driver names it."""
+    """A process; `seat` if it is one of our ranks, `process` if the driver lists it."""
 
     memory: int
     seat: Seat | None
@@ -289,12 +289,12 @@ class _Line(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a row of the GPU screen is about: a GPU, or a process on it.
+    """The target of a row on the GPU screen: a GPU, or a process on it.
 
     Attributes:
-        gpu: Its UUID.
-        job: The job of ours whose rank it is, or which has the GPU.
-        process: A process that belongs to no job; None for a GPU and for a rank.
+        gpu: The GPU's UUID.
+        job: Our job that the rank belongs to, or that holds the GPU.
+        process: A process that belongs to no job; None for GPUs and ranks.
     """
 
     gpu: str
@@ -303,23 +303,23 @@ class Target(NamedTuple):
 
     @property
     def is_stray(self) -> bool:
-        """Whether it is a process of this user that belongs to no job of ours."""
+        """Return whether it is a process of this user that belongs to none of our jobs."""
         return self.process is not None and self.process.user == whoami()
 
 
 @cache
 def whoami() -> str:
-    """Return the name of this user, as the processes on a GPU have it."""
+    """Return this user's name as GPU processes report it."""
     return psutil.Process().username()
 
 
 def process_rows(
     snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width: int
 ) -> list[tuple[Row, Target | None]]:
-    """Return a heading and a line for each process, by GPU; nothing where there are none.
+    """Return a heading and a line for each process, by GPU; [] if there are none.
 
     Args:
-        snapshot: What to show.
+        snapshot: The snapshot to show.
         seats: Our ranks on each GPU, by its UUID.
         width: Cells of a line.
     """
@@ -340,10 +340,10 @@ def process_rows(
 
 
 def _lines(gpu: Gpu, seats: Sequence[Seat]) -> list[_Line]:
-    """Return lines, the largest first; a rank whose pid the driver does not list has its own."""
+    """Return lines, the largest first, also for ranks whose pid the driver does not list."""
     by_pid = {seat.rank.pid: seat for seat in seats}
     lines = [_Line(p.memory or 0, by_pid.pop(p.pid, None), p) for p in gpu.processes]
-    if by_pid:  # in a container: what cannot be anyone else's is a rank that is listed already
+    if by_pid:  # in a container, an unknown process of ours must be a rank that is listed already
         lines = [line for line in lines if line.seat or (line.process and line.process.command)]
     lines += [_Line(seat.rank.reserved or 0, seat, None) for seat in by_pid.values()]
     return sorted(lines, key=lambda line: (line.seat is None, -line.memory))

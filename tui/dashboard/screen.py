@@ -1,4 +1,4 @@
-"""The main screen: wires its panels to snapshots, and keys to what they do."""
+"""The main screen: connects panels to snapshots, and keys to actions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 # -- queue control --------------------------------------------------------------------------
-# What a person does with the queue: hold, release, move, change priorities, pause.
+# Queue actions: hold, release, move, change priorities, pause.
 
 
 class QueueControl(JobActions[None]):
@@ -64,7 +64,7 @@ class QueueControl(JobActions[None]):
     def _move(self, to: Place) -> None:
         def move(job: int) -> str:
             service.move(self.app.store, job, to=to)
-            return ""  # its place in the queue is on the screen
+            return ""  # the screen shows its place in the queue
 
         self.act(move)
 
@@ -83,7 +83,7 @@ class QueueControl(JobActions[None]):
         self.act(change)
 
     def action_pause_queue(self) -> None:
-        pause = not self.snapshot.paused  # as it is shown
+        pause = not self.snapshot.paused  # the state that the user sees
 
         def change() -> str:
             service.pause(self.app.store, pause)
@@ -98,12 +98,12 @@ class QueueControl(JobActions[None]):
 
 @dataclass
 class Export:
-    """An export under way. Its thread counts, the screen reads.
+    """An export in progress. Its thread updates the progress, the screen reads it.
 
     Attributes:
-        step: Of the checkpoint.
-        done: Of the work.
-        total: Of the work; 0 while that is not known.
+        step: The checkpoint's step.
+        done: Work done so far.
+        total: Work in total; 0 while unknown.
         cancelled: Whether the user cancelled it.
     """
 
@@ -114,7 +114,7 @@ class Export:
 
 
 class Exports:
-    """The exports under way, at most one of a job.
+    """The exports in progress, at most one for each job.
 
     Attributes:
         running: Job → its export.
@@ -157,7 +157,7 @@ class Exports:
             message = say(f"the export of {what} was cancelled", "warning")
         except (UserError, ToolError) as error:
             message = say(f"{what} cannot be exported: {error}", "warning")
-        except Exception as error:  # the edge: nothing a person asked for ends in silence
+        except Exception as error:  # top level: report every failure to the user
             message = say(f"the export of {what} failed: {type(error).__name__}: {error}", "error")
         finally:
             self.running.pop(job.id, None)
@@ -168,7 +168,7 @@ class Exports:
 
 
 class DashboardScreen(QueueControl):
-    """Devices, jobs, what the selected one does, its log and its loss."""
+    """Devices, jobs, and the selected job's activity, log and loss."""
 
     BINDINGS = bindings("jobs", "queue", "log", "app")
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (160, "-wide")]  # noqa: RUF012
@@ -190,7 +190,7 @@ class DashboardScreen(QueueControl):
         self._log_index = 0
         self._log_job: int | None = None
         self.exports = Exports(self)
-        self.job_tab = ""  # of the job screen, as it was left
+        self.job_tab = ""  # the tab that was open last on the job screen
 
     def compose(self) -> ComposeResult:
         set_size_classes(self)
@@ -209,23 +209,23 @@ class DashboardScreen(QueueControl):
         yield self.key_bar
 
     def on_mount(self) -> None:
-        self.app.collector.wake()  # the first snapshot may have come before the panels
+        self.app.collector.wake()  # the first snapshot may be older than the panels
 
     def on_screen_resume(self) -> None:
-        self.app.collector.wake()  # what it shows may be as old as what covered it
+        self.app.collector.wake()  # the snapshot may date from before the screen was covered
 
     def is_covered(self) -> bool:
-        """Whether another screen fills the terminal.
+        """Return whether another screen fills the terminal.
 
-        Textual repaints what lies over a widget that changes even where that cannot be seen, so
-        a covered dashboard stays as it is and costs nothing.
+        Textual repaints what covers a changed widget even if the widget is invisible, so a covered
+        dashboard is not updated and costs nothing.
         """
         return any(not screen.is_modal for screen in self.app.screen_stack[1:])
 
     # -- snapshots come down ---------------------------------------------------------------
 
     def update_from(self, snapshot: Snapshot) -> None:
-        """Hand a new snapshot to every panel."""
+        """Update every panel with a new snapshot."""
         panels = (
             self.title_bar,
             self.devices,
@@ -237,7 +237,7 @@ class DashboardScreen(QueueControl):
             self.key_bar,
         )
         if not all(panel.is_attached for panel in panels):
-            return  # not there yet, or being taken down
+            return  # not mounted yet, or being removed
         self.snapshot = snapshot
         self.title_bar.update_from(snapshot)
         self.jobs.update_from(snapshot)
@@ -254,7 +254,7 @@ class DashboardScreen(QueueControl):
 
     @property
     def all_acted_on(self) -> list[Job]:
-        """The marked jobs, or the selected one."""
+        """Return the marked jobs, or the selected one."""
         marked = [view.job for view in self.snapshot.jobs if view.job.id in self.jobs.marks]
         return marked or super().all_acted_on
 
@@ -277,7 +277,7 @@ class DashboardScreen(QueueControl):
         self._show_log()
 
     def _fold(self, view: JobView | None) -> None:
-        """Give the lines of what is empty to the list: no log before a start, no loss yet."""
+        """Give the lines of empty panels to the list: no log before a start, no loss yet."""
         begun = view is not None and view.job.started is not None
         trained = view is not None and bool(view.progress.step)
         self.set_class(not begun, "-no-log")
@@ -304,7 +304,7 @@ class DashboardScreen(QueueControl):
     # -- jobs ------------------------------------------------------------------------------
 
     def action_new_job(self) -> None:
-        from tui.form.opening import open_new  # only when someone wants it
+        from tui.form.opening import open_new  # imported on demand
 
         open_new(self)
 
@@ -384,7 +384,7 @@ class DashboardScreen(QueueControl):
             self.app.push_screen(PlotsScreen(self.store, view.job))
 
     def action_compare_sweep(self) -> None:
-        """Plot the jobs of the sweep that have trained; of very many, the best ones."""
+        """Plot the jobs of the sweep that have trained; if there are too many, the best ones."""
         view = self.selected
         if view is None:
             return

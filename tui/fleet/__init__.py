@@ -1,1 +1,1 @@
-"""Several machines on one screen, and a visit to each."""
+"""The fleet screen, which shows several machines, and visits to each."""

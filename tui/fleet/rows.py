@@ -1,4 +1,4 @@
-"""The rows of the fleet screen: the boxes, and what one of them is doing. Pure."""
+"""The rows of the fleet screen: the boxes, and details of one. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SIGNS: Final = {
 }
 _MOST_CELLS: Final = 16  # of GPUs, one each
 _MOST_NAME: Final = 20
-_ROOMY: Final = 96  # cells of a line from which columns have whole words as headings
+_ROOMY: Final = 96  # cells of a line from which headings are whole words
 _NUMBERS: Final = (("run", "wait", "fail"), 5), (("running", "queued", "failed"), 8)
 _MOST_ENDED: Final = 50  # jobs
 _ACTIVE: Final = frozenset(map(str, ACTIVE))
@@ -50,7 +50,7 @@ def box_rows(views: Sequence[BoxView], now: float, width: int) -> list[Row]:
 
     Args:
         views: The boxes; at least one.
-        now: By our monotonic clock.
+        now: Our monotonic clock.
         width: Cells of a line.
     """
     names = min(_MOST_NAME, max(7, *(len(view.box.name) for view in views)))
@@ -93,7 +93,7 @@ def _box_row(
 
 
 def _gpu_cells(gpus: Sequence[BoxGpu], cells: int, stale: bool) -> list[Span]:
-    """How busy each GPU is, a cell each; what is old is dim."""
+    """Return each GPU's utilization in a cell; old values are dim."""
     if not gpus or len(gpus) > cells:
         return [Span(" " * cells)]
     spans = []
@@ -117,11 +117,11 @@ def _doing(snapshot: Snapshot) -> tuple[str, str]:
 
 
 def about_rows(view: BoxView, now: float, width: int) -> list[Row]:
-    """One box in full: what it is, how it is, its GPUs, its jobs.
+    """Return the details of one box: name, status, GPUs, jobs.
 
     Args:
         view: The box.
-        now: By our monotonic clock.
+        now: Our monotonic clock.
         width: Cells of a line.
     """
     status = view.status_at(now)
@@ -150,7 +150,7 @@ def about_rows(view: BoxView, now: float, width: int) -> list[Row]:
 
 
 def _title(view: BoxView) -> str:
-    """`big · 8 NVIDIA H200 · gpu-3.lab · fsdp-tui 0.9`."""
+    """Return `big · 8 NVIDIA H200 · gpu-3.lab · fsdp-tui 0.9`."""
     if view.snapshot is None:
         return view.box.name
     head = view.snapshot.head
@@ -214,7 +214,7 @@ def _job_row(job: BoxJob, width: int, ids: int, names: int, steps: int) -> Row:
 
 
 def totals(views: Sequence[BoxView], now: float) -> str:
-    """`3 machines · 5 of 24 GPUs free · 4 running, 2 queued · 1 away`."""
+    """Return `3 machines · 5 of 24 GPUs free · 4 running, 2 queued · 1 away`."""
     snapshots = [
         view.snapshot
         for view in views
@@ -232,7 +232,7 @@ def totals(views: Sequence[BoxView], now: float) -> str:
 
 
 def _wrapped(text: str, role: str, width: int) -> list[Row]:
-    """Return the text in lines of at most `width` cells."""
+    """Wrap a text into lines of at most `width` cells."""
     lines, line = [], ""
     for word in text.split():
         if line and len(line) + 1 + len(word) > width:

@@ -1,4 +1,4 @@
-"""The fleet screen: all machines of machines.yaml, and a visit to each."""
+"""The fleet screen: all machines of machines.yaml, and visits to each."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class BoxesPanel(PickList):
 
 
 _MARGIN: Final = 2  # columns beside the keys
-_EVERY: Final = 1.0  # seconds between two looks at the clock: ages grow
+_EVERY: Final = 1.0  # seconds between updates of ages
 
 
 class FleetScreen(Screen[None]):
-    """Connects when it opens, and ends every connection of its own when it closes."""
+    """Connects when it opens, and closes its connections when it closes."""
 
     CSS_PATH = "fleet.tcss"
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
@@ -94,7 +94,7 @@ class FleetScreen(Screen[None]):
 
     @dataclass
     class Heard(Message):
-        """The boxes, as they are now; only the newest counts."""
+        """The current boxes; only the newest message counts."""
 
         views: tuple[BoxView, ...]
 
@@ -115,7 +115,7 @@ class FleetScreen(Screen[None]):
         yield self.panel
         yield self.about
         keys = Static("", id="fleet-keys")
-        keys.auto_links = False  # they would all get one colour
+        keys.auto_links = False  # Textual would give all links one color
         yield keys
 
     def on_mount(self) -> None:
@@ -142,7 +142,7 @@ class FleetScreen(Screen[None]):
         self.call_after_refresh(self.draw)
 
     def _watch(self) -> None:
-        """In a thread, until the screen closes."""
+        """Watch the boxes in a thread until the screen closes."""
         assert self.watch_boxes is not None
 
         def publish(views: tuple[BoxView, ...]) -> None:
@@ -162,7 +162,7 @@ class FleetScreen(Screen[None]):
 
     @on(BoxesPanel.Highlighted)
     def draw(self) -> None:
-        """Show the boxes as they are by now."""
+        """Show the current boxes."""
         if not self.is_current:
             return
         now = time.monotonic()
@@ -193,7 +193,7 @@ class FleetScreen(Screen[None]):
             self.watch_boxes.retry()
 
     def action_visit(self) -> None:
-        """Give the terminal to ssh, and take it back when the other dashboard has been left."""
+        """Give the terminal to ssh, and take it back when the user quits the other dashboard."""
         view = self.panel.highlighted
         if view is None:
             return

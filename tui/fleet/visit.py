@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
     from jobs.fleet.config import Box
 
-# A dashboard whose connection is cut leaves its screen, the mouse and the hidden cursor behind.
+# A dashboard that loses its connection leaves its screen, mouse mode and hidden cursor behind.
 _RESET: Final = "\x1b[?1000;1002;1003;1006;2004l\x1b[<u\x1b[?1049l\x1b[?25h\x1b[0m\r\n"
 
 
 def visit(box: Box, words: Sequence[str] = (), *, stay: bool = False) -> int:
-    """Run fsdp-tui on a box in this terminal until it ends; its dashboard, without any words.
+    """Run fsdp-tui on a box in this terminal until it ends; without arguments, its dashboard.
 
-    What it draws is not filtered: whoever controls the box controls the terminal meanwhile, as with
-    every `ssh -t`.
+    Its output is not filtered: as with any `ssh -t`, whoever controls the box controls the
+    terminal meanwhile.
 
     Args:
-        box: Which.
-        words: Of fsdp-tui's command line.
-        stay: Wait for a key after a failure, before something else covers what ssh said.
+        box: The box.
+        words: Arguments for fsdp-tui.
+        stay: Wait for a key after a failure, before the screen hides ssh's message.
 
     Returns:
         The exit status of ssh.
     """
-    # Ctrl-C is for ssh, while it connects; what this handler replaces would end us.
+    # Ctrl-C is for ssh while it connects; the default handler would end this process.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         share = shared_answers(box)

@@ -1,4 +1,4 @@
-"""What a fleet says of its boxes in words. Pure."""
+"""Descriptions of a fleet's boxes. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BAD: Final = frozenset({str(State.FAILED), str(State.LOST)})
 
 
 def age(seconds: float) -> str:
-    """`12 s`, `3 min`, `2 h`: it changes less often the older it is."""
+    """Return `12 s`, `3 min`, `2 h`: the older, the less often it changes."""
     if seconds < 60:
         return spent(seconds)
     if seconds < 3600:
@@ -29,11 +29,11 @@ def age(seconds: float) -> str:
 
 
 def status_text(view: BoxView, now: float) -> str:
-    """Return `here`, or the age of what is shown: `away, seen 12 s ago`.
+    """Return `here`, or the age of the data: `away, seen 12 s ago`.
 
     Args:
         view: The box.
-        now: By our monotonic clock.
+        now: Our monotonic clock.
     """
     status: Status = view.status_at(now)
     if status == "here":
@@ -44,13 +44,13 @@ def status_text(view: BoxView, now: float) -> str:
 
 
 def brief_status(view: BoxView, now: float) -> str:
-    """`away 3 min`, where there is no room for more."""
+    """Return a short status: `away 3 min`."""
     seen = "" if view.heard is None else f" {age(now - view.heard)}"
     return f"{view.status_at(now)}{seen}"
 
 
 def gpus_text(view: BoxView) -> str:
-    """`3 of 8 free`, or what the box has instead."""
+    """Return `3 of 8 free`, or the box's devices if it has no GPUs."""
     if view.snapshot is None:
         return ""
     gpus = view.snapshot.gpus
@@ -60,12 +60,12 @@ def gpus_text(view: BoxView) -> str:
 
 
 def is_free(gpu: BoxGpu) -> bool:
-    """Whether a job could have it."""
+    """Return whether a job could use the GPU."""
     return gpu.job is None and not gpu.others and not gpu.problem
 
 
 def counts_text(view: BoxView) -> str:
-    """`2 running, 1 queued, 1 failed`."""
+    """Return `2 running, 1 queued, 1 failed`."""
     if view.snapshot is None:
         return ""
     running, queued, failed = counts(view.snapshot.jobs)
@@ -76,7 +76,7 @@ def counts_text(view: BoxView) -> str:
 
 
 def counts(jobs: Iterable[BoxJob]) -> tuple[int, int, int]:
-    """Active, queued and failed ones."""
+    """Count active, queued and failed jobs."""
     states = Counter(job.state for job in jobs)
     return (
         sum(count for state, count in states.items() if state in _ACTIVE),
@@ -86,7 +86,7 @@ def counts(jobs: Iterable[BoxJob]) -> tuple[int, int, int]:
 
 
 def order_of(jobs: Iterable[BoxJob]) -> Sequence[BoxJob]:
-    """Active jobs first, then those that wait, then ended ones, the newest first."""
+    """Sort jobs: active, then queued, then ended ones, the newest first."""
 
     def key(job: BoxJob) -> tuple[int, int]:
         if job.state in _ENDED:
@@ -97,7 +97,7 @@ def order_of(jobs: Iterable[BoxJob]) -> Sequence[BoxJob]:
 
 
 def eta_of(job: BoxJob) -> str:
-    """Say when a job is done or, if it waits, when it starts."""
+    """Return when a job ends or, if it is queued, when it starts."""
     if job.starts_in is not None:
         return f"starts in {eta(job.starts_in, job.eta_at_least)}"
     return eta(job.eta, job.eta_at_least)

@@ -1,1 +1,1 @@
-"""The screen of one job: what it is, what its ranks do, what it made, and what happened to it."""
+"""The screen of one job: its settings, ranks, outputs and history."""

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 # The rows of the checkpoints screen. Pure.
 
 
-# Columns between the size and the health: heading, columns, text. Dropped from the right where
-# there is no room.
+# Columns between size and health: heading, columns, text. The rightmost are dropped first if
+# they do not fit.
 _MORE: Final[tuple[tuple[str, int, Callable[[Listed], str]], ...]] = (
     ("layout", 7, lambda checkpoint: checkpoint.layout or MISSING),
     ("ranks", 5, lambda checkpoint: number(checkpoint.world_size)),
@@ -60,7 +60,7 @@ _AGE: Final = 7
 _SIZE: Final = 8
 _GAP: Final = "  "
 _LEAST_HEALTH: Final = 20
-_MOST_HEALTH: Final = 36  # the rest is shown below, of the highlighted one
+_MOST_HEALTH: Final = 36  # the rest is shown below for the highlighted checkpoint
 
 
 def checkpoint_rows(listed: Sequence[Listed], width: int, now: float) -> list[Row]:
@@ -69,7 +69,7 @@ def checkpoint_rows(listed: Sequence[Listed], width: int, now: float) -> list[Ro
     Args:
         listed: In the order of the rows.
         width: Columns.
-        now: In Unix seconds.
+        now: Unix seconds.
     """
     names = max(10, *(len(checkpoint.name) for checkpoint in listed))
     validated = any(checkpoint.loss is not None for checkpoint in listed)
@@ -139,15 +139,15 @@ class CheckpointsPanel(PickList):
         return self.listed[self.index] if self.listed else None
 
     def update_from(self, listed: Sequence[Listed]) -> None:
-        """Show these; given oldest first. What is highlighted stays so while others come and go."""
+        """Show checkpoints, given the oldest first; the highlight stays on its checkpoint."""
         before = self.highlighted
         self.listed = list(reversed(listed))
         names = [checkpoint.name for checkpoint in self.listed]
         if before is not None and before.name in names:
             self.index = names.index(before.name)
-        elif before is not None:  # what has come into the place of one that is gone
+        elif before is not None:  # highlight what took its place
             self.index = max(0, min(self.index, len(names) - 1))
-        else:  # the one that a resume takes
+        else:  # the one that a resume uses
             self.index = next((n for n, checkpoint in enumerate(self.listed) if checkpoint.next), 0)
         self.fill()
         if self.highlighted != before:
@@ -162,11 +162,11 @@ class CheckpointsPanel(PickList):
 
 
 _BUSY: Final = {"verify": "cancel verify", "export": "cancel export"}
-_EVERY: Final = 1.0  # seconds between looks
+_EVERY: Final = 1.0  # seconds between refreshes
 
 
 class CheckpointsPane(Pane, can_focus=True):
-    """Looks again and again, since a running job writes new ones."""
+    """Refreshes regularly, since a running job writes new checkpoints."""
 
     KEYS: ClassVar = (
         *moving("checkpoint"),
@@ -180,7 +180,7 @@ class CheckpointsPane(Pane, can_focus=True):
 
     @dataclass
     class Looked(Message):
-        """What there is now."""
+        """The current checkpoints."""
 
         job: Job
         listed: list[Listed]
@@ -191,13 +191,13 @@ class CheckpointsPane(Pane, can_focus=True):
 
     @dataclass
     class Failed(Message):
-        """There is nothing to look at."""
+        """The checkpoints cannot be read."""
 
         problem: str
 
     @dataclass
     class Read(Message):
-        """So much of a checkpoint was read and compared."""
+        """Progress of verifying a checkpoint."""
 
         name: str
         done: int
@@ -208,7 +208,7 @@ class CheckpointsPane(Pane, can_focus=True):
 
     @dataclass
     class Verified(Message):
-        """Reading a checkpoint is over; None when it was given up."""
+        """Verification has ended; None if it was cancelled."""
 
         checkpoint: Listed | None
 
@@ -226,7 +226,7 @@ class CheckpointsPane(Pane, can_focus=True):
         self.status = Lines(id="ckpt-status")
         self._verified: dict[tuple[str, float], str | None] = {}  # (name, time) → damage
         self._reading: CheckpointsPane.Read | None = None
-        self._busy = (False, False)  # reading, exporting
+        self._busy = (False, False)  # verifying, exporting
         self._looking = False
         self._log = ReportLog.begin(job.run_dir)
         self._texts: dict[str, Content | str] = {}
@@ -251,7 +251,7 @@ class CheckpointsPane(Pane, can_focus=True):
 
     @property
     def keys(self) -> Sequence[Key]:
-        """What reads or writes now can be stopped by the key that began it."""
+        """Return the keys; the key that started a verification or export also stops it."""
         exports = self.app.dashboard.exports.running
         busy = {"verify": self._reading is not None, "export": self.job.id in exports}
         return [
@@ -262,7 +262,7 @@ class CheckpointsPane(Pane, can_focus=True):
     # -- looking ---------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Look again, unless the last look is still under way or nobody can see it."""
+        """Refresh, unless a refresh is running or nobody can see the tab."""
         if not self.display or self.app.screen is not self.screen:
             return
         self._show_work()
@@ -280,7 +280,7 @@ class CheckpointsPane(Pane, can_focus=True):
             self.post_message(self.Looked(job, listed, free))
         except UserError as error:
             self.post_message(self.Failed(str(error)))
-        except Exception as error:  # the edge: a screen that waits forever tells nothing
+        except Exception as error:  # top level: report any failure instead of waiting forever
             self.post_message(self.Failed(f"{type(error).__name__}: {error}"))
 
     def on_checkpoints_pane_looked(self, message: Looked) -> None:
@@ -292,13 +292,13 @@ class CheckpointsPane(Pane, can_focus=True):
         self.panel.update_from(listed)
 
     def _put(self, name: str, text: Content | str) -> None:
-        """Change a text; one that stays the same is not sent to the terminal again."""
+        """Set a text; unchanged text is not sent to the terminal again."""
         if self._texts.get(name) != text:
             self._texts[name] = text
             self.query_one(f"#ckpt-{name}", Static).update(text)
 
     def _with_verification(self, checkpoint: Listed) -> Listed:
-        """Add what reading the checkpoint showed, if it has not changed since."""
+        """Add the result of a verification if the checkpoint has not changed since."""
         key = (checkpoint.name, checkpoint.time)
         if key not in self._verified:
             return checkpoint
@@ -313,8 +313,8 @@ class CheckpointsPane(Pane, can_focus=True):
         self._put("problem", text)
         self.query_one("#ckpt-problem").set_class(harmless, "-harmless")
         self.set_class(bool(text), "-nothing")
-        # A hidden list would take the keys along. At once, and as the screen knows it: by the time
-        # that `focus` and `has_focus` have been through the queue, another tab may be open.
+        # A hidden list would keep the keyboard focus. Ask the screen, at once: by the time that
+        # `focus` and `has_focus` have passed through the queue, another tab may be open.
         focused = self.screen.focused
         if focused is not None and self in focused.ancestors_with_self:
             self.screen.set_focus(self if text else self.panel)
@@ -371,7 +371,7 @@ class CheckpointsPane(Pane, can_focus=True):
         return ""
 
     def on_checkpoints_pane_planned(self, message: Planned) -> None:
-        if self.app.screen is self.screen:  # not asked twice, nor after the screen was left
+        if self.app.screen is self.screen:  # do not ask twice, nor after the screen was left
             self.app.dashboard.ask_to_resume(message.plan, then=self._leave)
 
     def _leave(self) -> None:
@@ -384,7 +384,7 @@ class CheckpointsPane(Pane, can_focus=True):
     # -- verifying -------------------------------------------------------------------------
 
     def action_verify(self) -> None:
-        """Read the highlighted one; or stop reading."""
+        """Verify the highlighted checkpoint, or stop verifying."""
         if self._reading is not None:
             self.workers.cancel_group(self, "verify")
             return
@@ -411,7 +411,7 @@ class CheckpointsPane(Pane, can_focus=True):
         except NotFoundError as error:
             self.app.post_message(self.app.Said(str(error)))
             self.post_message(self.Verified(None))
-        except Exception as error:  # the edge: nothing a person asked for ends in silence
+        except Exception as error:  # top level: report every failure to the user
             self.app.post_message(
                 self.app.Said(
                     f"cannot read {checkpoint.name}: {type(error).__name__}: {error}", "error"
@@ -436,7 +436,7 @@ class CheckpointsPane(Pane, can_focus=True):
     # -- exporting, deleting ---------------------------------------------------------------
 
     def action_export(self) -> None:
-        """Export the highlighted one; or stop exporting."""
+        """Export the highlighted checkpoint, or stop exporting."""
         exports, checkpoint = self.app.dashboard.exports, self.panel.highlighted
         if self.job.id in exports.running:
             exports.cancel(self.job.id)

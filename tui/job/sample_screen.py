@@ -1,4 +1,4 @@
-"""One sample on the whole screen, or two side by side."""
+"""One sample full screen, or two side by side."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST: Final = 1536  # pixels; few terminals have more
 
 
 class Side(Vertical):
-    """An image over what it was made from."""
+    """An image above its description."""
 
     def __init__(self) -> None:
         super().__init__(classes="sample-side")
@@ -68,10 +68,10 @@ class SampleScreen(OfOneJob[Place]):
     def __init__(self, job: Job, table: Table, place: Place, beside: Sample | None) -> None:
         """
         Args:
-            job: Whose samples.
+            job: The job.
             table: All samples.
-            place: The one to show.
-            beside: One to compare it with.
+            place: The sample to show.
+            beside: A sample to compare it with.
         """
         super().__init__(job)
         self.table = table
@@ -89,7 +89,7 @@ class SampleScreen(OfOneJob[Place]):
         with Horizontal(id="sample-sides"):
             yield self.left
             yield self.right
-        self.key_line.auto_links = False  # they would all get one colour
+        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_mount(self) -> None:
@@ -121,7 +121,7 @@ class SampleScreen(OfOneJob[Place]):
             self.decoder.want(missing)
 
     def _fill(self, side: Side, sample: Sample | None) -> list[Sample]:
-        """Show a sample on a side; what has to be decoded first is returned."""
+        """Show a sample on one side; return it if it has to be decoded first."""
         side.sample = sample
         if sample is None:
             side.picture.say(f"not sampled at step {self.table.steps[self.place.column]}")
@@ -131,7 +131,7 @@ class SampleScreen(OfOneJob[Place]):
         if (image := self.decoder.cached(sample)) is not None:
             side.picture.show(image)
             return []
-        return [sample]  # the one before stays until this one is there: no flicker
+        return [sample]  # the previous image stays until this one is decoded, to avoid flicker
 
     def on_loaded(self, message: Loaded) -> None:
         for side in (self.left, self.right):
@@ -147,7 +147,7 @@ class SampleScreen(OfOneJob[Place]):
         place = self.table.clamp(Place(self.place.row + rows, self.place.column + columns))
         if place == self.place:
             return
-        if rows and self.beside is not None:  # the same step of the other prompt
+        if rows and self.beside is not None:  # same step, other prompt
             number = self.table.prompts[place.row]
             self.beside = self.table.samples.get((number, self.beside.step))
         self.place = place
@@ -160,7 +160,7 @@ class SampleScreen(OfOneJob[Place]):
         self._show()
 
     def action_move_other(self, by: int) -> None:
-        """Another step on the left side, which appears if it was not there."""
+        """Show another step on the left side, opening that side if needed."""
         if self.beside is None or not self.comparing:
             self.comparing = True
             if self.beside is None:
@@ -171,7 +171,7 @@ class SampleScreen(OfOneJob[Place]):
         self._show()
 
     def _steps(self) -> list[int]:
-        """Of the samples of the prompt that is shown on the left, or would be."""
+        """Return the samples of the left side's prompt."""
         number = self.beside.number if self.beside else self.table.prompts[self.place.row]
         return [step for step in self.table.steps if (number, step) in self.table.samples]
 

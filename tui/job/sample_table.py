@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 # -- table ----------------------------------------------------------------------------------
-# Samples by prompt and step, and which of them find room. Pure.
+# Samples by prompt and step, and which of them fit. Pure.
 
 
-ZOOMS: Final = ((14, 5), (22, 8), (34, 12), (54, 20))  # least columns and lines of an image
+ZOOMS: Final = ((14, 5), (22, 8), (34, 12), (54, 20))  # minimum columns and lines of an image
 USUAL_ZOOM: Final = 1
 
 
 class Shape(NamedTuple):
-    """How many images are seen at once."""
+    """The number of images that fit at once."""
 
     columns: int
     rows: int
@@ -44,10 +44,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Samples by the number of their prompt and by step.
+    """Samples by prompt number and step.
 
     Attributes:
-        prompts: The numbers of the prompts, ascending; a row each.
+        prompts: Prompt numbers, ascending; a row each.
         steps: Ascending; a column each.
         samples: (number, step) → the sample.
     """
@@ -71,13 +71,13 @@ class Table:
         return self.samples.get((self.prompts[place.row], self.steps[place.column]))
 
     def find(self, number: int, step: int) -> Place | None:
-        """Where a sample is, or would be."""
+        """Return the place of a sample, whether or not it exists."""
         if number not in self.prompts or step not in self.steps:
             return None
         return Place(self.prompts.index(number), self.steps.index(step))
 
     def prompt(self, row: int) -> str:
-        """Return the prompt of a row, as it was sampled last."""
+        """Return a row's prompt, as of its newest sample."""
         number = self.prompts[row]
         for step in reversed(self.steps):
             sample = self.samples.get((number, step))
@@ -97,7 +97,7 @@ def shape_of(table: Table, width: int, height: int, zoom: int) -> Shape:
     """Count the images that fit at once; at least one.
 
     Args:
-        table: What there is.
+        table: The samples.
         width: Columns of the screen.
         height: Lines of the screen; each row has one for its prompt and one for the steps.
         zoom: Index into `ZOOMS`.
@@ -118,7 +118,7 @@ def window(first: int, shown: int, chosen: int, count: int) -> int:
 
 
 def about(sample: Sample) -> str:
-    """Describe on one line what an image was made from."""
+    """Describe in one line how an image was made."""
     facts = sample.facts
     parts = [f"step {sample.step}"]
     if sample.size is not None:
@@ -142,12 +142,12 @@ def about(sample: Sample) -> str:
 
 
 # -- loading --------------------------------------------------------------------------------
-# Decode the images that can be seen, in a thread.
+# Decode the visible images in a thread.
 
 
 @dataclass
 class Loaded(Message):
-    """A sample is decoded, or cannot be."""
+    """A sample was decoded, or could not be."""
 
     sample: Sample
     image: Image | None
@@ -155,12 +155,12 @@ class Loaded(Message):
 
 
 class Loading:
-    """Decodes for a widget or screen, which gets a `Loaded` for each image.
+    """Decodes images for a widget or screen, posting a `Loaded` for each.
 
     Args:
-        owner: Who gets them; only the newest wish counts.
+        owner: Receives the messages; only its newest request counts.
         longest: Pixels of an image's longer side.
-        kept: What was decoded already.
+        kept: Cache of decoded images.
     """
 
     def __init__(self, owner: DOMNode, longest: int, kept: Thumbnails | None = None) -> None:
@@ -173,7 +173,7 @@ class Loading:
         return self._kept.cached(sample.picture, sample.time, self._longest)
 
     def want(self, samples: Sequence[Sample]) -> None:
-        """Decode these, in their order, and forget about earlier wishes."""
+        """Decode these samples in order, and drop earlier requests."""
         self._owner.run_worker(
             lambda: self._decode(samples),
             group="pictures",
@@ -192,6 +192,6 @@ class Loading:
                 self._owner.post_message(Loaded(sample, image))
             except BrokenPictureError as error:
                 self._owner.post_message(Loaded(sample, None, str(error)))
-            except Exception as error:  # the edge: a place that stays empty tells nothing
+            except Exception as error:  # top level: report the failure in place of an empty cell
                 problem = f"{type(error).__name__}: {error}"
                 self._owner.post_message(Loaded(sample, None, problem))

@@ -1,4 +1,4 @@
-"""The samples tab: a row for each prompt, a column for each step, as many as find room."""
+"""The samples tab: a row for each prompt, a column for each step, as many as fit."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 
 # -- grid -----------------------------------------------------------------------------------
-# A grid of samples: a row for each prompt, a column for each step, as many as find room.
+# A grid of samples: a row for each prompt, a column for each step, as many as fit.
 
 
 _LONGEST: Final = 384  # pixels
 
 
 class Cell(Vertical):
-    """An image under its step."""
+    """An image below its step."""
 
     def __init__(self, protocol: Protocol) -> None:
         super().__init__(classes="sample-cell")
@@ -66,7 +66,7 @@ class Cell(Vertical):
         yield self.picture
 
     def mark(self, step: int, chosen: bool, marked: bool) -> None:
-        """Say which step this is, and whether it is the chosen one."""
+        """Show a cell's step, and whether the cell is selected."""
         sign = "▸ " if chosen else "  "
         text = Content(f"{sign}step {step}{' · marked' if marked else ''}")
         self.set_class(chosen, "-chosen")
@@ -76,22 +76,22 @@ class Cell(Vertical):
 
 
 class SampleGrid(Vertical, can_focus=True):
-    """The part of a table of samples that finds room, and the chosen one."""
+    """The visible part of a table of samples, and the selected one."""
 
     @dataclass
     class Chosen(Message):
-        """Another sample is chosen."""
+        """Another sample is selected."""
 
     @dataclass
     class Opened(Message):
-        """Someone wants to see the chosen sample large."""
+        """The user wants to see the selected sample full screen."""
 
     def __init__(self, protocol: Protocol) -> None:
         super().__init__(id="sample-grid")
         self.protocol = protocol
         self.table = Table.of(())
         self.place = Place(0, 0)
-        self.marked: tuple[int, int] | None = None  # number of the prompt, step
+        self.marked: tuple[int, int] | None = None  # prompt number, step
         self.zoom = USUAL_ZOOM
         self.decoder = Loading(self, _LONGEST)
         self._shape = Shape(0, 0)
@@ -102,11 +102,11 @@ class SampleGrid(Vertical, can_focus=True):
 
     @property
     def chosen(self) -> Sample | None:
-        """The sample at the chosen place, if there is one."""
+        """Return the selected sample, if there is one at that place."""
         return self.table.at(self.place)
 
     def update_from(self, samples: Sequence[Sample]) -> None:
-        """Show these; the chosen one stays chosen, and at first the newest is."""
+        """Show these samples; the selection stays, and starts at the newest."""
         before = self.table
         self.table = Table.of(samples)
         if before.steps:
@@ -118,7 +118,7 @@ class SampleGrid(Vertical, can_focus=True):
         self.post_message(self.Chosen())
 
     def go(self, rows: int, columns: int) -> None:
-        """Choose another one."""
+        """Select another sample."""
         place = self.table.clamp(Place(self.place.row + rows, self.place.column + columns))
         self.choose(place)
 
@@ -129,14 +129,14 @@ class SampleGrid(Vertical, can_focus=True):
             self.post_message(self.Chosen())
 
     def zoom_by(self, by: int) -> None:
-        """Fewer and larger images, or more and smaller ones."""
+        """Zoom: fewer and larger images, or more and smaller ones."""
         zoom = max(0, min(self.zoom + by, len(ZOOMS) - 1))
         if zoom != self.zoom:
             self.zoom = zoom
             self.lay_out()
 
     def toggle_mark(self) -> None:
-        """Remember the chosen one, to compare others with it; or forget it."""
+        """Mark the selected sample for comparisons, or clear the mark."""
         if (sample := self.chosen) is not None:
             key = (sample.number, sample.step)
             self.marked = None if self.marked == key else key
@@ -158,7 +158,7 @@ class SampleGrid(Vertical, can_focus=True):
     # -- what is seen ----------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """Make as many cells as find room, if there are not enough already."""
+        """Create enough cells, if there are not enough already."""
         width, height = self.size
         if not width or not height or not self.table.steps:
             return
@@ -181,7 +181,7 @@ class SampleGrid(Vertical, can_focus=True):
         self.call_after_refresh(self._fill)
 
     def _fill(self) -> None:
-        """Put samples into the cells, decoded ones at once, others when they are."""
+        """Fill the cells: decoded samples at once, others when they are ready."""
         shape, table = self._shape, self.table
         if not self._cells:
             return
@@ -214,7 +214,7 @@ class SampleGrid(Vertical, can_focus=True):
         key = (table.prompts[place.row], table.steps[place.column])
         cell.mark(key[1], place == self.place, key == self.marked)
         if sample is not None and sample == cell.sample:
-            if cell.waiting:  # a newer wish takes the place of the older one
+            if cell.waiting:  # a newer request replaces an older one
                 missing.append(sample)
             return
         cell.sample, cell.waiting = sample, False
@@ -249,7 +249,7 @@ _NO_PROMPTS = "No samples: this job has no validation_prompts."
 
 
 class SamplesPane(Pane):
-    """The grid, and what the chosen image was made from."""
+    """The grid, and how the selected image was made."""
 
     KEYS: ClassVar = (
         Key("move(0, 1)", "right,l", "← →", "step", "Next step"),
@@ -300,7 +300,7 @@ class SamplesPane(Pane):
         self._put("sample-about", about(sample) if sample is not None else "")
 
     def _put(self, name: str, text: str) -> None:
-        """Change a text; one that stays the same is not sent to the terminal again."""
+        """Set a text; unchanged text is not sent to the terminal again."""
         if self._texts[name] != text:
             self._texts[name] = text
             self.query_one(f"#{name}", Static).update(text)
@@ -321,7 +321,7 @@ class SamplesPane(Pane):
         self._open(None)
 
     def action_compare(self) -> None:
-        """Beside the marked one, or the first one of the same prompt."""
+        """Compare with the marked sample, or with the first one of the same prompt."""
         table, chosen = self.grid.table, self.grid.chosen
         if chosen is None:
             return
@@ -355,7 +355,7 @@ class SamplesPane(Pane):
 
 
 def _has_prompts(look: Look) -> bool:
-    """Whether its job file names prompts; where that cannot be read, it may."""
+    """Return whether the job file has prompts; true if it cannot be read."""
     try:
         return read_mapping(look.job.run_dir.job_file)[0].get("validation_prompts") != []
     except UserError:

@@ -1,4 +1,4 @@
-"""The screen of one job: a line of tabs, and what lies behind them."""
+"""The screen of one job: a line of tabs, and their contents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COLOURS = {
 
 
 class JobScreen(JobActions[None]):
-    """Looks at one job once a second, in a thread; the open tab shows what it found."""
+    """Refreshes a job once a second, in a thread; the open tab shows the result."""
 
     CSS_PATH: ClassVar = ["job.tcss", "checkpoints.tcss"]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
@@ -67,7 +67,7 @@ class JobScreen(JobActions[None]):
 
     @dataclass
     class Looked(Message):
-        """The looking thread found something; only the newest one counts."""
+        """The thread refreshed the job; only the newest message counts."""
 
         look: Look
 
@@ -93,7 +93,7 @@ class JobScreen(JobActions[None]):
         yield self.tabs
         yield Static("", id="job-problem", markup=False)
         yield Container(id="job-panes")
-        self.key_line.auto_links = False  # they would all get one colour
+        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     async def on_mount(self) -> None:
@@ -105,7 +105,7 @@ class JobScreen(JobActions[None]):
         self.looker.close()
 
     def on_screen_resume(self) -> None:
-        self.looker.wake()  # what it shows may be as old as what covered it
+        self.looker.wake()  # the data may date from before the screen was covered
 
     def on_resize(self) -> None:
         self._show_keys()
@@ -113,12 +113,13 @@ class JobScreen(JobActions[None]):
     # -- looking ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """In a thread, until the screen closes."""
+        """Refresh in a thread until the screen closes."""
 
         def publish(look: Look) -> None:
             self.post_message(self.Looked(look))
 
-        worker = get_current_worker()  # cancelled when the app ends, whatever became of the screen
+        # Cancelled when the app ends, even if the screen was not removed.
+        worker = get_current_worker()
         self.looker.run(publish, lambda: not self.is_current, lambda: worker.is_cancelled)
 
     def on_job_screen_looked(self, message: Looked) -> None:
@@ -155,8 +156,8 @@ class JobScreen(JobActions[None]):
         acting = [key for key in self.job_keys(self.job) if taken.isdisjoint(key.keys.split(","))]
         own = [*acting, *(key for key in self.KEYS if key.line)]
         width = self.size.width - 2
-        # Those of the screen are always there, the pane's stand before them; where not all of them
-        # have room, the rarest gives way.
+        # The screen's keys are always shown, the pane's come before them; if not all fit, the least
+        # used are dropped.
         if width_of([*keys, *own]) > width:
             own = [key for key in own if key.action != "resume_with"]
         reserved = width_of(own)
@@ -165,7 +166,7 @@ class JobScreen(JobActions[None]):
         self._put("job-keys", Content.assemble(line, "  " if line.plain else "", rest))
 
     def _put(self, name: str, text: Content | str) -> None:
-        """Change a text; one that stays the same is not sent to the terminal again."""
+        """Set a text; unchanged text is not sent to the terminal again."""
         if self._texts.get(name) != text:
             self._texts[name] = text
             self.query_one(f"#{name}", Static).update(text)
@@ -192,7 +193,7 @@ class JobScreen(JobActions[None]):
         await self.action_show_tab(NAMES[(NAMES.index(self.tab) + by) % len(NAMES)])
 
     async def action_show_log(self, index: int) -> None:
-        """Show one of the logs; the title of the log offers them to the mouse."""
+        """Show one of the logs; clicks on the log's title run this."""
         await self.action_show_tab("logs")
         if isinstance(pane := self.panes["logs"], LogsPane):
             pane.show_log(index)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # -- build ----------------------------------------------------------------------------------
-# Which pane lies behind which tab.
+# The pane of each tab.
 
 
 def build_pane(name: str, store: Store, job: Job) -> Pane:
@@ -43,7 +43,7 @@ def build_pane(name: str, store: Store, job: Job) -> Pane:
         case "plots":
             return PlotsPane(store, job)
         case "samples":
-            from tui.job.samples import SamplesPane  # images take a while to import
+            from tui.job.samples import SamplesPane  # importing image libraries takes a while
 
             return SamplesPane(job)
         case "checkpoints":
@@ -63,10 +63,10 @@ class Tab:
     """A tab.
 
     Attributes:
-        name: What the code calls it.
-        title: What people read.
+        name: Its name in code.
+        title: Its displayed name.
         help: A sentence.
-        short: The title where there is little room.
+        short: The title for narrow screens.
     """
 
     name: str
@@ -90,15 +90,15 @@ _SHORT_BELOW: Final = 96  # columns
 
 
 class TabLine(Static):
-    """The tabs on one line, to click; the number of each is its key."""
+    """The tabs on one line, clickable; each tab's number is its key."""
 
     def __init__(self) -> None:
         super().__init__("", id="job-tabs")
-        self.auto_links = False  # they would all get one colour
+        self.auto_links = False  # Textual would give all links one color
         self._shown = ("", 0)
 
     def show(self, active: str) -> None:
-        """Show which one is open."""
+        """Show which tab is open."""
         narrow = self.size.width < _SHORT_BELOW
         if (active, narrow) != self._shown:
             self._shown = (active, narrow)
@@ -109,7 +109,7 @@ class TabLine(Static):
 
 
 def tab_line(active: str, *, narrow: bool) -> Content:
-    """Every tab behind its number, the open one in brackets of colour."""
+    """Return every tab after its number, with the open one in colored brackets."""
     parts = []
     for number, tab in enumerate(TABS, 1):
         title = (tab.short if narrow else "") or tab.title

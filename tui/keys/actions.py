@@ -42,11 +42,11 @@ class Action:
         label: A word or two for the footer.
         help: A sentence for the help screen, the palette and tooltips.
         group: Heading in the help screen.
-        needs: What the selected job must be for the action to make sense.
-        footer: Whether it has a place in the footer, and its order there.
-        spare: Whether it gives its place up where the footer is narrow.
+        needs: The selected job's required condition.
+        footer: Its position in the footer, if it has one.
+        spare: Whether it is dropped first from a narrow footer.
         acts: Whether it changes jobs or files; a read-only dashboard refuses it.
-        everywhere: Whether it is there on every screen.
+        everywhere: Whether it is available on every screen.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Action:
 
     @property
     def id(self) -> str:
-        """What a keymap calls it."""
+        """Return its id in keymaps."""
         return self.name if self.name.startswith("app.") else f"{self.group}.{self.name}"
 
     def fits(self, job: Job | None) -> bool:
-        """Whether the action makes sense for the selected job."""
+        """Return whether the action makes sense for the selected job."""
         if self.needs == "nothing":
             return True
         if job is None:
@@ -335,7 +335,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
 # They mean the same on every screen that shows a job; see `tui.widgets.job_actions`.
 _OF_A_JOB: Final = ("start_job", "resume_with", "stop_job", "save_now", "sample_now")
 
-# Of other screens: actions that change jobs or files, by their names.
+# Actions of other screens that change jobs or files, by name.
 _ACTING_ELSEWHERE: Final = frozenset(
     {"resume", "export", "delete", "clear", "clear_all", "submit", "edit_job", "duplicate_job"}
     | {"end_process", "kill_process", "try_fit"}
@@ -344,7 +344,7 @@ ACTING: Final = _ACTING_ELSEWHERE | {action.name for action in ACTIONS if action
 
 
 def bindings(*groups: Group) -> list[BindingType]:
-    """Key bindings of these groups; a screen or widget that has their methods uses them."""
+    """Return key bindings for these groups; their screen or widget must have the methods."""
     return [
         _binding(action)
         for action in ACTIONS
@@ -353,7 +353,7 @@ def bindings(*groups: Group) -> list[BindingType]:
 
 
 def job_bindings() -> list[BindingType]:
-    """Key bindings of what can be done with a job on every screen that shows one."""
+    """Return the key bindings for a job on every screen that shows one."""
     return [_binding(action) for action in ACTIONS if action.name in _OF_A_JOB]
 
 
@@ -365,7 +365,7 @@ def job_actions(job: Job | None, keymap: Mapping[str, str] | None = None) -> lis
 
 
 def fitting(name: str, jobs: Sequence[Job]) -> list[Job]:
-    """Choose the jobs in whose state an action makes sense."""
+    """Return the actions that make sense in a job's state."""
     action = next(action for action in ACTIONS if action.name == name)
     return [job for job in jobs if action.fits(job)]
 
@@ -388,7 +388,7 @@ def _own(action: Action, keymap: Mapping[str, str] | None) -> Action:
 
 
 def everywhere() -> list[BindingType]:
-    """Key bindings of the application; questions over a screen let only priority ones through."""
+    """Return the app's bindings; over a modal screen only priority ones are active."""
     return [
         Binding(
             key,
@@ -408,16 +408,16 @@ def everywhere() -> list[BindingType]:
 def footer_actions(
     width: int | None = None, keymap: Mapping[str, str] | None = None, job: Job | None = None
 ) -> list[Action]:
-    """Choose the footer's actions, in its order: as many as fit the columns.
+    """Return as many of the footer's actions as fit, in order.
 
     Args:
         width: Columns.
-        keymap: A person's own keys, by the action's id.
-        job: The selected one. It can be started or stopped, never both: one of them has a place.
+        keymap: The user's own keys by action id.
+        job: The selected job. It can be started or stopped, never both, so these share a place.
     """
     shown = sorted((action for action in ACTIONS if action.footer), key=lambda a: a.footer)
     shown = [_own(action, keymap) for action in shown if job is None or _may_fit(action, job)]
-    # Spare ones go first, then others from the right; help and the way out stay.
+    # Drop spare ones first, then others from the right; help and quit always stay.
     may_go = [action for action in shown if not action.spare and action.group != "app"]
     may_go += [action for action in shown if action.spare]
     while may_go and width is not None and footer_width(shown) > width:
@@ -430,14 +430,14 @@ def _may_fit(action: Action, job: Job) -> bool:
 
 
 def shown_key(keys: str) -> str:
-    """Return the first of several keys as it is displayed: `ctrl+x` is `^x`."""
+    """Return the first of several keys as displayed: `ctrl+x` is `^x`."""
     key = keys.split(",")[0].strip()
     control = key.startswith("ctrl+")
     return f"^{format_key(key.removeprefix('ctrl+'))}" if control else format_key(key)
 
 
 def footer_width(actions: Sequence[Action]) -> int:
-    """Columns of a footer with these."""
+    """Return the width of a footer with these actions, in columns."""
     return (
         sum(len(f"{action.shown} {action.label}") + FOOTER_GAP for action in actions) - FOOTER_GAP
     )

@@ -1,4 +1,4 @@
-"""The keys of the job screen and its tabs, from one table each: bindings, key line and help."""
+"""The keys of the job screen and its tabs: one table each for bindings, key line and help."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 # -- key line -------------------------------------------------------------------------------
-# The last line of a screen: its keys, which can be clicked too.
+# The last line of a screen: its keys, which are also clickable.
 
 
-_GAP: Final = 2  # columns between two
-_KEPT: Final = 2  # the last ones are help and the way out
+_GAP: Final = 2  # columns between two entries
+_KEPT: Final = 2  # the last entries, help and quit, always stay
 
 
 def key_line(keys: Iterable[tuple[str, str, str]], width: int | None = None) -> Content:
-    """Return the line.
+    """Return a key line.
 
     Args:
-        keys: Action (of the screen, unless it names another place), keys as people read them,
-            what it does.
-        width: Columns. Where they are too few, those before the last two go.
+        keys: Action (on the screen, unless it has a namespace), displayed keys,
+            description.
+        width: Columns. If they do not fit, entries before the last two are dropped.
     """
     keys = list(keys)
     while width is not None and len(keys) > _KEPT and _width(keys) > width:
@@ -49,15 +49,15 @@ def _width(keys: Sequence[tuple[str, str, str]]) -> int:
 
 @dataclass(frozen=True)
 class Key:
-    """Something to press.
+    """A key of a screen.
 
     Attributes:
-        action: What Textual runs, without `action_`.
-        keys: Comma-separated, as Textual names them.
-        shown: What the key line calls them, which may mean another key's action too.
+        action: The Textual action, without `action_`.
+        keys: Comma-separated Textual key names.
+        shown: The displayed keys, which may include another entry's.
         label: A word or two.
         help: A sentence.
-        line: Whether it has a place in the key line.
+        line: Whether it is in the key line.
     """
 
     action: str
@@ -69,13 +69,13 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The action as a name, such as `go-1` of `go(1)`."""
+        """Return the action as an identifier, such as `go-1` for `go(1)`."""
         words = "".join(char if char.isalnum() or char in "_-" else " " for char in self.action)
         return "-".join(words.split())
 
 
 def bindings_of(scope: str, keys: Iterable[Key]) -> list[BindingType]:
-    """Their bindings; ids begin with the scope."""
+    """Return bindings for the keys; ids begin with the scope."""
     return [
         Binding(
             key.keys,
@@ -90,13 +90,13 @@ def bindings_of(scope: str, keys: Iterable[Key]) -> list[BindingType]:
 
 
 def line_of(keys: Iterable[Key], width: int) -> Content:
-    """Return the key line, shortened to the width; its entries can be clicked."""
+    """Return the key line, shortened to the width; entries are clickable."""
     shown: list[Key] = []
     for key in (key for key in keys if key.line):
         if width_of([*shown, key]) - _GAP > width:
             break
         shown.append(key)
-    # A bracket would begin markup.
+    # A bracket would start markup.
     return key_line(
         (f"press('{key.keys.split(',')[0]}')", key.shown.replace("[", "\\["), key.label)
         for key in shown
@@ -104,7 +104,7 @@ def line_of(keys: Iterable[Key], width: int) -> Content:
 
 
 def width_of(keys: Iterable[Key]) -> int:
-    """Return the columns of keys in the key line, with the gap behind each."""
+    """Return the columns that keys take in the key line, with the gap after each."""
     return sum(len(key.shown) + 1 + len(key.label) + _GAP for key in keys if key.line)
 
 

@@ -1,4 +1,4 @@
-"""A person's own keys: which actions there are, and what of a keymap can be done."""
+"""The user's keymap: which actions exist, and which of the user's keys are valid."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from tui.settings import Settings
 
-_COMMANDS: Final = ("tui.cli", "tui.__main__")  # all others may have keys
-# Keys of vim that move, and those that always do.
+_COMMANDS: Final = ("tui.cli", "tui.__main__")  # every other module may define keys
+# Vim's movement keys, and the standard ones.
 _VIM: Final = frozenset("hjklgG") | {"shift+g", "upper_g", "ctrl+d", "ctrl+u"}
 MOVING: Final = frozenset(
     {"left", "down", "up", "right", "home", "end", "ctrl+home", "ctrl+end", "pagedown", "pageup"}
@@ -28,13 +28,13 @@ MOVING: Final = frozenset(
 
 @dataclass
 class NamedBinding:
-    """An action that can have other keys.
+    """An action that can be rebound.
 
     Attributes:
-        id: What a keymap calls it.
-        keys: Those it has by itself.
-        does: In a few words.
-        places: Classes of screens and widgets in which it is.
+        id: Its id in keymaps.
+        keys: The default keys.
+        does: A short description.
+        places: Classes of screens and widgets that have it.
     """
 
     id: str
@@ -45,14 +45,14 @@ class NamedBinding:
 
 @dataclass(frozen=True)
 class Keymap:
-    """Keys by action, as Textual takes them, and what could not be done, a sentence each."""
+    """Keys by action in Textual's format, and a sentence for each problem."""
 
     keys: dict[str, str]
     problems: tuple[str, ...] = ()
 
 
 def known_bindings() -> dict[str, NamedBinding]:
-    """Every binding of every screen that has an id. Imports all screens: 0.1 s."""
+    """Return every binding with an id. Imports all screens, which takes 0.1 s."""
     bindings_by_id: dict[str, NamedBinding] = {}
     for place, whose in ((owner, kind) for owner in places() for kind in _ours(owner)):
         keys: dict[str, list[Binding]] = {}
@@ -72,7 +72,7 @@ def known_bindings() -> dict[str, NamedBinding]:
 
 
 def _ours(place: type[Any]) -> Iterator[type[Any]]:
-    """Classes that give a place its bindings: itself, and those of ours that it inherits from."""
+    """Return the classes that define a place's bindings: itself and its bases in our code."""
     for kind in place.__mro__:
         if kind.__module__.startswith("tui.") and vars(kind).get("BINDINGS"):
             yield kind
@@ -81,7 +81,7 @@ def _ours(place: type[Any]) -> Iterator[type[Any]]:
 
 
 def places() -> Iterator[type[Any]]:
-    """Screens, widgets and the application, as far as they have bindings of their own."""
+    """Return all screens, widgets and applications with bindings of their own."""
     for module in pkgutil.walk_packages(tui.__path__, "tui."):
         if module.name.startswith(_COMMANDS):
             continue
@@ -111,7 +111,7 @@ def settle_keymap(settings: Settings, bindings: Mapping[str, NamedBinding]) -> K
         else:
             chosen_keys[name] = chosen
     others = {} if settings.vim_keys else dict(_without_vim(bindings))
-    while clash := _find_clash(chosen_keys, others, bindings):  # what is refused may clash again
+    while clash := _find_clash(chosen_keys, others, bindings):  # a rejected key may clash again
         name, key, other = clash
         del chosen_keys[name]
         problems.append(
@@ -123,7 +123,7 @@ def settle_keymap(settings: Settings, bindings: Mapping[str, NamedBinding]) -> K
 
 
 def _normal(text: str) -> tuple[str, ...]:
-    """Keys in Textual's long names: `?` is `question_mark`."""
+    """Convert keys to Textual's long names: `?` is `question_mark`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     made = BindingsMap([Binding(part, "none", "") for part in parts])
     return tuple(made.key_to_bindings)

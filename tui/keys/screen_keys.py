@@ -1,4 +1,4 @@
-"""The keys of the screen that is shown, made from its bindings; help and palette come from here."""
+"""The keys of the current screen, from its bindings; help and palette use this."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ EVERYWHERE: Final = "Everywhere"
 
 @dataclass(frozen=True)
 class ScreenKey:
-    """One thing that can be done now.
+    """A key that works now.
 
     Attributes:
-        section: Heading.
-        shown: Keys as people read them.
+        section: Heading in the help.
+        shown: The displayed keys.
         label: A word or two.
         help: A sentence, or the label.
-        action: As Textual parses it.
-        node: Where the action is.
-        id: Of the binding, or "".
-        moves: Whether it only moves a mark or a text, as arrow keys do.
+        action: Textual's parsed action.
+        node: The node that has the action.
+        id: The binding's id, or "".
+        moves: Whether it only moves a cursor or scrolls, like arrow keys.
     """
 
     section: str
@@ -55,7 +55,7 @@ class ScreenKey:
 
     @property
     def title(self) -> str:
-        """The beginning of the help: what is done, without how."""
+        """Return the first part of the help, which says what the key does."""
         title = self.help.partition(": ")[0]
         return title[:1].upper() + title[1:]
 
@@ -74,7 +74,7 @@ def screen_keys(screen: Screen[Any]) -> list[ScreenKey]:
 
 
 def _nodes(screen: Screen[Any]) -> Iterator[DOMNode]:
-    """Yield the screen, its nodes and the application, each class once; ours, not Textual's."""
+    """Yield the screen, its nodes and the application, each class once; only our classes."""
     seen: set[type] = set()
     for node in (screen, *screen.walk_children(), screen.app):
         if type(node) not in seen and type(node).__module__.startswith("tui."):
@@ -84,13 +84,13 @@ def _nodes(screen: Screen[Any]) -> Iterator[DOMNode]:
 
 
 def _by_action(node: DOMNode, app: App[Any]) -> Mapping[str, list[Binding]]:
-    """Bindings that a class of ours adds, with a person's own keys."""
+    """Return bindings that a class of ours adds, with the user's own keys."""
     ours: set[tuple[str, str]] = set()
     for kind in type(node).__mro__:
         if kind.__module__.startswith("tui."):
             made = Binding.make_bindings(vars(kind).get("BINDINGS", []))
             ours |= {(binding.action, binding.description) for binding in made}
-    bindings = node._bindings.copy()  # no public way to what a node binds
+    bindings = node._bindings.copy()  # Textual has no public API for a node's bindings
     bindings.apply_keymap(app._keymap)
     by_action: dict[str, list[Binding]] = {}
     for binding in (
@@ -122,7 +122,7 @@ def _describe(
 
 
 def shown_keys(bindings: list[Binding], app: App[Any]) -> str:
-    """Return the keys of one action as they are displayed, each once."""
+    """Return the keys of an action as displayed, each once."""
     if bindings[0].key_display:
         return bindings[0].key_display
     keys = [binding.key for binding in bindings if not binding.key.startswith("shift+")] or [

@@ -1,1 +1,1 @@
-"""A log on the whole screen: read, searched, filtered, copied from."""
+"""The full-screen log: reading, searching, filtering, copying."""

@@ -1,7 +1,7 @@
-"""Find lines in pieces of a log, by pattern, level or time. Know no files and no widgets.
+"""Find lines in chunks of a log by pattern, level or time. Independent of files and widgets.
 
-A finder is given whole lines as bytes, piece after piece in their order, and may remember how the
-last one ended.
+A finder receives whole lines as bytes, chunk by chunk in order, and may keep state from one
+chunk to the next.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 # -- levels ---------------------------------------------------------------------------------
-# How serious a log line is, by its words. Pure.
+# The severity of a log line, judged by its words. Pure.
 
 
 class Level(IntEnum):
-    """From what can be overlooked to what cannot. `PLAIN` is a line that says nothing of it."""
+    """Severity, ascending. `PLAIN` lines have none."""
 
     DEBUG = 0
     PLAIN = 1
@@ -33,16 +33,16 @@ class Level(IntEnum):
 
     @property
     def mark(self) -> str:
-        """The letter that stands before such a line, so that colour is not all that tells."""
+        """Return the letter in front of such a line, so that color is not the only sign."""
         return "D WE"[self]
 
     @property
     def role(self) -> str:
-        """The role its colour follows from."""
+        """Return the color role."""
         return ("dim", "", "warn", "bad")[self]
 
 
-# torch's launcher puts the rank before what a rank wrote: `[rank0]: Traceback …`.
+# torch's launcher prefixes a rank's output: `[rank0]: Traceback …`.
 _RANK: Final = r"^(?:\[rank\d+\]: )?"
 _LEVELS: Final = (
     (
@@ -57,7 +57,7 @@ _LEVELS: Final = (
     (Level.WARNING, re.compile(r"\bWARN(?:ING)?\b|Warning:")),
     (Level.DEBUG, re.compile(r"\bDEBUG\b")),
 )
-# A line without any of these is neither a warning nor an error; bytes, to pass over much quickly.
+# Any warning or error contains one of these; bytes, to skip most input quickly.
 NEEDLES: Final = {
     Level.ERROR: (
         b"ERROR",
@@ -84,12 +84,12 @@ def level_of(text: str) -> Level:
 
 
 def begins_traceback(text: str) -> bool:
-    """Whether the lines after this one, to the first that is not indented, belong to it."""
+    """Return whether the following lines, up to the first unindented one, belong to this one."""
     return _TRACEBACK in text
 
 
 def goes_on(text: str) -> bool:
-    """Whether a line within a traceback is not its last."""
+    """Return whether a traceback continues after this line."""
     return _INDENTED.match(text) is not None
 
 
@@ -101,11 +101,11 @@ _STAMP: Final = re.compile(
     rb"^(?:\[?\d{4}-\d\d-\d\d[ T])?\[?([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?(?!\d)", re.MULTILINE
 )
 _SPECIAL: Final = re.compile(r"[\\^$.|?*+()\[\]{}]")
-_NEAR_END: Final = 16 << 10  # bytes at the end of a piece among which its last time is
+_NEAR_END: Final = 16 << 10  # bytes at the end of a chunk that are searched for its last time
 
 
 class Finder(Protocol):
-    """Finds lines of a kind."""
+    """Finds lines of one kind."""
 
     def find(self, data: bytes) -> list[int]:
         """Return the starts of the matching lines, ascending."""
@@ -113,24 +113,25 @@ class Finder(Protocol):
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """Compile a regular expression that is case-sensitive only if it has capital letters.
+    """Compile a regular expression that is case-sensitive only if it contains capitals.
 
-    What is no regular expression, such as `loss (`, is looked for as it stands.
+    Invalid regular expressions, such as `loss (`, are searched for literally.
     """
     flags = re.MULTILINE | (re.NOFLAG if any(char.isupper() for char in text) else re.IGNORECASE)
     try:
         return re.compile(text, flags)
-    except (re.error, OverflowError, RecursionError):  # `a{99999999999}`, a thousand brackets
+    # Such as `a{99999999999}`, or a thousand brackets.
+    except (re.error, OverflowError, RecursionError):
         return re.compile(re.escape(text), flags)
 
 
 class PatternFinder:
-    """Lines whose printed text a pattern matches."""
+    """Finds lines whose printed text matches a pattern."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         self._pattern = pattern
         self._folded = bool(pattern.flags & re.IGNORECASE)
-        # Text that means itself is found ten times as fast without the pattern.
+        # Searching literal text without the pattern is ten times as fast.
         text = pattern.pattern
         simple = text.isascii() and text.isprintable() and not _SPECIAL.search(text)
         self._literal = (text.lower() if self._folded else text).encode() if simple else b""
@@ -143,7 +144,7 @@ class PatternFinder:
         return [start for start, stop in lines_of(data) if self._search(plain(data[start:stop]))]
 
     def _search(self, text: str, at: int = 0) -> tuple[int, int] | None:
-        """First and last character of the next match."""
+        """Return the first and last character of the next match."""
         match = self._pattern.search(text, at)
         return match.span() if match else None
 
@@ -155,30 +156,30 @@ class PatternFinder:
             start = text.rfind("\n", 0, first) + 1
             stop = text.find("\n", first)
             stop = len(text) if stop < 0 else stop
-            # A pattern may reach over the end of a line, which is none in what is printed.
+            # A pattern may match across a line end, which is not part of the printed text.
             if first < len(text) and (last <= stop or self._search(text[start:stop])):
                 yield start
             at = stop + 1
 
 
 class LevelFinder:
-    """Lines of a level or worse, tracebacks as a whole.
+    """Finds lines of a level or worse; tracebacks as a whole.
 
     Args:
         least: `WARNING` or `ERROR`.
-        heads: Only the first of lines that follow each other: what to jump to.
+        heads: Only the first of consecutive lines, as targets to jump to.
     """
 
     def __init__(self, least: Level, *, heads: bool = False) -> None:
         self._least = least
         self._heads = heads
         self._needles = [n for level, some in NEEDLES.items() if level >= least for n in some]
-        self._inside = False  # a traceback
-        self._adjacent = False  # the line before was found
+        self._inside = False  # within a traceback
+        self._adjacent = False  # the previous line matched
 
     def find(self, data: bytes) -> list[int]:
         starts: list[int] = []
-        expected = 0  # where the line begins that follows the last found one
+        expected = 0  # where the line after the last match begins
         adjacent = self._adjacent
         at = self._rest(data, 0, starts) if self._inside else 0
         if at:
@@ -200,7 +201,7 @@ class LevelFinder:
         return starts
 
     def _rest(self, data: bytes, at: int, starts: list[int]) -> int:
-        """Take the lines of a traceback from `at` on; where the next other line begins."""
+        """Collect a traceback's lines from `at`; return where the next other line begins."""
         self._inside = True
         while self._inside and at < len(data):
             stop = _end_of(data, at)
@@ -212,10 +213,10 @@ class LevelFinder:
 
 
 class TimeFinder:
-    """The first line at or after a time of day, for each day that the log has.
+    """Finds the first line at or after a time of day, for each day in the log.
 
     Args:
-        seconds: Since midnight.
+        seconds: Seconds since midnight.
     """
 
     def __init__(self, seconds: int) -> None:
@@ -248,7 +249,7 @@ class TimeFinder:
 
 
 class Both:
-    """Lines that two finders find."""
+    """Finds lines that two finders both find."""
 
     def __init__(self, first: Finder, other: Finder) -> None:
         self._first = first
@@ -260,12 +261,12 @@ class Both:
 
 
 def plain(line: bytes) -> str:
-    """Return a line as printed, without colors; of a very long one, its beginning."""
+    """Return a line as printed, without colors; very long lines are cut."""
     return without_colours(clean(line[:LONGEST_LINE]))
 
 
 def lines_of(data: bytes) -> Iterator[tuple[int, int]]:
-    """First byte of each line, and its newline."""
+    """Return the first byte of each line, and its newline."""
     at = 0
     while at < len(data):
         stop = _end_of(data, at)
@@ -274,7 +275,7 @@ def lines_of(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def candidates(data: bytes, needles: list[bytes]) -> list[int]:
-    """Find the starts of lines that contain one of these, ascending."""
+    """Return the starts of lines that contain one of these, ascending."""
     starts = set()
     for needle in needles:
         at = data.find(needle)
@@ -285,7 +286,7 @@ def candidates(data: bytes, needles: list[bytes]) -> list[int]:
 
 
 def seconds_of(stamp: re.Match[bytes]) -> int:
-    """Seconds since midnight."""
+    """Return seconds since midnight."""
     hours, minutes, seconds = (int(part or 0) for part in stamp.groups())
     return hours * 3600 + minutes * 60 + seconds
 
@@ -296,23 +297,23 @@ def _end_of(data: bytes, at: int) -> int:
 
 
 # -- guarded --------------------------------------------------------------------------------
-# Regular expressions that may take forever get a deadline.
+# A deadline for regular expressions that may take forever.
 #
-# `(a|aa)+$` needs longer than the universe for a line of a hundred letters, and Python's `re`
-# lets no other thread run meanwhile: the screen would freeze. The `regex` library lets go of
-# the interpreter while it searches, and stops when it is asked to.
+# `(a|aa)+$` takes longer than the age of the universe on a line of a hundred letters, and
+# Python's `re` blocks all threads meanwhile: the screen would freeze. The `regex` library
+# releases the interpreter while it searches, and supports a timeout.
 
 
-SECONDS: Final = 2.0  # for one piece of a log, which takes milliseconds otherwise
+SECONDS: Final = 2.0  # for one chunk of a log; milliseconds are normal
 _QUOTED: Final = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
 _CHOICES: Final = re.compile(r"[*+?{|]")
 _GROUP_AGAIN: Final = re.compile(r"\)[*+?{]")
-# Characters of a line in which a pattern with that number of choices is always found soon.
+# Line lengths at which a pattern with that number of choices is always fast.
 _MARKED_UP_TO: Final = {0: 1 << 20, 1: 1 << 20, 2: 200, 3: 60}
 
 
 class TooSlowError(UserError):
-    """A pattern took longer than it may."""
+    """A pattern exceeded its deadline."""
 
 
 def choices(text: str) -> int:
@@ -321,14 +322,14 @@ def choices(text: str) -> int:
 
 
 def marked_up_to(text: str) -> int:
-    """Characters of the longest line in which matches may be looked for at once. Pure."""
+    """Return the longest line, in characters, that can be matched without a deadline. Pure."""
     if _GROUP_AGAIN.search(_QUOTED.sub("", text)):
         return 0
     return _MARKED_UP_TO.get(choices(text), 0)
 
 
 def pattern_finders(text: str) -> Callable[[], Finder]:
-    """Return a factory of finders of the lines that match; one may raise `TooSlowError`."""
+    """Return a factory of finders for matching lines; a finder may raise `TooSlowError`."""
     pattern = compile_pattern(text)
     if choices(pattern.pattern) < 2:
         return partial(PatternFinder, pattern)
@@ -336,10 +337,10 @@ def pattern_finders(text: str) -> Callable[[], Finder]:
 
 
 class _GuardedFinder(PatternFinder):
-    """Finds what a `PatternFinder` does, or gives up."""
+    """A `PatternFinder` with a deadline."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
-        import regex  # 1 % of the dashboard's start, and few searches need it
+        import regex  # 1 % of the dashboard's startup time, and few searches need it
 
         super().__init__(pattern)
         self._guarded = regex.compile(pattern.pattern, pattern.flags)

@@ -1,7 +1,7 @@
-"""A growing log file as lines: the end at once, the rest on request. Knows no widgets.
+"""A growing log file as lines: its end at once, the rest on request. Independent of widgets.
 
-Kept in memory is how many lines begin before each block of the file: kilobytes for a gigabyte.
-Text, and where lines begin in a block, are read from the file when a line is shown. One thread
+Only the number of lines before each block of the file is kept in memory: kilobytes for a
+gigabyte. Text and line starts are read from the file when a line is shown. One thread
 may call `poll` and `index_older` while another one reads lines.
 """
 
@@ -25,33 +25,33 @@ _POLL_BYTES: Final = 4 << 20
 LONGEST_LINE: Final = 8 << 10
 _FINGERPRINT: Final = 32
 _BLOCK: Final = 64 << 10
-_KEPT_BLOCKS: Final = 64  # whose line starts are remembered
+_KEPT_BLOCKS: Final = 64  # blocks whose line starts are cached
 
 _SGR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 _ESCAPE: Final = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*(?:[@-~]|$)"  # CSI, whole or cut off
+    r"\x1b(?:\[[0-?]*[ -/]*(?:[@-~]|$)"  # CSI, complete or cut off
     r"|[\]PX^_].*?(?:\x07|\x1b\\|$)"  # OSC, DCS, SOS, PM, APC with their text
-    r"|[ -/]*[0-~]?)"  # the short ones, or a lone escape at the end
+    r"|[ -/]*[0-~]?)"  # short ones, or a lone escape at the end
 )
-# A bar of tqdm with other text right behind it.
+# A tqdm bar directly followed by other text.
 _BAR: Final = re.compile(r"[^|]{0,200}?\d{1,3}%\|[^|]*\|[^\[]{0,40}\[[^\]]*\] *(?=\S)")
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\x80-\x9f]")
 
 
 class Change(Enum):
-    """What a poll found."""
+    """The result of a poll."""
 
     NOTHING = "nothing"
     GREW = "grew"
-    REPLACED = "replaced"  # first look, rotation or truncation: all lines are new
+    REPLACED = "replaced"  # first poll, rotation or truncation: all lines are new
 
 
 class LogModel:
-    """The lines of one file, which may not exist yet, grow, be truncated or be replaced.
+    """The lines of a file, which may be missing, growing, truncated or replaced.
 
     Attributes:
         path: The file.
-        generation: Changes when all lines are new; offsets of another generation mean nothing.
+        generation: Changes when all lines are new; offsets of another generation are invalid.
     """
 
     def __init__(self, path: Path, tail: int = TAIL_BYTES) -> None:
@@ -60,11 +60,11 @@ class LogModel:
         self._tail = tail
         self._lock = Lock()
         self._blocks = _Blocks()
-        self._end = 0  # bytes taken in so far
-        self._last = 0  # the first byte after the last newline
+        self._end = 0  # bytes read so far
+        self._last = 0  # the byte after the last newline
         self._fd = -1
         self._inode: tuple[int, int] | None = None
-        self._fingerprint = b""  # the bytes just before `_end`; they change when it is rewritten
+        self._fingerprint = b""  # the bytes just before `_end`, to detect a rewrite
         self._starts: OrderedDict[int, tuple[int, array[int]]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -73,13 +73,13 @@ class LogModel:
 
     @property
     def complete(self) -> bool:
-        """Whether every line from the beginning of the file is indexed."""
+        """Return whether every line from the beginning of the file is indexed."""
         with self._lock:
             return not self._blocks.begins or self._blocks.begins[0] == 0
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The first byte that is indexed and the byte after the last."""
+        """Return the first indexed byte and the byte after the last."""
         with self._lock:
             return (self._blocks.begins[0] if self._blocks.begins else self._end), self._end
 
@@ -90,7 +90,7 @@ class LogModel:
             self._fd = -1
 
     def poll(self, limit: int = _POLL_BYTES) -> Change:
-        """Take in what was appended, `limit` bytes at most; never raises for a missing file."""
+        """Read what was appended, at most `limit` bytes; never raises for a missing file."""
         try:
             stat = os.stat(self.path)
         except OSError:
@@ -103,7 +103,7 @@ class LogModel:
         return self._grow(min(stat.st_size, self._end + limit))
 
     def index_older(self, cancelled: Callable[[], bool] = lambda: False) -> int:
-        """Count lines before the tail; return how many were added at the front."""
+        """Index lines before the tail; return how many were added at the front."""
         with self._lock:
             if not self._blocks.begins or self._blocks.begins[0] == 0 or self._fd < 0:
                 return 0
@@ -122,13 +122,13 @@ class LogModel:
             return older.newlines
 
     def raw(self, index: int) -> tuple[int, int]:
-        """First byte of a line and the byte after its last; what a cache may use as its key."""
+        """Return the first byte of a line and the byte after its last; usable as a cache key."""
         with self._lock:
             more = index < self._blocks.newlines
             return self._start(index), self._start(index + 1) if more else self._end
 
     def index_of(self, offset: int) -> int:
-        """Return the number of the line with this byte; the first indexed one for earlier bytes."""
+        """Return the number of the line with this byte, or of the first indexed line."""
         with self._lock:
             block = bisect_right(self._blocks.begins, offset) - 1
             if block < 0:
@@ -137,7 +137,7 @@ class LogModel:
             return self._blocks.before[block] + bisect_left(self._newlines_of(block), within)
 
     def read(self, offset: int, size: int, generation: int) -> bytes:
-        """Bytes of the file, for who looks through it; none when it has been replaced since."""
+        """Return bytes of the file for a search; b"" if it has been replaced since."""
         with self._lock:
             if generation != self.generation or self._fd < 0:
                 return b""
@@ -152,7 +152,7 @@ class LogModel:
     def line(self, index: int) -> str:
         """Return a line that is safe to print.
 
-        SGR codes are kept, all other control codes are removed.
+        SGR codes are kept; all other control codes are removed.
         """
         start, stop = self.raw(index)
         with self._lock:
@@ -161,7 +161,7 @@ class LogModel:
             try:
                 if stop - start <= LONGEST_LINE:
                     return clean(os.pread(self._fd, stop - start, start))
-                # A progress bar that was redrawn for hours is one long line: its end counts.
+                # A progress bar that was redrawn for hours is one long line; only its end matters.
                 end = os.pread(self._fd, LONGEST_LINE, stop - LONGEST_LINE)
                 if b"\r" in end.rstrip(b"\r\n"):
                     return clean(end)
@@ -178,12 +178,12 @@ class LogModel:
             return blocks.begins[0] if blocks.begins else 0
         block = bisect_left(blocks.before, index) - 1
         newlines, nth = self._newlines_of(block), index - blocks.before[block] - 1
-        if nth >= len(newlines):  # cut off since it was counted; the next poll notices
+        if nth >= len(newlines):  # truncated since it was counted; the next poll notices
             return self._end
         return blocks.begins[block] + newlines[nth] + 1
 
     def _newlines_of(self, block: int) -> array[int]:
-        """Where a block has its newlines, as offsets in it."""
+        """Return the offsets of a block's newlines."""
         begins = self._blocks.begins
         begin = begins[block]
         stop = begins[block + 1] if block + 1 < len(begins) else self._end
@@ -197,7 +197,7 @@ class LogModel:
         return cached[1]
 
     def _rewritten(self, size: int) -> bool:
-        """Whether a file that is not shorter holds something else than what was read."""
+        """Return whether a file that is not shorter has different contents than before."""
         if size == self._end or not self._fingerprint:
             return False
         at = self._end - len(self._fingerprint)
@@ -239,15 +239,15 @@ class LogModel:
 
 
 class _Blocks:
-    """How many newlines come before each block of a file."""
+    """The number of newlines before each block of a file."""
 
     def __init__(self) -> None:
-        self.begins = array("Q")  # the first byte of each block, ascending
-        self.before = array("Q")  # newlines before it, from the first block on
+        self.begins = array("Q")  # first byte of each block, ascending
+        self.before = array("Q")  # newlines before it, counted from the first block
         self.newlines = 0
 
     def take(self, data: bytes, at: int) -> None:
-        """Count what follows the bytes so far; `at` is where it stands in the file."""
+        """Count the newlines of the next bytes; `at` is their offset in the file."""
         done = 0
         while done < len(data) or not self.begins:
             if not self.begins or at + done - self.begins[-1] >= _BLOCK:
@@ -258,7 +258,7 @@ class _Blocks:
             done = min(upto, len(data))
 
     def followed_by(self, other: _Blocks) -> _Blocks:
-        """Both, as if they had been taken one after the other."""
+        """Return both, as if counted one after the other."""
         both = _Blocks()
         both.begins = self.begins + other.begins
         both.before = self.before + array("Q", (n + self.newlines for n in other.before))
@@ -267,9 +267,9 @@ class _Blocks:
 
 
 def clean(raw: bytes) -> str:
-    """One line's bytes as printable text with SGR codes only; a progress bar's last state.
+    """Return a line's bytes as printable text with only SGR codes; bars in their last state.
 
-    What was printed behind an unfinished bar stands alone: the bar is drawn again below.
+    Text printed after an unfinished bar stands alone, since the bar is drawn again below.
     """
     text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
     if "\r" in text:

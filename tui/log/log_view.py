@@ -1,4 +1,4 @@
-"""A log file on the screen: follows its end, scrolls back, paints only what is seen."""
+"""A log file on the screen: follows its end, scrolls back, paints only visible lines."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 # -- paint ----------------------------------------------------------------------------------
-# Log lines as strips: coloured by level, with matches marked. Pure but for a cache.
+# Log lines as strips: colored by level, with marked matches. Pure but for a cache.
 
 
-GUTTER: Final = 2  # columns of the level's letter and the room after it
+GUTTER: Final = 2  # columns of the level's letter and its gap
 
 
 def paint(
@@ -46,14 +46,14 @@ def paint(
     gutter: bool = False,
     marked: re.Pattern[str] | None = None,
 ) -> Strip:
-    """One line.
+    """Return one line as a strip.
 
     Args:
-        line: Its text, which may hold SGR codes.
-        style: Gives the style of a role; `""` is that of a plain line.
+        line: Its text, which may contain SGR codes.
+        style: Returns the style of a role; `""` is a plain line.
         console: Resolves the styles.
-        gutter: Begin with the letter of its level.
-        marked: What to mark in it.
+        gutter: Begin with the level's letter.
+        marked: The pattern to mark in it.
     """
     printed = without_colours(line)
     level = level_of(printed)
@@ -93,7 +93,7 @@ def folded(strip: Strip, width: int, indent: int = 0) -> list[Strip]:
 
 
 def pieces_of(length: int, width: int, indent: int = 0) -> int:
-    """Count the pieces that `folded` makes of a number of columns."""
+    """Return the number of pieces that `folded` makes of this many columns."""
     if length <= width or width <= indent:
         return 1
     return 1 + -(-(length - width) // (width - indent))
@@ -102,11 +102,11 @@ def pieces_of(length: int, width: int, indent: int = 0) -> int:
 # -- log view -------------------------------------------------------------------------------
 
 
-_LOOK_EVERY: Final = 0.25  # seconds; following faster costs an SSH link more than it tells
+_LOOK_EVERY: Final = 0.25  # seconds; following faster costs an SSH link more than it is worth
 
 
 class LogView(ScrollView, can_focus=True):
-    """Shows one log file. `following` sticks to its end; scrolling back lets go of it."""
+    """Shows one log file. `following` stays at the end; scrolling back ends that."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"log--bad", "log--warn", "log--dim"}
     DEFAULT_CSS = """
@@ -147,7 +147,7 @@ class LogView(ScrollView, can_focus=True):
 
     @dataclass
     class Watched(Message):
-        """The watching thread found something."""
+        """A message of the watching thread."""
 
         watch: Watch
         what: Looked | Answer
@@ -160,7 +160,7 @@ class LogView(ScrollView, can_focus=True):
     ) -> None:
         """
         Args:
-            resting: Whether nobody can see the log now; asked in the watching thread.
+            resting: Whether nobody can see the log; called in the watching thread.
         """
         super().__init__(id=id)
         self._resting = resting
@@ -176,7 +176,7 @@ class LogView(ScrollView, can_focus=True):
 
     def open(self, path: Path | None, title: str) -> None:
         """Show another file from its end; None shows nothing. `title` is markup."""
-        if title != self._title:  # `border_title` gives back other markup than it was given
+        if title != self._title:  # `border_title` returns different markup than it was given
             self._title = self.border_title = title
         if self.model is not None and self.model.path == path:
             return
@@ -196,7 +196,7 @@ class LogView(ScrollView, can_focus=True):
             )
 
     def close(self) -> None:
-        """Let the watching thread end."""
+        """End the watching thread."""
         if self.watching is not None:
             self.watching.close()
 
@@ -204,7 +204,7 @@ class LogView(ScrollView, can_focus=True):
         self.close()
 
     def _tell(self, watch: Watch, what: Looked | Answer) -> None:
-        """In the watching thread."""
+        """Post a message, in the watching thread."""
         self.post_message(self.Watched(watch, what))
 
     def on_log_view_watched(self, event: Watched) -> None:
@@ -219,17 +219,17 @@ class LogView(ScrollView, can_focus=True):
             self.take_looked(event.what)
 
     def take_looked(self, looked: Looked) -> None:
-        """Take a change of the file: more lines, or other lines."""
+        """Handle a change of the file: more lines, or other lines."""
         if looked.change is Change.REPLACED:
             self._start_over()
         self.grow(looked.added)
 
     def take_answer(self, answer: Answer) -> None:
-        """Lines that were asked for; the panel asks for none."""
+        """Handle search results; the panel requests none."""
 
     @property
     def count(self) -> int:
-        """How many lines there are to show."""
+        """Return the number of lines to show."""
         return len(self.model) if self.model is not None else 0
 
     def grow(self, added: int = 0) -> None:
@@ -277,7 +277,7 @@ class LogView(ScrollView, can_focus=True):
 
     def watch_following(self, following: bool) -> None:
         self.set_class(not following, "-held")
-        self.vertical_scrollbar.position = self.scroll_y  # it had not been mounted
+        self.vertical_scrollbar.position = self.scroll_y  # it was not mounted yet
         self._say_where()
 
     def on_resize(self, event: Resize) -> None:
@@ -292,7 +292,7 @@ class LogView(ScrollView, can_focus=True):
     # -- inside ----------------------------------------------------------------------------
 
     def _move(self, change: Callable[[], object]) -> None:
-        """Scroll without taking it for the person's wish to follow or to stop following."""
+        """Scroll without changing whether the end is followed."""
         self._moving = True
         try:
             change()
@@ -300,8 +300,9 @@ class LogView(ScrollView, can_focus=True):
             self._moving = False
 
     def _to_end(self) -> None:
-        # `scroll_end` would wait for a refresh, and lines that come meanwhile would look as if
-        # the person had scrolled back.
+        # `scroll_end` would wait for a refresh; lines that arrive meanwhile would look as if the
+        # user
+        # had scrolled back.
         self._move(lambda: self.scroll_to(y=self.max_scroll_y, animate=False, force=True))
 
     def _start_over(self) -> None:

@@ -1,4 +1,4 @@
-"""The log view that is read: with a cursor, folded lines, marked matches, only some lines."""
+"""The log view for reading: a cursor, folded lines, marked matches, filtered lines."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 # -- pages ----------------------------------------------------------------------------------
 # Which lines fill a page when long ones are folded into several rows. Pure.
 #
-# `rows_of` gives the rows of a line. Lines are read from where the page is, so that a page of
-# a log with millions of them costs as much as one of a short log.
+# `rows_of` gives the rows of a line. Lines are read from the current page only, so a page of
+# a log with millions of lines costs as much as one of a short log.
 
 
-Page = list[tuple[int, int]]  # line and which of its rows, for each row of the screen
+Page = list[tuple[int, int]]  # for each row of the screen, a line and the number of its row
 
 
 def page(top: int, height: int, count: int, rows_of: Callable[[int], int]) -> Page:
@@ -55,7 +55,7 @@ def last_page(height: int, count: int, rows_of: Callable[[int], int]) -> Page:
     while top > 0 and len(rows) < height:
         top -= 1
         rows = [(top, row) for row in range(rows_of(top))] + rows
-    if rows and rows[-1][0] == count - 1:  # a last line that is higher than the page shows its end
+    if rows and rows[-1][0] == count - 1:  # a last line taller than the page shows its end
         end = rows_of(count - 1)
         rows += [(count - 1, row) for row in range(rows[-1][1] + 1, end)]
     return rows[-height:] if height else []
@@ -70,7 +70,7 @@ def top_for(line: int, height: int, rows_of: Callable[[int], int]) -> int:
 
 
 def last_top(height: int, count: int, rows_of: Callable[[int], int]) -> int:
-    """Return the last line that a page may begin with: that page shows the log's end."""
+    """Return the last line that a page may begin with; that page shows the log's end."""
     return top_for(count - 1, height, rows_of)
 
 
@@ -81,16 +81,16 @@ _MOST_COPIED = 50_000  # lines
 
 
 class LogReader(LogView, inherit_bindings=False):
-    """Shows the lines of a log, or some of them; the screen around it knows why which.
+    """Shows log lines, optionally filtered. The screen owns the filter.
 
-    A row is a line that is shown: of the file, or of `only`. While the end is followed there is no
-    cursor; what moves away from the end sets it.
+    A row is a displayed line: of the file, or of `only`. While the end is followed there is no
+    cursor; moving away from the end sets it.
 
     Attributes:
-        only: The lines that are shown, when not all are.
+        only: The lines to show, if not all.
         cursor: The row that keys move.
-        origin: The row at the other end of what is selected.
-        marked: What is marked in the lines.
+        origin: The row at the other end of the selection.
+        marked: The pattern marked in the lines.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"log--match", "log--cursor", "log--selected"}
@@ -108,14 +108,14 @@ class LogReader(LogView, inherit_bindings=False):
 
     @dataclass
     class Moved(Message):
-        """What there is to say of the place has changed."""
+        """The displayed position has changed."""
 
         def can_replace(self, message: Message) -> bool:
             return isinstance(message, LogReader.Moved)
 
     @dataclass
     class Answered(Message):
-        """What was asked of the watching thread."""
+        """An answer of the watching thread."""
 
         answer: Answer
 
@@ -136,11 +136,11 @@ class LogReader(LogView, inherit_bindings=False):
 
     @property
     def row(self) -> int:
-        """Where the person is: the cursor, or the end that is followed."""
+        """Return the current row: the cursor, or the end that is followed."""
         return max(0, self.count - 1) if self.following else min(self.cursor, self.count - 1)
 
     def line_of(self, row: int) -> int:
-        """Return the number of a row's line in the file, from 0."""
+        """Return the line number of a row in the file, from 0."""
         if self.only is None or self.model is None:
             return row
         return self.model.index_of(self.only[row]) if 0 <= row < len(self.only) else 0
@@ -152,7 +152,7 @@ class LogReader(LogView, inherit_bindings=False):
         return self.only[row] if self.only is not None else self.model.raw(row)[0]
 
     def row_of(self, offset: int) -> int:
-        """Return the row of the line that begins there, or the nearest before it."""
+        """Return the row of the line that begins at this byte, or the nearest before it."""
         if self.model is None:
             return 0
         if self.only is not None:
@@ -164,7 +164,7 @@ class LogReader(LogView, inherit_bindings=False):
 
         Args:
             hits: The lines.
-            offset: The line to go to, or None for where the person is.
+            offset: The line to go to; None stays at the current one.
         """
         before, self.only = self.only, hits
         if offset is not None:
@@ -270,7 +270,7 @@ class LogReader(LogView, inherit_bindings=False):
         return paint(line, self._style, self.app.console, gutter=True, marked=marked)
 
     def mark(self, pattern: re.Pattern[str] | None, up_to: int) -> None:
-        """Mark what matches in every line of at most this many characters."""
+        """Mark matches in every line of at most this many characters."""
         self.marked, self._marked_up_to = pattern, up_to
         self._strips.clear()
         self.refresh()
@@ -290,7 +290,7 @@ class LogReader(LogView, inherit_bindings=False):
 
     @property
     def page_size(self) -> int:
-        """How many lines a page moves by."""
+        """Return how many lines a page moves by."""
         return max(1, len({row for row, _ in self._rows()}) - 1)
 
     def go(self, by: int) -> None:
@@ -302,11 +302,11 @@ class LogReader(LogView, inherit_bindings=False):
             self.go_to(max(0, at + by), jump=False)
 
     def go_to(self, row: int, *, jump: bool = True) -> None:
-        """Put the cursor on a row and show it.
+        """Move the cursor to a row and show it.
 
         Args:
-            row: Which.
-            jump: If it is not on the screen, show what is around it too.
+            row: The row.
+            jump: If it is off screen, show its surroundings too.
         """
         self.following = False
         self.cursor = max(0, min(row, self.count - 1))
@@ -324,7 +324,7 @@ class LogReader(LogView, inherit_bindings=False):
         self.post_message(self.Moved())
 
     def _cut_off(self, shown: list[int]) -> bool:
-        """Whether rows of the cursor's line are beyond the screen that would fit on it."""
+        """Return whether rows of the cursor's line are off screen although they would fit."""
         height = self._rows_of(self.cursor)
         return shown.count(self.cursor) < min(height, self.size.height)
 
@@ -341,7 +341,7 @@ class LogReader(LogView, inherit_bindings=False):
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        if not self._moving and not self.following:  # the wheel, or the scrollbar
+        if not self._moving and not self.following:  # by the wheel or the scrollbar
             shown = [row for row, _ in self._rows()]
             if shown:
                 self.cursor = max(shown[0], min(self.cursor, shown[-1]))
@@ -387,12 +387,12 @@ class LogReader(LogView, inherit_bindings=False):
 
     @property
     def selected(self) -> tuple[int, int]:
-        """The first row that is selected and the last."""
+        """Return the first and last selected row."""
         other = self.row if self.origin is None else min(self.origin, max(0, self.count - 1))
         return min(other, self.row), max(other, self.row)
 
     def select(self, on: bool) -> None:
-        """Begin to select at the cursor, or select nothing."""
+        """Start a selection at the cursor, or clear it."""
         if on:
             self.go_to(self.row)
             self.origin = self.row

@@ -1,4 +1,4 @@
-"""Look through a log for lines, piece by piece, its end first. Knows no widgets."""
+"""Search a log for lines, chunk by chunk, its end first. Independent of widgets."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from tui.log.log_model import LogModel
 
 
-# Small, so that a search that nothing interrupts in C keeps the screen waiting for a moment only.
+# Small, so that a search that blocks the interpreter in C delays the screen only briefly.
 _PIECE: Final = 256 << 10
 TAIL: Final = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Hits:
-    """The lines found so far, as offsets in the file, ascending; immutable.
+    """The lines found so far, as ascending offsets in the file; immutable.
 
     Attributes:
-        share: How much of the file was looked through, from 0 to 1.
-        split: Where the end of the file begins that was looked through first.
-        generation: Of the log that the offsets are of.
+        share: How much of the file was searched, from 0 to 1.
+        split: Where the end of the file begins that was searched first.
+        generation: The log's generation that the offsets belong to.
     """
 
     older: array[int] = field(default_factory=lambda: array("Q"))
     newer: array[int] = field(default_factory=lambda: array("Q"))
     n_older: int = 0
     n_newer: int = 0
-    unfinished: int | None = None  # the last line, while it has no end yet
+    unfinished: int | None = None  # the last line, while it has no newline
     share: float = 0.0
     generation: int = 0
     split: int = 0
@@ -61,7 +61,7 @@ class Hits:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Changes when there is something to tell."""
+        """Return a value that changes whenever there is something to report."""
         counts = self.generation, self.n_older, self.n_newer, self.unfinished
         return *counts, round(self.share, 2), self.complete
 
@@ -80,15 +80,15 @@ class Hits:
 
 
 class Scan:
-    """One look through one log. A single thread works; what it found is handed over as `Hits`.
+    """One search through one log. A single thread works; results are handed over as `Hits`.
 
-    The end of the file, which is what is on the screen, comes first, then the rest from the
-    beginning on; what is appended meanwhile is read before more of the rest.
+    The end of the file, which is on the screen, comes first, then the rest from the beginning;
+    appended data is searched before the rest continues.
 
     Args:
         model: The log, all of whose lines are indexed.
-        make: Makes finders: one for what is older, one for what is newer.
-        tail: Bytes at the end to begin with; 0 for all in the order of the file.
+        make: Makes finders: one for older lines, one for newer ones.
+        tail: Bytes at the end to search first; 0 searches in file order.
     """
 
     def __init__(self, model: LogModel, make: Callable[[], Finder], tail: int = TAIL) -> None:
@@ -107,7 +107,7 @@ class Scan:
 
     @property
     def hits(self) -> Hits:
-        """What was found so far."""
+        """Return what was found so far."""
         _, end = self._model.extent
         left = self._older.left(end) + self._newer.left(end)
         if self._judged == (self._newer.at, end):
@@ -126,7 +126,7 @@ class Scan:
         )
 
     def work(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Look on for about so long; whether there is more to look at."""
+        """Search for about this long; return whether there is more to search."""
         deadline = time.monotonic() + seconds
         while not cancelled():
             if not (self._newer.step() or self._older.step()):
@@ -137,7 +137,7 @@ class Scan:
         return False
 
     def _look_at_the_unfinished(self) -> None:
-        """Check the unfinished last line, which may never be finished if its writer was killed."""
+        """Search the unfinished last line, which stays unfinished if its writer was killed."""
         _, end = self._model.extent
         at = self._newer.at
         if (at, end) == self._judged:
@@ -150,7 +150,7 @@ class Scan:
 
 
 class _Stretch:
-    """A part of the file and what was found in it."""
+    """A part of the file and the lines found in it."""
 
     def __init__(self, model: LogModel, finder: Finder, at: int, stop: int | None) -> None:
         self.starts = array("Q")
@@ -158,14 +158,14 @@ class _Stretch:
         self._model = model
         self._generation = model.generation
         self._finder = finder
-        self._stop = stop  # None: where the file ends, which moves
-        self._inside = False  # a line whose beginning was searched
+        self._stop = stop  # None: the end of the file, which moves
+        self._inside = False  # within a line whose beginning was searched
 
     def left(self, end: int) -> int:
         return (end if self._stop is None else self._stop) - self.at
 
     def step(self) -> bool:
-        """Look at one more piece of whole lines; whether there was one."""
+        """Search one more chunk of whole lines; return whether there was one."""
         left = self.left(self._model.extent[1])
         if left <= 0:
             return False
@@ -174,7 +174,7 @@ class _Stretch:
         if not whole:
             if len(data) < _PIECE:
                 return False
-            whole = len(data)  # one endless line: its beginning counts
+            whole = len(data)  # one endless line: only its beginning is searched
         begin = data.find(b"\n") + 1 if self._inside else 0
         if self._inside and not begin:
             begin = whole
@@ -188,15 +188,15 @@ class _Stretch:
 
 
 def step_from(hits: Hits, offset: int, forward: bool) -> int | None:
-    """Return the number of the next hit from a line on.
+    """Return the number of the next hit from a line.
 
     Args:
-        hits: At least one, or none.
-        offset: Where the line begins. Forward, a hit there counts; backward it does not.
-        forward: Which way.
+        hits: The hits.
+        offset: Where the line begins. A hit there counts forward, not backward.
+        forward: The direction.
 
     Returns:
-        The number; -1 when there is none that way; None while that cannot be known yet.
+        The number; -1 if there is none in that direction; None while unknown.
     """
     if forward:
         number = hits.at_or_after(offset)
@@ -217,10 +217,10 @@ def nearest(hits: Hits, offset: int) -> int:
 
 
 # -- watch ----------------------------------------------------------------------------------
-# Follow a log and look through it, in one thread. Knows no widgets.
+# Follow and search a log in one thread. Independent of widgets.
 
 
-_WORK: Final = 0.05  # seconds of searching, after which the end of the file is read again
+_WORK: Final = 0.05  # seconds of searching before the end of the file is read again
 _TELL_EVERY: Final = 4  # of these
 
 
@@ -235,7 +235,7 @@ class Looked:
 
 @dataclass(frozen=True)
 class Answer:
-    """The hits of a search so far. `number` is the one that `ask` returned.
+    """Hits of a search so far. `number` is the value that `ask` returned.
 
     `problem` says why the search ended.
     """
@@ -253,16 +253,16 @@ class _Question:
     tail: int
     scan: Scan | None = None
     posted: tuple[object, ...] = ()
-    turns: int = 0  # since its last answer
+    turns: int = 0  # turns since its last answer
 
 
 class Watch:
-    """The life of one open log.
+    """The thread that follows one open log.
 
     Args:
         model: The log; closed when the watch ends.
-        every: Seconds between two looks.
-        resting: Whether nobody can see the log now; asked in the thread.
+        every: Seconds between refreshes.
+        resting: Whether nobody can see the log; called in the thread.
     """
 
     def __init__(
@@ -278,15 +278,15 @@ class Watch:
         self._asked = 0
 
     def ask(self, name: str, make: Callable[[], Finder] | None, tail: int = TAIL) -> int:
-        """Look for other lines under this name from now on; None for none.
+        """Start a search under this name, replacing the previous one; None stops it.
 
         Args:
-            name: Of what is asked.
-            make: Makes what finds the lines.
-            tail: Bytes at the end to begin with; 0 for all in the order of the file.
+            name: The search's name.
+            make: Makes the finders.
+            tail: Bytes at the end to search first; 0 searches in file order.
 
         Returns:
-            The number of the question, which its answers carry.
+            The number of the search, which its answers carry.
         """
         with self._lock:
             self._asked += 1
@@ -297,12 +297,12 @@ class Watch:
         return self._asked
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         self._closed.set()
         self._wake.set()
 
     def run(self, post: Callable[[Looked | Answer], None]) -> None:
-        """Post what changes and what searches find, until closed."""
+        """Post changes and search results until closed."""
         failed = ""
         while not self._closed.is_set():
             more = False
@@ -321,7 +321,7 @@ class Watch:
         self.model.close()
 
     def _drop(self, name: str, number: int) -> None:
-        """Look for it no more, unless something else is asked for by now."""
+        """Stop this search, unless another one has replaced it."""
         with self._lock:
             if (now := self._questions.get(name)) is not None and now.number == number:
                 del self._questions[name]
@@ -340,7 +340,7 @@ class Watch:
             post(Looked(Change.NOTHING, added))
 
     def _look_through(self, post: Callable[[Looked | Answer], None]) -> bool:
-        """Work on each question for a short time; return whether there is more to do."""
+        """Work on each search for a short time; return whether there is more to do."""
         with self._lock:
             questions = dict(self._questions)
         more = False
@@ -362,7 +362,7 @@ class Watch:
                 continue
             hits = scan.hits
             more = more or goes_on
-            # While much is looked through, telling each bit of it would keep the screen busy.
+            # Reporting every bit of a long search would keep the screen busy.
             question.turns = (question.turns + 1) % _TELL_EVERY if goes_on else 0
             if question.turns == 0 and hits.state != question.posted:
                 question.posted = hits.state

@@ -1,4 +1,4 @@
-"""A log on the whole screen."""
+"""The full-screen log."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 # -- sources --------------------------------------------------------------------------------
-# Which logs a job has, and how a title offers them.
+# The logs of a job, and how a title offers them.
 
 
-_MOST_RANKS = 4  # of the ranks beside the shown one that the title has room for
+_MOST_RANKS = 4  # ranks in the title beside the current one
 
 
 class Source(NamedTuple):
@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
 
 def log_sources(job: Job) -> list[Source]:
-    """Each rank's log, then the launcher's and the supervisor's."""
+    """Return each rank's log, then the launcher's and the supervisor's."""
     ranks = [Source(f"rank {rank}", job.run_dir.rank_log(rank)) for rank in range(job.ranks)]
     return [
         *ranks,
@@ -56,7 +56,7 @@ def log_title(sources: Sequence[Source], shown: int) -> str:
 
 
 def log_choices(sources: Sequence[Source], shown: int) -> str:
-    """Markup: the shown log, and the others to click on; far ranks are omitted."""
+    """Return markup for the current log and clickable others; distant ranks are omitted."""
     parts = []
     ranks = len(sources) - 2
     for index, source in enumerate(sources):
@@ -72,8 +72,8 @@ def log_choices(sources: Sequence[Source], shown: int) -> str:
 # -- screen ---------------------------------------------------------------------------------
 
 
-# Action, keys as people read them, what it does; the first are kept the longest. What can be done
-# with the job stands between the two.
+# Action, displayed keys, description; the first ones are dropped last. Job actions are
+# inserted between the two.
 _FIRST: Final = (
     ("dismiss_or_undo", "esc", "close"),
     ("ask('search')", "/", "search"),
@@ -91,7 +91,7 @@ _MORE: Final = (
     ("next_log", "]", "next log"),
     ("next_match", "n", "next match"),
 )
-_PROMPTS: Final = {  # what is asked for: the sign before it, and what may be typed
+_PROMPTS: Final = {  # type of input: its prompt sign, and what may be typed
     "search": ("/", "text or regular expression · capitals make it case-sensitive"),
     "filter": ("&", "show only matching lines · empty: all lines"),
     "place": (":", "line 1200 · percentage 50% · time 14:05 or 14:05:30"),
@@ -99,7 +99,7 @@ _PROMPTS: Final = {  # what is asked for: the sign before it, and what may be ty
 
 
 class LogScreen(OfOneJob[int]):
-    """The logs of a job, one at a time. Gives back the number of the one that was shown."""
+    """The logs of a job, one at a time. Returns the number of the last one shown."""
 
     CSS_PATH = "log.tcss"
     AUTO_FOCUS = "#reader"
@@ -235,9 +235,9 @@ class LogScreen(OfOneJob[int]):
     def __init__(self, job: Job, shown: int = 0, *, ask: str = "") -> None:
         """
         Args:
-            job: Whose logs.
-            shown: Which of them, as `log_sources` has them.
-            ask: What to ask for at once: `search`, `filter` or `place`.
+            job: The job.
+            shown: Which log, as in `log_sources`.
+            ask: The input to open at once: `search`, `filter` or `place`.
         """
         super().__init__(job)
         self.sources = log_sources(job)
@@ -259,7 +259,7 @@ class LogScreen(OfOneJob[int]):
         with Horizontal(id="log-prompt"):
             yield Static("", id="log-sign", markup=False)
             yield self.prompt
-        self.key_line.auto_links = False  # they would all get one colour
+        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_mount(self) -> None:
@@ -311,7 +311,7 @@ class LogScreen(OfOneJob[int]):
     # -- asking ----------------------------------------------------------------------------
 
     def action_ask(self, what: str) -> None:
-        """Open the line in which a search, a filter or a place is typed."""
+        """Open the input line for a search, a filter or a place."""
         self._asking = what
         sign, help_text = _PROMPTS[what]
         self.query_one("#log-sign", Static).update(sign)
@@ -343,7 +343,7 @@ class LogScreen(OfOneJob[int]):
         self.reader.focus()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While something is typed, only escape is a key of the screen."""
+        """Disable the screen's keys, except escape, while the input line is open."""
         if self.prompt.has_focus and action not in ("dismiss_or_undo", "command_palette"):
             return False
         return super().check_action(action, parameters)

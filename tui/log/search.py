@@ -1,4 +1,4 @@
-"""What is looked for in a log that is read: its filter, its search, errors and times."""
+"""Searching a log in the reader: filter, search, errors and times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # -- places ---------------------------------------------------------------------------------
-# What a person typed to go to a place in a log, or to see a part of it. Pure.
+# What a user types to go to a place in a log, or to filter it. Pure.
 
 
 _TIME: Final = re.compile(r"(\d\d?):(\d\d)(?::(\d\d))?")
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Share:
-    """A part of the way through the log, from 0 to 1."""
+    """A position as a fraction of the log, from 0 to 1."""
 
     part: float
 
@@ -59,7 +59,7 @@ Place = Line | Share | Time
 
 
 def place_of(text: str) -> Place:
-    """`1200` a line, `50%` a part, `14:05` or `14:05:30` a time of day.
+    """Parse a place: line `1200`, fraction `50%`, or time of day `14:05` or `14:05:30`.
 
     Raises:
         UserError: It is not one of these.
@@ -81,7 +81,7 @@ def place_of(text: str) -> Place:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which lines are shown: those with a pattern, of a level or worse, or both."""
+    """Which lines to show: those that match a pattern, of a level or worse, or both."""
 
     pattern: str = ""
     least: Level = Level.PLAIN
@@ -91,7 +91,7 @@ class Filter:
 
     @property
     def words(self) -> str:
-        """`“loss” · warnings and errors`."""
+        """Return `“loss” · warnings and errors`."""
         levels = {Level.WARNING: "warnings and errors", Level.ERROR: "errors"}
         parts = [f"“{self.pattern}”" if self.pattern else "", levels.get(self.least, "")]
         return " · ".join(part for part in parts if part)
@@ -102,7 +102,7 @@ class Filter:
         return Filter(self.pattern, steps.get(self.least, Level.PLAIN))
 
     def finder(self) -> Callable[[], Finder] | None:
-        """Return a factory of finders of the filter's lines; None if all lines are shown."""
+        """Return a factory of finders for the filter's lines; None if all lines are shown."""
         makes: list[Callable[[], Finder]] = []
         if self.least > Level.PLAIN:
             makes.append(lambda: LevelFinder(self.least))
@@ -114,7 +114,7 @@ class Filter:
 def both(
     first: Callable[[], Finder], other: Callable[[], Finder] | None = None
 ) -> Callable[[], Finder]:
-    """Return a factory of finders of the lines that both find."""
+    """Return a factory of finders for lines that both find."""
     return first if other is None else lambda: Both(first(), other())
 
 
@@ -132,23 +132,23 @@ _NOTHING = {
 
 @dataclass
 class _Jump:
-    """Where to go once it is known. Forward, a hit at `offset` counts."""
+    """A pending jump. Forward, a hit at `offset` counts."""
 
     offset: int
     forward: bool
 
 
 class Finding:
-    """Asks the thread that watches a reader's log, and moves the reader by the answers.
+    """Sends searches to the thread that watches a reader's log, and moves the reader to results.
 
     Args:
-        reader: Shows the log.
-        tell: Says something in passing.
+        reader: The reader.
+        tell: Shows a transient message.
 
     Attributes:
         filter: Which lines are shown.
-        pattern: What is searched for.
-        hits: What was found, by what it was looked for as.
+        pattern: The current search.
+        hits: Results by the name of the search.
     """
 
     def __init__(self, reader: LogReader, tell: Callable[[str], None]) -> None:
@@ -159,12 +159,12 @@ class Finding:
         self._tell = tell
         self._numbers: dict[Name, int] = {}
         self._jumps: dict[Name, _Jump] = {}
-        self._keep: int | None = None  # the line to stay at while the filter looks for its lines
+        self._keep: int | None = None  # the line to stay at while the filter is applied
 
     # -- asking ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Another log was opened: look for the same in it."""
+        """Repeat the searches in a newly opened log."""
         self.hits.clear()
         self._jumps.clear()
         self._numbers.clear()
@@ -176,7 +176,7 @@ class Finding:
             self._ask_search()
 
     def show_only(self, chosen: Filter) -> None:
-        """Show the lines that a filter leaves, and stay near the line where the person is."""
+        """Apply a filter, and stay near the current line."""
         reader = self.reader
         where = reader.offset_of(reader.row)
         self.filter = chosen
@@ -188,7 +188,7 @@ class Finding:
             self._ask_errors()
 
     def search(self, text: str) -> None:
-        """Search from here on; from the end back when that is followed. Nothing ends the search."""
+        """Search from the current line, or backward from a followed end. "" clears the search."""
         self.pattern = text
         pattern = compile_pattern(text)
         self.reader.mark(pattern if text else None, marked_up_to(pattern.pattern))
@@ -197,20 +197,20 @@ class Finding:
             self._jump("search", self._here(forward=not self.reader.following, stay=True))
 
     def next_match(self, forward: bool) -> None:
-        """Go to the next match, or the one before."""
+        """Go to the next match, or the previous one."""
         if self.pattern:
             self._jump("search", self._here(forward))
         else:
             self._tell("no search text; press / to search")
 
     def next_error(self, forward: bool) -> None:
-        """Go to the next error, warning not included, or the one before."""
+        """Go to the next error, skipping warnings, or the previous one."""
         if "errors" not in self._numbers:
             self._ask_errors()
         self._jump("errors", self._here(forward and not self.reader.following))
 
     def go_to(self, place: Place) -> None:
-        """Go to a line, a part of the way, or a time."""
+        """Go to a line, a fraction of the log, or a time."""
         reader, model = self.reader, self.reader.model
         if model is None or not reader.count:
             return
@@ -245,11 +245,11 @@ class Finding:
     # -- answers ---------------------------------------------------------------------------
 
     def take(self, answer: Answer) -> None:
-        """Take an answer; it may be followed by longer ones."""
+        """Handle search results; more may follow."""
         name: Name = answer.name  # type: ignore[assignment]  # only we ask
         model = self.reader.model
         if self._numbers.get(name) != answer.number or model is None:
-            return  # of what is looked for no more
+            return  # from a search that has been replaced
         if answer.problem:
             self._give_up(name, answer.problem)
             return
@@ -276,7 +276,7 @@ class Finding:
             self._keep = None
 
     def _here(self, forward: bool, *, stay: bool = False) -> _Jump:
-        """From where the person is. `stay`: what is found on that line counts."""
+        """Return a jump from the current line. `stay`: a hit on that line counts."""
         reader = self.reader
         if reader.following and not forward:
             _, end = reader.model.extent if reader.model is not None else (0, 0)
@@ -284,7 +284,7 @@ class Finding:
         return _Jump(reader.offset_of(reader.row) + (forward and not stay), forward)
 
     def _jump(self, name: Name, jump: _Jump) -> None:
-        """Go there now if it is known where that is, or else when it is."""
+        """Jump now if the target is known, else once it is."""
         self._jumps.pop(name, None)
         hits = self.hits.get(name)
         number = step_from(hits, jump.offset, jump.forward) if hits is not None else None
@@ -304,7 +304,7 @@ class Finding:
 
     @property
     def is_looking(self) -> float | None:
-        """How much of the file the slowest question has seen; None when all are answered."""
+        """Return how much of the file the slowest search has covered; None when all are done."""
         shares = [
             self.hits[name].share if name in self.hits else 0.0
             for name in self._numbers
@@ -314,7 +314,7 @@ class Finding:
 
     @property
     def words(self) -> list[str]:
-        """What is looked for and what came of it."""
+        """Describe the search and its results."""
         words = []
         if self.filter:
             words.append(f"only {self.filter.words}")
@@ -331,7 +331,7 @@ class Finding:
         more = "" if hits.complete else "+"
         here = self.reader.offset_of(self.reader.row)
         number = hits.at_or_after(here)
-        countable = hits.complete or number < hits.n_older  # how many come before it
+        countable = hits.complete or number < hits.n_older  # its number is known
         if countable and not self.reader.following and number < len(hits) and hits[number] == here:
             return f"{number + 1:,} of {len(hits):,}{more}"
         return f"{len(hits):,}{more} line{'s' * (len(hits) != 1)}"

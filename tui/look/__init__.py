@@ -1,1 +1,1 @@
-"""Looking at jobs and devices again and again, in threads. Knows no widgets."""
+"""Polling of jobs and devices, in threads. Independent of widgets."""

@@ -1,4 +1,4 @@
-"""Look at jobs and devices once a second, in a thread. Knows no widgets."""
+"""Poll jobs and devices once a second, in a thread. Independent of widgets."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
 
 
 # -- gpu history ----------------------------------------------------------------------------
-# How busy and how full each GPU was in the last minutes, for graphs. Knows no clock.
+# Recent utilization and memory use of each GPU, for graphs. Takes times as arguments.
 
 
-EVERY: Final = 2.0  # seconds of a column; a line is sent again whenever a column is added
+EVERY: Final = 2.0  # seconds per column; each added column sends the line again
 _COLUMNS: Final = 240  # eight minutes
 
 
 class History:
-    """Averages of what the driver says. One thread adds; what is shown is replaced, not changed."""
+    """Averages of driver samples. One thread adds; published values are replaced, not changed."""
 
     def __init__(self) -> None:
         self.shown: dict[str, tuple[int | None, ...]] = {}
-        self.filled: dict[str, tuple[int | None, ...]] = {}  # percent of the memory in use
+        self.filled: dict[str, tuple[int | None, ...]] = {}  # memory use in percent
         self._columns: dict[str, deque[int | None]] = {}
         self._memory: dict[str, deque[int | None]] = {}
-        self._seen: dict[str, list[int]] = {}  # of the column that is being filled
+        self._seen: dict[str, list[int]] = {}  # the column in progress
         self._until = 0.0
 
     def add(self, now: float, gpus: Sequence[Gpu]) -> None:
-        """Add a sample of each GPU. Every two seconds their average becomes a column."""
+        """Add a sample of each GPU. Every two seconds, the average becomes a column."""
         for gpu in gpus:
             seen = self._seen.setdefault(gpu.uuid, [])
             if gpu.utilisation is not None:
                 seen.append(gpu.utilisation)
         if now < self._until:
             return
-        self._until = now + EVERY - 0.25  # looks come a little early and late
+        self._until = now + EVERY - 0.25  # polls may be a little early or late
         for uuid, seen in self._seen.items():
             columns = self._columns.setdefault(uuid, deque(maxlen=_COLUMNS))
             columns.append(round(sum(seen) / len(seen)) if seen else None)
@@ -76,17 +76,18 @@ class History:
 
 
 PERIOD: Final = 1.0  # seconds
-_POLL_BYTES: Final = 1 << 20  # of one event log at a time, so that the screen's thread gets a turn
-# Of what is long, at first: the rows need not wait for it. Each look after that takes twice more.
+_POLL_BYTES: Final = 1 << 20  # per event log and poll, so that the screen's thread is not starved
+# Events of a long log read at first; rows do not wait for it. Each later poll reads twice as much.
 _POLLS_PER_LOOK: Final = 2
-_TURN: Final = 0.2  # seconds for the screen's thread to draw what was published of a long log
+# Seconds for the screen's thread to draw the part of a long log that was published.
+_TURN: Final = 0.2
 _ENDED_AT_FIRST: Final = 25
-_ENDED_PER_LOOK: Final = 250  # of those whose files have to be read
+_ENDED_PER_LOOK: Final = 250  # jobs whose files have to be read
 _KEPT_LOGS: Final = 6  # event logs of ended jobs that were selected
 
 
 class Collector:
-    """Makes snapshots. One thread runs `run`; any thread may set `selected` and `wake` it."""
+    """Makes snapshots. One thread runs `run`; any thread may set `selected` and call `wake`."""
 
     def __init__(
         self, store: Store, selected: int | None = None, period: float | None = None
@@ -94,8 +95,8 @@ class Collector:
         """
         Args:
             store: The jobs.
-            selected: The job to look at closely.
-            period: Seconds between two looks; default `PERIOD`.
+            selected: The job to collect details of.
+            period: Seconds between polls; default `PERIOD`.
         """
         self.store = store
         self.selected = selected
@@ -104,28 +105,28 @@ class Collector:
         self._closed = Event()
         self._logs: OrderedDict[int, EventLog] = OrderedDict()
         self._ended: dict[int, tuple[float | None, Progress]] = {}
-        self._resting: dict[int, JobView] = {}  # of jobs that do not run
-        self._present: dict[str, int] = {}  # GPUs, by their UUID
+        self._resting: dict[int, JobView] = {}  # of jobs that are not running
+        self._present: dict[str, int] = {}  # GPU indices by UUID
         self._curve = Curve(-1)
-        self._share = self._polls = _POLLS_PER_LOOK  # of a look, and what is left of it
-        self._behind = False  # a log has more than was read of it
+        self._share = self._polls = _POLLS_PER_LOOK  # per poll, and what is left of it
+        self._behind = False  # a log has unread data
         self._history = History()
         self._list = JobList(store)
         self._groups = Groups()
-        self._differing: dict[int, dict[str, Any]] = {}  # of jobs of sweeps
-        self._lows: dict[int, float | None] = {}  # validation losses, of ended jobs of sweeps
+        self._differing: dict[int, dict[str, Any]] = {}  # of jobs in sweeps
+        self._lows: dict[int, float | None] = {}  # validation losses of ended jobs in sweeps
         self._clocks = Clocks()
         self._forecast, self._outlook = Forecast(), Outlook()
-        self._listed: list[Job] | None = None  # as it was listed, and in the order of the screen
+        self._listed: list[Job] | None = None  # in the store's order, and in display order
         self._jobs: list[Job] = []
         self._ids: set[int] = set()
-        self._moving: dict[int, int] | None = None  # places of views that change; None: any may
+        self._moving: dict[int, int] | None = None  # indices of views that change; None: any may
         self._shown: int | None = None  # the job shown in detail
-        self._views: tuple[JobView, ...] = ()  # what was read last stays when reading fails
-        self._untended = ""  # why the queue could not be tended; one thread writes, one reads
+        self._views: tuple[JobView, ...] = ()  # the last views stay when reading fails
+        self._untended = ""  # why the queue could not be updated; one thread writes, one reads
 
     def run(self, publish: Callable[[Snapshot], None]) -> None:
-        """Look until closed. A failure is published, and the next look is made all the same."""
+        """Poll until closed. Failures are published, and polling continues."""
         while not self._closed.is_set():
             publish(self.look())
             period = PERIOD if self.period is None else self.period
@@ -133,22 +134,22 @@ class Collector:
             self._wake.clear()
 
     def tend(self) -> None:
-        """Make the database agree with the process table, until closed.
+        """Synchronize the database with the process table, until closed.
 
-        In a thread of its own: this may wait for another process that does the same, and what is
-        on the screen must not grow old meanwhile.
+        Runs in a thread of its own: it may wait for another process that does the same, and the
+        screen must stay current meanwhile.
         """
         while not self._closed.is_set():
             try:
                 service.refresh(self.store)
-            except Exception as error:  # one failure must not end the tending
+            except Exception as error:  # one failure must not end the loop
                 self._untended = f"cannot start the queue runner: {_words(error)}"
             else:
                 self._untended = ""
             self._closed.wait(PERIOD)
 
     def wake(self) -> None:
-        """Look again now: something was selected or done."""
+        """Poll now: the selection or a job has changed."""
         self._wake.set()
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ class Collector:
         self._wake.set()
 
     def look(self) -> Snapshot:
-        """One snapshot, of what can be read."""
+        """Return one snapshot of everything that can be read."""
         problems = [self._untended] if self._untended else []
         gpus: list[Gpu] = []
         host = None
@@ -193,7 +194,7 @@ class Collector:
                 self._logs,
             )
             self._draw(chosen)
-        except Exception as error:  # one failing look must not end the looking
+        except Exception as error:  # one failed poll must not end the loop
             problems.append(f"cannot read the jobs: {_words(error)}")
         return Snapshot(
             t=time.time(),
@@ -241,7 +242,7 @@ class Collector:
             view = self._try_view(jobs[place], gpus, chosen == job_id, problems)
             if view != self._views[place]:
                 moved[place] = view
-        if moved:  # else the same tuple, by which others see that nothing has changed
+        if moved:  # else return the same tuple, which tells others that nothing has changed
             views = list(self._views)
             for place, view in moved.items():
                 views[place] = view
@@ -250,7 +251,7 @@ class Collector:
     def _try_view(
         self, job: Job, gpus: Sequence[Gpu], chosen: bool, problems: list[str]
     ) -> JobView:
-        """View a job; if its files cannot be read, view it as the database knows it."""
+        """Return a job's view; if its files cannot be read, the view that the database gives."""
         try:
             return self._view(job, gpus, chosen)
         except Exception as error:
@@ -260,7 +261,7 @@ class Collector:
     def _view(self, job: Job, gpus: Sequence[Gpu], chosen: bool) -> JobView:
         resting = self._resting.get(job.id)
         if resting is not None and resting.job is job and job.id in self._ended and not chosen:
-            return resting  # for a thousand ended jobs more would be a load
+            return resting  # for a thousand ended jobs, more would be too slow
         where = where_of(job, gpus)
         if job.state.active:
             log = self._follow(job)
@@ -276,14 +277,14 @@ class Collector:
             log = self._follow(job)
             return self._in_sweep(JobView(job, self._progress(job, log), where), log)
         view = self._in_sweep(JobView(job, self._ended_progress(job), where))
-        # The same view as long as nothing changed, so that its row need not be made again.
+        # Return the same view while nothing changes, so that its row is not rebuilt.
         if resting == view:
             return resting
         self._resting[job.id] = view
         return view
 
     def _in_sweep(self, view: JobView, log: EventLog | None = None) -> JobView:
-        """Add what sets a job of a sweep apart from the others."""
+        """Add how a job of a sweep differs from the others."""
         job = view.job.id
         if job not in self._list.sweeps:
             return view
@@ -313,7 +314,7 @@ class Collector:
         return log
 
     def _progress(self, job: Job, log: EventLog) -> Progress:
-        """How far a job is; while much of its log is not read yet, as the end of it says."""
+        """Return a job's progress; while its log is partly unread, from the log's end."""
         return service.progress(job, None if log.behind else log)
 
     def _ended_progress(self, job: Job) -> Progress:
@@ -321,7 +322,7 @@ class Collector:
         return ended[1] if ended else service.Progress()
 
     def _read_ended(self, jobs: Sequence[Job]) -> None:
-        """Get the progress of ended jobs from the database; of a few, from their files."""
+        """Read the progress of ended jobs from the database, or of a few, from their files."""
         new = [
             job
             for job in jobs
@@ -335,7 +336,7 @@ class Collector:
                 if job.id in progress:
                     self._ended[job.id] = job.ended, progress[job.id]
                     self._lows.pop(job.id, None)
-                    self._resting.pop(job.id, None)  # a row made before this was read
+                    self._resting.pop(job.id, None)  # its view was made before this was read
 
             swept = [job for job in new if job.id in progress and job.id in self._list.sweeps]
             for job_id, losses in losses_of(self.store, swept).items() if swept else ():
@@ -343,7 +344,7 @@ class Collector:
                 self._lows[job_id] = low[1] if low is not None else None
 
     def _forget(self, jobs: Sequence[Job]) -> None:
-        """Drop what belongs to jobs that are gone or were not shown for long."""
+        """Drop data of jobs that are gone or were not shown for long."""
         present = {job.id for job in jobs}
         active = {job.id for job in jobs if job.state.active}
         self._clocks.forget(active)

@@ -1,4 +1,4 @@
-"""Look at one job again and again, in a thread. Knows no widgets."""
+"""Poll one job, in a thread. Independent of widgets."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from jobs.run.samples import Sample
 
 PERIOD: Final = 1.0  # seconds
-_POLL_BYTES: Final = 1 << 20  # of events at a time, so that the screen's thread gets a turn
+_POLL_BYTES: Final = 1 << 20  # bytes of events per poll, so that the screen's thread is not starved
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is known of a job at one moment.
+    """The state of one job at one moment.
 
     Attributes:
-        t: The moment, in Unix seconds.
-        view: The job, its progress, and what its ranks say.
-        history: Its states since it was queued first.
-        moments: What happened in its run.
-        report: What the run says of itself.
-        errors: What failing ranks left, the earliest first.
+        t: Unix seconds.
+        view: The job, its progress, and its ranks' reports.
+        history: Its states since it was first queued.
+        moments: The run's events.
+        report: The run's own report.
+        errors: Error files of failed ranks, the earliest first.
         curve: Its steps.
         newest: The step of its newest complete checkpoint.
-        exported: Whether there is an export.
-        samples: What it made of its prompts; the same tuple while nothing has changed.
-        predicted: The memory that was predicted of a rank, if it was.
+        exported: Whether an export exists.
+        samples: Its samples; the same tuple while nothing has changed.
+        predicted: The predicted memory of a rank, if there is a prediction.
         failure: Why it failed, if it did.
         stages: The phases before its first step.
-        push: How far its pushes to the hub are.
+        push: Progress of its pushes to the hub.
         problem: What could not be read, in one line.
-        saves_every: Of a failed job: the steps between its checkpoints, where that is known.
+        saves_every: Steps between the checkpoints of a failed job, if known.
     """
 
     t: float
@@ -80,7 +80,7 @@ class Look:
 
 
 class Looker:
-    """Makes looks at a job. One thread runs `run`; any thread may `wake` or `close` it."""
+    """Polls a job. One thread runs `run`; any thread may call `wake` or `close`."""
 
     def __init__(self, store: Store, job: Job) -> None:
         self._store = store
@@ -90,7 +90,8 @@ class Looker:
         self._clocks = Clocks()
         self._moments: tuple[Moment, ...] = ()
         self._curve = Curve(-1)
-        self._predicted: tuple[int | None, Predicted | None] = (None, None)  # when, and what
+        # When it was read, and its value.
+        self._predicted: tuple[int | None, Predicted | None] = (None, None)
         self._wake, self._closed = Event(), Event()
         self._last = Look(time.time(), JobView(job))
 
@@ -100,7 +101,7 @@ class Looker:
         resting: Callable[[], bool],
         cancelled: Callable[[], bool],
     ) -> None:
-        """Look until closed or cancelled, but not while nobody can see it."""
+        """Poll until closed or cancelled, except while nobody can see the job."""
         while not self._closed.is_set() and not cancelled():
             if not resting():
                 publish(self.look())
@@ -115,10 +116,10 @@ class Looker:
         self._wake.set()
 
     def look(self) -> Look:
-        """One look; what cannot be read stays as it was."""
+        """Poll once; what cannot be read keeps its last value."""
         try:
             self._last = self._look()
-        except Exception as error:  # one failing look must not end the looking
+        except Exception as error:  # one failed poll must not end the loop
             words = (
                 str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             )
@@ -172,7 +173,7 @@ class Looker:
         )
 
     def _saves_every(self) -> int | None:
-        """Read the job file of a failed job, once."""
+        """Return a failed job's checkpoint interval; reads its job file once."""
         if self._job.state is State.FAILED and self._last.saves_every is None:
             with suppress(UserError):
                 return load_spec(self._job.run_dir.job_file).checkpointing_steps
@@ -181,7 +182,7 @@ class Looker:
     def _failure(self) -> Failure | None:
         if self._job.state is not State.FAILED:
             return None
-        # Older versions left no facts but those of the ranks.
+        # Older versions recorded only the ranks' facts.
         return read_failure(self._job.run_dir) or diagnose(self._job.run_dir, None)
 
     def _prediction(self) -> Predicted | None:

@@ -1,4 +1,4 @@
-"""What the dashboard shows at one moment, as immutable values."""
+"""The state that the dashboard shows at one moment, as immutable values."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from jobs.run.events import Step
     from jobs.run.rundir import RankStatus
 
-_SAID_EVERY = 1.0  # seconds between two words of a rank
+_SAID_EVERY = 1.0  # seconds between two reports of a rank
 FIRST_STEP = "computing the first step"
-LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called late
+LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is late
 
 
 @dataclass(frozen=True)
 class JobView:
-    """A job, how far it is, and where. `ranks` and `phase` only while it is active.
+    """A job, its progress and its devices. `ranks` and `phase` are set only while it is active.
 
-    `strategy` says how its ranks share the work, `strategy_reason` why, once they have started.
-    `sweep` is the group it belongs to, `differs` what it has of the keys in which the jobs of the
-    group differ, and `lowest` its lowest validation loss; they are read of jobs of a sweep alone.
+    `strategy` says how its ranks share the work and `strategy_reason` why, once they have started.
+    `sweep` is its sweep, `differs` its values of the keys in which the sweep's jobs differ, and
+    `lowest` its lowest validation loss; they are read only for jobs of a sweep.
     """
 
     job: Job
@@ -48,16 +48,16 @@ class JobView:
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps it trains; None until its ranks have counted its epochs."""
+        """Return the number of steps; None until its ranks have counted its epochs."""
         return self.job.total_steps or self.progress.total_steps
 
     @property
     def doing(self) -> str | None:
-        """What rank 0 is doing other than steps, for people; None while it trains."""
+        """Describe rank 0's activity other than steps; None while it trains."""
         if self.phase is not None and not self.phase.finished:
             if self.phase.name != "train":
                 return PHASES.get(self.phase.name, self.phase.name)
-            return FIRST_STEP  # an event of a step would have taken the phase's place
+            return FIRST_STEP  # a step event would have replaced the phase
         if self.job.state is State.STARTING and not self.ranks:
             return "starting the ranks"
         if self.job.state.active and self.ranks:
@@ -67,7 +67,7 @@ class JobView:
 
     @property
     def doing_since(self) -> float | None:
-        """When it began that, in Unix seconds; None where that is not known."""
+        """Return when it began that, in Unix seconds; None if unknown."""
         if self.phase is not None:
             return (self.phase.t if self.phase.finished else self.phase.since) or None
         if self.job.state is State.STARTING and not self.ranks:
@@ -77,9 +77,9 @@ class JobView:
 
 @dataclass(frozen=True)
 class Curve:
-    """The steps of the selected job; a new tuple only when something was added.
+    """The steps of the selected job; a new tuple only if something was added.
 
-    `validation` is the newest loss on what is held out.
+    `validation` is the newest validation loss.
     """
 
     job: int
@@ -89,10 +89,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at everything. `problem` says what could not be read, in one line.
+    """The state of everything at one moment. `problem` says what could not be read, in one line.
 
-    `busy` has what part of its time each GPU (by UUID) computed lately, in percent, oldest first;
-    `filled` what part of its memory was in use. `paused`: no queued job is started.
+    `busy`: recent utilization of each GPU (by UUID) in percent, the oldest first.
+    `filled`: the same for its memory. `paused`: no queued job is started.
     `outlook`: when jobs start and end; the same object while that does not change.
     """
 
@@ -112,12 +112,12 @@ class Snapshot:
 
     @property
     def our_pids(self) -> set[int]:
-        """The processes of our ranks."""
+        """Return the pids of our ranks."""
         return {rank.pid for view in self.jobs for rank in view.ranks}
 
     @property
     def claims(self) -> dict[str, int]:
-        """GPU, by UUID → the job of ours that holds it."""
+        """Return the jobs that hold GPUs, by UUID."""
         active = (view.job for view in self.jobs if view.job.state.active)
         return {uuid: job.id for job in active for uuid in job.gpus}
 
@@ -130,23 +130,23 @@ class Snapshot:
 
 
 def is_late(rank: RankStatus, now: float) -> bool:
-    """Whether a rank has not been heard of for too long."""
+    """Return whether a rank's last heartbeat is too old."""
     return now - rank.heartbeat > LATE_AFTER
 
 
 def in_step(
     ranks: Sequence[RankStatus], progress: Progress, now: float, *, training: bool = False
 ) -> tuple[RankStatus, ...]:
-    """Ranks at the step that the events tell, so that one step is named everywhere.
+    """Return ranks with their steps aligned to the newest event, so that all displays agree.
 
-    A rank says its own about once a second, the events after each step. Where what it said then
-    can be that step by now, it is; a rank that does not keep up stays where it was.
+    A rank reports its step about once a second, events arrive after each step. If the reported
+    step can have become the event's by now, use that; a rank that lags keeps its own.
 
     Args:
-        ranks: What they said.
-        progress: What the events tell.
-        now: In Unix seconds.
-        training: Whether the newest event is a step: what a rank did before it is over.
+        ranks: Their reports.
+        progress: Progress by the events.
+        now: Unix seconds.
+        training: Whether the newest event is a step: a rank's earlier activity is over then.
     """
     pace = progress.seconds_per_step
     if not progress.step or not pace:
@@ -163,7 +163,7 @@ def in_step(
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """Active jobs first, then the queue as it will be served, then ended ones, newest first."""
+    """Sort jobs: active ones, the queue in its order, then ended ones, the newest first."""
 
     def key(job: Job) -> tuple[float, ...]:
         if job.state.active:

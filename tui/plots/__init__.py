@@ -1,1 +1,1 @@
-"""What was measured in runs, as curves: looked into, compared, written out."""
+"""Curves of what runs measured: viewing, comparing, exporting."""

@@ -1,4 +1,4 @@
-"""What the plots screen shows, as rows: tabs, readings, charts. Pure, but for a cache."""
+"""The rows of the plots screen: tabs, readings, charts. Pure, but for a cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from tui.plots.measures import Measure, Run, Series
 
 
-# By run, so that colour is not all that tells; different in ASCII too.
+# By run, so that color is not the only difference; the ASCII forms differ too.
 MARKS: Final = ("●", "▲", "■", "+", "▼", "×")
 MOST_RUNS: Final = len(MARKS)
-SPANS: Final = (None, 1, 5, 10, 20, 50, 100, 200, 500)  # None: by how many values there are
+SPANS: Final = (None, 1, 5, 10, 20, 50, 100, 200, 500)  # None: chosen by the number of values
 _LEAST_RANGE: Final = 4.0
 _TWO_BESIDE: Final = 70  # columns that two charts need
 _THREE_BESIDE: Final = 170
@@ -32,14 +32,14 @@ _THREE_BESIDE: Final = 170
 
 @dataclass(frozen=True)
 class Choices:
-    """What is shown of the runs, and how. All keys of the plots screen make other choices.
+    """What is shown of the runs, and how. Each key of the plots screen changes one of these.
 
     Attributes:
-        measure: Index in `MEASURES`.
-        raw: Whether values are drawn behind their average; None: of a single run.
-        everything: Whether all measures are shown, small.
-        span: Index in `SPANS`, over how many values the average is.
-        extent: The part of the axis that is shown; None for all of it, also when it grows.
+        measure: Index into `MEASURES`.
+        raw: Draw values behind their average; None: only for a single run.
+        everything: Show all measures, small.
+        span: Index into `SPANS`: the number of values averaged.
+        extent: The visible part of the axis; None for all of it, also when it grows.
         cursor: Where values are read, on the axis.
     """
 
@@ -58,13 +58,13 @@ class Choices:
         return MEASURES if self.everything else (MEASURES[self.measure],)
 
     def has_raw(self, runs: int) -> bool:
-        """Whether values are drawn behind the averages of this number of runs."""
+        """Return whether values are drawn behind the averages of this many runs."""
         return self.raw if self.raw is not None else runs < 2
 
 
 @dataclass
 class Values:
-    """The series of some runs, and their averages, worked out once."""
+    """The series of some runs and their averages, computed once."""
 
     runs: Sequence[Run] = ()
     _series: dict[tuple[int, str, bool], Series] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Values:
         return self._averages[key]
 
     def extent(self, measures: Sequence[Measure], by_time: bool) -> tuple[float, float] | None:
-        """From the first to the last place that has a value."""
+        """Return the first and the last place with a value."""
         places = [
             self.of(run, measure, by_time).xs
             for run in range(len(self.runs))
@@ -98,7 +98,7 @@ class Values:
 
 
 def view_of(values: Values, choices: Choices) -> View | None:
-    """Return the part of the axis that is shown; None when there is nothing."""
+    """Return the visible part of the axis; None if there is nothing."""
     extent = choices.extent or values.extent(choices.shown, choices.by_time)
     if extent is None:
         return None
@@ -114,7 +114,7 @@ def view_of(values: Values, choices: Choices) -> View | None:
 def screenful(
     values: Values, choices: Choices, width: int, height: int, *, numbered: bool = True
 ) -> list[Row]:
-    """Everything: `height` rows of at most `width` columns; measures with their number keys."""
+    """Return the whole screen: `height` rows of at most `width` columns."""
     rows: list[Row] = [_tabs(choices, width, numbered=numbered)]
     rows += legend(values, choices, width)
     view = view_of(values, choices)
@@ -131,7 +131,7 @@ def screenful(
 
 
 def curves_of(values: Values, choices: Choices, measure: Measure) -> list[Curve]:
-    """Make a measure's curves: raw values below, averages and validation above."""
+    """Return a measure's curves: raw values below, averages and validation above."""
     several, raw = len(values.runs) > 1, choices.has_raw(len(values.runs))
     below, above, points = [], [], []
     for run in range(len(values.runs)):
@@ -143,7 +143,7 @@ def curves_of(values: Values, choices: Choices, measure: Measure) -> list[Curve]
             above.append(Curve(series.xs, ys, role, mark, fits=not raw or several))
         if not average or raw:
             faint = f"faint{run}" if several else "raw"
-            alone = not average  # else the axis is made for the average, where several are drawn
+            alone = not average  # else the axis fits the average, if several are drawn
             below.append(
                 Curve(
                     series.xs,
@@ -227,7 +227,7 @@ def zoomed(choices: Choices, whole: tuple[float, float], factor: float) -> Choic
     first, last = choices.extent or whole
     if choices.cursor is not None and first <= choices.cursor <= last:
         centre = choices.cursor
-    else:  # the newest values are what is looked for
+    else:  # the newest values are the interesting ones
         centre = last if last >= whole[1] else (first + last) / 2
     size = max(_LEAST_RANGE, (last - first) * factor)
     if size >= whole[1] - whole[0]:
@@ -251,7 +251,7 @@ def _held(choices: Choices, whole: tuple[float, float], first: float, size: floa
 
 
 def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
-    """Return the measures and their keys; the shown one is also marked by brackets."""
+    """Return the measures and their keys, the current one in brackets."""
     tabs: list[Span] = []
     short = sum(len(measure.title) + 5 for measure in MEASURES) + 8 > width
     names = {
@@ -306,14 +306,14 @@ def _charts(values: Values, choices: Choices, view: View, width: int, height: in
 
 
 # -- files ----------------------------------------------------------------------------------
-# The curves that are shown, as a file or as text to paste. Know no widgets.
+# The visible curves, as a file or as text to paste. Independent of widgets.
 
 
 def write_csv(values: Values, choices: Choices) -> Path:
-    """Write what is shown into the run directory of the first run.
+    """Write the visible values into the first run's directory.
 
     Returns:
-        The file, of a new name each time.
+        The file, which has a new name each time.
 
     Raises:
         UserError: There is nothing to write, or it cannot be written.
@@ -334,10 +334,10 @@ def write_csv(values: Values, choices: Choices) -> Path:
 
 
 def as_csv(values: Values, choices: Choices) -> str:
-    """Return a line for each value that is in the shown part of the axis.
+    """Return a line for each value in the visible part of the axis.
 
     Columns: `job`, `name`, `measure`, `step`, `seconds` since the run's first step, `value`, and
-    `average`, which is empty where none is drawn.
+    `average`, which is empty if none is drawn.
     """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # -- braille --------------------------------------------------------------------------------
 # Curves in braille dots, several over each other, with glyphs among them. Pure but for
-# itself.
+# the canvas.
 
 
 # Bit of each dot in a braille cell, by [row][column]; a cell is 2 dots wide and 4 high.
@@ -26,7 +26,7 @@ DOWN: Final = 4
 
 
 class Canvas:
-    """Cells that are drawn on. What is drawn later hides what it meets.
+    """Cells to draw on. Later drawings hide earlier ones.
 
     Args:
         columns: Cells in a row.
@@ -58,7 +58,7 @@ class Canvas:
                 self._cells[line][column] = (dots | drawn if whose == role else dots), role
 
     def glyph(self, x: int, y: int, text: str, role: str) -> None:
-        """Put a character where a dot would be."""
+        """Put a character at a dot."""
         line, column = y // DOWN, x // ACROSS
         if 0 <= line < self.lines and 0 <= column < self.columns:
             self._glyphs[line, column] = Span(text, role)
@@ -71,7 +71,7 @@ class Canvas:
                 self._glyphs[line, column] = Span("│", role)
 
     def spans(self, line: int) -> Row:
-        """One row of cells."""
+        """Return one row of cells."""
         row: list[Span] = []
         for column, (dots, role) in enumerate(self._cells[line]):
             span = self._glyphs.get((line, column))
@@ -101,14 +101,14 @@ def _segment(
 
 
 _MAX_LABEL: Final = 7
-_SAMPLED: Final = 4000  # of more values than this, some tell as well where nearly all of them are
+_SAMPLED: Final = 4000  # sample at most this many values to find the range
 
 
 @dataclass(frozen=True)
 class Scale:
     """The value axis: its ends, and the round numbers between them, lowest first.
 
-    On a logarithmic one the ends are exponents of ten; `ticks` are values on both.
+    On a logarithmic scale the ends are exponents of ten; `ticks` are always values.
     """
 
     low: float
@@ -132,11 +132,11 @@ def scale_of(
     Args:
         values: Finite numbers.
         lines: Rows of the chart.
-        log: Whether it is logarithmic, which values up to zero have no place on.
-        whole: Cover all of them, and not leave the most extreme hundredth at either end out.
+        log: Whether it is logarithmic, which excludes values up to zero.
+        whole: Cover all values, instead of leaving out the most extreme hundredth at either end.
 
     Returns:
-        None when no value has a place on it.
+        None if no value can be shown on it.
     """
     if log:
         values = [value for value in values if value > 0]
@@ -154,7 +154,7 @@ def scale_of(
 
 def nice_scale(low: float, high: float, most: int) -> Scale:
     """Return a scale a little wider than `low` to `high`, with about `most` round numbers on it."""
-    if high - low <= max(abs(low), abs(high), 1e-200) * 1e-9:  # equal but for rounding
+    if high - low <= max(abs(low), abs(high), 1e-200) * 1e-9:  # equal except for rounding
         spread = max(abs(low) * 0.05, 1e-200) if low else 0.5
         low, high = low - spread, high + spread
     margin = (high - low) * 0.03
@@ -170,7 +170,7 @@ def log_scale(low: float, high: float, most: int) -> Scale:
         first, last = first - 0.05, last + 0.05
     margin = (last - first) * 0.03
     first, last = first - margin, last + margin
-    if last - first < 1:  # less than a decade: round numbers are the better ones
+    if last - first < 1:  # less than a decade: use the linear scale's round numbers
         ticks, digits = _round_numbers(10**first, 10**last, most)
         return Scale(first, last, ticks, labels_of(ticks, digits), log=True)
     every = max(1, math.ceil((last - first) / most))
@@ -195,7 +195,7 @@ def labels_of(ticks: Sequence[float], digits: int) -> tuple[str, ...]:
 
 
 def _round_numbers(low: float, high: float, most: int) -> tuple[tuple[float, ...], int]:
-    """Round numbers in a range, and how many digits they have after the point."""
+    """Return round numbers in a range, and their number of decimals."""
     step = _nice((high - low) / max(2, most))
     ticks = tuple(i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1))
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -221,7 +221,7 @@ def _nice(value: float) -> float:
 
 _LEAST_WIDTH: Final = 12
 _LEAST_HEIGHT: Final = 3
-_MARK_EVERY: Final = 20  # columns from one glyph on a curve to the next
+_MARK_EVERY: Final = 20  # columns between glyphs on a curve
 
 
 @dataclass(frozen=True)
@@ -230,11 +230,11 @@ class Curve:
 
     Attributes:
         xs: Ascending.
-        ys: Finite values, as many.
-        role: What its colour follows from.
-        mark: A glyph that tells it from others without colour; on a line now and then.
+        ys: Finite values, one for each x.
+        role: Its color role.
+        mark: A glyph that identifies it without color; drawn on a line at intervals.
         kind: Connected, or only points.
-        fits: Whether the value axis is made to hold it.
+        fits: Whether the value axis must fit it.
     """
 
     xs: Sequence[float]
@@ -247,14 +247,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class View:
-    """What of the curves is shown, and how.
+    """The part of the curves that is shown, and how.
 
     Attributes:
         first: The left end of the axis.
         last: The right end, more than `first`.
         log: Whether the value axis is logarithmic.
         whole: Whether it covers the most extreme values too.
-        cursor: Where a line is drawn from top to bottom.
+        cursor: Where a vertical line is drawn.
         label: Names a place on the axis.
     """
 
@@ -267,11 +267,11 @@ class View:
 
 
 def ema(values: Sequence[float], span: int) -> list[float]:
-    """Exponential moving average, free of the start's bias (as Adam corrects its moments).
+    """Return the exponential moving average, corrected for the start's bias as in Adam.
 
     Args:
         values: Finite numbers.
-        span: The number of values after which a value's weight has fallen to about 1/e².
+        span: The number of values after which a value's weight falls to about 1/e².
     """
     keep = 1 - 2 / (max(1, span) + 1)
     total = weight = 0.0
@@ -295,9 +295,9 @@ def chart(
 
     Args:
         steps: Ascending step numbers.
-        values: One value a step; those that are not finite are skipped.
+        values: One value a step; nonfinite ones are skipped.
         width: Cells to fill.
-        height: Lines to fill, the one with step numbers included.
+        height: Lines to fill, including the one with step numbers.
 
     Returns:
         `height` rows of at most `width` cells; roles `raw` and `smooth`, axes `dim`.
@@ -312,7 +312,7 @@ def chart(
 
 
 def gutter_of(curves: Sequence[Curve], view: View, height: int) -> int:
-    """Columns that a figure of this height needs for the labels of its values."""
+    """Return the columns that a figure of this height needs for its value labels."""
     scale = _scale(curves, view, height - 1)
     return max(map(len, scale.labels), default=0) + 1 if scale is not None else 0
 
@@ -323,15 +323,15 @@ def figure(
     """Draw curves over each other, the last on top, with axes.
 
     Args:
-        curves: What to draw; what is outside the view is skipped.
+        curves: What to draw; parts outside the view are skipped.
         view: The part to draw.
         width: Cells to fill.
-        height: Lines to fill, the one with the axis' labels included.
-        gutter: Columns for the labels of the values at least, so that axes of several figures
-            stand under each other.
+        height: Lines to fill, including the one with the axis labels.
+        gutter: Minimum columns for value labels, so that the axes of several figures
+            align.
 
     Returns:
-        `height` rows of at most `width` cells, or none when there is nothing to draw, or no room.
+        `height` rows of at most `width` cells; none if there is nothing to draw, or no room.
     """
     if width < _LEAST_WIDTH or height < _LEAST_HEIGHT:
         return ()
@@ -370,7 +370,7 @@ def dot_of(x: float, view: View, columns: int) -> int:
 
 
 def _scale(curves: Sequence[Curve], view: View, lines: int) -> Scale | None:
-    """Return the value axis of these curves; None when there is nothing on it."""
+    """Return the value axis of these curves; None if nothing is on it."""
     held = [y for curve in curves if curve.fits for y in _within(curve, view)]
     held = held or [y for curve in curves for y in _within(curve, view)]
     return scale_of(held, lines, log=view.log, whole=view.whole)
@@ -400,10 +400,10 @@ def _draw(canvas: Canvas, curve: Curve, view: View, scale: Scale, stagger: int) 
 
 
 def _strokes(canvas: Canvas, curve: Curve, view: View, scale: Scale) -> list[tuple[int, int, int]]:
-    """Return a stroke for each dot column that has values: from the lowest to the highest of them.
+    """Return a stroke for each dot column with values: from the lowest to the highest of them.
 
-    However many values there are, only columns are counted; the values between are found by
-    `min` and `max` alone.
+    Only columns are iterated, however many values there are; the values between are found
+    by `min` and `max` alone.
     """
     xs, ys = curve.xs, curve.ys
     begin, end = bisect_left(xs, view.first), bisect_right(xs, view.last)
@@ -449,7 +449,7 @@ def _line_of(tick: float, scale: Scale, lines: int) -> int:
 
 
 def _axis(view: View, gutter: int, columns: int) -> str:
-    """Labels under the chart: both ends, and the middle where there is room."""
+    """Return the labels below the chart: both ends, and the middle if it fits."""
     line = [" "] * columns
     first, last = view.first, view.last
     start, end, middle = view.label(first), view.label(last), view.label((first + last) / 2)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What was measured in a run so far; another one when there is more."""
+    """The measurements of a run so far; a new object when there are more."""
 
     job: int
     name: str
@@ -31,25 +31,25 @@ class Run:
 
     @property
     def begun(self) -> float:
-        """When its first step ended, in Unix seconds."""
+        """Return when its first step ended, in Unix seconds."""
         return self.steps[0].t if self.steps else 0.0
 
     def time_of(self, step: int) -> float:
-        """Seconds from the first step to this one."""
+        """Return the seconds from the first step to this one."""
         at = min(bisect_left(self.steps, step, key=lambda entry: entry.step), len(self.steps) - 1)
         return self.steps[at].t - self.begun if self.steps else 0.0
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Something measured at steps.
+    """A quantity measured at steps.
 
     Attributes:
-        name: In a file, and in the keys of a cache.
-        title: For people.
-        value: What a step has of it; None for what is measured between steps.
-        smooth: Whether its average is worth drawing.
-        text: A value for people.
+        name: Its name in files and cache keys.
+        title: Its displayed name.
+        value: Its value at a step; None for quantities measured between steps.
+        smooth: Whether an average is useful.
+        text: Formats a value.
     """
 
     name: str
@@ -107,9 +107,9 @@ def series_of(run: Run, measure: Measure, *, by_time: bool) -> Series:
     """Return the finite values of a measure.
 
     Args:
-        run: Whose.
-        measure: Of what.
-        by_time: Over seconds since the run's first step, and not over steps.
+        run: The run.
+        measure: The measure.
+        by_time: Use seconds since the run's first step in place of steps.
     """
     if measure.value is None:
         kept = [(step, loss) for step, loss in run.validations if math.isfinite(loss)]
@@ -139,18 +139,18 @@ def place(x: float, *, by_time: bool) -> str:
 
 
 # -- reading --------------------------------------------------------------------------------
-# Read the events of runs as they come, in a thread. Knows no widgets.
+# Read events of runs as they arrive, in a thread. Independent of widgets.
 
 
 _EVERY: Final = 2.0  # seconds; a plot is the most expensive thing on a screen
-_PIECE: Final = 1 << 20  # bytes, after which the screen's thread gets a turn
+_PIECE: Final = 1 << 20  # bytes after which the screen's thread gets a turn
 
 
 class Reading:
-    """Follows the event streams of some jobs until closed.
+    """Follows the event logs of some jobs until closed.
 
     Args:
-        resting: Whether nobody can see the curves now; asked in the thread.
+        resting: Whether nobody can see the curves; called in the thread.
     """
 
     def __init__(self, resting: Callable[[], bool] = lambda: False) -> None:
@@ -161,12 +161,12 @@ class Reading:
         self._wake = Event()
 
     def follow(self, jobs: Sequence[Job]) -> None:
-        """Read these from now on."""
+        """Follow these jobs from now on."""
         self._jobs = tuple(jobs)
         self._wake.set()
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         self._closed.set()
         self._wake.set()
 
@@ -183,7 +183,7 @@ class Reading:
             self._wake.clear()
 
     def _read(self, jobs: Sequence[Job]) -> bool:
-        """Take in what is new; whether anything is."""
+        """Read new events; return whether there were any."""
         self._logs = {
             job.id: self._logs.get(job.id) or EventLog(job.run_dir.events) for job in jobs
         }

@@ -1,4 +1,4 @@
-"""The curves of some runs, and the keys that look into them."""
+"""The curves of some runs, and the keys that explore them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job
     from tui.app.app import FsdpTui
 
-_REDRAW_EVERY: Final = 2.0  # seconds, when only values were added
+_REDRAW_EVERY: Final = 2.0  # seconds, if only values were added
 _RUNS: Final = ("primary", "accent", "success", "error", "secondary", "foreground")
 
 NUMBER_KEYS: Final = tuple(
@@ -47,11 +47,11 @@ NUMBER_KEYS: Final = tuple(
 
 
 class PlotsPanel(Lines, can_focus=True):
-    """Draws again when a key asks for it, and every two seconds when there is more to draw.
+    """Redraws when a key asks for it, and every two seconds if there is new data.
 
     Attributes:
         choices: What is drawn, and how.
-        values: What was measured.
+        values: The measurements.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
@@ -114,7 +114,7 @@ class PlotsPanel(Lines, can_focus=True):
 
     @dataclass
     class Read(Message):
-        """There is more to draw; only the newest counts."""
+        """There is new data; only the newest message counts."""
 
         values: Values
 
@@ -124,8 +124,8 @@ class PlotsPanel(Lines, can_focus=True):
     def __init__(self, jobs: Sequence[Job], resting: Callable[[], bool] = lambda: False) -> None:
         """
         Args:
-            jobs: Whose runs, at most `MOST_RUNS`; the first one is what it is about.
-            resting: Whether nobody can see it now; asked in the reading thread.
+            jobs: The jobs of the runs, at most `MOST_RUNS`; the first one is the main one.
+            resting: Whether nobody can see it; called in the reading thread.
         """
         super().__init__(id="plots")
         self.jobs = list(jobs)
@@ -151,7 +151,7 @@ class PlotsPanel(Lines, can_focus=True):
         self._reading.close()
 
     def _tell(self, runs: list[Run]) -> None:
-        """In the reading thread, where the averages of a long run keep nobody waiting."""
+        """Post the data, in the reading thread, where averaging a long run delays nobody."""
         values, choices = Values(runs), self.choices
         for measure in choices.shown:
             curves_of(values, choices, measure)
@@ -180,7 +180,7 @@ class PlotsPanel(Lines, can_focus=True):
         self.draw()
 
     def draw(self) -> None:
-        """Show the runs as chosen."""
+        """Draw the runs with the current choices."""
         if self._later is not None:
             self._later.stop()
             self._later = None
@@ -191,7 +191,7 @@ class PlotsPanel(Lines, can_focus=True):
             self.show(screenful(self.values, self.choices, width, height, numbered=numbered))
 
     def choose(self, choices: Choices) -> None:
-        """Draw other choices."""
+        """Draw with other choices."""
         if choices != self.choices:
             self.choices = choices
             self.draw()
@@ -264,14 +264,14 @@ class PlotsPanel(Lines, can_focus=True):
             self._read_at(axis[which])
 
     def stop_reading(self) -> bool:
-        """Take the cursor away; whether there was one."""
+        """Remove the cursor; return whether there was one."""
         if self.choices.cursor is None:
             return False
         self.choose(replace(self.choices, cursor=None))
         return True
 
     def on_click(self, event: Click) -> None:
-        """Read the values there."""
+        """Read the values at the mouse."""
         axis, offset = self._axis, event.get_content_offset(self)
         if axis is None or offset is None or self.choices.everything:
             return
@@ -282,7 +282,7 @@ class PlotsPanel(Lines, can_focus=True):
             self._read_at(first + share * (last - first))
 
     def _read_at(self, x: float) -> None:
-        """Put the cursor at the nearest value of the first run, and show that part."""
+        """Put the cursor on the nearest value of the first run, and show that part."""
         places, axis = self._places(), self._axis
         if not places or axis is None:
             return
@@ -295,13 +295,13 @@ class PlotsPanel(Lines, can_focus=True):
         self.choose(changed)
 
     def _columns(self) -> int:
-        """How many columns the axis has."""
+        """Return the number of columns of the axis."""
         drawn = [row for row in self.rows if len(row) > 1 and row[0].text.endswith(("│", "┤"))]
         columns = plot_columns(drawn, self.size.width)
         return columns // 2 if self.choices.everything and columns > 1 else columns
 
     def _places(self) -> Sequence[float]:
-        """Where the first run that has values has them."""
+        """Return the places of the first run that has values."""
         series = (
             self.values.of(run, measure, self.choices.by_time).xs
             for run in range(len(self.values.runs))

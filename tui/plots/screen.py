@@ -1,4 +1,4 @@
-"""The curves of a run on the whole screen, compared with others."""
+"""The curves of a run full screen, compared with others."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 # -- pick runs ------------------------------------------------------------------------------
-# Pick the runs that are compared.
+# Pick the runs to compare.
 
 
 CHOSEN, FREE = "■", "□"
 
 
 class _Runs(SelectionList[int]):
-    """Tells by a sign what is chosen; Textual's list tells it by colour alone."""
+    """Marks selected items with a sign; Textual's list uses color alone."""
 
     def render_line(self, y: int) -> Strip:
         line = super().render_line(y)
@@ -49,12 +49,12 @@ class _Runs(SelectionList[int]):
 
 
 class PickRunsScreen(ModalScreen["list[int] | None"]):
-    """Returns the numbers of the jobs to compare, or None when the person thought better of it.
+    """Returns the numbers of the jobs to compare, or None if the user cancels.
 
     Args:
-        jobs: All there are.
-        chosen: Those that are compared now.
-        first: The job whose plots are shown, which stays.
+        jobs: All jobs.
+        chosen: The jobs compared now.
+        first: The job whose plots are shown; always included.
     """
 
     CSS_PATH = "plots.tcss"
@@ -66,7 +66,7 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
     )
     BINDINGS: ClassVar = [
         *bindings_of("pick_runs", KEYS),
-        # Before the list's own, which would choose once more what is highlighted.
+        # Takes precedence over the list's own key, which would select the highlighted item again.
         Binding(
             "enter",
             "take",
@@ -79,7 +79,7 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
 
     def __init__(self, jobs: Sequence[Job], chosen: Sequence[int], first: Job) -> None:
         super().__init__()
-        # Those that never started have no curve.
+        # Jobs that never started have no curve.
         others = sorted(
             (job for job in jobs if job.id != first.id),
             key=lambda job: (job.started is None, -job.id),
@@ -125,12 +125,12 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
 
 
 async def choose_runs(panel: PlotsPanel, store: Store, job: Job) -> None:
-    """Ask which runs are shown beside a job's, in a worker.
+    """Ask in a worker which runs are shown beside a job's.
 
     Args:
-        panel: What shows them.
-        store: Where they are; read in a thread, since someone may hold it.
-        job: The one that stays.
+        panel: The panel.
+        store: The jobs; read in a thread, since the database may be locked.
+        job: The job that is always included.
     """
     jobs = {listed.id: listed for listed in await asyncio.to_thread(store.all)}
     shown = [listed.id for listed in panel.jobs]
@@ -139,7 +139,7 @@ async def choose_runs(panel: PlotsPanel, store: Store, job: Job) -> None:
         if chosen is not None:
             panel.compare([job, *(jobs[job_id] for job_id in chosen)])
 
-    # Not `push_screen_wait`: docs/upstream.md says why.
+    # docs/upstream.md says why this does not use `push_screen_wait`.
     panel.app.push_screen(PickRunsScreen(list(jobs.values()), shown, job), show)
 
 
@@ -147,7 +147,7 @@ async def choose_runs(panel: PlotsPanel, store: Store, job: Job) -> None:
 
 
 class PlotsScreen(OfOneJob[None]):
-    """Wires the panel of curves to the choice of what it compares."""
+    """Connects the panel of curves to the choice of runs."""
 
     CSS_PATH = "plots.tcss"
     AUTO_FOCUS = "#plots"
@@ -161,9 +161,9 @@ class PlotsScreen(OfOneJob[None]):
     def __init__(self, store: Store, job: Job, others: Sequence[Job] = ()) -> None:
         """
         Args:
-            store: Where the other jobs are.
-            job: Whose curves.
-            others: What it is compared with at first.
+            store: The jobs.
+            job: The job whose curves are shown.
+            others: The jobs to compare with at first.
         """
         super().__init__(job)
         self.store = store
@@ -175,7 +175,7 @@ class PlotsScreen(OfOneJob[None]):
             f"plots of job {self.job.id} “{self.job.name}”", id="plots-title", markup=False
         )
         yield self.panel
-        self.key_line.auto_links = False  # they would all get one colour
+        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_resize(self) -> None:

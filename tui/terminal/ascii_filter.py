@@ -1,5 +1,5 @@
-"""What is replaced as a line is painted: what would steer the terminal, and for terminals that take
-ASCII alone every other character.
+"""Replacements made as a line is painted: control characters always, and every non-ASCII
+character if the terminal supports ASCII only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _OTHER: Final = "?"
 _BRAILLE: Final = (0x2800, 0x28FF)
-_BRAILLE_BY_DOTS: Final = " ..::**##"  # a character of a curve has up to eight
-# What is drawn, by what stands for it.
+_BRAILLE_BY_DOTS: Final = " ..::**##"  # a curve's character has up to eight
+# Characters, by their replacement.
 _DRAWN: Final = {
     "|": "│┃┆┇┊┋╎╏║▌▐▍▎▏▕╵╷╹╻",
     "-": "─–—−╴╶▔¯",
@@ -56,12 +56,12 @@ _DRAWN: Final = {
     "/": "⁄∕╱",
     "\\": "╲",
 }
-# Where one stands for two.
+# Pairs of characters with one replacement.
 _BY_MEANING: Final = {"≥": ">", "≤": "<", "↔": "-", "↕": "|", "∞": "8", "±": "+", "√": "v"}
 
 
 class _Table(dict[int, str]):
-    """Characters and what stands for them; learns those it is asked for."""
+    """Characters and their replacements; extended on demand."""
 
     def __missing__(self, code: int) -> str:
         self[code] = text = to_ascii(chr(code))
@@ -84,7 +84,7 @@ def to_ascii(char: str) -> str:
     if _BRAILLE[0] <= ord(char) <= _BRAILLE[1]:
         return _BRAILLE_BY_DOTS[(ord(char) - _BRAILLE[0]).bit_count()]
     columns = cell_len(char)
-    plain = unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode()  # é is e
+    plain = unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode()  # é becomes e
     return plain if plain and len(plain) == columns else _OTHER * columns
 
 
@@ -105,7 +105,7 @@ class AsciiFilter(LineFilter):
 
 
 class HarmlessFilter(LineFilter):
-    """Takes out whatever in a text, of any widget, would steer the terminal; it fills no cell."""
+    """Removes control characters from any widget's text; they occupy no cell."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [

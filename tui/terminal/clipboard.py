@@ -1,4 +1,4 @@
-"""Copy a text so that it can be pasted wherever the person sits."""
+"""Copy a text so that it can be pasted on the user's own machine."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from textual.app import App
 
 _FILE: Final = "clipboard.txt"
-_MOST: Final = 56_000  # bytes; more makes sequences that terminals cut off, xterm's at 100 kB
+_MOST: Final = 56_000  # bytes; terminals cut off longer sequences, xterm at 100 kB
 _TMUX_WITHIN: Final = 5.0  # seconds
 
 
 def copy(app: App[Any], text: str) -> str:
-    """Copy a text by every way there is, since no terminal says whether it took it.
+    """Copy a text in every way available, since no terminal reports whether it accepted it.
 
-    OSC 52 reaches the clipboard of the machine that the person sits at, through SSH too; tmux loses
-    it in its default configuration, so that it is asked itself; a file always works.
+    OSC 52 reaches the clipboard of the user's machine, also over SSH; tmux drops it in its
+    default configuration, so tmux is called itself; a file always works.
 
     Args:
-        app: Whose terminal it is.
+        app: The application of the terminal.
         text: What to copy.
 
     Returns:
-        What to tell the person.
+        A message for the user.
     """
     if not text:
         return "nothing to copy"
@@ -59,7 +59,7 @@ def _write(text: str) -> Path:
 
 
 def _give_tmux(text: str) -> None:
-    """In a thread: tmux keeps it in a buffer of its own, and passes it on to its terminal."""
+    """Copy in a thread; tmux keeps the text in a buffer, and passes it on to its terminal."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
             ["tmux", "load-buffer", "-w", "-"],
@@ -71,7 +71,7 @@ def _give_tmux(text: str) -> None:
 
 
 def _short(path: Path) -> str:
-    """With `~` for the home directory."""
+    """Abbreviate the home directory to `~`."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):

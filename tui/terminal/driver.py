@@ -1,9 +1,9 @@
-"""The way to a real terminal, with a budget of bytes, so that no slow link makes keys lag.
+"""Terminal output with a byte budget, so that keys stay responsive on slow links.
 
-Over the budget nothing is painted: what changes meanwhile is painted together, later. A key may
-borrow, so that its answer is seen at once, and a terminal that takes nothing (a laptop that
-sleeps) never blocks the loop that handles keys and snapshots. Of what is painted, only cells that
-the terminal does not show yet are sent.
+Over the budget, nothing is painted; changes are collected and painted together later. A key may
+borrow, so that its response shows at once, and a terminal that stops reading (a suspended
+laptop) never blocks the loop that handles keys and snapshots. Only cells that differ from what
+the terminal shows are sent.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 # -- byte budget ----------------------------------------------------------------------------
-# How many bytes may go to the terminal now. Pure: time is given, nothing is waited for.
+# The bytes that may be sent to the terminal now. Pure: time is an argument, nothing blocks.
 
 
-RATE: Final = 50_000.0  # bytes a second; half of a slow link, so that nothing queues up in it
-SAVED: Final = 25_000.0  # bytes that may be spent at once after a rest: about a whole screen
-BORROWED: Final = 50_000.0  # bytes by which what answers a key may run ahead
-ANSWERS_WITHIN: Final = 0.4  # seconds after a key in which what is painted counts as its answer
-MOST_BYTES_BEHIND: Final = 16_384  # with more, the terminal takes nothing just now
-MOST_WRITES_BEHIND: Final = 12  # three make a frame; Textual blocks its loop at thirty
-_LOOK_AGAIN: Final = 0.05  # seconds until a terminal that takes nothing is tried again
+RATE: Final = 50_000.0  # bytes a second; half of a slow link, so that no queue builds up
+SAVED: Final = 25_000.0  # bytes that may be sent at once after a pause: about a whole screen
+BORROWED: Final = 50_000.0  # bytes by which responses to keys may run ahead
+ANSWERS_WITHIN: Final = 0.4  # seconds after a key in which painting counts as its response
+MOST_BYTES_BEHIND: Final = 16_384  # with more, the terminal is not reading
+MOST_WRITES_BEHIND: Final = 12  # a frame takes three; Textual blocks its loop at thirty
+_LOOK_AGAIN: Final = 0.05  # seconds until a terminal that is not reading is tried again
 
 
 @dataclass
@@ -49,9 +49,9 @@ class ByteBudget:
     """Decides whether painting waits. All times are seconds of one clock.
 
     Attributes:
-        now: When it was last asked.
-        left: Bytes that may be sent at once; below zero there is a debt to wait off.
-        asked_at: When a person last did something.
+        now: Time of the last call.
+        left: Bytes that may be sent at once; a negative number is a debt.
+        asked_at: Time of the user's last input.
     """
 
     now: float
@@ -59,17 +59,17 @@ class ByteBudget:
     asked_at: float = float("-inf")
 
     def spend(self, now: float, count: int) -> None:
-        """Count bytes that are on their way."""
+        """Count bytes that were sent."""
         self._earn(now)
         self.left -= count
 
     def wait(self, now: float, bytes_behind: int = 0, writes_behind: int = 0) -> float:
-        """Seconds until something may be painted; 0 when it may be now.
+        """Return the seconds until painting is allowed; 0 if it is allowed now.
 
         Args:
             now: The time.
-            bytes_behind: What was sent and the terminal has not taken.
-            writes_behind: The same, in calls.
+            bytes_behind: Bytes sent that the terminal has not read.
+            writes_behind: The same in calls.
         """
         self._earn(now)
         if bytes_behind > MOST_BYTES_BEHIND or writes_behind > MOST_WRITES_BEHIND:
@@ -96,17 +96,18 @@ class ByteBudget:
 _TOKEN: Final = re.compile(
     r"\x1b\[([\d;]*)([mH])"  # SGR, or the cursor position: line, column, from 1
     r"|([^\x00-\x1f\x7f-\x9f]+)"  # text
-    r"|([\s\S])"  # a line feed, behind which a cursor position follows, or anything else
+    r"|([\s\S])"  # a newline, followed by a cursor position, or anything else
 )
 _PLACE: Final = re.compile(r"\d+;\d+")
-_PICTURE: Final = re.compile(r"\n*\x1b\[\d+;\d+H")  # how one begins
-# Modes (but for the alternate screen), titles, clipboard, bell, keyboard: they leave the cells.
+_PICTURE: Final = re.compile(r"\n*\x1b\[\d+;\d+H")  # how an image begins
+# Sequences that leave the cells alone: modes (except the alternate screen), titles, bell, …
 _HARMLESS: Final = re.compile(
     r"(?:\x1b\[\?(?!1049|1047|47)\d+(?:[hl]|\$p)|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x07"
     r"|\x1b\[[<>]\d*u)+"
 )
-_NEAR: Final = 6  # unchanged cells between two that change: writing them costs less than moving
-_BEHIND: Final = -1  # the column behind text of which the width is not known
+# Unchanged cells between two changed ones: rewriting them costs less than a cursor move.
+_NEAR: Final = 6
+_BEHIND: Final = -1  # the column after text of unknown width
 
 
 class TerminalCells:
@@ -114,28 +115,28 @@ class TerminalCells:
 
     def __init__(self) -> None:
         self._size = (0, 0)
-        self._texts: list[list[str]] = []  # a character for each cell; "" where it is not known
-        self._styles: list[list[str]] = []  # SGR parameters from a reset
+        self._texts: list[list[str]] = []  # a character for each cell; "" if unknown
+        self._styles: list[list[str]] = []  # SGR parameters after a reset
         self._out: list[str] = []
-        self._at: tuple[int, int] | None = None  # the cursor, column and line, if it is known
-        self._style = ""  # what is written in
+        self._at: tuple[int, int] | None = None  # cursor column and line, if known
+        self._style = ""  # the current style
         self._rest: tuple[int, int] | None = None  # where the last frame left the cursor
 
     def forget(self) -> None:
-        """Take nothing as known: the next frames are sent whole."""
+        """Mark everything unknown: the next frames are sent in full."""
         width, height = self._size
         self._texts = [[""] * width for _ in range(height)]
         self._styles = [[""] * width for _ in range(height)]
         self._rest = None
 
     def shorten(self, data: str, size: tuple[int, int]) -> str:
-        """Return what to send in place of `data`; "" where everything is shown already.
+        """Return what to send in place of `data`; "" if all of it is shown already.
 
         Args:
-            data: What Textual sends.
+            data: Textual's output.
             size: Columns and lines of the terminal.
         """
-        if size != self._size:  # its cells may have moved
+        if size != self._size:  # resizing may have moved its cells
             self._size = size
             self.forget()
         if not is_picture(data):
@@ -173,7 +174,7 @@ class TerminalCells:
         return "".join(self._out)
 
     def _text(self, x: int, y: int, text: str, style: str) -> int:
-        """Write the cells of a piece of text that are not there yet; where the next one begins."""
+        """Write the changed cells of a piece of text; return the column after it."""
         width, height = self._size
         stop = x + len(text)
         if x == _BEHIND or stop > width or y >= height or not is_plain(text):
@@ -192,7 +193,7 @@ class TerminalCells:
         return stop
 
     def _unsure(self, x: int, y: int, text: str, style: str) -> None:
-        """Write text of which it is not known which cells it fills: to the end of its line."""
+        """Write text of unknown cell width, to the end of its line."""
         width, height = self._size
         if y >= height:
             self.forget()  # a terminal that became lower draws it on its last line
@@ -206,7 +207,7 @@ class TerminalCells:
         self._at = None
 
     def _write(self, x: int, y: int, text: str, style: str) -> None:
-        # Blanks look the same in every colour of text.
+        # Blanks look the same in every text color.
         if text.strip(" ") or style_of_blank(style) != style_of_blank(self._style):
             self._write_in(style)
         self._go_to(x, y)
@@ -227,7 +228,7 @@ class TerminalCells:
 
 
 def _near(cells: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and last cell of each group that is written at once; `cells` is not empty."""
+    """Yield the first and last cell of each group written at once; `cells` is not empty."""
     first = last = cells[0]
     for cell in cells:
         if cell - last > _NEAR:
@@ -237,9 +238,9 @@ def _near(cells: list[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-# The codes that end a part of a style.
+# The codes that reset a part of a style.
 _OFF: Final = {"text": "39", "background": "49", "1": "22", "2": "22", "3": "23", "4": "24"}
-_UNSEEN: Final = {"text", "background", "1", "2", "3"}  # a blank cell has of these its background
+_UNSEEN: Final = {"text", "background", "1", "2", "3"}  # in a blank cell, only the background shows
 
 
 @lru_cache(4096)
@@ -252,7 +253,7 @@ def change_of_style(before: str, after: str) -> str:
         return f"\x1b[0;{after}m" if before else f"\x1b[{after}m"
     gone = {_OFF.get(kind, "0") for kind in was.keys() - now.keys()}
     new = [code for kind, code in now.items() if was.get(kind) != code]
-    # One code ends bold and dim alike; some attributes only a reset takes away.
+    # One code resets both bold and dim; some attributes need a full reset.
     if "0" in gone or ("22" in gone and now.keys() & {"1", "2"}):
         return f"\x1b[0;{after}m"
     part, whole = ";".join([*sorted(gone), *new]), f"0;{after}"
@@ -261,7 +262,7 @@ def change_of_style(before: str, after: str) -> str:
 
 @lru_cache(4096)
 def style_of_blank(style: str) -> str:
-    """Return what is seen of a style in a blank cell: its background, unless lines are drawn."""
+    """Return what a blank cell shows of a style: its background, unless lines are drawn."""
     parts = _parts(style)
     if parts is None or not parts.keys() <= _UNSEEN:
         return style
@@ -271,7 +272,7 @@ def style_of_blank(style: str) -> str:
 def _parts(style: str) -> dict[str, str] | None:
     """Parse a style into its parts, by kind.
 
-    Text colour, background, each attribute. None if unsure.
+    The parts are text color, background and each attribute. None if unsure.
     """
     codes = style.split(";") if style else []
     parts: dict[str, str] = {}
@@ -295,16 +296,16 @@ def _parts(style: str) -> dict[str, str] | None:
     return parts
 
 
-_narrow: set[str] = set()  # characters of one cell that have been seen
+_narrow: set[str] = set()  # characters known to be one cell wide
 
 
 def is_picture(data: str) -> bool:
-    """Whether this draws on cells, as Textual says it."""
+    """Return whether the data draws an image in Textual's form."""
     return _PICTURE.match(data) is not None
 
 
 def is_plain(text: str) -> bool:
-    """Whether every character fills one cell on every terminal."""
+    """Return whether every character is one cell wide on every terminal."""
     if text.isascii():
         return True
     unknown = set(text) - _narrow
@@ -325,11 +326,11 @@ _BY_A_PERSON = (
 
 
 class _Meter:
-    """The terminal's file as the writing thread sees it; counts what the terminal has taken."""
+    """The terminal's file for the writing thread; counts what the terminal has read."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
-        self._inside = [0, 0]  # bytes and writes that were not flushed yet
+        self._inside = [0, 0]  # bytes and writes not flushed yet
         self.taken_bytes = self.taken_writes = 0
 
     def write(self, text: str) -> int:
@@ -348,28 +349,28 @@ class _Meter:
 
 
 class GovernedDriver(LinuxDriver):
-    """Holds painting back while the terminal is behind or the budget is spent."""
+    """Delays painting while the terminal is behind or the budget is spent."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.loop = asyncio.get_running_loop()
-        # What Textual begins with; another first size would be laid out for nothing.
+        # Textual starts with this size; another one would cost a layout.
         self._size = self._get_terminal_size()
-        assert self._file is not None  # standard error; the dashboard asked that it is a terminal
+        assert self._file is not None  # standard error; the dashboard checked that it is a terminal
         self._meter = _Meter(self._file)
         self._file = self._meter  # type: ignore[assignment]  # has what the writing thread uses
         self._budget = ByteBudget(time.monotonic())
         self._cells = TerminalCells()
         self._disturbed = False  # set by the thread that reads keys
-        self._wrote = False  # a frame, since the last one ended
-        self._lost = False  # a frame that Textual made while none could be sent
-        self._before_picture = ""  # what is sent only if a frame follows
+        self._wrote = False  # a frame was written since the last one ended
+        self._lost = False  # Textual made a frame that could not be sent
+        self._before_picture = ""  # sent only if a frame follows
         self._sent_bytes = self._sent_writes = 0
         self._held = ExitStack()
         self._timer: TimerHandle | None = None
 
     def write(self, data: str) -> None:
-        """Send what the terminal does not show yet; afterwards painting may have to wait."""
+        """Send what the terminal does not show yet; then painting may have to wait."""
         data = self._shortened(writable(data))
         if not data:
             return
@@ -382,7 +383,7 @@ class GovernedDriver(LinuxDriver):
             self._hold(wait)
 
     def forget(self) -> None:
-        """Take nothing of what the terminal shows as known: something else may have written."""
+        """Mark everything that the terminal shows unknown: something else may have written."""
         self._cells.forget()
 
     def resized(self) -> None:
@@ -392,19 +393,19 @@ class GovernedDriver(LinuxDriver):
         self._look()
 
     def follow_size(self) -> None:
-        """Look at the terminal's size: not everything between it and us passes on its signal."""
+        """Check the terminal's size: SIGWINCH does not get through every layer."""
         size = Size(*self._get_terminal_size())
         if size != self._app.size and not self._in_band_window_resize:
             self._app.post_message(events.Resize(size, size))
 
     def picture_ended(self) -> None:
-        """Textual made a frame; it throws away those it makes while painting is held back."""
+        """Handle the end of a frame; Textual drops frames while painting is delayed."""
         self._lost = self._lost or (self._timer is not None and not self._wrote)
         self._wrote = False
 
     def process_message(self, message: Message) -> None:
-        """In the thread that reads keys: what a person does may be answered at once."""
-        if isinstance(message, events.AppFocus):  # others may have drawn on it meanwhile
+        """Note user input, in the thread that reads keys, so that its response is not delayed."""
+        if isinstance(message, events.AppFocus):  # another program may have drawn meanwhile
             self._disturbed = True
         if isinstance(message, _BY_A_PERSON):
             self._budget.asked_at = time.monotonic()
@@ -418,7 +419,7 @@ class GovernedDriver(LinuxDriver):
             return ""
         before, self._before_picture = self._before_picture, ""
         if data == SYNC_END:
-            return "" if before else data  # with no frame between the two
+            return "" if before else data  # no frame between the two
         self._wrote = self._wrote or is_picture(data)
         if self._disturbed:
             self._disturbed = False
@@ -430,7 +431,7 @@ class GovernedDriver(LinuxDriver):
         return ""
 
     def _get_terminal_size(self) -> tuple[int, int]:
-        """Ask the terminal for its size. Textual prefers COLUMNS and LINES, which never change."""
+        """Query the terminal's size. Textual prefers COLUMNS and LINES, which never change."""
         with suppress(OSError):
             size = os.get_terminal_size(self.fileno)
             if all(size):  # a container's terminal has none at first
@@ -445,12 +446,12 @@ class GovernedDriver(LinuxDriver):
         return self._budget.wait(time.monotonic(), behind, writes)
 
     def _hold(self, wait: float) -> None:
-        """Stop painting, and try again after a number of seconds."""
+        """Stop painting, and retry after a number of seconds."""
         self._held.enter_context(self._app.batch_update())
         self._timer = self.loop.call_later(wait, self._look)
 
     def _look(self) -> None:
-        """Paint again if that may be."""
+        """Resume painting if allowed."""
         if self._timer is None:
             return
         self._timer.cancel()
@@ -468,8 +469,8 @@ class GovernedDriver(LinuxDriver):
         if self._lost:
             self._lost = False
             screen.refresh()
-        # Paints what waited. Not of the screens below: a look at one of those repaints the
-        # one on top, which would be held back again, and so on without end.
+        # Paint what was delayed. Not the screens below: updating one of those repaints the top
+        # one, which would be delayed again, and so on forever.
         screen.check_idle()
 
 

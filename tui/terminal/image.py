@@ -1,4 +1,4 @@
-"""An image, or why there is none."""
+"""A widget that shows an image, or why there is none."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 # -- library --------------------------------------------------------------------------------
-# The widgets of textual-image, without the questions that it asks when it is imported.
+# textual-image's widgets, without the queries that importing it sends to the terminal.
 
 
 def picture_class(protocol: Protocol) -> Any:
-    """Return the widget class of a protocol; it has an `image` to set.
+    """Return the widget class for a protocol; its `image` can be set.
 
-    Importing textual-image 0.12 asks the terminal what it can do and waits a tenth of a second for
-    each answer: too short for many links, whose answers Textual would then take for keys. It asks
-    nobody where standard output is no terminal, which is what it is shown while it is imported.
+    Importing textual-image 0.12 queries the terminal and waits a tenth of a second for each answer:
+    too short for many links, whose late answers Textual would take for keys. It queries nothing if
+    standard output is no terminal, so we replace it during the import.
     """
     shown, sys.__stdout__ = sys.__stdout__, io.StringIO()  # type: ignore[misc,assignment]
     try:
@@ -40,17 +40,17 @@ def picture_class(protocol: Protocol) -> Any:
         from textual_image.widget import SixelImage, TGPImage
     finally:
         sys.__stdout__ = shown  # type: ignore[misc]
-    if (cell := cell_size()) is not None:  # else it reckons with 10 by 20 pixels
+    if (cell := cell_size()) is not None:  # its default is 10 by 20 pixels
         _terminal.get_cell_size._result = _terminal.CellSize(*cell)  # type: ignore[attr-defined]
     return TGPImage if protocol == "kitty" else SixelImage
 
 
 # -- half blocks ----------------------------------------------------------------------------
-# An image in half blocks: two pixels to a character, in any terminal with colours.
+# An image in half blocks: two pixels to a character, for any terminal with colors.
 
 
 class BlockPicture(Widget):
-    """One image, as large as there is room for. Painted when it changes, and never else."""
+    """One image, as large as it fits. Painted only when it changes."""
 
     DEFAULT_CSS = "BlockPicture { width: 1fr; height: 1fr; }"
 
@@ -61,7 +61,7 @@ class BlockPicture(Widget):
 
     @property
     def image(self) -> Image | None:
-        """What is shown."""
+        """Return the image."""
         return self._image
 
     @image.setter
@@ -99,12 +99,12 @@ class BlockPicture(Widget):
 
 
 def fitted(size: tuple[int, int], width: int, height: int) -> tuple[int, int]:
-    """Columns and lines that an image takes.
+    """Return the columns and lines that an image takes.
 
     Args:
-        size: Its width and height in pixels.
-        width: Columns there are.
-        height: Lines there are, of two pixels each.
+        size: Width and height in pixels.
+        width: Available columns.
+        height: Available lines, of two pixels each.
     """
     share = min(width / size[0], height * 2 / size[1])
     columns, pixels = round(size[0] * share), round(size[1] * share)
@@ -114,11 +114,11 @@ def fitted(size: tuple[int, int], width: int, height: int) -> tuple[int, int]:
 # -- image ----------------------------------------------------------------------------------
 
 
-_CELL = (10, 20)  # pixels, where the terminal does not say
+_CELL = (10, 20)  # pixels, if the terminal does not say
 
 
 class Picture(Container):
-    """Shows an image as large as there is room for, by a protocol; or a text in its place."""
+    """Shows an image as large as it fits, by a protocol, or a text in its place."""
 
     DEFAULT_CSS = """
     Picture { width: 1fr; height: 1fr; align: center middle; }
@@ -154,7 +154,7 @@ class Picture(Container):
         self.remove_class("-bad")
 
     def say(self, words: str, *, bad: bool = False) -> None:
-        """Show words in its place."""
+        """Show a text in its place."""
         self.inner.display = False
         self.remove_class("-shown")
         self.set_class(bad, "-bad")
@@ -166,12 +166,12 @@ class Picture(Container):
         self._fit()
 
     def _fit(self) -> None:
-        """Fit the image to the widget: the library's widgets stretch images to their own size."""
+        """Fit the image to the widget: the library's widgets would stretch it."""
         image, (width, height) = self.inner.image, self.size
         if self._blocks or image is None or not width or not height:
             return
         across, down = cell_size() or _CELL
-        # Lines that are as high as two columns are wide are what half blocks reckon with.
+        # Half blocks assume that lines are as high as two columns are wide.
         stretched = (image.width * 2 * down // across, image.height * 4)
         columns, lines = fitted((stretched[0], stretched[1]), width, height)
         self.inner.styles.width, self.inner.styles.height = columns, lines

@@ -1,4 +1,4 @@
-"""Which way of showing images the terminal understands. Decided once, before Textual starts."""
+"""Choose the terminal's image protocol. Decided once, before Textual starts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 Protocol = Literal["kitty", "sixel", "blocks"]
 
 VARIABLE: Final = "FSDP_TUI_PICTURES"
-# Seconds. An answer that comes later would be taken for keys, whose "?" opens the help.
+# Seconds. A later answer would be taken for keys, and its "?" opens the help.
 _WITHIN: Final = 3.0
 _KITTY_QUERY: Final = b"\x1b_Gi=31,s=1,v=1,a=q,t=d,f=24;AAAA\x1b\\"
 _CELL_QUERY: Final = b"\x1b[16t"
-_ATTRIBUTES_QUERY: Final = b"\x1b[c"  # every terminal answers it, so that nobody waits forever
+_ATTRIBUTES_QUERY: Final = b"\x1b[c"  # every terminal answers this query, which ends the wait
 _ATTRIBUTES: Final = re.compile(rb"\x1b\[\?([\d;]*)c")
 _CELL: Final = re.compile(rb"\x1b\[6;(\d+);(\d+)t")
-_SIXEL: Final = b"4"  # among the attributes
-# Multiplexers pass images on in some configurations only; the others print it as text.
+_SIXEL: Final = b"4"  # among the device attributes
+# Multiplexers pass images on only in some configurations; others print them as text.
 _SILENT_TERMS: Final = ("dumb", "linux", "screen", "tmux", "vt", "cons", "unknown")
 _PRINTS_QUERIES: Final = ("Apple_Terminal",)
 
@@ -32,11 +32,11 @@ _cell: tuple[int, int] | None = None
 
 
 def prepare(preferred: str | None = None) -> Protocol:
-    """Find out what the terminal can do. Reads its answer, so that nothing else may be reading.
+    """Query the terminal's capabilities. Reads its answer, so nothing else may read from it.
 
     Args:
-        preferred: kitty, sixel or blocks, whatever the terminal says; `$FSDP_TUI_PICTURES` goes
-            before it. Where neither names one, the terminal is asked.
+        preferred: kitty, sixel or blocks, overriding the terminal; `$FSDP_TUI_PICTURES` takes
+            precedence. If neither names a protocol, the terminal is queried.
     """
     global _chosen, _cell
     answers: list[bytes] = []
@@ -64,15 +64,15 @@ def current() -> Protocol:
 def for_many() -> Protocol:
     """Return the protocol for many images at once.
 
-    Over SSH a page of real images is a megabyte, which keeps keys waiting on a slow link; and a
-    sixel image is painted over by whatever changes near it.
+    Over SSH a page of real images is a megabyte, which delays keys on slow links, and sixel
+    images are overwritten by changes near them.
     """
     remote = "SSH_CONNECTION" in os.environ or "SSH_TTY" in os.environ
     return "kitty" if _chosen == "kitty" and not remote else "blocks"
 
 
 def cell_size() -> tuple[int, int] | None:
-    """Width and height of a character in pixels, if the terminal said so."""
+    """Return a character's width and height in pixels, if the terminal reported them."""
     return _cell
 
 
@@ -85,10 +85,10 @@ def choose(
     """Return the protocol.
 
     Args:
-        environment: Of the process.
-        preferred: What the person wants, if anything.
-        interactive: Whether both ends are a terminal.
-        ask: Asks the terminal; returns its answers.
+        environment: The process environment.
+        preferred: The user's choice, if any.
+        interactive: Whether both input and output are a terminal.
+        ask: Queries the terminal and returns its answers.
     """
     wish = (environment.get(VARIABLE, "").strip() or preferred or "").lower()
     for protocol in get_args(Protocol):
@@ -100,7 +100,7 @@ def choose(
         or wish in ("blocks", "half", "off")
         or "TMUX" in environment
         or "STY" in environment
-        or "TEXTUAL_DRIVER" in environment  # a browser
+        or "TEXTUAL_DRIVER" in environment  # in a browser
         or not term
         or term.startswith(_SILENT_TERMS)
         or environment.get("TERM_PROGRAM") in _PRINTS_QUERIES
@@ -112,8 +112,8 @@ def choose(
 def read_answer(answer: bytes) -> Protocol:
     """Choose a protocol by a terminal's answers.
 
-    Sixel first: several terminals claim kitty's protocol without the placeholders that are needed
-    here, and those of them have sixel; kitty has none.
+    Sixel first: several terminals claim kitty's protocol without the placeholders that we
+    need, and those also support sixel; kitty itself does not.
     """
     match = _ATTRIBUTES.search(answer)
     if match is None:
@@ -124,7 +124,7 @@ def read_answer(answer: bytes) -> Protocol:
 
 
 def ask_terminal() -> bytes:
-    """Ask, and wait for the answer for a moment; b"" where there is none."""
+    """Query the terminal and wait briefly for its answer; return b"" if there is none."""
     import select
     import termios
     import time
@@ -151,5 +151,5 @@ def ask_terminal() -> bytes:
     except OSError:
         return b""
     finally:
-        termios.tcsetattr(source, termios.TCSAFLUSH, before)  # other answers are dropped
+        termios.tcsetattr(source, termios.TCSAFLUSH, before)  # drop late answers
     return answer

@@ -1,4 +1,4 @@
-"""Images small enough to keep some of them, and as characters."""
+"""Images small enough to cache, and images as characters."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ if TYPE_CHECKING:
 # -- strips ---------------------------------------------------------------------------------
 # Images as characters: some of a bucket's samples in half blocks, two pixels to a character.
 #
-# Half blocks in true colour go through tmux and SSH, which graphics protocols do not. The
-# rendering is our own because it has to be small on the wire: neighbours that look the same
-# share an escape sequence, which saves two thirds of the bytes of a smooth image (a noisy
+# True-color half blocks work over tmux and SSH, unlike graphics protocols. We render them
+# ourselves to send less: similar neighbors share an escape sequence, which saves two thirds
+# of the bytes of a smooth image (a noisy
 # one: 6 %).
 
 
 _SPACE: Final = 2  # columns between images
-_LEAST: Final = 12  # pixels of an image's longer side below which it says nothing
-_SIZE_COUNTS: Final = 0.65  # above 0.5 fewer and larger images win, below it more and smaller
-_ALIKE: Final = 8  # of 255 in each channel, by which two colours may differ and look the same
+_LEAST: Final = 12  # pixels of an image's longer side below which it is unrecognizable
+# Above 0.5 favors fewer and larger images, below it more and smaller ones.
+_SIZE_COUNTS: Final = 0.65
+_ALIKE: Final = 8  # difference in each channel, out of 255, that is invisible
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How images are laid out.
+    """The layout of a page of images.
 
     Attributes:
-        columns: How many stand side by side.
-        rows: How many stand below each other.
-        width: Columns that each takes.
-        height: Pixels in height of each; even, as a line has two.
+        columns: Images per row.
+        rows: Images per column.
+        width: Columns of each image.
+        height: Pixel height of each; even, as a line has two.
     """
 
     columns: int
@@ -57,16 +58,16 @@ class Grid:
 
 
 def find_grid(count: int, aspect: float, columns: int, lines: int) -> Grid | None:
-    """Return the layout that shows most: many images, but not so small that they cannot be seen.
+    """Return the best layout: as many images as possible that are still recognizable.
 
     Args:
-        count: How many images there are.
+        count: Number of images.
         aspect: Width by height of each.
-        columns: Of the area.
-        lines: Of the area.
+        columns: Width of the area.
+        lines: Height of the area.
 
     Returns:
-        None where there is no room for even one.
+        None if not even one fits.
     """
     best, most = None, 0.0
     for across in range(1, count + 1):
@@ -84,13 +85,13 @@ def find_grid(count: int, aspect: float, columns: int, lines: int) -> Grid | Non
 
 
 def pictures_of(strip: bytes, aspect: float) -> list[Image]:
-    """Return the images of a strip.
+    """Cut a strip into its images.
 
     Args:
         strip: A PNG: images of one size in a row, with gaps around them but not above.
         aspect: Width by height of each.
     """
-    from PIL import Image  # only who looks at images waits for it
+    from PIL import Image  # imported on demand
 
     with Image.open(io.BytesIO(strip)) as file:
         row = file.convert("RGB")
@@ -106,7 +107,7 @@ def pictures_of(strip: bytes, aspect: float) -> list[Image]:
 def draw(
     pictures: list[Image], grid: Grid, columns: int, background: tuple[int, int, int]
 ) -> list[list[Segment]]:
-    """Lines of segments, each `columns` wide; images that do not fit the grid are skipped."""
+    """Return lines of segments, each `columns` wide; images beyond the grid are skipped."""
     from PIL import Image
 
     used = -(-min(len(pictures), grid.room) // grid.columns)
@@ -120,13 +121,13 @@ def draw(
 
 
 def _line(canvas: Image, y: int) -> list[Segment]:
-    """Two rows of pixels; neighbours that look the same are one segment."""
+    """Return two rows of pixels as a line; similar neighbors share a segment."""
     pixels = canvas.crop((0, y, canvas.width, y + 2)).tobytes()
     half = canvas.width * 3
     runs: list[tuple[int, bytes, bytes]] = []
     for at in range(0, half, 3):
         upper, lower = pixels[at : at + 3], pixels[half + at : half + at + 3]
-        if _alike(upper, lower):  # one colour is half an escape sequence
+        if _alike(upper, lower):  # one color is half an escape sequence
             lower = upper
         count, *before = runs[-1] if runs else (0, b"", b"")
         if count and _alike(before[0], upper) and _alike(before[1], lower):
@@ -148,7 +149,7 @@ def _segment(count: int, upper: bytes, lower: bytes) -> Segment:
 
 
 # -- thumbnails -----------------------------------------------------------------------------
-# Decoded images, small enough to keep some of them.
+# A cache of decoded images.
 
 
 _MOST: Final = 48 << 20  # bytes of pixels
@@ -156,11 +157,11 @@ _LONGEST: Final = 120_000_000  # pixels; a larger file is no sample
 
 
 class BrokenPictureError(Exception):
-    """A file that is no image, or not yet a whole one."""
+    """The file is no image, or incomplete."""
 
 
 class Thumbnails:
-    """The images used last; safe to use from several threads."""
+    """A thread-safe cache of the images used last."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -169,7 +170,7 @@ class Thumbnails:
         self._lock = Lock()
 
     def cached(self, path: Path, time: float, longest: int) -> Image | None:
-        """Return an image that needs no decoding."""
+        """Return an image if it is cached."""
         with self._lock:
             image = self._kept.get((path, time, longest))
             if image is not None:
@@ -177,15 +178,15 @@ class Thumbnails:
             return image
 
     def load(self, path: Path, time: float, longest: int) -> Image:
-        """Decode an image, its longer side at most so long.
+        """Decode an image, scaled down to a longer side of at most `longest`.
 
         Args:
             path: The file.
-            time: When it was written; another time is another image.
+            time: When it was written; another time means another image.
             longest: In pixels.
 
         Raises:
-            BrokenPictureError: It cannot be decoded; says why.
+            BrokenPictureError: It cannot be decoded; has the reason.
         """
         if (image := self.cached(path, time, longest)) is not None:
             return image
@@ -200,12 +201,12 @@ class Thumbnails:
 
 
 def decode(path: Path, longest: int) -> Image:
-    """Return an image in RGB, its longer side at most so long.
+    """Return an image in RGB, scaled down to a longer side of at most `longest`.
 
     Raises:
-        BrokenPictureError: It cannot be decoded; says why.
+        BrokenPictureError: It cannot be decoded; has the reason.
     """
-    from PIL import Image, UnidentifiedImageError  # only who looks at images waits for it
+    from PIL import Image, UnidentifiedImageError  # imported on demand
 
     try:
         with Image.open(path) as file:

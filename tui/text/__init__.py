@@ -1,1 +1,1 @@
-"""Numbers, tables and facts as text, for the command line and the screens. Pure."""
+"""Formatting of numbers, tables and facts for the command line and the screens. Pure."""

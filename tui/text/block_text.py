@@ -1,4 +1,4 @@
-"""Describe a model's blocks and a choice among them, in words. Pure."""
+"""Describe a model's blocks and the chosen ones. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 RECOMMENDED: Final = "★"
 NO_SPLIT: Final = "no-split"
 _UNITS: Final = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
-_MANY: Final = 2  # times as many units as the recommended classes make
-_MUCH: Final = 0.5  # of a model in one unit or in the root: sharding then saves little
+_MANY: Final = 2  # times the number of units that the recommended classes make
+_MUCH: Final = 0.5  # of a model in one unit or in the root, which makes sharding ineffective
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a job, as its form names it.
+    """The model of a job as the form names it.
 
     Attributes:
         family: `model_family`.
@@ -45,13 +45,13 @@ class Model:
 def parameters(count: int) -> str:
     """Return a number of parameters: `11.9 B`, `141.6 M`, `512`."""
     for unit, name in _UNITS:
-        if count >= unit * 0.9995:  # what would be rounded up to 1000
+        if count >= unit * 0.9995:  # such counts would be rounded up to 1000
             return f"{count / unit:.{1 if count < 999.5 * unit else 0}f} {name}"
     return str(count)
 
 
 def share(part: float) -> str:
-    """`97.8%`; never 100 or 0 while something is missing or there."""
+    """Return `97.8%`; never 100 or 0 unless exact."""
     if 0 < part < 0.001:
         return "<0.1%"
     if 0.999 < part < 1:
@@ -60,7 +60,7 @@ def share(part: float) -> str:
 
 
 def headline(detection: Detection, model: Model) -> str:
-    """Name the model class, its size and where its config is from."""
+    """Return the model class, its size and the source of its config."""
     parts = [detection.model_class, f"{parameters(detection.total_params)} parameters", str(model)]
     if not model.path and detection.pretrained_model:
         parts.append(detection.pretrained_model)
@@ -68,12 +68,12 @@ def headline(detection: Detection, model: Model) -> str:
 
 
 def outcome(detection: Detection, chosen: Sequence[str], ranks: int) -> str:
-    """Say what wrapping these classes does, in bytes of the stored weights.
+    """Describe the effect of wrapping these classes, in bytes of the stored weights.
 
     Args:
         detection: The model.
-        chosen: The classes.
-        ranks: Of the job, as far as its form says.
+        chosen: The wrapped classes.
+        ranks: Number of ranks, if the form sets it.
     """
     if not (kept := usable(detection, chosen)):
         return "nothing checked: the field stays blank and the family's blocks are wrapped"
@@ -90,7 +90,7 @@ def outcome(detection: Detection, chosen: Sequence[str], ranks: int) -> str:
 
 
 def cautions(detection: Detection, chosen: Sequence[str]) -> list[str]:
-    """Warn of choices that may not do what was meant, a sentence each."""
+    """Return a warning for each choice that is probably unintended."""
     kept = usable(detection, chosen)
     does = detection.coverage(kept)
     shown = {block.class_name for block in detection.classes}
@@ -126,14 +126,14 @@ def cautions(detection: Detection, chosen: Sequence[str]) -> list[str]:
 
 
 def usable(detection: Detection, chosen: Sequence[str]) -> list[str]:
-    """List those of the classes that can be units of this model."""
+    """Return those of the classes that can be units of this model."""
     *inner, _ = detection.parts.parts  # the root is the last
     present = {part.class_name for part in inner} - set(detection.parts.containers)
     return [name for name in chosen if name in present]
 
 
 def unusable(detection: Detection, name: str) -> str:
-    """Say why a class in the field cannot be a unit, and suggest the nearest name."""
+    """Return why a class in the field cannot be a unit, and the nearest valid name."""
     if name == detection.model_class:
         return f"{name}, named in the field, is the full model and is ignored"
     if name in detection.parts.containers:
@@ -163,5 +163,5 @@ def about(block: BlockClass, dtype_bytes: int) -> str:
 
 
 def paths(block: BlockClass) -> str:
-    """List the paths of the first blocks."""
+    """Return the paths of the first blocks."""
     return ", ".join(block.sample_paths) + (", …" if block.count > len(block.sample_paths) else "")

@@ -21,10 +21,10 @@ _MOST_TITLE: Final = 48
 
 
 def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
-    """Return a heading, and a row for each cache; what does not fit is cut at the right.
+    """Return a heading, and a row for each cache; cut at the right if they do not fit.
 
     Args:
-        caches: In the order of the rows; at least one.
+        caches: One for each row; at least one.
         width: Columns.
     """
     names = max(6, *(len(cache.name) for cache in caches))
@@ -51,13 +51,13 @@ def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
 
 
 def amount(caches: Sequence[Cache | Cleared]) -> str:
-    """Say how much is in them: `1.2 GiB in 40 files`."""
+    """Return the size of the caches: `1.2 GiB in 40 files`."""
     files = some(sum(cache.files for cache in caches), "file")
     return f"{size(sum(cache.bytes for cache in caches))} in {files}"
 
 
 def freed(cleared: Cleared) -> str:
-    """Say how much was cleared."""
+    """Return how much was cleared."""
     what = f"{listed(cleared.names)} cache{'s' * (len(cleared.names) != 1)}"
     if not cleared.files:
         return f"nothing to clear in the {what}"

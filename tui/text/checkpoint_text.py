@@ -1,4 +1,4 @@
-"""Checkpoints in words, for the command line and the screen. Pure."""
+"""Checkpoint descriptions for the command line and the screen. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jobs.run.checkpoint_files import Listed
     from jobs.service.plan import Plan
 
-NEXT: Final = "→"  # marks the checkpoint that a resume starts from
+NEXT: Final = "→"  # marks the checkpoint that a resume uses
 EMPTY: Final = (
     "No checkpoints yet. A job writes one every checkpointing_steps steps, when it is done and "
     "when it is stopped; m on the dashboard asks a running job for one now."
@@ -26,7 +26,7 @@ _MOST_NAMED: Final = 4  # in a sentence
 
 
 def checkpoint_table(listed: Sequence[Listed], free: int | None) -> str:
-    """`fsdp-tui checkpoints`."""
+    """Return the table of `fsdp-tui checkpoints`."""
     if not listed:
         return "no checkpoints yet"
     validated = any(checkpoint.loss is not None for checkpoint in listed)
@@ -55,18 +55,18 @@ def checkpoint_table(listed: Sequence[Listed], free: int | None) -> str:
 
 
 def marks(checkpoint: Listed) -> str:
-    """Say in signs whether it is the best one, and whether a resume starts there."""
+    """Return symbols that mark the best checkpoint, and the one that a resume uses."""
     return (NEXT if checkpoint.next else "") + (BEST if checkpoint.best else "")
 
 
 def best_words(checkpoint: Listed) -> str:
-    """Say how good it is: `validation loss 0.3521`, and where that was measured if elsewhere."""
+    """Return `validation loss 0.3521`, and where it was measured if at another step."""
     there = "" if checkpoint.loss_step == checkpoint.step else f" of step {checkpoint.loss_step}"
     return f"validation loss {formats.number(checkpoint.loss)}{there}"
 
 
 def totals(listed: Sequence[Listed], free: int | None) -> str:
-    """Say how much disk all checkpoints take, and how much is free."""
+    """Return the total size of all checkpoints, and the free space."""
     count = f"{len(listed)} checkpoint{'s' * (len(listed) != 1)}"
     aside = sum(checkpoint.bytes for checkpoint in listed if checkpoint.set_aside)
     text = f"{count}, {size(sum(checkpoint.bytes for checkpoint in listed))}"
@@ -92,12 +92,12 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def change_lines(changes: Mapping[str, Any]) -> list[str]:
-    """List settings that change, a line each, as a job file has them."""
+    """Return a line for each setting that changes, as in a job file."""
     return [f"  {key}: {word(value)}" for key, value in changes.items()]
 
 
 def resume_question(plan: Plan, changed: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """Ask before a job is resumed: a heading, and what will happen.
+    """Return the question before a resume: a heading and its effects.
 
     Args:
         plan: The resume.
@@ -120,12 +120,12 @@ def resume_question(plan: Plan, changed: Mapping[str, Any] | None = None) -> tup
 
 
 def resumed(job: Job) -> str:
-    """Say which job was resumed, and its state."""
+    """Return the message after a resume: the job and its state."""
     return f"job {job.id} is {job.state}: {job.reason}"
 
 
 def age(seconds: float) -> str:
-    """Coarse, so that it stays the same from one look to the next: `12 min`, `3 h`, `2 d`."""
+    """Return a coarse age, which rarely changes: `12 min`, `3 h`, `2 d`."""
     if seconds < 60:
         return "now" if seconds < 5 else "< 1 min"
     unit, length = ("min", 60) if seconds < 3600 else ("h", 3600)

@@ -1,4 +1,4 @@
-"""A report on a job's data (`jobs.preflight.data.look_at_data`) in words. Pure."""
+"""Describe a report on a job's data (`jobs.preflight.data.look_at_data`). Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Findings of a kind, each with `count`, `text` and `examples`.
+    """Findings of one kind, each with `count`, `text` and `examples`.
 
     Attributes:
         title: What they have in common.
-        role: How their numbers are coloured.
-        count: How many there are, in the words of a heading.
-        findings: The findings, as the report has them.
+        role: Color role of their numbers.
+        count: Their number, formatted for a heading.
+        findings: The report's findings.
     """
 
     title: str
@@ -33,7 +33,7 @@ class Group:
 
 
 def bucket_name(bucket: Mapping[str, Any]) -> str:
-    """`1024x768`, for videos `1024x768x49`."""
+    """Return `1024x768`; for videos, `1024x768x49`."""
     return "x".join(map(str, bucket["size"]))
 
 
@@ -49,7 +49,7 @@ def groups(report: Mapping[str, Any]) -> list[Group]:
 
 
 def draws_text(count: float) -> str:
-    """Write how many draws an epoch has of something: `12`, or `12.5` in the mean."""
+    """Return an epoch's number of draws: `12`, or an average of `12.5`."""
     return f"{count:.10g}"
 
 
@@ -59,7 +59,7 @@ def each(dataset: Mapping[str, Any]) -> str:
 
 
 def _epoch(report: Mapping[str, Any]) -> str:
-    """Write how long an epoch is: `12.5 steps of 8`."""
+    """Return an epoch's length: `12.5 steps of 8`."""
     steps = report["steps_per_epoch"]
     return f"{steps:.10g} step{'s' * (steps != 1)} of {report['global_batch']}"
 
@@ -99,7 +99,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def headlines(report: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the totals in two lines that fit 80 columns: the samples, and an epoch of them."""
+    """Return the totals in two lines of at most 80 columns: the samples, and an epoch."""
     skipped, longest = len(report["skipped"]), report["longest"]
     samples = [
         some(report["samples"], "sample") + _of_images(report),
@@ -117,13 +117,13 @@ def headlines(report: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _of_images(report: Mapping[str, Any]) -> str:
-    """How many images the samples show, where several resolutions make that fewer."""
+    """Return how many images the samples show, if several resolutions share images."""
     images = report.get("images", report["samples"])
     return f" of {some(images, 'image')}" if images != report["samples"] else ""
 
 
 def _buckets(report: Mapping[str, Any]) -> str:
-    """How many there are, and how many pixels their sides lie apart."""
+    """Return the number of buckets, and the difference between their sides in pixels."""
     steps = " and ".join(map(str, report.get("bucket_steps") or ()))
     return f"{len(report['buckets'])}, sides {steps} pixels apart" if steps else ""
 
@@ -139,17 +139,17 @@ def _class_images(report: Mapping[str, Any]) -> str:
 
 
 def dataset_name(dataset: Mapping[str, Any]) -> str:
-    """Its path, with what it is for if that is not what the model should learn."""
+    """Return a dataset's path, with its purpose unless that is training."""
     return str(dataset["path"]) + (" (regularization)" if dataset.get("regularization") else "")
 
 
 def epochs(report: Mapping[str, Any]) -> str:
-    """Say how many epochs the job trains."""
+    """Return how many epochs the job trains."""
     return f"{report['epochs']:.3g} epoch{'s' * (report['epochs'] != 1)}"
 
 
 def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Compare with an earlier report on the same job; "" if nothing changed."""
+    """Compare with an earlier report on the same job; return "" if nothing changed."""
     if before is None:
         return ""
     try:
@@ -162,7 +162,7 @@ def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
         changed = [f"{name} {old} → {new}" for name, old, new in counts if old != new]
         if not changed and _by_bucket(before) != _by_bucket(now):
             changed = ["other sizes"]
-    except (KeyError, TypeError):  # what some other version wrote
+    except (KeyError, TypeError):  # written by another version
         return ""
     return ", ".join(changed)
 
@@ -173,7 +173,7 @@ def some(count: int, what: str) -> str:
 
 
 def plain_bar(row: Row) -> str:
-    """Return the characters of a bar, without the rest of its line where it is empty."""
+    """Return the characters of a bar, without its empty rest."""
     return "".join(span.text for span in row if span.role != "faint")
 
 
@@ -182,7 +182,7 @@ def _by_bucket(report: Mapping[str, Any]) -> dict[str, int]:
 
 
 # -- data tables ----------------------------------------------------------------------------
-# What `fsdp-tui data` prints. Pure.
+# The output of `fsdp-tui data`. Pure.
 
 
 _BAR: Final = 16  # columns
@@ -193,8 +193,8 @@ def data_text(report: Mapping[str, Any], *, width: int = 80, every_file: bool = 
 
     Args:
         report: The report.
-        width: Columns that sentences are wrapped to; a name is never cut.
-        every_file: Name every skipped file.
+        width: Columns at which sentences wrap; names are never cut.
+        every_file: List every skipped file.
     """
     parts = ["\n".join(f"{name:<12} {text}" for name, text in facts(report))]
     if len(report["datasets"]) > 1:
@@ -245,7 +245,7 @@ def _bucket_lines(buckets: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
-    """Return a table with some columns to the right, as numbers should stand."""
+    """Return a table with some columns right-aligned, as numbers should be."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     first, *rest = (
         [cell.rjust(widths[i]) if i in numbers else cell for i, cell in enumerate(line)]

@@ -1,4 +1,4 @@
-"""What `fsdp-tui estimate` prints for people. Pure, but for what it asks of an `Estimate`."""
+"""The text output of `fsdp-tui estimate`. Pure, except that it queries an `Estimate`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "wo
 
 
 def band(low: int, high: int) -> str:
-    """`27.7-31.0 GiB`; one number where the two read the same."""
+    """Return `27.7-31.0 GiB`, or one number if both are displayed the same."""
     ends = dict.fromkeys((gib(low), gib(high)))
     return f"{'-'.join(ends)} GiB"
 
 
 def verdict(fit: Fit) -> str:
-    """Say how it fits, and by how much."""
+    """Return how well it fits, and by how much."""
     match fit.verdict:
         case Verdict.FITS:
             return f"fits, {size(fit.spare)} spare"
@@ -42,7 +42,7 @@ def verdict(fit: Fit) -> str:
 
 
 def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
-    """Return a row for each strategy and number of ranks, a column for each kind of GPU."""
+    """Return a row for each strategy and number of ranks, with a column for each kind of GPU."""
     rooms = next((fits for _, fits in rows if fits), ())
     head = (
         "strategy",
@@ -106,7 +106,7 @@ def word(value: Any) -> str:
 
 
 def fewest_text(counts: Mapping[str, int | None]) -> str:
-    """Write `2 × 24 GB, 1 × 48 GB, …`, and the kinds of which no number is enough."""
+    """Return `2 × 24 GB, 1 × 48 GB, …`, and the kinds on which it never fits."""
     able = [f"{count} × {name}" for name, count in counts.items() if count is not None]
     unable = [name for name, count in counts.items() if count is None]
     text = ", ".join(able)
@@ -116,7 +116,7 @@ def fewest_text(counts: Mapping[str, int | None]) -> str:
 
 
 def advice_text(own: str, candidates: Sequence[Candidate], advised: str | None, ranks: int) -> str:
-    """Name the fastest strategy that fits."""
+    """Return the fastest strategy that fits."""
     if len(candidates) < 2:
         return ""
     if advised is None:
@@ -126,7 +126,7 @@ def advice_text(own: str, candidates: Sequence[Candidate], advised: str | None, 
 
 
 def needs_text(needs: Sequence[Need]) -> str:
-    """Host memory and disk."""
+    """Return the host memory and disk space needed."""
     return "\n".join(
         f"{need.what}: {size(need.needed)}; this machine has {size(need.free)} free"
         + ("" if need.enough else ", NOT ENOUGH")
@@ -135,7 +135,7 @@ def needs_text(needs: Sequence[Need]) -> str:
 
 
 def compared_text(compared: Sequence[Compared]) -> str:
-    """Show predicted and measured peaks; of several ranks the highest one."""
+    """Compare predicted and measured peaks; of several ranks, the highest one."""
     rows = [
         (
             TITLES.get(phase.phase, phase.phase),
@@ -149,7 +149,7 @@ def compared_text(compared: Sequence[Compared]) -> str:
 
 
 def difference(ratio: float | None) -> str:
-    """`+2.1 %` where more was measured than predicted."""
+    """Return `+2.1 %` if more was measured than predicted."""
     return "–" if ratio is None else f"{(ratio - 1) * 100:+.1f} %"
 
 
@@ -172,7 +172,7 @@ def paragraph(text: str, width: int) -> str:
 
 
 def nodes_text(moves: Sequence[Across], gigabits: float, step: float | None) -> str:
-    """Format the traffic of several machines per step, and whether they are faster than one."""
+    """Describe the traffic of several machines per step, and whether they beat one."""
     rows = []
     for move in moves:
         if step is None:

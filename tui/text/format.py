@@ -1,4 +1,4 @@
-"""Numbers, times and bars as people read them. Pure functions; a missing value is `–`."""
+"""Format numbers, times and bars. Pure functions; a missing value is `–`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-__all__ = ["ranges"]  # with what is defined here
+__all__ = ["ranges"]  # re-exported with the functions below
 
 MISSING = "–"
-BEST: Final = "★"  # marks what has the lowest validation loss
-_LEAST_PART: Final = 5.0  # seconds, and the share of the whole, of a part that is worth a word
+BEST: Final = "★"  # marks the lowest validation loss
+_LEAST_PART: Final = 5.0  # seconds, and share of the whole, from which a part is mentioned
 _LEAST_SHARE: Final = 0.1
 _PARTS: Final = {"sample": "sampling", "validate": "validating", "save": "saving"} | {
     "export": "exporting"
@@ -26,7 +26,7 @@ _PARTS: Final = {"sample": "sampling", "validate": "validating", "save": "saving
 
 
 class Span(NamedTuple):
-    """A piece of a line and the role its colour follows from (see `tui.widgets.lines`)."""
+    """A piece of a line and its color role (see `tui.widgets.lines`)."""
 
     text: str
     role: str = ""
@@ -36,19 +36,19 @@ Row = tuple[Span, ...]
 
 
 def state_text(state: str, reason: str) -> str:
-    """Return a job's state and its reason; a reason that begins with the state stands alone."""
+    """Return a job's state and its reason, or only the reason if it begins with the state."""
     if not reason:
         return str(state)
     return reason if reason.split()[:1] == [state] else f"{state}: {reason}"
 
 
 def size(count: float | None) -> str:
-    """Bytes with a unit: `610 MiB`, `1.2 GiB`."""
+    """Format bytes with a unit: `610 MiB`, `1.2 GiB`."""
     return MISSING if count is None else units.size(count)
 
 
 def gib(count: float | None) -> str:
-    """Bytes as a bare number of GiB, for columns whose heading names the unit."""
+    """Format bytes in GiB without a unit, for columns whose heading names it."""
     if count is None:
         return MISSING
     value = count / 2**30
@@ -56,7 +56,7 @@ def gib(count: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`0:42`, `12:05`, `3:20:11`, `2d 04h`."""
+    """Return `0:42`, `12:05`, `3:20:11`, `2d 04h`."""
     if seconds is None or not math.isfinite(seconds):
         return MISSING
     whole = max(0, round(seconds))
@@ -68,14 +68,14 @@ def duration(seconds: float | None) -> str:
 
 
 def eta(seconds: float | None, at_least: bool) -> str:
-    """Write the time left for a column: `12:05`, `≥12:05`."""
+    """Format the remaining time for a column: `12:05`, `≥12:05`."""
     return f"≥{duration(seconds)}" if at_least and seconds is not None else duration(seconds)
 
 
 def left_words(seconds: float, parts: Mapping[str, float], at_least: bool) -> list[str]:
-    """Say how long is left and what takes most of it besides steps; the longest wording first.
+    """Return the time left and its largest part besides steps, from long to short wordings.
 
-    `5:44 left, 4:30 of it sampling`; `≥1:06 left` where something is not known.
+    `5:44 left, 4:30 of it sampling`; `≥1:06 left` if something is unknown.
     """
     words = f"{'≥' * at_least}{duration(seconds)} left"
     what, most = max(
@@ -89,7 +89,7 @@ def left_words(seconds: float, parts: Mapping[str, float], at_least: bool) -> li
 
 
 def spent(seconds: float) -> str:
-    """Write a duration: `12 s`, `1:05`."""
+    """Format a duration: `12 s`, `1:05`."""
     return f"{max(0.0, seconds):.0f} s" if seconds < 60 else duration(seconds)
 
 
@@ -115,7 +115,7 @@ def _exponential(value: float, digits: int) -> str:
 
 
 def pace(seconds: float | None) -> str:
-    """Seconds per step in at most five characters where it can be."""
+    """Format seconds per step in at most five characters if possible."""
     if seconds is None:
         return MISSING
     if seconds >= 100:
@@ -129,7 +129,7 @@ def percent(value: float | None) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Cut the text to `width` cells; `…` replaces its end if something is missing."""
+    """Cut the text to `width` cells; `…` replaces the end."""
     if len(text) <= width:
         return text
     return text[: width - 1] + "…" if width > 0 else ""
@@ -140,7 +140,7 @@ def left(text: str, width: int) -> str:
 
 
 def steps_text(step: int, total: int | None) -> str:
-    """`40/200`; `40/?` while the job's epochs are not counted in steps yet."""
+    """Return `40/200`, or `40/?` while the job's epochs are not yet counted in steps."""
     return f"{step}/{total or '?'}"
 
 
@@ -151,7 +151,7 @@ def right(text: str, width: int) -> str:
 def bar(fraction: float | None, width: int, role: str = "bar") -> Row:
     """Draw a bar of `width` cells in half-cell steps.
 
-    Its shape shows the value too, not only its colour.
+    Its shape shows the value too, not only its color.
     """
     if width <= 0:
         return ()
@@ -165,13 +165,13 @@ def bar(fraction: float | None, width: int, role: str = "bar") -> Row:
     )
 
 
-_HEIGHTS: Final = "▁▂▃▄▅▆▇██"  # by eighths, of which a hundred percent are the ninth
+_HEIGHTS: Final = "▁▂▃▄▅▆▇██"  # in eighths; a hundred percent is the ninth
 
 
 def sparkline(shares: Sequence[float | None], width: int) -> str:
-    """Draw the newest percentages as `width` columns of eight heights.
+    """Draw the newest percentages as `width` columns with eight heights.
 
-    An unknown value is a gap.
+    Unknown values leave gaps.
     """
     newest = shares[len(shares) - width :] if len(shares) > width else shares
     marks = [" " if share is None else _HEIGHTS[min(8, int(share * 8 / 100))] for share in newest]
@@ -179,7 +179,7 @@ def sparkline(shares: Sequence[float | None], width: int) -> str:
 
 
 def load_role(fraction: float | None) -> str:
-    """Return the role of a memory bar by how full it is."""
+    """Return the color role of a memory bar by how full it is."""
     if fraction is None or fraction < 0.85:
         return "bar"
     return "warn" if fraction < 0.95 else "bad"
@@ -191,7 +191,7 @@ def plain(row: Sequence[Span]) -> str:
 
 
 # -- value text -----------------------------------------------------------------------------
-# Values of a job file as people read them. Pure, and without Textual.
+# Job values as text. Pure, and without Textual.
 
 
 def in_words(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Plain tables for the command line, made to be read by people and by `grep`. Pure."""
+"""Plain tables for the command line, readable by people and by `grep`. Pure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from jobs.machine.devices import Gpu
 
-_MOST_RANK_COLUMNS = 4  # what fits beside a phase's name in 60 columns
+_MOST_RANK_COLUMNS = 4  # fits beside a phase's name in 60 columns
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, two spaces apart."""
+    """Format a table; columns are as wide as their widest cell, two spaces apart."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -41,7 +41,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
-    """`fsdp-tui list`."""
+    """Return the table of `fsdp-tui list`."""
     if not jobs:
         return "no jobs yet; `fsdp-tui demo` starts one, `fsdp-tui submit JOB.yaml` queues your own"
     validated = any(job.get("best") for job in jobs)
@@ -66,7 +66,7 @@ def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
-    """`fsdp-tui list --sweep NAME`: a column for each key in which the jobs differ."""
+    """Return `fsdp-tui list --sweep NAME`: a column for each key that differs."""
     keys = list(jobs[0]["differs"]) if jobs else []
     named = [key.upper() for key in keys] or ["NAME"]
     head = ("", "ID", *named, "STATE", "STEP", "LOSS", "VAL", "AT", "REASON")
@@ -95,12 +95,12 @@ def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def best_mark(best: Mapping[str, Any] | None) -> str:
-    """Name a job's best checkpoint: `★ 500 0.3521`."""
+    """Return a job's best checkpoint: `★ 500 0.3521`."""
     return f"{BEST} {best['step']} {number(best['loss'])}" if best else MISSING
 
 
 def describe(job: Mapping[str, Any]) -> str:
-    """`fsdp-tui show`."""
+    """Return the text of `fsdp-tui show`."""
     lines = [
         f"job {job['id']}  {job['name']}",
         f"state        {state_text(job['state'], job['reason'])}",
@@ -148,7 +148,7 @@ def describe(job: Mapping[str, Any]) -> str:
 
 
 def _eta(job: Mapping[str, Any]) -> str:
-    """Say when a job is done or, if it waits, when it starts."""
+    """Return when a job ends or, if it is queued, when it starts."""
     if job["starts_in"] is not None:
         return f"starts in {eta(job['starts_in'], job['eta_at_least'])}"
     if job["after"] is not None:
@@ -158,7 +158,7 @@ def _eta(job: Mapping[str, Any]) -> str:
 
 
 def when(job: Mapping[str, Any]) -> str:
-    """Say when a job is done, and when it starts: `starts in 0:21, done in 3:12`."""
+    """Return when a job ends and starts: `starts in 0:21, done in 3:12`."""
     if job["eta"] is not None:
         return left_words(job["eta"], job["eta_parts"], job["eta_at_least"])[0]
     facts = [_eta(job)] if job["starts_in"] is not None or job["after"] is not None else []
@@ -174,7 +174,7 @@ def batch_line(samples: int, forwards: int | None) -> str:
 
 
 def slurm_line(facts: Mapping[str, Any]) -> str:
-    """Say where a Slurm job is: `job 17, RUNNING on n[1-2], asked 0:12 ago`."""
+    """Describe a Slurm job: `job 17, RUNNING on n[1-2], asked 0:12 ago`."""
     parts = [f"job {facts['job']}"]
     if state := facts.get("state"):
         parts.append(f"{state} on {facts['nodes']}" if facts.get("nodes") else str(state))
@@ -188,7 +188,7 @@ def slurm_line(facts: Mapping[str, Any]) -> str:
 
 
 def validation_line(measured: Sequence[Sequence[Any]]) -> str:
-    """Format the validation losses, the newest first: `0.231 at step 40; 0.245 at 20`."""
+    """Format validation losses, the newest first: `0.231 at step 40; 0.245 at 20`."""
     newest, *before = reversed([(number(loss), step) for step, loss in measured])
     return "; ".join(
         [f"{newest[0]} at step {newest[1]}", *(f"{loss} at {step}" for loss, step in before)]
@@ -196,7 +196,7 @@ def validation_line(measured: Sequence[Sequence[Any]]) -> str:
 
 
 def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
-    """Format the peak of any rank in each phase: `load 1.2 GiB · forward 3.4 GiB`."""
+    """Format the highest peak of each phase: `load 1.2 GiB · forward 3.4 GiB`."""
     what = "resident" if measure == "rss" else measure
     each = " · ".join(f"{phase} {size(max(ranks))}" for phase, ranks in peaks.items())
     return f"{each} ({what}, peak of any rank)"
@@ -205,7 +205,7 @@ def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
 def prediction_lines(
     strategy: str, ranks: int, device: Sequence[int], phases: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[str]:
-    """List a rank's predicted peak per phase, and the highest measured one."""
+    """Return a rank's predicted peak per phase, and the highest measured one."""
     least, most = size(device[0]), size(device[1])
     lines = [f"predicted    {least} to {most} on each GPU ({strategy} on {ranks} ranks)"]
     for phase in phases:
@@ -218,9 +218,9 @@ def prediction_lines(
 
 
 def memory_table(peaks: Mapping[str, Sequence[int]]) -> str:
-    """Return a row for each phase, a column for each rank.
+    """Return a row for each phase, with a column for each rank.
 
-    If there are many ranks, only the minimum and the maximum.
+    If there are many ranks, show only the minimum and the maximum.
     """
     ranks = len(next(iter(peaks.values()), ()))
     if ranks <= _MOST_RANK_COLUMNS:
@@ -231,7 +231,7 @@ def memory_table(peaks: Mapping[str, Sequence[int]]) -> str:
 
 
 def gpu_table(present: Sequence[Gpu], claims: Mapping[str, int]) -> str:
-    """`fsdp-tui gpus`."""
+    """Return the table of `fsdp-tui gpus`."""
     head = ("GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "USED BY")
     others = foreign_users(present, (), claims)
     rows = [
@@ -250,7 +250,7 @@ def gpu_table(present: Sequence[Gpu], claims: Mapping[str, int]) -> str:
 
 
 def _holder(gpu: Gpu, claims: Mapping[str, int], others: Mapping[str, str]) -> str:
-    """Our job, whoever else uses the GPU, or why nobody can."""
+    """Return our job on the GPU, its other user, or why it is unavailable."""
     if gpu.uuid in claims:
         return f"job {claims[gpu.uuid]}"
     return gpu.unusable or others.get(gpu.uuid, "free")
@@ -267,7 +267,7 @@ def _when(t: float) -> str:
 
 
 def gpu_facts(gpu: Gpu, claims: Mapping[str, int]) -> dict[str, Any]:
-    """Return a GPU as scripts see it (`gpus --json`)."""
+    """Return a GPU as JSON values (`gpus --json`)."""
     return {
         "index": gpu.index,
         "uuid": gpu.uuid,

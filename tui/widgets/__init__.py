@@ -1,1 +1,1 @@
-"""Reusable one-purpose widgets."""
+"""Reusable widgets."""

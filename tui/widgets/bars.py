@@ -1,4 +1,4 @@
-"""The lines at the edges of the screen: title, keys, and what went wrong."""
+"""The lines at the edges of the screen: title, keys and problems."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job
     from tui.look.snapshot import JobView, Snapshot
 
-# Columns of the title's right side and of the gap before it, without when all jobs are done.
+# Columns of the title's right side and its gap, excluding when all jobs end.
 _LEAST_RIGHT: Final = len("  ● 99 running  ◌ 99 queued  00:00")
 
 
 class _Line(Static):
-    """One line that is painted again only when its text changed."""
+    """One line that is repainted only when its text changes."""
 
     def __init__(self, id: str) -> None:  # noqa: A002
         super().__init__("", id=id)
@@ -36,7 +36,7 @@ class _Line(Static):
 
 
 class TitleBar(_Line):
-    """Application, machine, and how many jobs run and wait."""
+    """Application, machine, and the number of running and queued jobs."""
 
     def __init__(self, host: str) -> None:
         super().__init__("titlebar")
@@ -98,7 +98,7 @@ class TitleBar(_Line):
 
 
 def done_words(snapshot: Snapshot) -> str:
-    """Say when all jobs are done: `all done in 3:12`; "" of one job, or where nobody knows."""
+    """Return when all jobs end: `all done in 3:12`; "" for a single job, or if unknown."""
     outlook = snapshot.outlook
     if outlook.all_done is None or snapshot.count(State.QUEUED, *ACTIVE) < 2:
         return ""
@@ -106,13 +106,13 @@ def done_words(snapshot: Snapshot) -> str:
 
 
 class KeyBar(_Line):
-    """The keys of the footer, to press or click; those that do not fit the job are dim."""
+    """The footer's keys, for the keyboard and the mouse; those that do not fit the job are dim."""
 
     def __init__(self) -> None:
         super().__init__("keybar")
-        self.auto_links = False  # they would all get one colour
+        self.auto_links = False  # Textual would give all links one color
         self.read_only = False
-        self.keymap: Mapping[str, str] = {}  # a person's own keys, by the action's id
+        self.keymap: Mapping[str, str] = {}  # the user's keys by action id
         self._shown: list[tuple[str, bool]] = []
         self._job: Job | None = None
 
@@ -141,7 +141,7 @@ class KeyBar(_Line):
 
 
 class ProblemBar(_Line):
-    """What the dashboard could not read or do; gone when it can again."""
+    """What the dashboard failed to read or do; cleared when it works again."""
 
     def __init__(self) -> None:
         super().__init__("problem")

@@ -1,4 +1,4 @@
-"""The keys of a screen, made from its bindings."""
+"""The help of a screen, generated from its bindings."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ABOUT = (
     "jobs. Tab moves between the parts of a screen; the mouse works. To change keys, see "
     "`fsdp-tui settings`."
 )
-_WIDEST = 16  # columns of keys
+_WIDEST = 16  # columns for the keys
 _MOST, _FRAME = 76, 3  # columns of the dialog, and of its margin and scrollbar; see modals.tcss
 
 
 class Keys(Static):
-    """The list; long lines wrap below their beginning."""
+    """The list of keys; wrapped lines are indented."""
 
     def __init__(self, keys: list[ScreenKey], width: int) -> None:
         """
         Args:
-            keys: What to list.
-            width: Columns that it will have, so that it is painted once.
+            keys: The keys to list.
+            width: Its final width in columns, so that it is painted once.
         """
         super().__init__(help_text(keys, width), id="keys")
         self.keys = keys
@@ -84,12 +84,12 @@ class HelpScreen(ModalScreen[None]):
 
 
 def _highest(lines: int) -> int:
-    """Return the lines of the dialog: more than 40 are much to send, and to read."""
+    """Return the dialog's height; more than 40 lines are slow to send, and to read."""
     return min(40, lines * 9 // 10)
 
 
 def help_text(keys: list[ScreenKey], width: int) -> Content:
-    """Every key under the heading of its section, in a number of columns."""
+    """Return every key under its section's heading, formatted for this width."""
     widest = min(_WIDEST, max((len(key.shown) for key in keys), default=0))
     room = max(20, width - widest - 4)
     lines: list[Content] = []

@@ -1,4 +1,4 @@
-"""What a person does with a job, on the dashboard as on every screen of one job: the same keys."""
+"""Actions on a job, with the same keys on the dashboard and on every screen of one job."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
 
 
 # -- stop job -------------------------------------------------------------------------------
-# Stop jobs: a question that the same key answers, so that no clock decides; a kill takes `y`.
+# Stop jobs. The same key answers the question, so no timer is involved; a kill needs `y`.
 
 
 _KILLS: Final = 3  # the level that the next request would reach
 _ENDS_BY: Final = (
     "It ends after the current step, with a checkpoint.",
     "It was asked to stop. SIGTERM ends it now; steps since its last checkpoint may be lost.",
-)  # by its level so far
+)  # by its current level
 _one_at_a_time = threading.Lock()
 
 
 def stop_jobs(app: FsdpTui, store: Store, jobs: Sequence[Job], then: Callable[[], None]) -> None:
-    """Ask whether to stop these jobs, more firmly each time, and do it.
+    """Ask whether to stop these jobs, at the next level of force, and stop them.
 
     Args:
         app: The dashboard.
         store: The jobs.
-        jobs: As they are shown. What is more firmly asked to stop by now is asked about again.
-        then: Called when the answer is yes.
+        jobs: The displayed jobs. Jobs whose stop level has risen meanwhile are asked about again.
+        then: Called if the user agrees.
     """
     from tui.widgets.questions import ConfirmScreen, StopScreen
 
     running = [job for job in jobs if not job.state.ended]
     if isinstance(app.screen, ConfirmScreen):
-        return  # asked once, however often the key was pressed
+        return  # ask once, however often the key was pressed
     if not running:
         app.act(partial(_each, [partial(service.stop, store, job.id) for job in jobs]))
         return
 
     def stop(job: Job) -> str:
-        """In a thread; several keys make several, which must not all see the same level."""
+        """Stop in a thread; several keys start several, which must not all see the same level."""
         with _one_at_a_time:
             now = store.get(job.id)
             if now.stop_level <= job.stop_level:
@@ -97,22 +97,22 @@ def _ends_by(job: Job) -> str:
 
 
 def named(jobs: Sequence[Job]) -> str:
-    """Return the object of a question: one job with its name, or how many."""
+    """Return the object of a question: a single job's name, or the number of jobs."""
     return f"job {jobs[0].id} “{jobs[0].name}”" if len(jobs) == 1 else f"{len(jobs)} jobs"
 
 
 def listed(jobs: Sequence[Job], tell: Callable[[Job], str]) -> str:
-    """Return what becomes of the jobs: a sentence for one, a line for each of several."""
+    """Return the effect on the jobs: a sentence for one, a line for each of several."""
     if len(jobs) == 1:
         return tell(jobs[0])
     return "\n".join(f"{job.id} {job.name}: {tell(job)}" for job in jobs)
 
 
 def _each(acts: Sequence[Callable[[], str]]) -> str:
-    """Do all, in a thread; what cannot be done is said with the rest.
+    """Apply to all jobs, in a thread; failures are reported together.
 
     Raises:
-        UserError: None of several could be done, or the only one.
+        UserError: All jobs failed, or the only one.
     """
     texts, failed = [], 0
     for act in acts:
@@ -131,7 +131,7 @@ def _each(acts: Sequence[Callable[[], str]]) -> str:
 
 
 class JobActions(Screen[ScreenResultType]):
-    """A screen with a job that can be started, stopped and asked for something."""
+    """A screen with a job that can be started, stopped and sent requests."""
 
     BINDINGS: ClassVar[list[BindingType]] = job_bindings()
 
@@ -139,30 +139,30 @@ class JobActions(Screen[ScreenResultType]):
 
     @dataclass
     class Planned(Message):
-        """A job to be resumed would not continue exactly as it was."""
+        """A resume is planned that would not continue exactly as before."""
 
         plan: Plan
 
     @property
     def job_acted_on(self) -> Job | None:
-        """The job that actions are about, as it was seen last."""
+        """Return the job that actions apply to, as displayed last."""
         raise NotImplementedError
 
     @property
     def acted_on(self) -> int | None:
-        """Its number."""
+        """Return its id."""
         return job.id if (job := self.job_acted_on) is not None else None
 
     @property
     def all_acted_on(self) -> list[Job]:
-        """All jobs that actions are about: those that were marked, or the one."""
+        """Return all jobs that actions apply to: the marked ones, or the current one."""
         return [job] if (job := self.job_acted_on) is not None else []
 
     def acted(self) -> None:
-        """Take note that something was done with all of them."""
+        """Called after an action was applied to all of them."""
 
     def job_keys(self, job: Job | None) -> list[Key]:
-        """List what can be done with a job now, for the line of keys."""
+        """Return the actions available for the job now, for the key line."""
         if self.app.settings.read_only:
             return []
         return [
@@ -171,17 +171,17 @@ class JobActions(Screen[ScreenResultType]):
         ]
 
     def act(self, act: Callable[[int], str]) -> None:
-        """Do something with the job in a thread; what it returns is shown."""
+        """Apply an action to the job in a thread; show what it returns."""
         if (job := self.acted_on) is not None:
             self.app.act(partial(act, job))
 
     def act_on_all(self, name: str, act: Callable[[int], str], about: str) -> None:
-        """Do something with the job, or after one question with all marked ones.
+        """Apply an action to the job, or after one question to all marked ones.
 
         Args:
             name: The action; marked jobs in whose state it makes no sense are skipped.
-            act: What is done with one of them, in a thread; what it returns is shown.
-            about: What that is, such as "hold".
+            act: Called with a job, in a thread; what it returns is shown.
+            about: A verb for the question, such as "hold".
         """
         jobs = self.all_acted_on
         if len(jobs) < 2:
@@ -199,7 +199,7 @@ class JobActions(Screen[ScreenResultType]):
         *,
         harmful: bool = False,
     ) -> None:
-        """Ask once about all jobs in whose state an action makes sense, and do it."""
+        """Ask once about all jobs in whose state an action makes sense, and apply it."""
         from tui.widgets.questions import ConfirmScreen
 
         fit = fitting(name, jobs)
@@ -252,12 +252,12 @@ class JobActions(Screen[ScreenResultType]):
         then: Callable[[], None] = lambda: None,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Ask whether a planned resume is to be done, and do it.
+        """Ask whether to carry out a planned resume, and do it.
 
         Args:
-            plan: What was planned; it is planned again when the answer comes.
-            then: Called when the answer is yes.
-            changes: Settings that change, by key.
+            plan: The plan; it is made again when the user answers.
+            then: Called if the user agrees.
+            changes: Settings to change, by key.
         """
         from tui.widgets.questions import ConfirmScreen
 
@@ -274,14 +274,14 @@ class JobActions(Screen[ScreenResultType]):
         self.app.push_screen(screen, answered)
 
     def action_resume_with(self) -> None:
-        """Open the form with what a resume allows to change."""
+        """Open the form with the settings that a resume allows to change."""
         from tui.form.opening import open_resume
 
         if (job := self.acted_on) is not None:
             open_resume(self.app.dashboard, job)
 
     def resume_with(self, changes: Mapping[str, Any]) -> None:
-        """Ask whether to resume the job with other settings, or to copy it if that cannot be."""
+        """Ask whether to resume the job with other settings, or to copy it if it cannot resume."""
 
         def plan(job: int) -> str:
             try:
@@ -337,10 +337,10 @@ class JobActions(Screen[ScreenResultType]):
 
 
 class OfOneJob(JobActions[ScreenResultType]):
-    """Fills the screen with something of one job; its keys follow the state of the job.
+    """A full screen about one job; its keys follow the job's state.
 
     Args:
-        job: As it was when the screen was opened.
+        job: The job when the screen was opened.
     """
 
     def __init__(self, job: Job) -> None:
@@ -362,5 +362,5 @@ class OfOneJob(JobActions[ScreenResultType]):
             self.show_keys()
 
     def show_keys(self) -> None:
-        """Fill the line of keys."""
+        """Show the key line."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A panel of coloured lines that repaints only the lines that changed."""
+"""A panel of colored lines that repaints only changed lines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROLES = (
 class Lines(ScrollView, can_focus=False, inherit_bindings=False):
     """Shows rows of spans. The first `fixed` rows do not scroll.
 
-    Textual compares no cells: what is refreshed is sent to the terminal. `show` therefore
+    Textual does not compare cells: refreshed ones are sent to the terminal. `show` therefore
     compares rows, and refreshes those that differ.
     """
 
@@ -70,7 +70,7 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
     }
     """
 
-    _border_only = False  # here, since a widget that is made refreshes itself before it is
+    _border_only = False  # a class attribute, since widgets refresh themselves in their constructor
 
     def __init__(self, *, fixed: int = 0, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -80,7 +80,7 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         self._palette: dict[tuple[str, bool], Style] = {}
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Replace the rows; lines that stay the same are not repainted."""
+        """Replace the rows; unchanged lines are not repainted."""
         before, self.rows = self.rows, tuple(rows)
         if len(before) != len(self.rows):
             self.virtual_size = Size(self.size.width, len(self.rows))
@@ -104,11 +104,11 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
             self.refresh(*regions)
 
     def show_titles(self, title: str, subtitle: str = "") -> None:
-        """Write on the border; nothing else is repainted.
+        """Set the border titles; nothing else is repainted.
 
         Args:
-            title: On the upper one, in Textual's markup.
-            subtitle: On the lower one.
+            title: The upper title, in Textual's markup.
+            subtitle: The lower title.
         """
         if (title, subtitle) == self._titles:
             return
@@ -124,7 +124,7 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         layout: bool = False,
         recompose: bool = False,
     ) -> Self:
-        """See `Widget.refresh`, which a border's title calls for the whole widget."""
+        """See `Widget.refresh`; a change of the border title calls it for the whole widget."""
         if self._border_only:
             left, top = self.content_offset
             width, height = self.outer_size
@@ -132,11 +132,11 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
     def row_at(self, y: int) -> int:
-        """Return the row painted in line `y` of the widget."""
+        """Return the row painted in the widget's line `y`."""
         return y if y < self.fixed else y + self.scroll_offset.y
 
     def is_marked(self, index: int) -> bool:
-        """Whether a row is painted as the selected one."""
+        """Return whether a row is painted as the selected one."""
         return False
 
     def render_line(self, y: int) -> Strip:
@@ -152,7 +152,7 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         return strip if cells <= width else strip.crop(0, width)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Without the one for the terminal's own colours and dim text, of which it has neither."""
+        """Drop the filter for ANSI colors and dim text, which these lines do not use."""
         filters = super().get_line_filters()
         return [each for each in filters if not isinstance(each, ANSIToTruecolor)]
 
@@ -177,10 +177,10 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
 
 
 def changed_cells(old: Row, new: Row) -> range:
-    """From the first to the last cell whose span differs.
+    """Return the first and last cell whose span differs.
 
-    Textual draws a line up to the last cell that is to be painted, so rows have what changes most
-    in front. A terminal is sent even less, see `terminal_cells`; a browser is not.
+    Textual draws a line up to the last cell to be painted, so rows have what changes most often
+    first. A terminal is sent even less, see `terminal_cells`; a browser is not.
     """
     same = start = 0
     for before, after in zip(old, new, strict=False):
@@ -192,7 +192,7 @@ def changed_cells(old: Row, new: Row) -> range:
         sum([_cells(span.text) for span in row[same:]], start) for row in (old, new)
     )
     end = max(before_end, after_end)
-    if before_end == after_end:  # what follows stands where it stood
+    if before_end == after_end:  # the rest of the line has not moved
         for before, after in zip(reversed(old[same:]), reversed(new[same:]), strict=False):
             if before != after:
                 break
@@ -205,14 +205,14 @@ def _cells(text: str) -> int:
 
 
 # -- pick list ------------------------------------------------------------------------------
-# Rows under a heading, one of them highlighted by keys and by clicks.
+# Rows under a heading, one of them highlighted by keys and clicks.
 
 
 class PickList(Lines, can_focus=True):
-    """A list to pick from. Subclasses say what is in it: `count` and `table`.
+    """A list to pick from. Subclasses implement `count` and `table`.
 
     Attributes:
-        index: The number of the highlighted row, the heading not counted.
+        index: The number of the highlighted row, excluding the heading.
     """
 
     @dataclass
@@ -225,7 +225,7 @@ class PickList(Lines, can_focus=True):
 
     @property
     def count(self) -> int:
-        """How many rows there are to pick from."""
+        """Return the number of rows to pick from."""
         raise NotImplementedError
 
     def table(self, width: int) -> Sequence[Row]:
@@ -237,7 +237,7 @@ class PickList(Lines, can_focus=True):
         return []
 
     def highlight(self, index: int) -> None:
-        """Take note of another highlighted row."""
+        """Called when another row is highlighted."""
         self.index = index
 
     def pick(self, row: int) -> None:
@@ -245,7 +245,7 @@ class PickList(Lines, can_focus=True):
         self.go(row - self.index)
 
     def go(self, by: int) -> None:
-        """Highlight another one."""
+        """Highlight another row."""
         index = max(0, min(self.index + by, self.count - 1))
         if index != self.index:
             self.highlight(index)
@@ -264,7 +264,7 @@ class PickList(Lines, can_focus=True):
             self.pick(self.row_at(offset.y) - 1)
 
     def fill(self) -> None:
-        """Show the rows, and scroll so that the highlighted one is seen."""
+        """Show the rows, and scroll to the highlighted one."""
         width = self.scrollable_content_region.width
         if not width:
             return

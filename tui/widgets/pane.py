@@ -1,4 +1,4 @@
-"""What lies behind a tab of the job screen."""
+"""The base of a tab's content."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
 
 class Pane(Vertical):
-    """A tab's content. It is there from when it is first opened until the screen closes."""
+    """A tab's content. It exists from when it is first opened until the screen closes."""
 
     KEYS: ClassVar[Sequence[Key]] = ()
 
     app: FsdpTui
 
     class KeysChanged(Message):
-        """Other keys do something now, or do something else."""
+        """The available keys, or their meanings, have changed."""
 
     @property
     def keys(self) -> Sequence[Key]:
-        """What can be pressed now, for the key line."""
+        """Return the keys available now, for the key line."""
         return self.KEYS
 
     @property
     def target(self) -> Widget | None:
-        """What gets the focus, so that the pane's keys work."""
+        """Return the widget to focus, so that the pane's keys work."""
         return next((widget for widget in self.query("*") if widget.focusable), None)
 
     def update_from(self, look: Look) -> None:
-        """Show a new look; only called while the pane can be seen."""
+        """Show new data; called only while the pane is visible."""
 
     def copy(self, text: str) -> None:
-        """Copy a text, and tell where it is."""
+        """Copy a text, and say where it went."""
         from tui.terminal.clipboard import copy
 
         self.app.say(copy(self.app, text))

@@ -1,4 +1,4 @@
-"""An input for a path, which completes it: tab or the right arrow takes what is proposed."""
+"""A path input with completion: tab or the right arrow accepts the suggestion."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def complete_path(text: str, suffixes: Sequence[str] | None = ()) -> str | None:
-    """Return the text with the last part of its path completed; None when nothing begins so.
+    """Return the text with the last path component completed; None if nothing matches.
 
     Reads the disk. Directories come first and end with a slash; `~` and `$VAR` stay as typed.
 
     Args:
         text: What was typed.
-        suffixes: Of the files that may be meant; none for directories alone, None for any file.
+        suffixes: Extensions of matching files; empty for directories only, None for any file.
     """
     head, slash, tail = text.rpartition("/")
     folder = os.path.expandvars(os.path.expanduser(head + slash)) if slash else "."
@@ -46,16 +46,16 @@ def complete_path(text: str, suffixes: Sequence[str] | None = ()) -> str | None:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a file's name can be shown and stand in a job file: it is UTF-8 and printable."""
+    """Return whether a file name can be displayed and stored in a job file: printable UTF-8."""
     return name.isprintable()
 
 
 class PathSuggester(Suggester):
-    """Proposes paths, looked up in a thread, one look at a time; or other words that begin so.
+    """Suggests paths, looked up in a thread one at a time, or matching words.
 
     Args:
         suffixes: As `complete_path` takes them.
-        words: What may be meant besides paths.
+        words: Other suggestions besides paths.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PathSuggester(Suggester):
 
     async def get_suggestion(self, value: str) -> str | None:
         self._typed = value
-        async with self._one_look:  # a file system that hangs holds one thread, not many
+        async with self._one_look:  # a hanging file system blocks one thread, not many
             if value != self._typed or not value:
                 return None
             path = await in_daemon(lambda: complete_path(value, self._suffixes))
@@ -82,7 +82,7 @@ class PathSuggester(Suggester):
 async def in_daemon(look: Callable[[], Any]) -> Any:
     """Run a function in a daemon thread, which does not delay the program's exit.
 
-    Return its result, or None.
+    Return its result, or None if it fails.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -96,7 +96,7 @@ async def in_daemon(look: Callable[[], Any]) -> Any:
         try:
             result = look()
         finally:
-            with contextlib.suppress(RuntimeError):  # the program has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the program has ended in the meantime
                 loop.call_soon_threadsafe(tell, result)
 
     threading.Thread(target=run, daemon=True).start()
@@ -104,7 +104,7 @@ async def in_daemon(look: Callable[[], Any]) -> Any:
 
 
 class PathInput(Input):
-    """An input whose tab key takes the proposal first, and moves on when there is none."""
+    """An input whose tab key accepts the suggestion, or moves on if there is none."""
 
     BINDINGS: ClassVar = [
         Binding(

@@ -1,4 +1,4 @@
-"""Questions over a screen: a name, a path, or one of two answers."""
+"""Modal questions: a name, a path, or one of two answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class AskNameScreen(ModalScreen[str | None]):
-    """Returns the name, or None when the person thought better of it."""
+    """Returns the name, or None if the user cancels."""
 
     CSS_PATH = "modals.tcss"
     BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel", id="ask.cancel")]
@@ -32,8 +32,8 @@ class AskNameScreen(ModalScreen[str | None]):
         """
         Args:
             question: The heading.
-            proposal: What is in the field at first.
-            about: What becomes of the name.
+            proposal: The initial text.
+            about: What the name is used for.
         """
         super().__init__()
         self.question = question
@@ -56,7 +56,7 @@ class AskNameScreen(ModalScreen[str | None]):
 
 
 class AskPathScreen(ModalScreen[Path | None]):
-    """Returns the path, or None when the person thought better of it."""
+    """Returns the path, or None if the user cancels."""
 
     CSS_PATH = "modals.tcss"
     BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel", id="ask.cancel")]
@@ -84,7 +84,7 @@ class AskPathScreen(ModalScreen[Path | None]):
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """Returns whether the person agreed."""
+    """Returns whether the user agreed."""
 
     CSS_PATH = "modals.tcss"
     BINDINGS: ClassVar = [
@@ -103,10 +103,10 @@ class ConfirmScreen(ModalScreen[bool]):
         """
         Args:
             question: The heading.
-            detail: What would happen.
-            verb: The answer that does it.
-            refuse: The answer that does not.
-            harmful: Whether something is lost by it.
+            detail: The effect.
+            verb: The answer that agrees.
+            refuse: The answer that declines.
+            harmful: Whether agreeing loses something.
         """
         super().__init__()
         self.question = question
@@ -136,7 +136,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class StopScreen(ConfirmScreen):
-    """Asks before jobs are stopped; the key that asked agrees too, however slow the terminal is."""
+    """Asks before stopping jobs; pressing the same key again agrees, however slow the terminal."""
 
     BINDINGS: ClassVar = [Binding("x", "answer(True)", "stop", show=False, id="jobs.stop_job")]
     AUTO_FOCUS = "#yes"

@@ -1,4 +1,4 @@
-"""The classes of a screen's breakpoints, set before it is drawn for the first time."""
+"""Set the breakpoint classes of a screen before it is first drawn."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def set_size_classes(screen: Screen[Any]) -> None:
-    """To be called when the screen is composed.
+    """Set the size classes; call this while the screen is composed.
 
-    Textual (8.2) sets them with the screen's first resize. That comes after a first frame, which
-    would show another layout for a moment, and every widget would be styled twice.
+    Textual (8.2) sets them on the screen's first resize. That follows a first frame, which would
+    briefly show another layout, and every widget would be styled twice.
     """
     for size, points in (
         (screen.app.size.width, screen.HORIZONTAL_BREAKPOINTS),

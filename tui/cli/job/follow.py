@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY = 0.25
 _FINGERPRINT = 64  # bytes
-_BLOCK = 64 << 10  # bytes, read at a time from the end of a log
+_BLOCK = 64 << 10  # bytes to read at a time from the end of a log
 EXIT_STATUS = {State.COMPLETED: 0, State.STOPPED: 3, State.FAILED: 1, State.LOST: 1}
 
 
 def follow_job(store: Store, job_id: int) -> int:
     """Print rank 0's log and every change of state until the job ends.
 
-    Ctrl-C asks the job to stop, and asks more firmly each time; the job is followed to its end.
+    Ctrl-C requests a stop, escalating each time; the job is followed to its end.
 
     Returns:
-        The exit status that says how it ended.
+        The exit status for how the job ended.
     """
     before = signal.signal(signal.SIGINT, lambda *_: _stop(store, job_id))
     try:
@@ -51,7 +51,7 @@ def follow_job(store: Store, job_id: int) -> int:
 def follow_log(
     store: Store, job_id: int, path: Path, *, forever: bool, last: int | None = None
 ) -> None:
-    """Print a log, from its last lines on if a number is given.
+    """Print a log, starting with its last lines if their number is given.
 
     With `forever`, follow it until the job has ended.
     """
@@ -71,7 +71,7 @@ def _follow(store: Store, job: Job, tail: _Tail, *, states: bool) -> Job:
     while True:
         service.refresh(store)
         job = store.get(job.id)
-        # The state first: what an ended job wrote is then complete when it is copied below.
+        # Read the state first: if the job has ended, the log copied below is complete.
         tail.copy_new()
         if states:
             if (job.state, job.reason) != shown:
@@ -88,19 +88,19 @@ def _follow(store: Store, job: Job, tail: _Tail, *, states: bool) -> Job:
 
 
 class _Tail:
-    """Copies what a file gains to standard output, with its colours, without what else it has."""
+    """Copies what is appended to a file to standard output; keeps colors, drops other sequences."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._cut: Cut | None = None  # of what was read
+        self._cut: Cut | None = None  # of the part that was read
         self._last = b""  # bytes before the offset
-        # A character of several bytes may be read in two parts.
+        # A multi-byte character may be split between two reads.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = Stream()
 
     def skip_to(self, lines: int) -> None:
-        """Leave out all but the last lines of what is there; reads only the end of the file."""
+        """Skip all but the last lines; reads only the end of the file."""
         with suppress(FileNotFoundError), open(self._path, "rb") as file:
             self._cut = find_cut(file.fileno())
             at = end = file.seek(0, os.SEEK_END)
@@ -108,7 +108,7 @@ class _Tail:
             while at and tail.count(b"\n", 0, -1) < lines:
                 at = max(0, at - _BLOCK)
                 tail = os.pread(file.fileno(), end - at, at)
-            begin = len(tail) - 1  # a newline at the end begins no line
+            begin = len(tail) - 1  # a final newline starts no line
             for _ in range(lines):
                 begin = tail.rfind(b"\n", 0, max(0, begin))
             self._offset = at + begin + 1
@@ -129,7 +129,7 @@ class _Tail:
         sys.stdout.flush()
 
     def _notice_cut(self, log: int) -> None:
-        """Detect that a log was cut or restarted: it changed where it was last read."""
+        """Detect that a log was truncated or replaced, by comparing what was read last."""
         size = len(self._last)
         if self._offset and os.pread(log, size, self._offset - size) == self._last:
             return
@@ -144,7 +144,7 @@ def _stop(store: Store, job_id: int) -> None:
     try:
         _note(service.stop(store, job_id))
     except StateError:
-        return  # it has ended meanwhile
+        return  # it has ended in the meantime
 
 
 def _note(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a job has made: its checkpoints, exports, pushes and samples."""
+"""Commands about a job's outputs: checkpoints, exports, pushes and samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 # -- checkpoints ----------------------------------------------------------------------------
-# Commands about checkpoints: list, verify, delete, resume from one.
+# Commands about checkpoints: list, verify, delete, resume.
 
 
 @click.command()
@@ -116,7 +116,7 @@ def _delete(store: Store, job: Job, words: Sequence[str], *, ask: bool) -> list[
 
 
 def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
-    """Read all but those set aside as damaged; skip those deleted meanwhile."""
+    """Verify all except those set aside as damaged; skip those deleted in the meantime."""
     unread = [checkpoint for checkpoint in listed if checkpoint.set_aside != "damaged"]
     total, done = sum(checkpoint.bytes for checkpoint in unread), 0
     with ProgressLine("reading checkpoints") as line:
@@ -170,7 +170,7 @@ def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ..
 
 
 def _best(job: Job, does: str) -> int:
-    """Find the step of a job's best checkpoint, and say which one it is on standard error."""
+    """Return the step of a job's best checkpoint, and print it on standard error."""
     best = find_best(job.run_dir, read_losses(job.run_dir), f"job {job.id}")
     echo(f"fsdp-tui: {does} {best}", err=True)
     return best.step
@@ -184,7 +184,7 @@ def _step(job: Job, step: int | None, best: bool, does: str) -> int | None:
 
 
 def tell(plan: Plan) -> None:
-    """Print what a submit or resume changes, on standard error."""
+    """Print what a submit or resume changes on standard error."""
     for line in plan_lines(plan):
         echo(f"fsdp-tui: {line}", err=True)
 
@@ -205,7 +205,7 @@ BEST = click.option("--best", is_flag=True, help="Take the step of the lowest va
 
 
 # -- export ---------------------------------------------------------------------------------
-# `fsdp-tui export`: a checkpoint as what stock tools load.
+# `fsdp-tui export`: write a checkpoint in formats that other tools load.
 
 
 @click.command()
@@ -286,7 +286,7 @@ def export(
 
 
 # -- push -----------------------------------------------------------------------------------
-# `fsdp-tui push`: a job's export on the hub, by hand.
+# `fsdp-tui push`: upload a job's export to the hub.
 
 
 @click.command()
@@ -326,7 +326,7 @@ def push(
 
 
 # -- samples --------------------------------------------------------------------------------
-# `fsdp-tui samples`: the images and videos that a job made of its prompts.
+# `fsdp-tui samples`: list the images and videos that a job made.
 
 
 _PROMPT = 40  # characters

@@ -1,4 +1,4 @@
-"""`fsdp-tui list`, `show` and `logs`: what jobs do, and did."""
+"""`fsdp-tui list`, `show` and `logs`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def list_jobs(
         raise click.UsageError("--sweep shows all jobs of a sweep; remove --state, --name and -n")
     store = Store()
     if forever:
-        with contextlib.suppress(KeyboardInterrupt):  # as it is meant to end
+        with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
             if machine:
                 watch_machine(store, interval)
             else:

@@ -128,12 +128,12 @@ def _sweep(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Queue all jobs of a sweep, or none; print their ids, a line each."""
+    """Queue all jobs of a sweep, or none; print their ids, one a line."""
     base = load_job(words, template=template).to_dict(only_set=True)
     agreed: dict[tuple[HubName, ...], list[HubName]] = {}
 
     def fetched(spec: InputKeys) -> list[HubName]:
-        """Ask once for what several jobs lack."""
+        """Ask once about what several jobs lack."""
         missing = tuple(find_missing(spec))
         if missing and missing not in agreed:
             agreed[missing] = offer(spec, fetch=fetch, dry_run=dry_run)
@@ -182,7 +182,7 @@ def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
 
 @contextlib.contextmanager
 def _looked_at() -> Iterator[Store]:
-    """Open the store for reading; where there is no database yet, none is created."""
+    """Open the store read-only; do not create a database."""
     if (state_home() / "jobs.db").exists():
         yield Store()
         return
@@ -191,7 +191,7 @@ def _looked_at() -> Iterator[Store]:
 
 
 # -- edit -----------------------------------------------------------------------------------
-# `fsdp-tui edit`: describe a job that waits in the queue otherwise; it keeps its place.
+# `fsdp-tui edit`: change a queued job; it keeps its place in the queue.
 
 
 _HEADER = """\
@@ -260,14 +260,14 @@ def _carry_out(
 
 
 def _checked(spec: JobSpec) -> JobSpec:
-    """As `submit` takes it."""
+    """Validate the job as `submit` does."""
     for warning in find_warnings(spec):
         warn(warning)
     return settle(spec)
 
 
 def _draft(job: Job, before: JobSpec) -> Path:
-    """Return a file to edit.
+    """Return the file to edit.
 
     Raises:
         UserError: There is no terminal to edit it in.
@@ -283,10 +283,10 @@ def _draft(job: Job, before: JobSpec) -> Path:
 
 
 def _from_editor(path: Path) -> JobSpec | None:
-    """Let the user edit a job file; None if it was not changed.
+    """Let the user edit a job file; return None if it is unchanged.
 
     Raises:
-        UserError: What was written describes no job; it is kept.
+        UserError: The edited file is not a valid job; the file is kept.
     """
     text = path.read_text(encoding="utf-8")
     while True:

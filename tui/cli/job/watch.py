@@ -1,6 +1,6 @@
-"""`fsdp-tui list --watch`: what happens to jobs, a sentence a line, for screen readers and logs.
+"""`fsdp-tui list --watch`: report changes of jobs line by line, for screen readers and logs.
 
-Nothing moves: no colours, no signs, no cursor; only what changed is printed.
+Plain output: no colors, symbols or cursor movement; only changes are printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jobs.machine.devices import Gpu
     from jobs.queue.store import Store
 
-# These pass, as a locked database does.
+# Transient errors, such as a locked database.
 _PASSES: Final = (UserError, OSError, sqlite3.Error)
 _GRAIN: Final = 1 << 26  # bytes
 _ENDED: Final = {str(state) for state in ENDED}
@@ -35,13 +35,13 @@ _UNITS: Final = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
 
 
 def watch(store: Store, every: float, *, as_json: bool = False) -> None:
-    """Print what is so, and then what changes, until interrupted or nobody reads it.
+    """Print the current jobs, then changes, until interrupted or until nobody reads the output.
 
     Args:
         store: The jobs.
-        every: Seconds between two looks.
-        as_json: A job's object a line instead of a sentence: all jobs first, then those that
-            changed.
+        every: Seconds between refreshes.
+        as_json: Print a JSON object for each job instead of sentences: first all jobs, then those
+            that changed.
     """
     seen: dict[int, str] = {}
     first, problem, forecast = True, "", Forecast()
@@ -68,11 +68,11 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
 
 
 def watch_machine(store: Store, every: float) -> None:
-    """Print what a fleet screen shows of this machine, and then what changes: `jobs.fleet.lines`.
+    """Print this machine for a fleet screen, then its changes; see `jobs.fleet.lines`.
 
     Args:
         store: The jobs.
-        every: Seconds between two looks.
+        every: Seconds between refreshes.
     """
     teller, forecast = ReportWriter(), Forecast()
     echo(teller.head(version("fsdp-tui"), socket.gethostname(), devices.host().cores, every))
@@ -90,7 +90,7 @@ def watch_machine(store: Store, every: float) -> None:
 
 
 def brief_gpu(gpu: Gpu, claims: Mapping[str, int]) -> dict[str, Any]:
-    """Return a GPU's values that a fleet shows; memory is in 64 MiB steps to send fewer changes."""
+    """Return a GPU's values for a fleet screen; memory in 64 MiB steps means fewer changes."""
     used = gpu.memory_used
     return {
         "gpu": gpu.index,
@@ -105,7 +105,7 @@ def brief_gpu(gpu: Gpu, claims: Mapping[str, int]) -> dict[str, Any]:
 
 
 def look(store: Store, forecast: Forecast) -> list[dict[str, Any]]:
-    """All jobs as scripts see them, the oldest first."""
+    """Return all jobs as in `list --json`, the oldest first."""
     service.refresh(store)
     present = devices.gpus()
     return service.as_dicts(store, store.all()[::-1], present, forecast)
@@ -129,8 +129,8 @@ def changed_sentences(
 
     Args:
         rows: Jobs, the oldest first.
-        seen: By job, what was printed of it last.
-        first: Whether nothing was printed yet; ended jobs are then only counted.
+        seen: What was printed last, by job.
+        first: Whether nothing was printed yet; if so, ended jobs are only counted.
     """
     ended = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""`fsdp-tui doctor` and `selftest`: whether this machine can train, and what to do."""
+"""`fsdp-tui doctor` and `selftest`: check whether this machine can train, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 # -- doctor ---------------------------------------------------------------------------------
-# `fsdp-tui doctor`: whether this machine can train, and what to do where it cannot.
+# `fsdp-tui doctor`: check whether this machine can train, and suggest fixes.
 
 
 _WIDEST: Final = 100  # columns; longer lines are hard to read
 _NARROWEST: Final = 50
 _NAME: Final = 14  # columns
-_GROUPS: Final = 9  # for the bar only
+_GROUPS: Final = 9  # for the progress bar only
 _SIGNS: Final = {Verdict.OK: "✓", Verdict.WARN: "!", Verdict.FAIL: "✗"}
 _ASCII_SIGNS: Final = {Verdict.OK: "+", Verdict.WARN: "!", Verdict.FAIL: "x"}
 _COLOURS: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
@@ -73,7 +73,7 @@ def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json:
     names = read_names(gpus)
     look = style(environment_at_start(), tty=sys.stdout.isatty())
     findings: list[Finding] = []
-    # Closed, whatever happens, so that what it started ends.
+    # Always closed, so that its subprocesses end.
     with closing(_look(job, names, quick=quick, bar=look.utf8)) as coming:
         for finding in coming:
             if not as_json:
@@ -95,7 +95,7 @@ def _counted(failed: int, warnings: int, fine: int) -> str:
 def _repair(*, as_json: bool) -> int:
     home = ensure_state_home()
     done = repair(home)
-    # What a rebuilt database does not know may be a job of the old one.
+    # A rebuilt database may lack jobs that the old one had.
     swept, left = sweep_orphans(Store(home)) if done.kept is None else ([], [])
     if as_json:
         facts: dict[str, Any] = {
@@ -121,10 +121,10 @@ def _repair(*, as_json: bool) -> int:
 
 
 def read_names(text: str | None) -> tuple[str, ...]:
-    """Return the GPUs of `--gpus`.
+    """Parse the GPUs of `--gpus`.
 
     Raises:
-        UserError: It names none, or one twice.
+        UserError: The list is empty, or names a GPU twice.
     """
     if text is None:
         return ()
@@ -137,7 +137,7 @@ def read_names(text: str | None) -> tuple[str, ...]:
 
 
 def facts(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Collect what `--json` prints."""
+    """Return what `--json` prints."""
     counts = Counter(finding.verdict for finding in findings)
     return {
         "ok": not counts[Verdict.FAIL],
@@ -148,7 +148,7 @@ def facts(findings: Sequence[Finding]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Style:
-    """How it is written: columns, whether with characters beyond ASCII, whether in colour."""
+    """Output format: columns, whether non-ASCII characters are allowed, whether colors are."""
 
     width: int = 80
     utf8: bool = True
@@ -164,7 +164,7 @@ def style(environ: Mapping[str, str], *, tty: bool) -> Style:
 
 
 def lines(finding: Finding, look: Style, *, first: bool = False) -> Iterator[str]:
-    """Yield the lines of a finding, after a heading if it is the first of its group. Pure."""
+    """Yield the lines of a finding, below a heading if it is the first of its group. Pure."""
     if first:
         yield ""
         yield click.style(finding.group, bold=True) if look.colour else finding.group
@@ -204,7 +204,7 @@ def _is_first(finding: Finding, before: Sequence[Finding]) -> bool:
 def _look(
     job: Path | None, names: tuple[str, ...], *, quick: bool, bar: bool
 ) -> Generator[Finding, None, None]:
-    """Everything that is found, with a line about progress while nothing is."""
+    """Return all findings; show progress on a line while there is none."""
     yield from (finding.plain("terminal") for finding in check_terminal())
     coming, groups = processes.find(job, names, quick=quick), set[str]()
     try:
@@ -222,7 +222,7 @@ def _look(
 
 
 # -- selftest -------------------------------------------------------------------------------
-# `fsdp-tui selftest`: prove that this machine trains, with real jobs, in a few minutes.
+# `fsdp-tui selftest`: run real jobs for a few minutes to prove that this machine trains.
 
 
 _CPU_RANKS: Final = 2
@@ -254,7 +254,7 @@ def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
     chosen = [] if cpu else jobs_selftest.choose_gpus(store, read_names(gpus))
     if gpus and cpu:
         raise UserError("--gpus and --cpu cannot be combined", "use one of them")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: jobs are stopped and removed
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: stop and remove the jobs
         signal.signal(number, lambda *_: sys.exit(_INTERRUPTED))
     look = style(environment_at_start(), tty=sys.stdout.isatty())
     findings: list[Finding] = []

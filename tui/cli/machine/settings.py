@@ -1,4 +1,4 @@
-"""`fsdp-tui settings`: what can be set, what is set, and where."""
+"""`fsdp-tui settings`: show the settings, their values, and their file."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def settings(only_path: bool, init: bool, keys: bool, as_json: bool) -> None:
 
 def _show(as_json: bool) -> None:
     read = read_settings()
-    from tui.app.themes import THEMES
-    from tui.keys.keymap import known_bindings, settle_keymap  # Textual takes half a second
+    from tui.app.themes import THEMES  # Textual takes half a second to import
+    from tui.keys.keymap import known_bindings, settle_keymap
 
     problems = [*read.problems, *settle_keymap(read.settings, known_bindings()).problems]
     if as_json:
@@ -78,7 +78,7 @@ def _show(as_json: bool) -> None:
 
 
 def _list_keys(as_json: bool) -> None:
-    from tui.keys.keymap import known_bindings  # Textual takes half a second
+    from tui.keys.keymap import known_bindings  # Textual takes half a second to import
 
     bindings = sorted(known_bindings().values(), key=lambda binding: binding.id)
     if as_json:
@@ -106,7 +106,7 @@ def _init() -> None:
 
 
 # -- notify ---------------------------------------------------------------------------------
-# `fsdp-tui notify`: try the notifications of `notify.yaml`.
+# `fsdp-tui notify`: test the notifications of `notify.yaml`.
 
 
 _FACTS = {

@@ -16,7 +16,7 @@ from jobs.errors import UserError
 from jobs.queue.store import Store
 from tui.cli.job_arguments import warn
 
-_FIRST_PERSON: Final = 1000  # the lowest user id of people, on all common systems
+_FIRST_PERSON: Final = 1000  # the lowest uid of regular users on all common systems
 _NOBODY: Final = 65534
 _NO_LOGIN: Final = ("nologin", "false")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -48,7 +48,7 @@ def web(host: str, port: int, read_only: bool, token: bool | None) -> None:
     """
     if importlib.util.find_spec("textual_serve") is None:
         raise UserError("the web dashboard needs textual-serve", "pip install 'fsdp-tui[web]'")
-    Store()  # what is wrong with the state directory is better said here than in the browser
+    Store()  # report state directory problems here rather than in the browser
     if token is None:
         token = host not in _LOOPBACK or others_have_accounts()
     if host not in _LOOPBACK:
@@ -62,15 +62,15 @@ def web(host: str, port: int, read_only: bool, token: bool | None) -> None:
             f"{host} is not loopback, and {secret} {who}; "
             f"`ssh -L {port}:127.0.0.1:{port}` is the safe way to a dashboard on loopback"
         )
-    from tui.cli.machine.web_server import serve  # aiohttp takes a second
+    from tui.cli.machine.web_server import serve  # aiohttp takes a second to import
 
     serve(host, port, read_only=read_only, token=secrets.token_urlsafe(24) if token else "")
 
 
 def others_have_accounts(proc: Path = Path("/proc"), homes: Path = Path("/home")) -> bool:
-    """Guess whether other people can log in to this machine.
+    """Guess whether other users can log in to this machine.
 
-    A directory service need not list its accounts; their processes and homes show.
+    A directory service may not list its accounts, so processes and home directories count too.
     """
     seen = {entry.pw_uid for entry in pwd.getpwall() if not entry.pw_shell.endswith(_NO_LOGIN)}
     for path in (*proc.glob("[0-9]*"), *homes.glob("*")):

@@ -1,4 +1,4 @@
-"""Serve the dashboard to browsers. Each gets a process of its own, as each terminal does."""
+"""Serve the dashboard to browsers, each with a process of its own."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_GRACE: Final = 1.0  # seconds that open browsers get when it ends
-_MOST: Final = 16  # dashboards at a time, of 30 to 70 MiB each
+_GRACE: Final = 1.0  # seconds for open browsers to close
+_MOST: Final = 16  # dashboards at a time; each takes 30 to 70 MiB
 _TOKEN: Final = "token"
 _NAMES_OF_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
 def serve(host: str, port: int, *, read_only: bool, token: str = "") -> None:
-    """Serve until Ctrl-C or SIGTERM, to who knows the token if there is one.
+    """Serve until Ctrl-C or SIGTERM; with a token, only to clients that know it.
 
     Raises:
-        UserError: The address cannot be listened at.
+        UserError: The address cannot be bound.
     """
     command = [sys.executable, "-m", "tui", *(["--read-only"] if read_only else [])]
-    # textual-serve starts it through a shell, which is to leave nothing between the two.
+    # textual-serve starts the command through a shell; exec removes that shell.
     server = DashboardServer(f"exec {shlex.join(command)}", host, port, title="fsdp-tui")
     server.token = token
     shown = f"[{host}]" if ":" in host else host
@@ -55,24 +55,24 @@ def serve(host: str, port: int, *, read_only: bool, token: str = "") -> None:
             shutdown_timeout=_GRACE,
         )
     except OSError as error:
-        # aiohttp tells at length what the number says; names that are unknown have none above 0.
+        # aiohttp logs in detail what the number says; unknown names are at level 0.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
         raise UserError(f"cannot listen on {host}:{port} ({reason})", "try --port") from error
 
 
 class DashboardServer(Server):
-    """textual-serve, which refuses pages of other sites and says where it is.
+    """A textual-serve server that rejects pages of other sites and prints its address.
 
-    A browser lets any site open websockets to any address, loopback too, and its owner's name
-    server call that address its own: a page that a person visits could so control the jobs.
+    Browsers let any site open websockets to any address, including loopback, and the site's
+    owner can point a host name at that address. A visited page could control the jobs that way.
 
     Attributes:
-        token: What the first request must bring, and a cookie each later one; "" for none.
+        token: Required by the first request, and as a cookie by later ones; "" for none.
     """
 
     token = ""
-    open = 0  # dashboards
+    open = 0  # number of open dashboards
 
     async def _make_app(self) -> web.Application:
         app = await super()._make_app()
@@ -86,12 +86,12 @@ class DashboardServer(Server):
             raise web.HTTPForbidden(text=refusal)
         if not self.token:
             return await handler(request)
-        cookie = f"fsdp-tui-{self.port}"  # a browser has the same cookies for all ports of a host
+        cookie = f"fsdp-tui-{self.port}"  # a browser shares cookies between all ports of a host
         if self._is_token(request.cookies.get(cookie, "")):
             return await handler(request)
         if not self._is_token(request.query.get(_TOKEN, "")):
             raise web.HTTPForbidden(text="open the address with the token that fsdp-tui printed")
-        # To an address without it, which may be seen.
+        # Redirect to an address without the token, since addresses are visible.
         welcome = web.HTTPFound("/" + request.path.lstrip("/"))
         welcome.set_cookie(cookie, self.token, httponly=True, samesite="Strict")
         raise welcome
@@ -100,12 +100,12 @@ class DashboardServer(Server):
         return secrets.compare_digest(given.encode(), self.token.encode())
 
     async def handle_index(self, request: web.Request) -> Any:
-        # Where the browser is, through SSH on another port, or on 0.0.0.0: not where this is.
+        # The address the browser uses, which differs from ours behind SSH or on 0.0.0.0.
         self.public_url = f"{request.scheme}://{request.host}"
         return await super().handle_index(request)
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """Give a browser its dashboard, unless very many have one."""
+        """Connect a browser to a dashboard, unless too many are open."""
         if self.open >= _MOST:
             raise web.HTTPServiceUnavailable(text=f"{_MOST} dashboards are open; close one")
         self.open += 1
@@ -115,18 +115,18 @@ class DashboardServer(Server):
             self.open -= 1
 
     async def on_startup(self, app: web.Application) -> None:
-        """Without textual-serve's own banner."""
+        """Start without textual-serve's banner."""
 
 
 def refuse(listening: str, host: str, origin: str | None, *, token: bool) -> str:
-    """Why a request is refused, or "". Pure.
+    """Return why a request is refused, or "". Pure.
 
     Args:
-        listening: The address that is listened at.
-        host: Whom the browser thinks it talks to, with the port.
-        origin: The site whose page asks, if the browser says.
-        token: Whether only who knows a token gets in. A page of another site does not, by whatever
-            name it calls this machine.
+        listening: The address that the server is bound to.
+        host: The Host header, with the port.
+        origin: The Origin header, if the browser sends one.
+        token: Whether a token is required. Pages of other sites do not have it, whatever host
+            name they use.
     """
     name = urlsplit(f"//{host}").hostname or ""
     here = _is_loopback(listening)
@@ -145,13 +145,13 @@ def _own_names() -> tuple[str, ...]:
 
 
 def _is_loopback(listening: str) -> bool:
-    """Whether only this machine can reach the address, such as 127.0.0.2."""
+    """Return whether only this machine can reach the address, such as 127.0.0.2."""
     named = listening in _NAMES_OF_LOOPBACK
     return named or (_is_address(listening) and ipaddress.ip_address(listening).is_loopback)
 
 
 def _is_address(name: str) -> bool:
-    """Whether it is a number, which no name server can make up."""
+    """Return whether the host is a numeric address, which no name server can forge."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

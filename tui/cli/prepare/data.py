@@ -1,4 +1,4 @@
-"""`fsdp-tui data`: what a job would train on."""
+"""`fsdp-tui data`: show what a job would train on."""
 
 from __future__ import annotations
 

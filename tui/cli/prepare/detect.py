@@ -1,4 +1,4 @@
-"""`fsdp-tui detect`: the repeated blocks of a model."""
+"""`fsdp-tui detect`: list the repeated blocks of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from jobs.models.blocks import BlockClass, Detection
 
-_OTHERS = 5  # classes in the table that are not recommended; --all shows the rest
+_OTHERS = 5  # rows for classes that are not recommended; --all shows the rest
 
 
 @click.command()
@@ -82,12 +82,12 @@ def detect(
         echo(json.dumps(facts(detection, ranks)))
         return
     for line in text(detection, ranks, every=every).splitlines():
-        # What a terminal would break is only an example of a path.
+        # The paths are examples, so cutting them is fine.
         echo(cut(line, shutil.get_terminal_size().columns) if sys.stdout.isatty() else line)
 
 
 def facts(detection: Detection, ranks: int) -> dict[str, Any]:
-    """Collect what `--json` prints; sizes in bytes, as the weights are stored."""
+    """Return what `--json` prints; sizes in bytes of the stored weights."""
     does, width = detection.coverage(detection.recommended), detection.dtype_bytes
     values = {name: value for name, value in vars(detection).items() if name != "parts"}
     return values | {
@@ -110,7 +110,7 @@ def facts(detection: Detection, ranks: int) -> dict[str, Any]:
 
 
 def text(detection: Detection, ranks: int, *, every: bool = False) -> str:
-    """Describe a model's blocks for people."""
+    """Return a readable description of a model's blocks."""
     does, width = detection.coverage(detection.recommended), detection.dtype_bytes
     others = [block for block in detection.classes if not block.recommended]
     shown = others if every else others[:_OTHERS]
@@ -166,5 +166,5 @@ def _table(
 
 
 def _each(count: int, ranks: int) -> int:
-    """Of a number of things, how many the rank with the most has."""
+    """Return the largest number of items on any rank."""
     return -(-count // ranks)

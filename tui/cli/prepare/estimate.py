@@ -1,4 +1,4 @@
-"""`fsdp-tui estimate`: will a job fit, before anything starts."""
+"""`fsdp-tui estimate`: predict whether a job fits, before anything starts."""
 
 from __future__ import annotations
 
@@ -130,9 +130,9 @@ def estimate_job(
 
 
 def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: int | None) -> Estimate:
-    """Estimate the job on its own number of ranks.
+    """Estimate the job for its own number of ranks.
 
-    If it does not set one, estimate it on the fewest of these on which it fits.
+    If it sets none, use the smallest of these numbers on which it fits.
     """
     asks = spec.launcher == "slurm" and card is None
     cards = cards_of(spec, ask_partitions()) if asks else UNKNOWN_CARDS
@@ -148,7 +148,7 @@ def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: int | N
 
 
 class _Facts:
-    """All that is printed, asked before the server ends."""
+    """Everything that is printed, collected before the server ends."""
 
     def __init__(self, asked: Estimate) -> None:
         self.asked = asked
@@ -160,7 +160,7 @@ class _Facts:
         self.rooms = _rooms(asked)
         self.across: list[Across] = []
         self.fewest: dict[str, int | None] = {}  # by kind of GPU
-        self.changed: dict[str, int | None] = {}  # the same with all steps of the ladder
+        self.changed: dict[str, int | None] = {}  # the same with every step of the ladder applied
         self.candidates = [
             asked.candidate(strategy, world_size(asked.spec))
             for strategy in candidates(asked.spec, world_size(asked.spec))
@@ -168,7 +168,7 @@ class _Facts:
 
 
 def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None]) -> _Facts:
-    """Ask everything; the first question takes the longest."""
+    """Collect all answers; the first takes the longest."""
     facts = _Facts(asked)
     for number, count in enumerate(ranks):
         progress(number, len(ranks))

@@ -1,4 +1,4 @@
-"""`fsdp-tui families`: what can be trained, also as JSON or as the table in the documents."""
+"""`fsdp-tui families`: list what can be trained, also as JSON or as the docs' table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def families(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
 
 
 def facts(family: Family) -> dict[str, Any]:
-    """Describe a family, as JSON values."""
+    """Return a family as JSON values."""
     return {
         "name": family.name,
         "title": family.title,
@@ -64,13 +64,13 @@ def facts(family: Family) -> dict[str, Any]:
 
 
 def _of_first(family: Family) -> dict[str, Any] | None:
-    """Return the row of the first flavour."""
+    """Return the row of the first flavor."""
     rows = read_smallest().get(family.name)
     return rows and {key: value for key, value in rows.items() if key != "sizes"}
 
 
 def table(chosen: list[Family]) -> str:
-    """Return a Markdown table, a row for each size of a family."""
+    """Return a Markdown table with a row for each size of a family."""
     lines = [
         f"| family | flavours | parameters | block classes | LoRA on {_CARDS} GB GPUs "
         "| 8-bit base | 4-bit base "
@@ -98,7 +98,7 @@ def _smallest(family: Family, flavour: str, kind: str) -> str:
 
 
 def smallest_of(family: Family, flavour: str) -> dict[str, Any] | None:
-    """Return the smallest number of cards for a flavour, of each of `KINDS`; as its size's."""
+    """Return the smallest number of cards of each of `KINDS` for a flavor, None if unknown."""
     rows = read_smallest().get(family.name, {})
     first = next(names[0] for names in by_size(family).values() if flavour in names)
     row = rows if rows.get("flavour") == first else rows.get("sizes", {}).get(first)

@@ -1,4 +1,4 @@
-"""`fsdp-tui fetch`, and the question of `submit` and `run` about what is not on this machine."""
+"""`fsdp-tui fetch`, and the prompt of `submit` and `run` to fetch what is missing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def fetch(
 def offer(spec: InputKeys, *, fetch: bool, dry_run: bool = False) -> list[HubName]:
     """Offer to fetch what a job lacks; return what the user agreed to.
 
-    Nothing is asked of the hub where nobody could answer the question.
+    The hub is not queried if nobody could answer the prompt.
     """
     ask = sys.stdin.isatty() and sys.stderr.isatty()
     if not (fetch or dry_run or ask) or not (missing := find_missing(spec)):
@@ -115,7 +115,7 @@ def _fetch(name: HubName, *, background: bool) -> dict[str, object]:
     warned = ""
 
     with fetches.waiting_for(name), ProgressLine(f"fetching {name}") as line:
-        fetches.start(name)  # a job that is stopped meanwhile leaves it alone
+        fetches.start(name)  # a job that is stopped in the meantime ignores it
 
         def tell(now: Fetch) -> None:
             nonlocal warned

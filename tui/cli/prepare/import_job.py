@@ -1,4 +1,4 @@
-"""`fsdp-tui import`: a job file of another tool's configuration, and what became of each key."""
+"""`fsdp-tui import`: convert another tool's configuration, and report on each key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DETAILED: Final = (Kind.TAKEN, Kind.TRANSLATED, Kind.UNSUPPORTED, Kind.UNREADAB
 
 
 class _OfAnyTool(click.Group):
-    """A group whose first word may be a file instead of a tool."""
+    """A group that accepts a file in place of a tool's name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -170,17 +170,17 @@ def musubi_tuner(words: tuple[str, ...], output: Path | None, force: bool, as_js
 
 
 def _file_in(words: tuple[str, ...]) -> Path | None:
-    """Return the file that is imported, if it is one."""
+    """Return the file to import, if the argument is one."""
     return Path(words[0]) if len(words) == 1 else None
 
 
 def _tell(
     imported: Imported, output: Path | None, force: bool, as_json: bool, source: Path | None
 ) -> None:
-    """Write the job and say what became of the configuration.
+    """Write the job and report on the conversion.
 
     Raises:
-        UserError: The file is there already, or cannot be written.
+        UserError: The file exists already, or cannot be written.
     """
     text = imported.to_yaml()
     if output is not None:
@@ -238,7 +238,7 @@ def _report(imported: Imported, output: Path | None) -> str:
 
 
 def _names(entries: list[Entry]) -> list[str]:
-    """Keys alone, those of one place behind its name."""
+    """Join keys; those of one section follow its name."""
     places: dict[str, list[str]] = {}
     for entry in entries:
         place, _, name = entry.key.rpartition(": " if ": " in entry.key else ".")
@@ -251,7 +251,7 @@ def _names(entries: list[Entry]) -> list[str]:
 
 
 def _line(entry: Entry) -> str:
-    """`  key: value → ours: value  (why)`; for what is lost, only why."""
+    """Return `  key: value → ours: value  (why)`; for lost keys, only the reason."""
     text = f"  {entry.key}: {entry.value}" if entry.value else f"  {entry.key}"
     ours = ", ".join(f"{name}: {_shown(value)}" for name, value in entry.ours.items())
     if entry.kind is Kind.TAKEN:

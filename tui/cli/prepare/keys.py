@@ -1,4 +1,4 @@
-"""`fsdp-tui keys`, `templates` and `diff`: what a job file can say, and how two differ."""
+"""`fsdp-tui keys`, `templates` and `diff`: describe job keys, and compare two jobs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 # -- keys -----------------------------------------------------------------------------------
-# `fsdp-tui keys`: every key of a job, as people, scripts and the documentation read it.
+# `fsdp-tui keys`: list all job keys for users, scripts and the documentation.
 
 
 _NOISE: Final = "timestep_sampling"
-_LEAST: Final = 40  # columns; a narrower terminal breaks lines itself
+_LEAST: Final = 40  # columns; a narrower terminal wraps lines itself
 _KINDS: Final = {"int": "number", "float": "number", "bool": "true or false", "str": "text"}
 
 
@@ -66,7 +66,7 @@ def keys(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
 
 
 def facts(name: str) -> dict[str, Any]:
-    """Describe a key, as JSON values."""
+    """Return a key as JSON values."""
     field = JobSpec.model_fields[name]
     return {
         "key": name,
@@ -80,7 +80,7 @@ def facts(name: str) -> dict[str, Any]:
 
 
 def values_of(name: str) -> str:
-    """Describe a key's allowed values in a few words."""
+    """Summarize a key's allowed values."""
     field, words = JobSpec.model_fields[name], field_words(name)
     annotation = str(field.annotation)
     kinds = [word for part, word in _KINDS.items() if re.search(rf"\b{part}\b", annotation)]
@@ -111,7 +111,7 @@ def _limits(name: str) -> list[str]:
 
 
 def tables(chosen: Iterable[str]) -> str:
-    """Markdown, a table for each group."""
+    """Return a Markdown table for each group."""
     parts = []
     for group, names in _by_group(chosen).items():
         rows = [
@@ -145,7 +145,7 @@ def _text(chosen: list[str], columns: int) -> str:
 
 
 def _choose(names: Iterable[str]) -> list[str]:
-    """Expand names of keys and groups into keys, in the order of the job file."""
+    """Expand names of keys and groups into keys, in job-file order."""
     groups = _by_group(JobSpec.model_fields)
     chosen: set[str] = set()
     for written in names:
@@ -176,7 +176,7 @@ def _help(name: str) -> str:
 
 
 # -- templates ------------------------------------------------------------------------------
-# `fsdp-tui templates`: what a new job can begin from, beside a job file of its own.
+# `fsdp-tui templates`: list the starting points for new jobs.
 
 
 @click.command()
@@ -211,7 +211,7 @@ def _facts(template: Template) -> dict[str, object]:
 
 
 # -- diff -----------------------------------------------------------------------------------
-# `fsdp-tui diff`: the settings in which two jobs differ.
+# `fsdp-tui diff`: compare the settings of two jobs.
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""`fsdp-tui lora`: look at LoRA files, merge, resize and extract them."""
+"""`fsdp-tui lora`: inspect, merge, resize and extract LoRA files."""
 
 from __future__ import annotations
 

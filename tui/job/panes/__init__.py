@@ -1,1 +1,1 @@
-"""What lies behind the tabs of the job screen."""
+"""The contents of the job screen's tabs."""

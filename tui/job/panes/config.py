@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 # -- config rows ----------------------------------------------------------------------------
-# The rows of the config tab: the job file, the launch command, what another job has. Pure.
+# The rows of the config tab: job file, launch command, differences from another job. Pure.
 
 
 _KEY: Final = re.compile(r"([A-Za-z_][\w.-]*):(?= |$)(.*)")
@@ -45,7 +45,7 @@ _WIDEST_KEY: Final = 34
 
 
 def yaml_rows(text: str) -> list[Row]:
-    """YAML with its keys in another colour."""
+    """Color the keys of a YAML text."""
     rows: list[Row] = []
     for line in text.splitlines():
         if match := _KEY.fullmatch(line):
@@ -72,9 +72,9 @@ def diff_rows(changed: Sequence[Difference], ours: Job, theirs: Job, width: int)
     """List the keys that differ, with the values of both jobs side by side.
 
     Args:
-        changed: What differs; `before` is of our job, `after` of the other one.
+        changed: The differences; `before` is our job's value, `after` the other's.
         ours: The job on the screen.
-        theirs: The other one.
+        theirs: The other job.
         width: Columns.
     """
     if not changed:
@@ -147,7 +147,7 @@ class JobList(PickList):
 
 
 class PickJobScreen(ModalScreen["Job | None"]):
-    """Returns the job, or None when the person thought better of it."""
+    """Returns the job, or None if the user cancels."""
 
     CSS_PATH = "../job.tcss"
     KEYS: ClassVar = (
@@ -190,7 +190,7 @@ _TITLES: dict[Shown, str] = {
 
 @dataclass(frozen=True)
 class Config:
-    """What was read. `problem` says why the job file cannot be used; `whole` is then as it is."""
+    """What the tab shows. `problem`: why the job file is unusable; `whole` is then its text."""
 
     differing: str = ""
     whole: str = ""
@@ -199,7 +199,7 @@ class Config:
 
 
 class ConfigPane(TextPane):
-    """One of four texts."""
+    """Shows one of four texts."""
 
     KEYS: ClassVar = (
         *scrolling(),
@@ -212,13 +212,13 @@ class ConfigPane(TextPane):
 
     @dataclass
     class Read(Message):
-        """The files are read."""
+        """The files have been read."""
 
         config: Config
 
     @dataclass
     class Compared(Message):
-        """The jobs are compared; or could not be."""
+        """The jobs have been compared, or could not be."""
 
         other: Job
         changed: list[Difference]
@@ -248,10 +248,10 @@ class ConfigPane(TextPane):
             self.run_worker(work, group="config", exclusive=True, exit_on_error=False, thread=True)
 
     def _read(self, job: Job) -> None:
-        """In a thread: model and dataset paths may lie on slow disks."""
+        """Read in a thread: model and dataset paths may be on slow disks."""
         try:
             config = read_config(job)
-        except Exception as error:  # the edge: a tab that stays empty tells nothing
+        except Exception as error:  # top level: report the failure in place of an empty tab
             config = Config(problem=f"{type(error).__name__}: {error}")
         self.post_message(self.Read(config))
 
@@ -295,7 +295,7 @@ class ConfigPane(TextPane):
             self.run_worker(work, group="diff", exclusive=True, exit_on_error=False)
 
     async def _choose(self, job: Job) -> None:
-        """Ask with which job; they are read in a thread, since someone may hold the database."""
+        """Ask for the other job; jobs are read in a thread, since the database may be locked."""
 
         others = [other for other in await asyncio.to_thread(self.store.all) if other.id != job.id]
         screen = PickJobScreen(others, f"compare job {job.id} with")
@@ -307,11 +307,11 @@ class ConfigPane(TextPane):
                     work, group="diff", exclusive=True, exit_on_error=False, thread=True
                 )
 
-        # Not `push_screen_wait`: docs/upstream.md says why.
+        # docs/upstream.md says why this does not use `push_screen_wait`.
         self.app.push_screen(screen, compare)
 
     def _compare(self, ours: Job, theirs: Job) -> None:
-        """In a thread."""
+        """Compare in a thread."""
         try:
             changed = differences(
                 load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file)
@@ -319,7 +319,7 @@ class ConfigPane(TextPane):
             self.post_message(self.Compared(theirs, changed))
         except UserError as error:
             self.post_message(self.Compared(theirs, [], str(error)))
-        except Exception as error:  # the edge: nothing a person asked for ends in silence
+        except Exception as error:  # top level: report every failure to the user
             self.post_message(self.Compared(theirs, [], f"{type(error).__name__}: {error}"))
 
     def on_config_pane_compared(self, message: Compared) -> None:
@@ -333,7 +333,7 @@ class ConfigPane(TextPane):
 
     def action_copy_shown(self) -> None:
         if self.shown == "command" and self.config is not None:
-            self.copy(self.config.command)  # as it is: here its lines are broken
+            self.copy(self.config.command)  # the original; the screen shows it wrapped
         else:
             self.copy(self.as_text())
 

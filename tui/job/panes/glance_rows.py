@@ -1,4 +1,4 @@
-"""The rows of the overview that tell at a glance how a job is. Pure."""
+"""The rows of the overview: a job at a glance. Pure."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from tui.text.format import Row
 
 _BLANK: Final[Row] = ()
-_NEWEST: Final = 8  # moments that are read; fewer are shown
+_NEWEST: Final = 8  # moments to read; fewer are shown
 _LEAST_BAR, _LONGEST_BAR = 8, 60  # columns
-_WIDE = 80  # columns that have room for what takes most of the time left
+_WIDE = 80  # columns from which the largest part of the remaining time is shown
 _SEPARATOR, _NARROW = "  ·  ", " · "
 _DONE, _NOW = "✓", "●"
 
 
 def head_rows(look: Look, width: int) -> list[Row]:
-    """State, progress and what is left; below it what was measured last, and what is late."""
+    """Return state, progress and time left; below, the newest measurements and late ranks."""
     job = look.job
     glyph, role = GLYPHS[job.state]
     if job.state.active or not job.reason or job.state is State.FAILED:
@@ -66,7 +66,7 @@ def head_rows(look: Look, width: int) -> list[Row]:
 
 
 def _state_row(look: Look, width: int, *, with_state: bool = True) -> Row:
-    """`● running   step 131 of 240  55%  ━━━━━━┄┄┄┄  0:40 left`."""
+    """Return `● running   step 131 of 240  55%  ━━━━━━┄┄┄┄  0:40 left`."""
     job, view = look.job, look.view
     glyph, role = GLYPHS[job.state]
     words = [Span(f"{glyph} {job.state}   ", role)] if with_state else []
@@ -103,7 +103,7 @@ def _state_row(look: Look, width: int, *, with_state: bool = True) -> Row:
 
 
 def _measured(look: Look) -> list[str]:
-    """Return the newest numbers, the most telling first."""
+    """Return the newest measurements, the most important first."""
     steps = look.curve.steps
     if not steps:
         return []
@@ -125,7 +125,7 @@ def _measured(look: Look) -> list[str]:
 
 
 def _line(parts: Sequence[str], width: int) -> Row:
-    """As many of the parts as fit beside each other; the least telling ones go."""
+    """Join as many of the parts as fit; the least important ones are dropped."""
     between = _SEPARATOR if len(_SEPARATOR.join(parts)) <= width else _NARROW
     line = ""
     for part in parts:
@@ -141,7 +141,7 @@ def start_rows(look: Look, width: int) -> list[Row]:
     job, steps = look.job, look.curve.steps
     if not job.state.active or job.started is None or (steps and steps[-1].t >= job.started):
         return []
-    # Those of an attempt before this one are over.
+    # Phases of earlier attempts are over.
     stages = [
         stage for stage in look.stages if stage.name != "train" and stage.since >= job.started
     ]
@@ -167,13 +167,13 @@ def _stage(name: str, seconds: float, *, going: bool) -> Row:
 def failure_rows(
     look: Look, width: int, *, unfolded: bool, fits: Sequence[Step] | None = None
 ) -> list[Row]:
-    """Show what is wrong, what is lost, which keys help, and the traceback, folded to a line.
+    """Show the cause, the lost steps, the keys that help, and the folded traceback.
 
     Args:
         look: The job.
         width: Columns.
-        unfolded: Whether the whole traceback is shown.
-        fits: Changes that are predicted to fit, where memory ran out; None while that is asked.
+        unfolded: Show the whole traceback.
+        fits: Changes predicted to fit after running out of memory; None while unknown.
     """
     job = look.job
     if job.state not in (State.FAILED, State.LOST, State.STOPPED):
@@ -186,7 +186,8 @@ def failure_rows(
         if out_of_memory(look):
             rows += _fitting_rows(fits, width)
     rows.append(heading("what to do"))
-    for words in (text for text in advice(job.state, look.failure) if text != RESUME):  # a key does
+    # Show the keys in place of the commands.
+    for words in (text for text in advice(job.state, look.failure) if text != RESUME):
         rows += fact("  ·", words, width, label=4)
     newest = look.newest
     place = f"after step {newest}" if newest is not None else "from step 0"
@@ -210,7 +211,7 @@ def failure_rows(
 
 
 def lost_words(look: Look) -> str:
-    """Say which steps a failure has lost, and why; "" where none are."""
+    """Say which steps a failure has lost, and why; "" if none."""
     done, newest, every = look.view.progress.step, look.newest or 0, look.saves_every
     lost = done - newest
     if look.job.state is not State.FAILED or lost <= 0:
@@ -218,20 +219,20 @@ def lost_words(look: Look) -> str:
     which = f"{lost} step{'s' * (lost > 1)} {'are' if lost > 1 else 'is'} lost"
     if not every:
         return f"{which}: it saves only at the end" if every == 0 else which
-    due = (done // every + (done % every > 0)) * every  # one that was due has failed
+    due = (done // every + (done % every > 0)) * every  # a checkpoint that was due has failed
     first = "first" if look.newest is None else "next"
     return f"{which}: the {first} save was due at step {due}"
 
 
 def out_of_memory(look: Look) -> bool:
-    """Whether the job failed since a GPU had too little memory."""
+    """Return whether the job failed because a GPU ran out of memory."""
     failure = look.failure
     failed = look.job.state is State.FAILED and failure is not None
     return failed and failure is not None and failure.cause is Cause.GPU_MEMORY
 
 
 def _fitting_rows(fits: Sequence[Step] | None, width: int) -> list[Row]:
-    """List what would fit, each with its key."""
+    """List the changes that would fit, each with its key."""
     if fits is None:
         return [heading("would fit"), (Span("  predicting …", "dim"),)]
     if not fits:
@@ -257,13 +258,13 @@ def _key(key: str, does: str) -> Row:
 
 
 def device_part(look: Look, snapshot: Snapshot, width: int, room: int) -> list[Row]:
-    """Return the GPUs of the job as the dashboard shows them, or its ranks on the CPU.
+    """Return the rows of the job's GPUs as on the dashboard, or of its ranks on the CPU.
 
     Args:
         look: The job.
-        snapshot: The newest one of the dashboard.
+        snapshot: The dashboard's newest snapshot.
         width: Columns.
-        room: Lines that it may take.
+        room: Lines available.
     """
     if not look.job.state.active:
         return []
@@ -271,19 +272,20 @@ def device_part(look: Look, snapshot: Snapshot, width: int, room: int) -> list[R
     mine = replace(snapshot, t=look.t, jobs=(look.view,), gpus=gpus)
     head = device_head(mine, width, room)
     if not look.job.here:
-        mine = replace(mine, host=None)  # of other nodes only its ranks tell
+        # Nodes other than this one are known only through their ranks.
+        mine = replace(mine, host=None)
     rows = device_rows(mine, width, room - (head is not None), look.job.id)
     most = max(room, 1) * 2
     return [*([head] if head else []), *rows[:most]]
 
 
 def news_rows(look: Look, width: int, room: int) -> list[Row]:
-    """Show the newest checkpoint and the newest events, the latest at the end."""
+    """Show the newest checkpoint and the newest events, the latest last."""
     saved = f"step-{look.newest}" if look.newest is not None else "none yet"
     saved += "  ·  exported" if look.exported else ""
     saved += f"  ·  pushed step {look.push.pushed[-1]}" if look.push.pushed else ""
     saved += "  ·  6: all" if look.newest is not None else ""
     rows: list[Row] = [(Span("checkpoint  ", "title"), Span(saved))]
     happened = history_rows(look.history[-_NEWEST:], look.moments[-_NEWEST:], width)
-    happened = [row for row in happened if row and row[0].role != "title"]  # without the days
+    happened = [row for row in happened if row and row[0].role != "title"]  # drop the date rows
     return [*rows, *happened[-max(1, room - 1) :]]

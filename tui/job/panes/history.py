@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # -- history rows ---------------------------------------------------------------------------
-# The rows of the history: states of the job and moments of its run, by time. Pure.
+# The rows of the history: state changes and run events by time. Pure.
 
 
 _WHAT: Final = 14  # columns
@@ -34,10 +34,10 @@ def history_rows(
     """List events, the oldest first, each day under its date.
 
     Args:
-        history: States of the job.
-        moments: Events of its run.
+        history: The job's states.
+        moments: The run's events.
         width: Columns.
-        states_only: Without the events of its run.
+        states_only: Omit the run's events.
     """
     entries = [(change.t, 0, _state(change, number)) for change, number in _attempts(history)]
     if not states_only:
@@ -59,7 +59,7 @@ def history_rows(
 
 
 def _attempts(history: Sequence[Change]) -> list[tuple[Change, int]]:
-    """Pair each change with the number of the attempt that it starts; 0 for other changes."""
+    """Pair each change with the attempt that it starts; 0 for other changes."""
     numbered, number = [], 0
     for change in history:
         begins = change.after is State.STARTING
@@ -91,7 +91,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 class HistoryPane(TextPane):
-    """Opens at its end, and stays there while nobody scrolls back."""
+    """Opens at its end, and follows it unless the user scrolls back."""
 
     KEYS: ClassVar = (
         *scrolling(),

@@ -1,4 +1,4 @@
-"""The logs tab: each rank's log, the launcher's and the supervisor's."""
+"""The logs tab: the logs of each rank, the launcher and the supervisor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LogsPane(Pane):
-    """One log at a time."""
+    """Shows one log at a time."""
 
     KEYS: ClassVar = (
         Key(
@@ -67,7 +67,7 @@ class LogsPane(Pane):
         self.show_log(self.index + by)
 
     def action_read(self, ask: str) -> None:
-        """Open the log on the whole screen, where it can be searched and copied."""
+        """Open the log full screen, where it can be searched and copied."""
         from tui.log.screen import LogScreen
 
         if self._look is not None:

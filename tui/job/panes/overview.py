@@ -1,4 +1,4 @@
-"""The overview tab: a job at a glance; further down how it was set up, its memory, its files."""
+"""The overview tab: a job at a glance; below, its setup, memory and files."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ if TYPE_CHECKING:
 # The rows of the overview below the glance: setup, memory, files. Pure.
 
 
-_TRACE: Final = 12  # lines of a traceback; its end says what happened
+_TRACE: Final = 12  # lines of a traceback; the last ones matter
 _BAR: Final = 40
-_NODES: Final = 4  # that are named
+_NODES: Final = 4  # nodes named
 _BLANK: Final[Row] = ()
 
 
 def detail_rows(look: Look, gpus: str, width: int) -> list[Row]:
-    """List the details beyond the glance.
+    """List the details below the glance.
 
     Args:
         look: The job.
-        gpus: What it runs on, in words.
+        gpus: Its devices, as text.
         width: Columns.
     """
     rows = [*_warnings(look, width), *_how(look, gpus, width)]
@@ -117,7 +117,7 @@ def _how(look: Look, gpus: str, width: int) -> list[Row]:
 
 
 def peaks_of(look: Look) -> tuple[dict[str, list[int]], str]:
-    """Peak memory per phase and rank, and how it was measured; of a running job, so far."""
+    """Return the peak memory per phase and rank, and how it was measured; so far, if it runs."""
     if look.report.peaks:
         return look.report.peaks, look.report.measure
     ranks = [rank for rank in look.view.ranks if rank.peaks]
@@ -129,7 +129,7 @@ def peaks_of(look: Look) -> tuple[dict[str, list[int]], str]:
 
 
 def nodes_words(ranks: Sequence[RankStatus]) -> str:
-    """Where a Slurm job's ranks say they are: `n1, n2 (4 × NVIDIA H100)`."""
+    """Return the nodes that a Slurm job's ranks report: `n1, n2 (4 × NVIDIA H100)`."""
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
     if not hosts:
         return "Slurm's nodes"
@@ -156,7 +156,7 @@ def _memory(look: Look) -> list[Row]:
 
 
 def _predicted(look: Look) -> list[Row]:
-    """Return rows that compare a rank's predicted memory with what has been measured."""
+    """Return rows that compare a rank's predicted and measured memory."""
     if look.predicted is None:
         return []
     peaks, measure = peaks_of(look)
@@ -185,17 +185,17 @@ def _paths(look: Look, width: int) -> list[Row]:
 
 
 # -- newest samples -------------------------------------------------------------------------
-# The newest samples of a job, beside each other.
+# The newest samples of a job, side by side.
 
 
 _EACH: Final = 24  # columns of an image, at least
 _MOST_SAMPLES: Final = 4
-_ROOMY: Final = 40  # columns for a title with all in it
+_ROOMY: Final = 40  # columns from which the title is complete
 _LONGEST: Final = 512  # pixels
 
 
 class NewestSamples(Vertical):
-    """As many of the newest step's images as there is room for, the first prompts first."""
+    """Shows as many of the newest step's images as fit, the first prompts first."""
 
     BORDER_TITLE = "samples"
 
@@ -206,7 +206,7 @@ class NewestSamples(Vertical):
         self._pictures: list[Picture] = []
 
     def update_from(self, samples: Sequence[Sample]) -> None:
-        """Show the newest of these."""
+        """Show the newest of these samples."""
         if samples is not self._samples:
             self._samples = samples
             self._fill()
@@ -215,7 +215,7 @@ class NewestSamples(Vertical):
         self._fill()
 
     def _fill(self) -> None:
-        from tui.job.sample_table import Loading  # images take a while to import
+        from tui.job.sample_table import Loading  # importing image libraries takes a while
         from tui.terminal.image import Picture
         from tui.terminal.image_protocol import for_many
 
@@ -241,7 +241,7 @@ class NewestSamples(Vertical):
         Loading(self, _LONGEST).want(shown)
 
     def on_loaded(self, message: Loaded) -> None:
-        """Show an image once it is decoded, or say that it cannot be."""
+        """Show an image once it is decoded, or why it cannot be."""
         message.stop()
         for sample, picture in zip(self._shown, self._pictures, strict=True):
             if sample == message.sample and picture.is_mounted:
@@ -254,21 +254,21 @@ class NewestSamples(Vertical):
 # -- what would fit -------------------------------------------------------------------------
 
 
-_FITS: Final = 3  # changes that are offered, by keys that otherwise open tabs
+_FITS: Final = 3  # changes offered, with keys that otherwise open tabs
 
 
 def find_fits(job: Job, snapshot: Snapshot, cancelled: Callable[[], bool]) -> list[Step]:
-    """Predict with which changes a job that ran out of memory fits; takes seconds, or a minute.
+    """Predict which changes let a job that ran out of memory fit; takes seconds, or a minute.
 
     Args:
         job: The job.
-        snapshot: The machine as it is.
-        cancelled: Whether nobody wants to know any more.
+        snapshot: The machine's state.
+        cancelled: Whether to give up.
 
     Raises:
-        UserError: Nothing can be predicted of such a job.
-        ToolError: Predicting failed.
-        Cancelled: `cancelled` said so.
+        UserError: Such a job cannot be predicted.
+        ToolError: The prediction failed.
+        Cancelled: `cancelled` returned true.
     """
     asked = estimate(
         load_spec(job.run_dir.job_file),
@@ -285,13 +285,13 @@ def find_fits(job: Job, snapshot: Snapshot, cancelled: Callable[[], bool]) -> li
 
 
 _LEAST, _MOST = 8, 24  # lines of curve and samples
-_DEVICES: Final = 0.3  # of the lines, at most
-_AIRY: Final = 30  # lines from which on blank ones part what belongs together
-_NEWS: Final = 5  # lines, with the checkpoint
+_DEVICES: Final = 0.3  # share of the lines, at most
+_AIRY: Final = 30  # lines from which blank lines separate sections
+_NEWS: Final = 5  # lines, including the checkpoint
 
 
 class OverviewPane(Pane):
-    """State, loss, newest samples, devices, events: one screenful. More of it when scrolled."""
+    """State, loss, newest samples, devices and events on one screenful; more when scrolled."""
 
     KEYS: ClassVar = (
         *scrolling(),
@@ -316,7 +316,7 @@ class OverviewPane(Pane):
 
     @dataclass
     class Fitting(Message):
-        """A thread has predicted what would fit; empty if nothing would, or nobody knows."""
+        """A thread has predicted what would fit; empty if nothing would, or if that is unknown."""
 
         steps: list[Step]
 
@@ -358,14 +358,14 @@ class OverviewPane(Pane):
         self.fill()
 
     def _predict(self, job: Job, snapshot: Snapshot) -> None:
-        """In a thread."""
+        """Predict in a thread."""
         worker, steps = get_current_worker(), []
         try:
             steps = find_fits(job, snapshot, lambda: worker.is_cancelled)
         except Cancelled:
             return
         except (UserError, ToolError):
-            pass  # the advice below it needs no prediction
+            pass  # the general advice needs no prediction
         self.post_message(self.Fitting(steps))
 
     @on(Fitting)
@@ -377,7 +377,7 @@ class OverviewPane(Pane):
         self.call_after_refresh(self.fill)
 
     def fill(self) -> None:
-        """Show the newest look; unchanged lines are not painted again."""
+        """Show the newest data; unchanged lines are not repainted."""
         look, width = self.look, self.lines.scrollable_content_region.width
         if look is None or not width:
             return
@@ -397,7 +397,7 @@ class OverviewPane(Pane):
         self.lines.show([*rows, _BLANK, *detail_rows(look, self._gpus(look), width)])
 
     def _show_pictures(self, look: Look, room: int) -> None:
-        """Curve and samples, as high as what else is on the first screenful leaves."""
+        """Size curve and samples to fill the rest of the first screenful."""
         has_curve, has_samples = bool(look.curve.steps), bool(look.samples)
         lines = max(_LEAST, min(_MOST, room))
         if lines != self._lines:
@@ -430,14 +430,14 @@ class OverviewPane(Pane):
         self.fill()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave a number to the tabs while it offers no change."""
+        """Leave number keys to the tabs while they offer no change."""
         if action != "try_fit":
             return True
         offered = self._fits if self.look is not None and out_of_memory(self.look) else None
         return isinstance(parameters[0], int) and parameters[0] < len(offered or ())
 
     def action_try_fit(self, number: int) -> None:
-        """Ask whether to resume with a change, or to copy where a resume does not allow it."""
+        """Ask whether to resume with a change, or to copy the job if a resume cannot make it."""
         if self._fits and isinstance(self.screen, JobActions):
             self.screen.resume_with(self._fits[number].changes)
 

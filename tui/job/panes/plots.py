@@ -1,4 +1,4 @@
-"""The plots tab: what was measured at each step."""
+"""The plots tab: everything measured at each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TabPlots(PlotsPanel, inherit_bindings=False):
-    """The curves without their number keys, which turn the tabs here."""
+    """The curves without their number keys, which switch tabs here."""
 
     KEYS: ClassVar = tuple(
         replace(key, shown="n") if key.action == "turn(1)" else key
@@ -29,7 +29,7 @@ class TabPlots(PlotsPanel, inherit_bindings=False):
 
 
 class PlotsPane(Pane):
-    """The curves of the job, and of others that it is compared with."""
+    """The curves of the job and of others that it is compared with."""
 
     KEYS: ClassVar = (
         Key("compare", "c", "c", "compare", "Choose other runs to compare with"),

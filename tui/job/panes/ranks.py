@@ -1,4 +1,4 @@
-"""The ranks tab: what each rank does, holds, and when it was heard of last."""
+"""The ranks tab: each rank's activity, memory and heartbeat."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _GAP: Final = "  "
 _MOST_NAMED: Final = 6
-_CALM: Final = 3.0  # seconds of a heartbeat's age that are not worth a repaint
-_STILL: Final = 30.0  # seconds without progress that are worth telling
+_CALM: Final = 3.0  # seconds of heartbeat age below which nothing is repainted
+_STILL: Final = 30.0  # seconds without progress that are worth mentioning
 
-# Heading, columns, text; dropped from the right where there is no room.
+# Heading, columns, text; the rightmost are dropped first if they do not fit.
 _MORE: Final[tuple[tuple[str, int, Callable[[RankStatus], str]], ...]] = (
     ("allocated", 9, lambda rank: size(rank.allocated)),
     ("peak", 9, lambda rank: size(rank.peak)),
@@ -45,11 +45,11 @@ _MORE: Final[tuple[tuple[str, int, Callable[[RankStatus], str]], ...]] = (
     ("device", 10, lambda rank: rank.device),
     ("host", 16, lambda rank: rank.host),
 )
-_CPU_MORE: Final = (_MORE[3], *_MORE[4:])  # torch counts nothing there
+_CPU_MORE: Final = (_MORE[3], *_MORE[4:])  # torch measures no memory on a CPU
 
 
 def late_words(ranks: Sequence[RankStatus], now: float) -> str:
-    """Name the late ranks in a sentence; "" when none is."""
+    """Name the late ranks in a sentence; "" if there are none."""
     late = [rank for rank in ranks if is_late(rank, now)]
     if not late:
         return ""
@@ -66,8 +66,8 @@ def rank_rows(ranks: Sequence[RankStatus], ended: bool, now: float, width: int) 
 
     Args:
         ranks: By number.
-        ended: Whether the job has ended, so that no heartbeat is missed.
-        now: In Unix seconds.
+        ended: Whether the job has ended, so that no heartbeat is expected.
+        now: Unix seconds.
         width: Columns.
     """
     numbers = max(4, *(len(str(rank.rank)) for rank in ranks))
@@ -131,7 +131,7 @@ def about_rank(rank: RankStatus, ended: bool, now: float) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """Coarse, so that it stays the same from one look to the next."""
+    """Return an age in coarse units, so that it rarely changes."""
     return "just now" if seconds < _CALM else f"{duration(seconds)} ago"
 
 
@@ -173,7 +173,7 @@ class RankList(PickList):
 
 
 class RanksPane(Pane):
-    """A table of the ranks, and more about the highlighted one."""
+    """A table of the ranks, and details of the highlighted one."""
 
     KEYS: ClassVar = (
         *moving("rank"),
@@ -184,7 +184,7 @@ class RanksPane(Pane):
 
     @dataclass
     class LogWanted(Message):
-        """Someone wants to read the log of a rank."""
+        """The user wants to read the log of a rank."""
 
         rank: int
 
@@ -212,7 +212,7 @@ class RanksPane(Pane):
         self._put("rank-about", words)
 
     def _put(self, name: str, text: str) -> None:
-        """Change a text; one that stays the same is not sent to the terminal again."""
+        """Set a text; unchanged text is not sent to the terminal again."""
         if self._texts[name] != text:
             self._texts[name] = text
             self.query_one(f"#{name}", Static).update(text)

@@ -1,4 +1,4 @@
-"""Rows to scroll: the base of the tabs that are mostly text."""
+"""Scrollable rows: the base of the text tabs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 # -- text rows ------------------------------------------------------------------------------
-# Rows of text that several tabs need. Pure.
+# Rows of text that several tabs use. Pure.
 
 
-LABEL: Final = 12  # columns of what stands before a fact
+LABEL: Final = 12  # columns for a fact's name
 
 
 def heading(text: str) -> Row:
@@ -32,10 +32,10 @@ def heading(text: str) -> Row:
 
 
 def fact(name: str, words: str, width: int, role: str = "", *, label: int = LABEL) -> list[Row]:
-    """`name        words`, in as many rows as they need; `label` columns for the name."""
+    """Return `name        words` in as many rows as needed; `label` columns for the name."""
     rows: list[Row] = []
     for paragraph in words.splitlines() or [""]:
-        # A path has to stay in one piece as long as it can: it is there to be copied.
+        # Break paths as late as possible, because users copy them.
         lines = textwrap.wrap(
             paragraph, max(20, width - label), break_on_hyphens=False, drop_whitespace=True
         )
@@ -61,13 +61,13 @@ def moment(t: float | None) -> str:
 
 
 class ScrolledLines(Lines, can_focus=True):
-    """Lines that fill what room there is."""
+    """Lines that fill the available room."""
 
     DEFAULT_CSS = "ScrolledLines { height: 1fr; padding: 0 1; }"
 
 
 class TextPane(Pane):
-    """A text made of the newest look. Subclasses say how: `rows_of`."""
+    """Shows rows built from the newest data. Subclasses implement `rows_of`."""
 
     def __init__(self, *, id: str) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -89,7 +89,7 @@ class TextPane(Pane):
         self.call_after_refresh(self.fill)
 
     def fill(self) -> None:
-        """Show the text again; rows that stay the same are not painted again."""
+        """Show the rows again; unchanged rows are not repainted."""
         width = self.lines.scrollable_content_region.width
         if self.look is not None and width:
             self.lines.show(self.rows_of(self.look, width))

@@ -1,4 +1,4 @@
-"""The jobs table: one row a job, a cursor that stays on its job while the order changes."""
+"""The jobs table: a row for each job, and a cursor that stays on its job as the order changes."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 
 # -- job groups -----------------------------------------------------------------------------
-# Jobs by the GPUs they use or wait for. Pure.
+# Group jobs by the GPUs they use or wait for. Pure.
 
 
 _ENDED = "ended"
-_FEW = 4  # jobs that have room in a panel that does not grow
+_FEW = 4  # jobs that fit a panel that does not grow
 
 
 class Group(NamedTuple):
     """Jobs that share GPUs: running ones first, then waiting ones in queue order.
 
-    Or, with their name, those of a sweep, in the order of their numbers.
+    With a name, the jobs of that sweep in numeric order.
     """
 
     title: str
@@ -63,7 +63,7 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
     """Group jobs in the order of their GPUs, then jobs that take any GPUs, then ended jobs.
 
     Args:
-        views: Jobs as `tui.look.snapshot.in_order` puts them.
+        views: Jobs sorted by `tui.look.snapshot.in_order`.
         gpus: The machine's GPUs, for their indices.
     """
     index = {gpu.uuid: gpu.index for gpu in gpus}
@@ -98,13 +98,13 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
     for name, members in sweeps.items():
         ended = all(view.job.state.ended for view in members)
         members.sort(key=lambda view: view.job.id)
-        # At the top while anything of it is to come, else just above what has ended.
+        # At the top while any of its jobs is to come, else just above the ended jobs.
         groups.append(((1 << 30) - 1 if ended else -2, Group(name, tuple(members), name)))
     return [group for _, group in sorted(groups, key=lambda placed: placed[0])]
 
 
 def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
-    """Job → `1st`, `2nd`, … for what waits here and is not held, as it is served."""
+    """Return job → `1st`, `2nd`, … for jobs that wait here and are not held, in queue order."""
     waiting = [
         view.job.id
         for view in views
@@ -114,7 +114,7 @@ def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
 
 
 def ordinal(number: int) -> str:
-    """`1st`, `2nd`, `3rd`, `4th`, `11th`, `21st`."""
+    """Return `1st`, `2nd`, `3rd`, `4th`, `11th`, `21st`."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10)
     return f"{number}{ending or 'th'}"
 
@@ -139,7 +139,7 @@ _ON_GPUS: Row = (
 
 
 class JobsPanel(Lines, can_focus=True):
-    """Shows the jobs of a snapshot and says which one is selected."""
+    """Shows the jobs of a snapshot and reports which one is selected."""
 
     BINDINGS = bindings("list")
     BORDER_TITLE = "jobs"
@@ -159,19 +159,19 @@ class JobsPanel(Lines, can_focus=True):
     def __init__(self, selected: int | None) -> None:
         super().__init__(fixed=1, id="jobs")
         self.selected = selected
-        self.awaited: int | None = None  # a new job, to be selected as soon as it is seen
-        self.marks: set[int] = set()  # what actions take, in place of the selected job
+        self.awaited: int | None = None  # a new job, to be selected as soon as it is listed
+        self.marks: set[int] = set()  # jobs that actions apply to, in place of the selected one
         self.prompt = JobFilter(self)
-        self.families: dict[int, str] = {}  # job → what it trains, once a filter asked for it
-        self._words: tuple[str, ...] = ()  # that a job must have to be shown
-        self._shown = 0  # jobs that have them
-        self._names: dict[str, str] = {}  # as they are written, of those that are shortened
-        self._common = ("", 0)  # why most queued jobs wait, and how many do
+        self.families: dict[int, str] = {}  # job → its family, once a filter needs it
+        self._words: tuple[str, ...] = ()  # the filter's words
+        self._shown = 0  # jobs that match them
+        self._names: dict[str, str] = {}  # shortened names, as displayed
+        self._common = ("", 0)  # the reason that most queued jobs wait for, and their number
         self._groups: list[Group] = []
         self._folded: set[str] = set()  # sweeps of which only the heading is shown
-        self._ids: list[int] = []  # in the order in which they are shown
-        self._places: dict[int, int] = {}  # job → place in that order
-        self._lines: list[int | None] = []  # the job of each row, None for headings
+        self._ids: list[int] = []  # in display order
+        self._places: dict[int, int] = {}  # job → its position in that order
+        self._lines: list[int | None] = []  # the job of each row; None for headings
         self._shaped: tuple[Sequence[JobView], int, Columns, Mapping[int, str]] | None = None
         self._made: dict[int, tuple[tuple[object, ...], JobView, Row]] = {}
         self._outlook = Outlook()
@@ -180,7 +180,7 @@ class JobsPanel(Lines, can_focus=True):
 
     def update_from(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        # Of thousands of jobs that rest, nothing is made again.
+        # With thousands of idle jobs, unchanged rows are not rebuilt.
         index = {gpu.uuid: gpu.index for gpu in snapshot.gpus}
         same = self._drawn is not None and self._drawn[0] is snapshot.jobs
         same = same and self._outlook is snapshot.outlook
@@ -191,7 +191,7 @@ class JobsPanel(Lines, can_focus=True):
         views = [view for view in snapshot.jobs if self._passes(view)]
         self._shown = len(views)
         self.marks &= {view.job.id for view in snapshot.jobs}
-        # Without room for headings, groups would only hide who is next; sweeps keep theirs.
+        # If headings do not fit, groups would only hide which job is next; sweeps keep theirs.
         groups = job_groups(views, snapshot.gpus)
         grouped = self._has_room or any(group.sweep for group in groups)
         self._groups = groups if grouped else [Group("", tuple(views))]
@@ -243,7 +243,7 @@ class JobsPanel(Lines, can_focus=True):
         self._go(len(self._ids) - 1)
 
     def action_fold(self) -> None:
-        """Show only the heading of the selected job's sweep, or all of its jobs again."""
+        """Collapse the selected job's sweep to its heading, or expand it."""
         group = next((g for g in self._groups if g.sweep and self.selected in _ids_of(g)), None)
         if group is None:
             self.app.notify("the selected job belongs to no sweep", markup=False)
@@ -269,17 +269,17 @@ class JobsPanel(Lines, can_focus=True):
             self.unmark()
 
     def unmark(self) -> None:
-        """Forget all marks."""
+        """Clear all marks."""
         self.marks.clear()
         self._fill()
 
     @property
     def listed(self) -> list[Job]:
-        """All jobs, whether or not they are shown."""
+        """Return all jobs, whether or not they are shown."""
         return [view.job for view in self._snapshot.jobs] if self._snapshot else []
 
     def filter(self, text: str) -> None:
-        """Show only jobs that have all these words: in id, name, state or family."""
+        """Show only jobs that have all these words in their id, name, state or family."""
         self._words = tuple(text.casefold().split())
         if self._snapshot is not None:
             self.update_from(self._snapshot)
@@ -293,7 +293,7 @@ class JobsPanel(Lines, can_focus=True):
     # -- inside ----------------------------------------------------------------------------
 
     def _place_jobs(self) -> None:
-        """Give each row that can be selected its place; a folded sweep is one of them."""
+        """Give each selectable row its position; a collapsed sweep is one row."""
         self._ids = []
         for group in self._groups:
             ids = _ids_of(group)
@@ -369,7 +369,7 @@ class JobsPanel(Lines, can_focus=True):
         width: int,
         places: Mapping[int, str],
     ) -> None:
-        """Add the heading of a sweep and, unless it is folded, the rows of its jobs."""
+        """Add a sweep's heading and, unless it is collapsed, its jobs' rows."""
         shape, best = shape_of(group.views, width - 2), best_of(group.views)
         folded = group.sweep in self._folded
         shown = next((job for job in _ids_of(group) if job in self._places), None)
@@ -388,7 +388,7 @@ class JobsPanel(Lines, can_focus=True):
         return Span(f"{'▸' if selected else ' '}{'+' if marked else ' '}", "accent")
 
     def _row(self, view: JobView, shape: Columns, place: str) -> Row:
-        """Return the row of a job, rebuilt only when something about it changed."""
+        """Return a job's row, rebuilt only when it has changed."""
         drawn = self._made.get(view.job.id)
         expected, mark = self._outlook.jobs.get(view.job.id), self._mark(view.job.id)
         name = self._names.get(view.job.name, "")
@@ -396,7 +396,7 @@ class JobsPanel(Lines, can_focus=True):
         if drawn is not None and drawn[0] == facts:
             return drawn[2]
         row = (mark, *job_row(view, shape, place, expected, name=name, elsewhere=self._common[0]))
-        self._made[view.job.id] = (facts, view, row)  # the view too, or its id may be another's
+        self._made[view.job.id] = (facts, view, row)  # keep the view too, or its id could be reused
         return row
 
     @property
@@ -405,7 +405,7 @@ class JobsPanel(Lines, can_focus=True):
 
     @property
     def _headed(self) -> bool:
-        """Whether groups have a line of their own: on a GPU machine, on a screen with room."""
+        """Return whether groups have heading lines: on a GPU machine, if the screen has room."""
         return self._has_room and any(
             group.title.startswith(("GPU", "any")) for group in self._groups
         )
@@ -415,7 +415,7 @@ class JobsPanel(Lines, can_focus=True):
         self._grow()
 
     def _grow(self) -> None:
-        """Take lines from the other panels of a low screen, while it has the focus and many."""
+        """Take lines from the other panels of a low screen while focused with many jobs."""
         self.screen.set_class(self.has_focus and len(self._ids) > _FEW, "-many-jobs")
 
     def _keep_in_sight(self) -> None:
@@ -423,7 +423,7 @@ class JobsPanel(Lines, can_focus=True):
         if seen <= 0 or self.selected not in self._lines:
             return
         at = self._lines.index(self.selected) - 1
-        above = at - 1 if at and self._lines[at] is None else at  # with its heading
+        above = at - 1 if at and self._lines[at] is None else at  # including its heading
         top = self.scroll_offset.y
         if above < top:
             self.scroll_to(y=above, animate=False, force=True)
@@ -456,7 +456,7 @@ def _heading(title: str, width: int) -> Row:
 
 
 class JobFilter(Input):
-    """The line in which the words are typed that a job must have to be shown.
+    """The input for the words that filter the jobs.
 
     Args:
         jobs: The panel that is filtered.
@@ -469,7 +469,7 @@ class JobFilter(Input):
 
     @dataclass
     class Read(Message):
-        """A thread has read which family each job trains."""
+        """A thread has read the family of each job."""
 
         families: dict[int, str]
 
@@ -480,9 +480,9 @@ class JobFilter(Input):
         self._jobs = jobs
 
     def open(self) -> None:
-        """Show the line, and find out which families there are."""
+        """Show the input, and find out the jobs' families."""
         self.display = True
-        self.screen.set_focus(self)  # at once: what is typed next belongs here
+        self.screen.set_focus(self)  # at once: the next keys typed belong here
         unread = [job for job in self._jobs.listed if job.id not in self._jobs.families]
 
         def read() -> None:
@@ -516,7 +516,7 @@ class JobFilter(Input):
 
 
 def _family(job: Job) -> str:
-    """Read which family a job trains; reads the disk. "" where its file cannot be read."""
+    """Return the family that a job trains; reads the disk. "" if its file cannot be read."""
     with suppress(OSError, ValueError):
         default = JobSpec.model_fields["model_family"].default
         return job.run_dir.job_value("model_family") or str(default)

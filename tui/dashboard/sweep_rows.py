@@ -1,4 +1,4 @@
-"""The lines of a sweep in the jobs table: a heading, and rows that say what differs. Pure."""
+"""The lines of a sweep in the jobs table: a heading, and rows with the differences. Pure."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _LONGEST_BAR: Final = 20
 
 
 class Shape(NamedTuple):
-    """Widths of the columns of a sweep's rows; 0 leaves one out.
+    """Widths of the columns of a sweep's rows; 0 hides one.
 
     Attributes:
-        id: Of the jobs' numbers.
-        label: Of what differs.
-        middle: Of how far a job is, or why it waits.
-        where: Of its devices.
+        id: The jobs' numbers.
+        label: The differences.
+        middle: A job's progress, or why it waits.
+        where: Its devices.
     """
 
     id: int
@@ -49,19 +49,19 @@ class Shape(NamedTuple):
 
 
 def label_of(view: JobView) -> str:
-    """Say in what a job differs from the others of its sweep: `lr 3e-5  r 16`."""
+    """Return how a job differs from the others of its sweep: `lr 3e-5  r 16`."""
     texts = [short_text(key, value) for key, value in view.differs.items()]
     return "  ".join(texts) or view.job.name
 
 
 def best_of(views: Sequence[JobView]) -> int | None:
-    """Return the job with the lowest validation loss; None if nothing was measured."""
+    """Return the job with the lowest validation loss; None if none was measured."""
     lows = {view.job.id: (0, view.lowest) for view in views if view.lowest is not None}
     return winner(lows)
 
 
 def shape_of(views: Sequence[JobView], width: int) -> Shape:
-    """Fit the columns of a sweep's jobs: what differs comes before how far they are."""
+    """Fit the columns of a sweep's jobs: differences come before progress."""
     ids = max(2, *(len(str(view.job.id)) for view in views))
     where = min(10, max(4, *(len(view.where) for view in views)))
     room = width - ids - 4 - 2 * (_LOSS + 1) - 4 - where
@@ -71,7 +71,7 @@ def shape_of(views: Sequence[JobView], width: int) -> Shape:
 
 
 def heading_row(name: str, views: Sequence[JobView], shape: Shape, *, folded: bool) -> Row:
-    """Return the heading of a sweep: its jobs and what they differ in; folded, how they are too."""
+    """Return a sweep's heading: its jobs and their differences; if collapsed, their states too."""
     words = [f"{len(views)} jobs"]
     before = shape.id + 1 + len(BEST) + 1 + shape.label + 1 + shape.middle
     if folded:
@@ -97,8 +97,8 @@ def sweep_row(view: JobView, shape: Shape, *, best: bool, place: str = "") -> Ro
     Args:
         view: The job.
         shape: The columns.
-        best: Whether it has the lowest validation loss of the sweep.
-        place: Which it is in the queue, `2nd`.
+        best: Whether it has the sweep's lowest validation loss.
+        place: Its position in the queue, `2nd`.
     """
     job = view.job
     glyph, role = GLYPHS[job.state]
@@ -116,7 +116,7 @@ def sweep_row(view: JobView, shape: Shape, *, best: bool, place: str = "") -> Ro
 
 
 def _middle(view: JobView, room: int, place: str) -> Row:
-    """Show how far a job is, why it waits, or how it ended."""
+    """Return a job's progress, why it waits, or how it ended."""
     job, now = view.job, view.progress
     if job.state is State.QUEUED:
         words = f"{place} {job.reason or 'starts when the queue allows'}".strip()

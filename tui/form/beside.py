@@ -1,4 +1,4 @@
-"""What stands beside the fields: whether the job fits, and what the form comes to."""
+"""Beside the fields: whether the job fits, and what the form describes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 class Links(Static):
-    """Text of which parts can be clicked, in the colours it has."""
+    """Text with clickable parts, in color."""
 
     def on_mount(self) -> None:
         self.auto_links = False
 
 
 def reveal(place: Static, text: str) -> None:
-    """Show a line that takes no room while it says nothing."""
+    """Show a line that takes no room while it is empty."""
     show(place, text)
     place.set_class(bool(text), "-shown")
 
@@ -60,32 +60,32 @@ def show(place: Static, text: str) -> None:
 
 
 # -- fit ------------------------------------------------------------------------------------
-# Whether the job that the form describes fits: a bar for each chosen GPU, in words as well.
+# Whether the form's job fits: a bar for each chosen GPU, and the same in words.
 
 
-_SETTLES_IN: Final = 0.3  # seconds without another change after which the server is asked
+_SETTLES_IN: Final = 0.3  # seconds without a change after which the server is queried
 _SOON: Final = 0.6  # seconds more after which it says that the answer takes time
 _MEASURING: Final = "memory: measuring the model …"
 _IGNORED: Final = ("dataset",)
-_NAME: Final = 16  # columns, as wide as the labels above it
-_ROOMY: Final = 66  # columns from which on that many are given to names
+_NAME: Final = 16  # columns, as wide as the labels above
+_ROOMY: Final = 66  # columns from which names get that many
 _SHORTEST, _LONGEST = 6, 40  # columns of a bar
-_ALIKE: Final = 0.01  # GPUs that differ by less of their memory share a bar
+_ALIKE: Final = 0.01  # GPUs that differ by less than this share of their memory share a bar
 _COLOURS: Final = {Verdict.FITS: "$success", Verdict.TIGHT: "$warning", Verdict.TOO_LARGE: "$error"}
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is predicted for the form's values.
+    """A prediction for the form's values.
 
     Attributes:
-        values: Which they were.
-        bars: A name and what the job comes to there, for each bar.
-        step: What to change first where it does not fit.
-        strategy: What it runs with, where that is known.
-        faster: Another strategy that would fit as well and is faster, or "".
-        remark: What to say where nothing can be predicted.
-        notes: More about it, for the tooltip.
+        values: The values.
+        bars: A name and a prediction for each bar.
+        step: What to change first if it does not fit.
+        strategy: The strategy that runs, if known.
+        faster: Another strategy that would fit and is faster, or "".
+        remark: What to say if nothing can be predicted.
+        notes: More details, for the tooltip.
     """
 
     values: Mapping[str, Any]
@@ -98,16 +98,16 @@ class Look:
 
     @property
     def worst(self) -> Fit | None:
-        """Where it is tightest."""
+        """Return the bar with the least room."""
         return worst(fit for _, fit in self.bars) if self.bars else None
 
 
 class FitBars(Static):
-    """Says whether values fit, a moment after they have changed; hidden while it knows nothing."""
+    """Shows whether the values fit, shortly after they change; hidden while it knows nothing."""
 
     @dataclass
     class Found(Message):
-        """A thread has predicted."""
+        """A thread has made a prediction."""
 
         look: Look
 
@@ -122,26 +122,26 @@ class FitBars(Static):
     def look_at(
         self, values: Mapping[str, Any], snapshot: Snapshot, partitions: Sequence[Partition] = ()
     ) -> None:
-        """Predict for these values, unless they are those of the last look.
+        """Predict for these values, unless they are those of the last prediction.
 
         Args:
-            values: Of the job, by key.
-            snapshot: The machine as it is.
-            partitions: Of the cluster, as far as Slurm has said.
+            values: The job's values, by key.
+            snapshot: The machine's state.
+            partitions: The cluster's partitions, if Slurm has reported them.
         """
         if (values, partitions) != (self._values, self._partitions):
             self._values, self._partitions = dict(values), partitions
             self.look_again(snapshot)
 
     def look_again(self, snapshot: Snapshot) -> None:
-        """Predict for the same values; others use the GPUs now."""
+        """Predict again for the same values, since GPU use has changed."""
         self._snapshot = snapshot
         if self._due is not None:
             self._due.stop()
         self._due = self.set_timer(_SETTLES_IN, self._begin)
 
     def knows(self, values: Mapping[str, Any]) -> bool:
-        """Whether these values were predicted for, or cannot be."""
+        """Return whether there is a prediction for these values, or none is possible."""
         return self.prediction is not None and self.prediction.values == values
 
     def strategy_of(self, values: Mapping[str, Any]) -> str:
@@ -151,7 +151,7 @@ class FitBars(Static):
         )
 
     def doubt(self, values: Mapping[str, Any]) -> str:
-        """Why these values do not fit, and what to change first; "" if they do, for all we know."""
+        """Say why these values do not fit, and what to change first; "" if they may fit."""
         prediction, fit = self.prediction, self.prediction.worst if self.prediction else None
         if prediction is None or fit is None or prediction.values != values:
             return ""
@@ -176,7 +176,7 @@ class FitBars(Static):
         self.run_worker(self._look, group="fit", exclusive=True, exit_on_error=False, thread=True)
 
     def _look(self) -> None:
-        """In a thread."""
+        """Predict in a thread."""
         worker, values = get_current_worker(), self._values
         assert self._snapshot is not None
         try:
@@ -200,7 +200,7 @@ class FitBars(Static):
     def _draw(self) -> None:
         look = self.prediction
         assert look is not None
-        # Hidden it has no width, and the box around it has.
+        # While hidden it has no width, but its container has.
         width = (self.parent if isinstance(self.parent, Widget) else self).content_size.width
         lines = bar_lines(look.bars, width)
         if look.step is not None:
@@ -225,10 +225,10 @@ def look(
     cancelled: Callable[[], bool] = lambda: False,
     partitions: Sequence[Partition] = (),
 ) -> Look:
-    """Whether the form's values fit on the machine; takes seconds for a model that is new.
+    """Predict whether the form's values fit; takes seconds for a new model.
 
     Raises:
-        Cancelled: `cancelled` said so.
+        Cancelled: `cancelled` returned true.
     """
     if not values.get("pretrained_model_name_or_path"):
         return Look(values)  # most forms are opened and closed again
@@ -304,7 +304,7 @@ def _alike(fit: Fit, other: Fit) -> bool:
 
 
 def _name(gpus: list[int | None]) -> str:
-    """`GPU 0-3`."""
+    """Return `GPU 0-3`."""
     return f"GPU {ranges(gpu for gpu in gpus if gpu is not None)}"
 
 
@@ -325,7 +325,7 @@ def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:
 
 
 def _bar(fit: Fit, cells: int) -> Content:
-    """Draw a bar: memory surely needed, possibly needed, free, and held by others."""
+    """Draw a bar: memory surely needed, possibly needed, free, and used by others."""
     colour, total = _COLOURS[fit.verdict], max(1, fit.room.total)
     held = min(cells - 1, round((fit.room.held + fit.room.passing) / total * cells))
     low, high = (min(cells - held, round(n / total * cells)) for n in (fit.low, fit.high))
@@ -346,7 +346,7 @@ def _figures(fit: Fit) -> str:
 
 
 def _verdict(fit: Fit) -> str:
-    """How it fits, in few words."""
+    """Return how it fits, in a few words."""
     if fit.verdict is Verdict.TOO_LARGE:
         return f"does not fit by {size(fit.low - fit.room.free)}"
     if fit.verdict is Verdict.FITS and fit.spare < fit.room.passing:
@@ -362,7 +362,7 @@ def _in_words(step: Step) -> str:
 
 
 # -- preview --------------------------------------------------------------------------------
-# What the form comes to: the job file, or the launch command, beside it.
+# The form's result beside it: the job file, or the launch command.
 
 
 KINDS: Final = ("yaml", "command")
@@ -374,9 +374,9 @@ class Preview(VerticalScroll, can_focus=False):
     """Shows one of two texts.
 
     Attributes:
-        kind: Which.
-        texts: What would be copied.
-        reading: Whether it was asked for where it has no room beside the fields.
+        kind: Which text.
+        texts: The texts to copy.
+        reading: Whether it was requested although it does not fit beside the fields.
     """
 
     def __init__(self) -> None:
@@ -393,7 +393,7 @@ class Preview(VerticalScroll, can_focus=False):
         self.turn_to(self.kind)
 
     def turn(self, kind: str = "") -> None:
-        """Show this text, or the next; after the last, the fields if both have no room."""
+        """Show this text, or the next; after the last, the fields if there is no room for both."""
         if kind or not self.display:
             self.reading = True
             self.turn_to(kind or KINDS[0])
@@ -416,12 +416,12 @@ class Preview(VerticalScroll, can_focus=False):
         self.border_subtitle = "F3 switch · ^y copy"
 
     def tell(self, kind: str, seen: str, copied: str | None = None) -> None:
-        """Another text.
+        """Replace a text.
 
         Args:
-            kind: Which.
-            seen: What is shown.
-            copied: What is copied, where that is more.
+            kind: Which text.
+            seen: The displayed text.
+            copied: The text to copy, if that is more.
         """
         self.texts[kind] = seen if copied is None else copied
         text = self.query_one(f"#{kind}", Static)

@@ -1,4 +1,4 @@
-"""The modal in which the classes to wrap are chosen, over the form of a new job."""
+"""The modal, over the form, for choosing the classes to wrap."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # The rows of the block modal. Pure.
 
 
-_BOX: Final = 2  # columns, with the space after it
+_BOX: Final = 2  # columns, including the space after it
 _STAR: Final = 2
 _COUNT: Final = 6
 _TOTAL: Final = 8
@@ -71,7 +71,7 @@ def block_rows(
         classes: In the order of the rows.
         chosen: Names of the checked classes.
         width: Columns.
-        names: Columns of the longest name of all classes, so that a search moves no column.
+        names: Columns of the longest name of all classes, so that a search moves no columns.
     """
     numbers = _COUNT + _TOTAL + _SHARE + len(_GAP)
     room = width - _BOX - _STAR - numbers - 1
@@ -109,7 +109,7 @@ def block_rows(
 
 
 def looking_row(done: int, total: int, width: int) -> Row:
-    """How far looking at a model has come."""
+    """Return the progress of inspecting a model."""
     words = "building the model without its weights "
     if not total or done >= total:
         return (Span(words + "…", "accent"),)
@@ -123,7 +123,7 @@ def looking_row(done: int, total: int, width: int) -> Row:
 
 
 class BlocksPanel(PickList):
-    """Classes with a box each, one of them highlighted. A search hides some."""
+    """Classes with checkboxes, one of them highlighted. A search hides some."""
 
     BINDINGS: ClassVar = [
         Binding(
@@ -137,7 +137,7 @@ class BlocksPanel(PickList):
 
     @dataclass
     class Toggled(Message):
-        """The person wants this class checked, or not any more."""
+        """The user checked or unchecked this class."""
 
         class_name: str
 
@@ -147,7 +147,7 @@ class BlocksPanel(PickList):
         self.listed: list[BlockClass] = []
         self.chosen: frozenset[str] = frozenset()
         self.search_text = ""
-        self._class_name: str | None = None  # stays highlighted while others come and go
+        self._class_name: str | None = None  # stays highlighted while the list changes
 
     @property
     def count(self) -> int:
@@ -158,12 +158,12 @@ class BlocksPanel(PickList):
         return self.listed[self.index] if self.listed else None
 
     def update_from(self, classes: Sequence[BlockClass]) -> None:
-        """Show these."""
+        """Show these classes."""
         self.block_classes = list(classes)
         self.search(self.search_text)
 
     def search(self, search_text: str) -> None:
-        """List only classes with this in their name or their paths, whatever its case."""
+        """List only classes with this text in their name or paths, ignoring case."""
         self.search_text = search_text
         word = search_text.strip().lower()
         self.listed = [
@@ -179,7 +179,7 @@ class BlocksPanel(PickList):
         self.post_message(self.Highlighted())
 
     def check(self, chosen: Collection[str]) -> None:
-        """Check these classes, and only these."""
+        """Check exactly these classes."""
         self.chosen = frozenset(chosen)
         self.fill()
 
@@ -205,10 +205,10 @@ class BlocksPanel(PickList):
 
 
 # -- screen ---------------------------------------------------------------------------------
-# The modal in which the classes to wrap are chosen, over the form of a new job.
+# The modal, over the form, for choosing the classes to wrap.
 
 
-_KEYS: Final = (  # action, keys as people read them, what it does
+_KEYS: Final = (  # action, displayed keys, description
     ("check", "space", "check"),
     ("recommended", "a", "recommended"),
     ("search", "/", "search"),
@@ -224,10 +224,10 @@ _KEYS_SEARCHING: Final = (("to_list", "enter", "to the list"), ("leave", "esc", 
 
 
 class DetectScreen(ModalScreen[list[str] | None]):
-    """Returns the chosen classes, or None if the person cancels.
+    """Returns the chosen classes, or None if the user cancels.
 
-    A model that was never inspected is built without its weights in a separate process, which
-    ends with the screen.
+    A model that was never inspected is built without weights in a separate process, which ends
+    with the screen.
     """
 
     CSS_PATH = "blocks.tcss"
@@ -279,7 +279,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
 
     @dataclass
     class Progressed(Message):
-        """Looking has come so far."""
+        """Inspection has made progress."""
 
         done: int
         total: int
@@ -302,9 +302,9 @@ class DetectScreen(ModalScreen[list[str] | None]):
     def __init__(self, model: Model, chosen: Sequence[str] | None, ranks: int) -> None:
         """
         Args:
-            model: Which model it is.
-            chosen: What is checked at first; what is recommended when None.
-            ranks: Of the job, as far as its form says.
+            model: The model.
+            chosen: The classes checked at first; None checks the recommended ones.
+            ranks: The job's number of ranks, if the form sets it.
         """
         super().__init__()
         self.model = model
@@ -328,7 +328,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
             yield Static("", id="detect-cautions", markup=False)
             yield Input(placeholder="class or path", id="detect-search", compact=True)
             keys = Static("", id="detect-keys")
-            keys.auto_links = False  # they would all get one colour
+            keys.auto_links = False  # Textual would give all links one color
             yield keys
 
     def on_mount(self) -> None:
@@ -344,7 +344,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
         self.run_worker(work, group="detect", exclusive=True, exit_on_error=False, thread=True)
 
     def _detect(self, refresh: bool) -> None:
-        """In a thread. When the screen closes, its worker is cancelled, and with it the process."""
+        """Detect in a thread. Closing the screen cancels its worker, and with it the process."""
         worker = get_current_worker()
 
         def report_progress(done: int, total: int) -> None:
@@ -364,9 +364,9 @@ class DetectScreen(ModalScreen[list[str] | None]):
             return
         except (UserError, ToolError) as error:
             result = self.Failed(str(error))
-        except Exception as error:  # the edge: a screen that waits forever tells nothing
+        except Exception as error:  # top level: report any failure instead of waiting forever
             result = self.Failed(f"{type(error).__name__}: {error}")
-        if not worker.is_cancelled:  # stopped at the last moment is stopped
+        if not worker.is_cancelled:  # a late cancellation still counts
             self.post_message(result)
 
     def on_detect_screen_progressed(self, message: Progressed) -> None:
@@ -398,7 +398,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
     # -- choosing --------------------------------------------------------------------------
 
     def _show_choice(self) -> None:
-        """Show what is checked, and what it results in."""
+        """Show what is checked, and its effect."""
         if (detection := self.detection) is None or self.chosen is None:
             return
         self.panel.check(self.chosen)
@@ -457,7 +457,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
 
     @on(Input.Submitted, "#detect-search")
     def action_to_list(self) -> None:
-        """Leave the search as it is, and go to what it lists."""
+        """Keep the search, and go to the list."""
         self.set_class(bool(self.panel.search_text.strip()), "-searching")
         self.panel.focus()
 
@@ -478,7 +478,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
         self.dismiss(sorted(kept, key=lambda name: rank.get(name, len(rank))))
 
     def action_leave(self) -> None:
-        """One step back: out of the search, out of a second look, out of the screen."""
+        """Go back one step: out of the search, of a refresh, or of the screen."""
         if self.has_class("-searching"):
             self._end_search()
         elif self.has_class("-looking") and self.detection is not None:

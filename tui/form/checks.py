@@ -1,4 +1,4 @@
-"""What the form's values come to and what is wrong with them, checked a moment after a change."""
+"""Check the form's values shortly after each change."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from tui.form.screen import NewJobScreen
 
 
-_AFTER: Final = 0.25  # seconds of no typing after which the values are checked
-_AT_ONCE: Final = ("gpus", "strategy", "model_type")  # nobody types these letter by letter
+_AFTER: Final = 0.25  # seconds without typing after which the values are checked
+_AT_ONCE: Final = ("gpus", "strategy", "model_type")  # these are not typed letter by letter
 
 
 class Checks:
-    """Reads what the fields say, and shows beside each what is wrong with it.
+    """Reads the fields, and shows beside each what is wrong with it.
 
     Args:
-        form: Whose fields they are.
+        form: The form.
 
     Attributes:
         reasons: Why fields do not apply, by key.
@@ -52,18 +52,18 @@ class Checks:
         self._form = form
         self._due: Timer | None = None
         self.reasons: dict[str, str] = {}
-        self._tried = False  # an empty form is no mistake before someone submits it
+        self._tried = False  # an empty form has no errors before it is submitted
         self._noted: set[str] = set()  # of a resume: what is changed
         self._refused = ""  # why the job could not be queued
 
     def soon(self, changed: str) -> None:
-        """Schedule a check after a field has changed and the user has stopped typing."""
+        """Schedule a check for when the user stops typing."""
         if self._due is not None:
             self._due.stop()
         self._due = self._form.set_timer(0.01 if changed in _AT_ONCE else _AFTER, self.now)
 
     def now(self) -> None:
-        """Show what the values come to, and what is wrong beside each field."""
+        """Show the values' result, and the errors beside their fields."""
         form = self._form
         reveal(form.query_one("#cascade", Static), form.fields.follow())
         values, self.reasons = draft.in_force(form.fields.values)
@@ -96,11 +96,11 @@ class Checks:
             reveal(form.query_one("#carried", Static), carried)
 
     def _show_changes(self, values: Mapping[str, Any]) -> None:
-        """Leave out what a checkpoint fixes; say beside the others what their change means."""
+        """Hide what a checkpoint fixes; note beside other fields what their change means."""
         form, purpose = self._form, self._form.purpose
         try:
             changes = purpose.changes(values)
-        except SpecError:  # said beside the field
+        except SpecError:  # shown beside the field
             return
         for name, row in form.fields.rows.items():
             if name in changes or name in self._noted:
@@ -113,15 +113,15 @@ class Checks:
         form.looks.at_resume(purpose, form.store, values)
 
     def show_meaning(self, text: str, problem: str) -> None:
-        """Show what the resume comes to."""
+        """Show the effect of the resume."""
         reveal(self._form.query_one("#carried", Static), text)
         if problem:
             self._form.complain(problem)
 
     async def complete(self) -> dict[str, Any] | None:
-        """Return the values, if they describe a job.
+        """Return the values if they describe a job.
 
-        Otherwise the first wrong field gets the focus.
+        Otherwise, focus the first invalid field.
         """
         form = self._form
         self._tried, self._refused = True, ""
@@ -140,7 +140,7 @@ class Checks:
         self._form.complain(problem)
 
     def show_ranks(self, values: Mapping[str, Any]) -> None:
-        """Show the resolved strategy, and how many ranks the chosen GPUs make."""
+        """Show the resolved strategy, and the number of ranks for the chosen GPUs."""
         rows = self._form.fields.rows
         rows["strategy"].note(self.strategy_note(values)[0])
         gpus = values.get("gpus")
@@ -152,7 +152,7 @@ class Checks:
         return draft.strategy_note(values, self._form.query_one(FitBars).strategy_of(values))
 
     def _problem_in_list(self, row: FieldRow, values: Mapping[str, Any]) -> Problem | None:
-        """Say how many jobs a list makes, and return what is wrong with a value of it."""
+        """Show how many jobs a list makes; return the first error in it."""
         if not row.listed:
             return None
         count = len(row.values)
@@ -172,7 +172,7 @@ class Checks:
 
 
 # -- lookups --------------------------------------------------------------------------------
-# What the form looks up in threads: its paths, the cluster's partitions, the launch command.
+# Lookups of the form, in threads: paths, the cluster's partitions, the launch command.
 
 
 class Looks:
@@ -190,18 +190,18 @@ class Looks:
         field: str
         good: bool
         text: str
-        doubt: str = ""  # what to ask about before the job is queued
+        doubt: str = ""  # what to ask before the job is queued
 
     @dataclass
     class Launch(Message):
-        """A thread made the launch command: what is seen, and what is copied."""
+        """A thread made the launch command: as displayed, and as copied."""
 
         command: str
         script: str
 
     @dataclass
     class Absent(Message):
-        """A thread asked the hub for what is not on this machine."""
+        """A thread asked the hub about what is missing here."""
 
         values: dict[str, Any]
         sizes: dict[HubName, int]  # bytes to fetch
@@ -209,7 +209,7 @@ class Looks:
 
     @dataclass
     class Resume(Message):
-        """A thread planned a resume: what it comes to, or why it cannot be."""
+        """A thread planned a resume: its effect, or why it is impossible."""
 
         text: str
         problem: str
@@ -226,14 +226,15 @@ class Looks:
         self._checked: dict[str, tuple[Any, ...]] = {}
         self._launched: dict[str, Any] = {}
         self._resumed: dict[str, Any] = {}
-        self.bad_paths: dict[str, str] = {}  # what is wrong, by field
-        self.doubts: dict[str, str] = {}  # what may be wrong
-        self.under_way: set[str] = set()  # fields of which nothing is known yet
-        self.partitions: tuple[Partition, ...] = ()  # of the cluster, if Slurm has said which
+        self.bad_paths: dict[str, str] = {}  # errors by field
+        self.doubts: dict[str, str] = {}  # possible errors by field
+        self.under_way: set[str] = set()  # fields whose lookups are running
+        # The cluster's partitions, if Slurm has reported them.
+        self.partitions: tuple[Partition, ...] = ()
         self._asked_slurm = False
 
     def at_paths(self, values: Mapping[str, Any]) -> None:
-        """See whether the model and the dataset are there, unless that was just done."""
+        """Check whether the model and the dataset exist, unless that was just done."""
         for name in PATHS:
             key = _key(name, values)
             if self._checked.get(name) != key:
@@ -244,7 +245,7 @@ class Looks:
                 self._run(partial(self._look_at_path, name, dict(values)), f"path-{name}")
 
     def at_launch(self, values: Mapping[str, Any]) -> None:
-        """Make the launch command, unless it is that of these values already."""
+        """Make the launch command, unless it was made for these values."""
         if values != self._launched:
             self._launched = dict(values)
             self._run(partial(self._make_launch, dict(values)), "launch")
@@ -273,11 +274,11 @@ class Looks:
             self._run(partial(self._ask_slurm), "partitions")
 
     def at_hub(self, values: Mapping[str, Any]) -> None:
-        """Ask the hub how large what these values name is."""
+        """Ask the hub for the size of what these values name."""
         self._run(partial(self._ask_hub, dict(values)), "hub")
 
     def take(self, checked: Checked) -> None:
-        """Take note of what is wrong with a path, or may be."""
+        """Store a path's errors and doubts."""
         self.under_way.discard(checked.field)
         if not checked.good:
             self.bad_paths[checked.field] = checked.text

@@ -1,4 +1,4 @@
-"""The screen that shows what a job would train on, before it does."""
+"""The screen that shows what a job would train on, before it starts."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 
 
 # -- rows -----------------------------------------------------------------------------------
-# The rows of the data screen: buckets, findings, and how far a look is. Pure.
+# The rows of the data screen: buckets, findings, and progress. Pure.
 
 
 _NUMBERS: Final = (("per epoch", 11), ("cropped", 9), ("max crop", 9))  # name, columns
 _WIDEST_BAR: Final = 48
 _LEAST_BAR: Final = 6
-_MUCH: Final = 0.25  # of an image cut off: marked
+_MUCH: Final = 0.25  # cropped share of an image from which it is marked
 _LEAST_EXAMPLE: Final = 16  # columns
-_TITLES: Final = 9  # columns of `converted`, the longest title of a group
+_TITLES: Final = 9  # columns of `converted`, the longest group title
 
 
 def bucket_rows(buckets: Sequence[Mapping[str, Any]], width: int) -> list[Row]:
@@ -123,7 +123,7 @@ def finding_rows(report: Mapping[str, Any], width: int) -> list[Row]:
 
 
 def _titled(title: str, rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with their title in front of the first."""
+    """Return the rows with their title before the first."""
     titles = [title, *[""] * (len(rows) - 1)]
     return [
         (Span(own.ljust(_TITLES), "title"), *row) for own, row in zip(titles, rows, strict=True)
@@ -139,7 +139,7 @@ def _dataset(dataset: Mapping[str, Any], width: int) -> Row:
 
 
 def _finding(finding: Mapping[str, Any], role: str, width: int) -> list[Row]:
-    """One line where an example has room beside the text, else more."""
+    """Return a finding on one line if an example fits beside the text, else on more."""
     count = f"{finding['count']:>6}  "
     space = " " * len(count)
     first, *rest = textwrap.wrap(finding["text"], max(20, width - len(count))) or [""]
@@ -155,7 +155,7 @@ def _finding(finding: Mapping[str, Any], role: str, width: int) -> list[Row]:
 
 
 def _listed(examples: Sequence[str], count: int, room: int) -> str:
-    """As many examples as there is room for, at least the first, with `…` if there are more."""
+    """Return as many examples as fit, at least the first, with `…` if there are more."""
     for number in range(len(examples), 0, -1):
         text = ", ".join(examples[:number]) + (", …" if number < count else "")
         if cell_len(text) <= room:
@@ -170,14 +170,14 @@ def _tail_cut(text: str, room: int) -> str:
 
 
 def _head_cut(text: str, room: int) -> str:
-    """Cut a path at its start, since its end is the most telling."""
+    """Cut the beginning of a path, since its end identifies it."""
     while text and cell_len(text) > max(0, room):
         text = "…" + text[2:] if len(text) > 1 else ""
     return text
 
 
 def looking_row(done: int, total: int, width: int) -> Row:
-    """How far the look has come."""
+    """Return the progress of reading the data."""
     if not total:
         return (Span("reading the data …", "accent"),)
     if done >= total:
@@ -195,7 +195,7 @@ def looking_row(done: int, total: int, width: int) -> Row:
 
 
 class BucketsPanel(PickList):
-    """The buckets, one a row, one of them highlighted."""
+    """The buckets, one per row, one of them highlighted."""
 
     def __init__(self) -> None:
         super().__init__(id="buckets")
@@ -203,7 +203,7 @@ class BucketsPanel(PickList):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Return the number of buckets."""
         return len(self._report["buckets"]) if self._report else 0
 
     def update_from(self, report: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ class BucketsPanel(PickList):
 
 
 class FindingsPanel(Lines, can_focus=True):
-    """What was skipped, what was converted, and what may surprise."""
+    """What was skipped, converted, or may be unexpected."""
 
     BINDINGS: ClassVar = [
         Binding("j,down", "scroll_down", "scroll down", show=False, id="findings.down"),
@@ -258,7 +258,7 @@ class FindingsPanel(Lines, can_focus=True):
 # Some images of a bucket, as they are trained on.
 
 
-_DRAW_AFTER: Final = 0.12  # seconds; who runs through the buckets does not wait for each of them
+_DRAW_AFTER: Final = 0.12  # seconds; moving through the buckets does not draw each of them
 
 
 class PicturesPanel(Widget):
@@ -267,8 +267,8 @@ class PicturesPanel(Widget):
     def __init__(self) -> None:
         super().__init__(id="pictures")
         self.pictures: list[Image] = []
-        self.first = 0  # of those on the screen
-        self._room = 0  # how many find room on the screen
+        self.first = 0  # index of the first displayed image
+        self._room = 0  # number of images that fit
         self._lines: list[Strip] = []
         self._title = ""
         self._due: Timer | None = None
@@ -313,7 +313,7 @@ class PicturesPanel(Widget):
         aspect = self.pictures[0].width / self.pictures[0].height
         grid = find_grid(len(self.pictures), aspect, width, height)
         self._room = grid.room if grid else 0
-        # A page begins where an earlier one ended, whatever the size of the screen was then.
+        # Pages begin where earlier ones ended, whatever the screen size was.
         self.first -= self.first % max(1, self._room)
         page = self.pictures[self.first : self.first + self._room]
         background = self.background_colors[1].rgb
@@ -332,14 +332,14 @@ class PicturesPanel(Widget):
 # The screen that shows what a job would train on, before it does.
 
 
-_KEYS: Final = (  # action, keys as people read them, what it does
+_KEYS: Final = (  # action, displayed keys, description
     ("go(1)", "↑ ↓", "bucket"),
     ("turn(1)", "← →", "images"),
     ("app.focus_next", "tab", "findings"),
     ("look_again", "r", "refresh"),
     ("dismiss", "esc", "close"),
 )
-_KEYS_WITHOUT: Final = _KEYS[-2:]  # what can be done while there is nothing to see
+_KEYS_WITHOUT: Final = _KEYS[-2:]  # available while there is nothing to show
 _MARGIN: Final = 2  # columns beside the keys
 _STATES: Final = ("-looking", "-failed", "-looked")
 
@@ -389,7 +389,7 @@ class DataScreen(Screen[None]):
 
     @dataclass
     class Progressed(Message):
-        """The look has come so far."""
+        """Reading has made progress."""
 
         done: int
         total: int
@@ -415,9 +415,9 @@ class DataScreen(Screen[None]):
     ) -> None:
         """
         Args:
-            heading: Whose data it is.
+            heading: The job's name.
             job: Reads the job; called in a thread.
-            earlier: The file with the report from when the job read its data; None if it has not.
+            earlier: The file with the report of the job's run; None if it has not read its data.
         """
         super().__init__()
         self.heading = heading
@@ -441,7 +441,7 @@ class DataScreen(Screen[None]):
             yield self.buckets
             yield self.pictures
             yield self.findings
-        self.key_line.auto_links = False  # they would all get one colour
+        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_mount(self) -> None:
@@ -455,7 +455,7 @@ class DataScreen(Screen[None]):
         self.run_worker(self._look, group="data", exclusive=True, exit_on_error=False, thread=True)
 
     def _look(self) -> None:
-        """In a thread. When the screen closes, its worker is cancelled, and with it the process."""
+        """Read in a thread. Closing the screen cancels its worker, and with it the process."""
         worker = get_current_worker()
 
         def report_progress(done: int, total: int) -> None:
@@ -473,7 +473,7 @@ class DataScreen(Screen[None]):
             return
         except (UserError, ToolError) as error:
             self.post_message(self.Failed(str(error)))
-        except Exception as error:  # the edge: a screen that waits forever tells nothing
+        except Exception as error:  # top level: report any failure instead of waiting forever
             self.post_message(self.Failed(f"{type(error).__name__}: {error}"))
 
     def on_data_screen_progressed(self, message: Progressed) -> None:
@@ -507,14 +507,14 @@ class DataScreen(Screen[None]):
         self._show_keys()
 
     def _show_keys(self) -> None:
-        """As many as there is room for."""
+        """Show as many keys as fit."""
         keys = _KEYS if self.has_class("-looked") else _KEYS_WITHOUT
         self.key_line.update(key_line(keys, self.size.width - _MARGIN))
 
     # -- moving ----------------------------------------------------------------------------
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
-        # On a low screen, the findings take the place of the images while they are read.
+        # On a low screen, the findings replace the images while they are focused.
         self.set_class(event.widget is self.findings, "-reading")
 
     def action_go(self, by: int) -> None:

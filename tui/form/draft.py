@@ -1,4 +1,4 @@
-"""What the form holds, without widgets: texts of fields ↔ values of a job, and what is wrong."""
+"""The form's contents without widgets: field texts ↔ job values, and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # -- field texts ----------------------------------------------------------------------------
-# Values of a job as texts that people type, and back; what stands beside them.
+# Job values as editable text, and back; the hints beside them.
 
 
 _SEPARATOR: Final = " | "  # between prompts
@@ -61,21 +61,21 @@ def placeholder(name: str) -> str:
 
 
 def model_hint(family: object, flavour: object) -> str:
-    """Return the placeholder of the model's input: the id under which this one is published."""
+    """Return the placeholder of the model's input: the hub id of this model."""
     flavours = FAMILIES[str(family)].flavours if family in FAMILIES else {}
     shown = flavours.get(str(flavour)) or next(iter(flavours.values()), None)
     return f"folder, or {shown.hub_id}" if shown is not None else "folder, or hub id"
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """Return the words a field allows; families and flavours included."""
+    """Return a field's allowed words, including families and flavors."""
     if name == "model_family":
         return tuple(FAMILIES)
     return field_choices(name)
 
 
 def as_text(name: str, value: Any) -> str:
-    """Return a value as it stands in an input; `from_text` and the job's reader bring it back."""
+    """Format a value for an input; `from_text` and the job's reader restore it."""
     if value is None or value == "" == JobSpec.model_fields[name].default:
         return ""
     if name == "validation_prompts" and isinstance(value, list):
@@ -92,7 +92,7 @@ def as_text(name: str, value: Any) -> str:
 
 
 def _nice(name: str, value: Any) -> str:
-    """Format a list of words as people write it."""
+    """Format a list of words."""
     if name == "datasets":
         return ", ".join(map(_dataset, value))
     if name == "accelerate_extra_args":
@@ -111,11 +111,12 @@ def _reads_back(name: str, text: str, value: Any) -> bool:
 
 def _json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if text.isprintable() else json.dumps(value)  # an input would drop what is not
+    # An input would drop nonprintable characters.
+    return text if text.isprintable() else json.dumps(value)
 
 
 def _dataset(dataset: Any) -> str:
-    """One of several datasets, as far as a path and repeats say it."""
+    """Format one of several datasets by its path and repeats."""
     if not isinstance(dataset, dict):
         return str(dataset)
     repeats = dataset.get("repeats") or 1
@@ -125,7 +126,7 @@ def _dataset(dataset: Any) -> str:
 def _prompt(entry: str | Mapping[str, Any]) -> str:
     """Format a prompt as one line, without the separator.
 
-    With its settings, or if plain text would not be read back the same, it is a mapping.
+    With settings, or if plain text would be parsed differently, it is a mapping.
     """
     if isinstance(entry, str):
         if entry.isprintable() and entry == entry.strip() != "" and "|" not in entry:
@@ -139,40 +140,40 @@ def from_text(name: str, text: str) -> Any:
     text = text.strip()
     if not text:
         return None
-    if name == "validation_prompts":  # a prompt may hold commas
+    if name == "validation_prompts":  # a prompt may contain commas
         return [part.strip() for part in text.split("|") if part.strip()]
     if name in PATHS:
         return os.path.expandvars(text)
     if text[0] == text[-1] == '"' and len(text) > 1 and not takes_many(name):
         try:
-            return json.loads(text)  # an empty text, or one with spaces around it
+            return json.loads(text)  # an empty text, or one with surrounding spaces
         except ValueError:
             return text
     return text
 
 
 def pasted(name: str, before: str, lines: Sequence[str], after: str) -> str:
-    """Return what an input says after several lines were pasted between two parts of its text.
+    """Return an input's text after several lines were pasted at its cursor.
 
-    A field that holds a list takes each line as a value, quoted where the field's separator would
-    cut it; in another field the lines become one.
+    In a list field each line becomes a value, quoted if it contains the separator; in other
+    fields the lines are joined.
 
     Args:
         name: The key.
-        before: The text in front of the cursor.
-        lines: What was pasted, without blank lines.
-        after: The text behind the cursor.
+        before: The text before the cursor.
+        lines: The pasted lines, without blank ones.
+        after: The text after the cursor.
     """
     if not takes_many(name):
         return f"{before}{' '.join(lines)}{after}"
     values = [*_values(name, before), *lines, *_values(name, after)]
-    with suppress(ValidationError):  # numbers as numbers
+    with suppress(ValidationError):  # keep numbers as numbers
         values = JobSpec.model_validate({name: values}).to_dict()[name]
     return as_text(name, values)
 
 
 def _values(name: str, text: str) -> list[Any]:
-    """Return the values in a part of a list's text."""
+    """Parse the values in a part of a list's text."""
     value = from_text(name, text.strip().strip(",|"))
     with suppress(ValidationError):
         value = value and JobSpec.model_validate({name: value}).to_dict()[name]
@@ -180,14 +181,14 @@ def _values(name: str, text: str) -> list[Any]:
 
 
 def leaving(queueing: bool) -> str:
-    """Describe what happens to unsaved input if the form is left."""
+    """Describe what happens to unsaved input when the form is left."""
     if queueing:
         return "The job is being queued; leaving does not stop that."
     return "Your changes are kept as a draft: F6 restores it when the form is opened again."
 
 
 # -- lists of values ------------------------------------------------------------------------
-# A field as a list, of which each value becomes a job.
+# A field as a list; each of its values becomes a job.
 
 
 UNLISTED: Final = ("name", "sweep", "gpus", "datasets", "validation_prompts", "model_flavour")
@@ -197,7 +198,7 @@ _SEEDS: Final = 5
 
 
 def proposal(name: str, text: str) -> str:
-    """Return a list to begin with: values around a number, each as a job may have it."""
+    """Return a list to start from: valid values around a number."""
     value = JobSpec.model_fields[name].default if not text.strip() else text.strip()
     try:
         number = float(value)
@@ -249,17 +250,17 @@ OF_IMAGES: Final = (
 )
 """Keys that decide which images are skipped."""
 
-_MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them
+_MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to parse thousands of digits
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a job, the default of its family and flavour where they say nothing.
+    """Fill in the defaults of the family and flavor.
 
-    What no job can have is kept as it is, so that the form shows it and what is wrong with it.
+    Invalid values are kept, so that the form shows them with their errors.
     """
     try:
         usual = defaults_of(values.get("model_family", "flux"), values.get("model_flavour"))
-    except ValidationError:  # something else than a text
+    except ValidationError:  # not a text
         usual = JobSpec().to_dict()
     try:
         return usual | {
@@ -288,33 +289,33 @@ def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the shown values over the form's other values; blank fields use their default."""
     values = {key: value for key, value in base.items() if key not in shown} | dict(shown)
     if base.get("fsdp_enable") is not None and shown.get("strategy") != base.get("strategy"):
-        values.pop("fsdp_enable", None)  # the person just chose the strategy by its name
+        values.pop("fsdp_enable", None)  # the user just chose the strategy by name
     if values.get("gpus"):
-        values.pop("num_processes", None)  # as many as there are gpus
+        values.pop("num_processes", None)  # as many as there are GPUs
     return {key: value for key, value in values.items() if value is not None}
 
 
 def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values that apply to the job, and why the others do not.
 
-    A value that does not apply stays in the job while it does no harm, so that a job file comes
-    back as it was; it is dropped where it alone would be refused.
+    A value that does not apply stays in the job while it is harmless, so that a job file is
+    preserved; it is dropped if it would be rejected.
 
     Returns:
-        The values, and the reason of each key that does not apply.
+        The values, and the reason for each key that does not apply.
     """
     spec, unreadable = _readable(values)
     reasons = find_inapplicable(spec)
     refused = reasons.keys() & {
         *unreadable,
         *(conflict.key for conflict in find_conflicts(spec)),
-        *FOLLOWS,  # a default that the form filled in must not be fixed for another number of ranks
+        *FOLLOWS,  # defaults that the form filled in must not be fixed for another number of ranks
     }
     return {key: value for key, value in values.items() if key not in refused}, reasons
 
 
 def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
-    """Read the job from the valid values, and return the keys of the invalid ones."""
+    """Read the job from the valid values; return it and the keys of the invalid ones."""
     try:
         return JobSpec.model_validate(dict(values)), set()
     except ValidationError as error:
@@ -327,7 +328,7 @@ def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
 
 
 def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:
-    """Describe what a new number of ranks has changed and the user has not changed since."""
+    """Describe what a new number of ranks changed, unless the user has changed it since."""
     words = {True: "on", False: "off", None: "auto"}
     listed = ", ".join(f"{label(key)} {words.get(value, value)}" for key, value in changes.items())
     if not listed:
@@ -340,12 +341,12 @@ def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:
 
 
 def defaults_of(family: object, flavour: object) -> dict[str, Any]:
-    """Return the defaults of a job of this family and flavour."""
+    """Return the default values for a family and flavor."""
     return JobSpec(model_family=family, model_flavour=flavour).to_dict()
 
 
 def flavours_of(family: object) -> tuple[str, ...]:
-    """Return the published flavours of a family; empty if it is unknown."""
+    """Return a family's published flavors; empty if it is unknown."""
     return tuple(FAMILIES[str(family)].flavours) if family in FAMILIES else ()
 
 
@@ -371,19 +372,19 @@ def adopt(
 
 
 def carried(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that differ from the defaults and stand on other pages than the first."""
+    """Return values that differ from the defaults and are on pages after the first."""
     return {key: value for key, value in non_default(values).items() if key not in SHOWN}
 
 
 def carried_line(values: Mapping[str, Any]) -> str:
-    """Summarize the values on other pages than the first, in a line; "" if none is set."""
+    """Summarize these values in a line; "" if there are none."""
     texts = (f"{key}={as_text(key, value)}" for key, value in carried(values).items())
     listed = ", ".join(texts)
     return f"also set: {listed}" if listed else ""
 
 
 def problems_beside(problems: Mapping[str, Problem], shown: Collection[str]) -> list[str]:
-    """Problems of fields that are not among those shown, each with its key."""
+    """Return the errors of fields that are not displayed, with their keys."""
     return [
         str(problem) if problem.named or key in problem.text else f"{key}: {problem.text}"
         for key, problem in problems.items()
@@ -392,7 +393,7 @@ def problems_beside(problems: Mapping[str, Problem], shown: Collection[str]) -> 
 
 
 def non_default(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that differ from the defaults of their family and flavour, read or not."""
+    """Return values that differ from the defaults of their family and flavor, valid or not."""
     usual = complete({key: values.get(key) for key in ("model_family", "model_flavour")})
     usual |= {"model_family": JobSpec.model_fields["model_family"].default, "model_flavour": None}
     return {
@@ -405,21 +406,21 @@ def non_default(values: Mapping[str, Any]) -> dict[str, Any]:
 def give_back(
     values: Mapping[str, Any], taken: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Restore the values from before `taken`; what was typed since stays."""
+    """Restore the values from before `taken`; keep what was typed since."""
     back = {key for key in taken if as_text(key, values.get(key)) == as_text(key, taken[key])}
     kept = {key: value for key, value in values.items() if key not in back}
     return kept | {key: before[key] for key in back if key in before}
 
 
 def same(values: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two sets of values stand for the same texts in the form."""
+    """Return whether two sets of values have the same texts in the form."""
     return all(
         as_text(key, values.get(key)) == as_text(key, other.get(key)) for key in {*values, *other}
     )
 
 
 def find_problems(values: Mapping[str, Any]) -> dict[str, Problem]:
-    """Find the problems with the values, by field; the key is empty for those of no field."""
+    """Return the errors by field; those of no field have an empty key."""
     try:
         load_spec(None, values)
     except SpecError as error:
@@ -439,14 +440,14 @@ def warnings(values: Mapping[str, Any]) -> list[str]:
 
 
 def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, str]:
-    """Describe the strategy, as far as it is known before the job starts.
+    """Describe the strategy as far as it is known before the job starts.
 
     Args:
         values: By key.
-        predicted: What `auto` comes to by the predicted memory, if that is known.
+        predicted: What `auto` resolves to by predicted memory, if known.
 
     Returns:
-        In a few characters, and as a sentence; both empty where there is nothing to say.
+        A short form and a sentence; both empty if there is nothing to say.
     """
     try:
         spec = JobSpec.model_validate(dict(values))
@@ -454,7 +455,7 @@ def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, 
         return "", ""
     ranks = world_size(spec)
     if spec.strategy != "auto":
-        # Whether several ranks may run it is shown beside the field.
+        # The field itself shows whether several ranks may run it.
         return {
             "ddp": ("a full copy per rank", f"Each of {ranks} ranks holds the full model."),
             "fsdp2": (f"1/{ranks} of the model", f"Each rank holds 1/{ranks} of the model."),
@@ -469,10 +470,10 @@ def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, 
 
 
 def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
-    """Look whether the model or the dataset is there; reads the disk.
+    """Check whether the model or the dataset exists; reads the disk.
 
     Returns:
-        Whether it can be used, and what was found or what is wrong.
+        Whether it can be used, and a description or error.
     """
     text = str(values.get(name) or "")
     if not text:
@@ -490,12 +491,12 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
                 return False, f"no such dataset folder: {text}; if it is on the hub, ^r fetches it"
             return False, f"{text} is not on this machine; ^r offers to fetch it from the hub"
         return False, str(error)
-    except ValidationError:  # told as what is wrong with the field
+    except ValidationError:  # reported as the field's error
         return True, ""
 
 
 def names_hub(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether the model or the dataset is on the hub, and not downloaded or only in part."""
+    """Return whether the model or the dataset is on the hub and not fully downloaded."""
     text = str(values.get(name) or "")
     try:
         hub_name = HubName.read("dataset" if name == "dataset" else "model", text)
@@ -505,7 +506,7 @@ def names_hub(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def doubt_of(name: str, values: Mapping[str, Any]) -> str:
-    """Return a question to ask before a job on this path is queued, or ""; reads the disk."""
+    """Return a question to ask before queueing a job on this path, or ""; reads the disk."""
     text = str(values.get(name) or "")
     if name != "dataset" or not text:
         return ""
@@ -516,7 +517,7 @@ def doubt_of(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
-    """Return a job on a model or dataset at this path, for inspecting that path only."""
+    """Return a minimal job on a model or dataset path, for inspecting only that path."""
     return JobSpec.model_validate(
         {
             "pretrained_model_name_or_path": text,
@@ -528,7 +529,7 @@ def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
 
 
 def model_of(values: Mapping[str, Any]) -> Model:
-    """Return the model that the values name, there or not."""
+    """Return the model that the values name, whether or not it exists."""
     family, flavour, path = (
         str(values.get(name) or "").strip() or None
         for name in ("model_family", "model_flavour", "pretrained_model_name_or_path")
@@ -537,7 +538,7 @@ def model_of(values: Mapping[str, Any]) -> Model:
 
 
 def ranks_of(values: Mapping[str, Any]) -> int:
-    """How many ranks the values ask for; 1 while they do not say it in numbers."""
+    """Return the requested number of ranks; 1 while it is not a number."""
     gpus = values.get("gpus")
     count = len(gpus) if isinstance(gpus, list) else gpus or values.get("num_processes")
     text = str(count).strip()
@@ -549,16 +550,16 @@ def spec_of(values: Mapping[str, Any], *, ignoring: Collection[str] = ()) -> Job
 
     Args:
         values: By key.
-        ignoring: Keys whose conflicts do not matter.
+        ignoring: Keys whose conflicts are ignored.
 
     Raises:
-        SpecError: Something is wrong with them.
+        SpecError: The values are invalid.
     """
     return load_spec(None, values, ignoring=ignoring)
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
-    """Return the values as a job file, without what is the default anyway."""
+    """Return the values as a job file, without defaults."""
     try:
         return dump_spec(load_spec(None, values), only_set=True)
     except SpecError:
@@ -567,14 +568,14 @@ def as_yaml(values: Mapping[str, Any]) -> str:
 
 
 def save_yaml(values: Mapping[str, Any], path: Path) -> Path:
-    """Write the values as a job file, complete or not, so that nothing typed is lost.
+    """Write the values as a job file, even if incomplete.
 
     Raises:
         UserError: It cannot be written.
     """
     path = path.expanduser()
     try:
-        # A full disk must not cost what was there; what a link leads to is written, not the link.
+        # Keep the old file if the disk is full; write through links.
         write_atomic(path.resolve(), as_yaml(values))
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error

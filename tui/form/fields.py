@@ -1,4 +1,4 @@
-"""The fields of the form: a line for each, choices among words, and the GPUs as buttons."""
+"""The fields of the form: labeled lines, choices among words, and GPU buttons."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 # -- choice ---------------------------------------------------------------------------------
-# Choosing one of some words: in one line, or from a list that drops down.
+# A choice among words: on one line, or as a drop-down list.
 
 
 _CHOICE_GAP = "  "
 
 
 class Choice(Static, can_focus=True):
-    """What is chosen is its `value`.
+    """A choice whose `value` is the chosen one.
 
     Args:
         options: Words, each with the value it stands for.
@@ -52,13 +52,13 @@ class Choice(Static, can_focus=True):
     BINDINGS: ClassVar = [
         Binding("right,space,enter", "go(1)", "next value", show=False, id="choice.next"),
         Binding("left", "go(-1)", "previous value", show=False, id="choice.previous"),
-        # Letters are no keys of the screen here, as little as in an input.
+        # Letter keys select values here; they do not trigger screen bindings.
         *(Binding(key, f"letter('{key}')", show=False) for key in ascii_lowercase + digits),
     ]
 
     @dataclass
     class Changed(Message):
-        """Another word is chosen."""
+        """Another word was chosen."""
 
     def __init__(self, options: Sequence[tuple[str, Any]], value: Any, *, id: str) -> None:  # noqa: A002
         super().__init__(id=id, classes="choice")
@@ -118,7 +118,7 @@ class Choice(Static, can_focus=True):
 
 
 class DropDown(Select[Any]):
-    """A list that enter or space opens; the arrows go to the next field, as everywhere."""
+    """A list opened by enter or space; the arrow keys move to the next field, as everywhere."""
 
     BINDINGS: ClassVar = [
         Binding("down", "app.focus_next", "next field", show=False, id="fields.down"),
@@ -127,7 +127,7 @@ class DropDown(Select[Any]):
 
 
 def width_of(words: Sequence[str]) -> int:
-    """Columns that these take in a line."""
+    """Return the columns that these options take on a line."""
     return sum(len(word) + 2 for word in words) + len(_CHOICE_GAP) * (len(words) - 1)
 
 
@@ -139,12 +139,12 @@ _GAP: Final = "  "
 
 
 class GpuPicker(Static, can_focus=True):
-    """Chosen GPUs by index. None chosen means: auto: any free GPUs, as many as there are ranks.
+    """Chosen GPUs by index. None means auto: any free GPUs, one for each rank.
 
     Args:
-        gpus: Of this machine.
-        users: UUID → who sits on it.
-        value: As a job has it: indices, UUIDs or beginnings of them, a count, or None.
+        gpus: This machine's GPUs.
+        users: UUID → its current user.
+        value: The job file's value: indices, UUIDs or prefixes of them, a count, or None.
     """
 
     BINDINGS: ClassVar = [
@@ -163,7 +163,7 @@ class GpuPicker(Static, can_focus=True):
 
     @dataclass
     class Changed(Message):
-        """Another set of GPUs is chosen."""
+        """Another set of GPUs was chosen."""
 
         chosen: tuple[int, ...]
 
@@ -174,8 +174,9 @@ class GpuPicker(Static, can_focus=True):
         self.users = dict(users)
         self.place = 0
         self.chosen: tuple[int, ...] = ()
-        self._given: Any = None  # what is not these GPUs: a count, or some that are not here
-        self._names: dict[int, int | str] = {}  # how the job calls them
+        # An initial value other than these GPUs: a count, or GPUs that are not here.
+        self._given: Any = None
+        self._names: dict[int, int | str] = {}  # the job file's name for each
         self._read(value)
 
     @property
@@ -184,7 +185,7 @@ class GpuPicker(Static, can_focus=True):
 
     @property
     def value(self) -> Any:
-        """As a job has it; what was given, while nobody chose others."""
+        """Return the job file's value: the initial value until the user changes it."""
         if self._given is not None:
             return self._given
         return [self._names.get(index, index) for index in self.chosen] or None
@@ -210,7 +211,7 @@ class GpuPicker(Static, can_focus=True):
         return next((gpu.index for gpu in self.gpus if gpu.uuid.startswith(name)), None)
 
     def used_by(self, users: Mapping[str, str], gpus: Sequence[Gpu] | None = None) -> None:
-        """Show who sits on the GPUs now, by UUID, and what is free."""
+        """Show the current users of the GPUs, by UUID, and which are free."""
         self.users = dict(users)
         self.gpus = self.gpus if gpus is None else list(gpus)
         self._draw()
@@ -228,7 +229,7 @@ class GpuPicker(Static, can_focus=True):
         self._draw()
 
     def choose(self, chosen: Sequence[int]) -> None:
-        """Take these, and no others."""
+        """Choose exactly these."""
         self._given = None
         self.chosen = tuple(sorted(index for index in chosen if index in self.indices))
         self._draw()
@@ -268,7 +269,7 @@ class GpuPicker(Static, can_focus=True):
         self.update(Content.from_markup("\n".join(lines)))
 
     def _button(self, place: int, gpu: Gpu) -> tuple[str, int]:
-        """One GPU with who uses it, as markup, and how many columns it takes."""
+        """Return a GPU with its user as markup, and the columns it takes."""
         on, user = gpu.index in self.chosen, self.users.get(gpu.uuid, "")
         used = gpu.memory_used
         free = "" if used is None else f" {gib(gpu.memory_total - used)}G"
@@ -291,7 +292,7 @@ class GpuPicker(Static, can_focus=True):
 
 
 def users_of(snapshot: Snapshot) -> dict[str, str]:
-    """GPU → the job of ours that holds it, or a process of others, though it may be hidden."""
+    """Return GPU → our job that holds it, or another process, which may be hidden."""
     users = {
         uuid: f"job {view.job.id}"
         for view in snapshot.jobs
@@ -316,7 +317,7 @@ def users_of(snapshot: Snapshot) -> dict[str, str]:
 
 
 # -- field row ------------------------------------------------------------------------------
-# One line of the form: label, control, and below it what is wrong with the value.
+# One line of the form: label, control and, below, the value's error.
 
 
 _WIDEST_CHOICE: Final = 24  # columns; longer ones drop down
@@ -328,15 +329,15 @@ class FieldRow(Vertical):
 
     Args:
         name: The job's key.
-        value: What it holds.
-        snapshot: The machine as it is.
+        value: Its value.
+        snapshot: The machine's state.
         off: Why it does not apply, if it does not.
-        detailed: Whether its help, or why it does not apply, stands beside it.
+        detailed: Show its help, or why it does not apply, beside it.
     """
 
     @dataclass
     class Changed(Message):
-        """The person changed the value."""
+        """The user changed the value."""
 
         name: str
 
@@ -350,8 +351,8 @@ class FieldRow(Vertical):
         self.control = _control(name, value, snapshot)
         self.control.tooltip = draft.help_text(name)
         self.control.disabled = bool(off)
-        self.listed = False  # whether it is a list of values, a job each
-        self._single: Any = None  # what it was before
+        self.listed = False  # whether it is a list of values, each a job
+        self._single: Any = None  # its value before that
         self._snapshot = snapshot
         self._detailed = detailed
         self._remark, self._off = "", off
@@ -380,7 +381,7 @@ class FieldRow(Vertical):
 
     @property
     def values(self) -> list[Any]:
-        """The values of a list; else the one that it has."""
+        """Return the values of a list; else its only value."""
         if not self.listed or not isinstance(self.control, Input):
             return [self.value]
         try:
@@ -390,7 +391,7 @@ class FieldRow(Vertical):
             return []
 
     async def turn_list(self) -> None:
-        """Become a list of values, a job each, or one value again."""
+        """Turn into a list of values, each a job, or back into one value."""
         if self.listed:
             control = _control(self.field, self._single, self._snapshot)
         else:
@@ -424,14 +425,14 @@ class FieldRow(Vertical):
                 text.value = draft.as_text(self.field, value)
 
     def offer(self, words: Sequence[str], chosen: str | None) -> None:
-        """Let a choice be one of these, or blank."""
+        """Set the words of a choice, in addition to blank."""
         if isinstance(self.control, Select):
             self.control.set_options((word, word) for word in words)
             if chosen in words:
                 self.control.value = chosen
 
     def complain(self, problem: str) -> None:
-        """Show what is wrong below the control; nothing when the text is empty."""
+        """Show an error below the control; none if the text is empty."""
         text = problem and f"! {problem}"
         if self._error.content != text:
             self._error.update(text)
@@ -443,7 +444,7 @@ class FieldRow(Vertical):
         self._show_beside()
 
     def turn_off(self, reason: str) -> None:
-        """Say why the field does not apply, and let nobody fill it in; "" if it does."""
+        """Disable the field with a reason; enable it if that is ""."""
         if reason != self._off:
             self._off = reason
             self.control.disabled = bool(reason)
@@ -468,12 +469,12 @@ class FieldRow(Vertical):
 
 
 class TextInput(Input):
-    """A line of text; a paste of several lines loses none, as Textual's own input would.
+    """A text input that keeps all lines of a paste, unlike Textual's.
 
     Args:
         name: The job's key.
-        text: What it says at first.
-        hint: What it shows while it is blank.
+        text: Its initial text.
+        hint: Its placeholder.
     """
 
     def __init__(self, name: str, text: str, hint: str) -> None:
@@ -484,7 +485,7 @@ class TextInput(Input):
     def several_lines(self, event: Paste) -> None:
         lines = [line.strip() for line in event.text.splitlines() if line.strip()]
         if len(lines) < 2:
-            return  # Textual's own input takes it
+            return  # Textual's own input handles it
         event.prevent_default()
         event.stop()
         start, end = sorted(self.selection)
@@ -498,7 +499,7 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
     if name == "gpus":
         return GpuPicker(snapshot.gpus, users_of(snapshot), value)
     if name == "model_flavour":
-        # Which there are depends on the family: `offer` says.
+        # They depend on the family; `offer` sets them.
         return DropDown([], prompt=_NO_FLAVOUR, id=identity, compact=True)
     if words := draft.choices(name):
         if width_of(words) <= _WIDEST_CHOICE:
@@ -522,7 +523,7 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
 
 def _input(name: str, value: Any, identity: str) -> Input:
     text, hint = draft.as_text(name, value), draft.placeholder(name)
-    if name == "slurm_partition":  # the form knows later what to propose
+    if name == "slurm_partition":  # the form finds out later what to suggest
         return PathInput(text, placeholder=hint, id=identity, compact=True)
     if name not in (*pages.PATHS, "cache_dir", "logging_dir"):
         return TextInput(name, text, hint)
@@ -532,11 +533,11 @@ def _input(name: str, value: Any, identity: str) -> Input:
 
 
 def _hub_ids() -> list[str]:
-    """Where the families' models are published."""
+    """Return the hub ids of the families' models."""
     return [flavour.hub_id for family in FAMILIES.values() for flavour in family.flavours.values()]
 
 
 def _yes_or_no(value: bool | int) -> list[tuple[str, bool | int]]:
-    """Return a switch's options, and the number that a job file set, if it is one."""
+    """Return a switch's options, and a number if a job file set one."""
     numbers = [(str(value), value)] if type(value) is int else []
     return [("yes", True), ("no", False), *numbers]

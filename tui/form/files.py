@@ -1,4 +1,4 @@
-"""Files that the form reads and writes, and what it finds by a part of its name."""
+"""Files that the form reads and writes, and its palette searches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def load(form: NewJobScreen) -> None:
-    """Ask for a job file, and show what it says."""
+    """Ask for a job file, and show its values."""
 
     def chosen(path: Path | None) -> None:
         if path is not None:
@@ -52,7 +52,7 @@ def load(form: NewJobScreen) -> None:
 
 
 async def _load(form: NewJobScreen, path: Path) -> None:
-    """Read in a thread, since it may lie on a disk that hangs."""
+    """Read in a thread, since the disk may hang."""
     notes: list[str] = []
     try:
         spec = await asyncio.to_thread(load_spec, path, on_note=notes.append)
@@ -65,7 +65,7 @@ async def _load(form: NewJobScreen, path: Path) -> None:
 
 
 def save(form: NewJobScreen) -> None:
-    """Ask for a path, and write what the form says there, complete or not."""
+    """Ask for a path, and write the form's values there, complete or not."""
 
     def write(path: Path) -> None:
         try:
@@ -94,7 +94,7 @@ def save(form: NewJobScreen) -> None:
 
 
 def save_as_template(form: NewJobScreen) -> None:
-    """Ask for a name, and keep what differs from the defaults under it."""
+    """Ask for a name, and save what differs from the defaults under it."""
 
     def write(name: str) -> None:
         try:
@@ -126,7 +126,7 @@ def save_as_template(form: NewJobScreen) -> None:
 
 
 # -- drafts ---------------------------------------------------------------------------------
-# What is typed is kept on the disk until its job is queued: a terminal may be gone at any time.
+# Input is saved on disk until its job is queued, since a terminal may disappear at any time.
 
 
 _SAVED_AFTER: Final = 0.3  # seconds after a change; half a dozen letters make one write
@@ -136,12 +136,12 @@ _VERSION: Final = 1
 
 @dataclass(frozen=True)
 class Draft:
-    """A form that was left, or whose terminal went away.
+    """A form that was left, or whose terminal disappeared.
 
     Attributes:
         path: Its file.
-        t: When it was saved, in seconds since 1970.
-        job: The queued job it would change; None for a new one.
+        t: When it was saved, in Unix seconds.
+        job: The queued job that it edits; None for a new one.
         values: What differs from the defaults, by key.
     """
 
@@ -171,7 +171,7 @@ def _draft(path: Path) -> Draft | None:
 
 
 class Drafts:
-    """Keeps what a form says, and offers what earlier ones said.
+    """Saves the form's values, and offers those of earlier forms.
 
     Args:
         form: The form.
@@ -190,21 +190,21 @@ class Drafts:
         self._file = folder / f"{time.time_ns():020}-{os.getpid()}.json"
         self._lock = threading.Lock()
         self._queued = self._failed = False
-        self._newest = 0  # of the texts to be saved; an older one never replaces a newer
+        self._newest = 0  # number of the newest text; older ones never replace it
         self._waits: Timer | None = None
         self._offered: list[Draft] = []
-        self._shown: int | None = None  # which of them the form says
-        self._typed: dict[str, Any] = {}  # what it said before
+        self._shown: int | None = None  # the draft that is shown
+        self._typed: dict[str, Any] = {}  # the values before that
 
     # -- saving ----------------------------------------------------------------------------
 
     def soon(self) -> None:
-        """Save what the form says within moments."""
+        """Save the form's values shortly."""
         if self._waits is None:
             self._waits = self._form.set_timer(_SAVED_AFTER, self.save)
 
     def save(self) -> None:
-        """Save what the form says, in a thread: the state directory may be slow."""
+        """Save the form's values in a thread: the state directory may be slow."""
         self._waits = None
         self._newest += 1
         values = self._form.fields.values
@@ -214,7 +214,7 @@ class Drafts:
         self._form.app.run_worker(work, group="draft", exit_on_error=False, thread=True)
 
     def delete(self) -> None:
-        """Delete the draft, since its job is queued, and the one that it began with. Any thread."""
+        """Delete the draft, since its job is queued, and the one it started from. Thread-safe."""
         begun = [] if self._shown is None else [self._offered[self._shown].path]
         with self._lock, suppress(OSError):
             self._queued = True
@@ -231,7 +231,7 @@ class Drafts:
         return json.dumps(facts | {"values": kept}, indent=1, default=str) + "\n"
 
     def _write(self, text: str, number: int) -> None:
-        """In a thread; what goes wrong is said once."""
+        """Write in a thread; an error is reported once."""
         app = self._form.app
         try:
             self._replace(text, number)
@@ -255,7 +255,7 @@ class Drafts:
     # -- restoring -------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Read in a thread what earlier forms said."""
+        """Read earlier drafts in a thread."""
         form, folder, job = self._form, self._folder, self._form.purpose.job
 
         def read() -> None:
@@ -272,7 +272,7 @@ class Drafts:
 
     @property
     def offer(self) -> str:
-        """What the key does, for the title."""
+        """Return what the key does, for the title."""
         if not self._offered:
             return ""
         following = 0 if self._shown is None else self._shown + 1
@@ -296,20 +296,20 @@ class Drafts:
 
 
 def _when(t: float) -> str:
-    """Return a time as the hour, with the day if that is another one."""
+    """Format a time as hours and minutes, with the day unless it is today."""
     today = time.localtime()[:3] == time.localtime(t)[:3]
     return time.strftime("%H:%M" if today else "%b %d %H:%M", time.localtime(t))
 
 
 # -- search ---------------------------------------------------------------------------------
-# What the form finds by a part of its name: a field, or a template to begin from.
+# Search the form: for a field, or a template.
 
 
 _SAVE: Final = "Save as a template …"
 
 
 class _Named(Provider):
-    """Offers what `_entries` gives: a name, the text beside it, and what to do."""
+    """Searches `_entries`: a name, its description, and an action."""
 
     def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
         raise NotImplementedError
@@ -333,7 +333,7 @@ class _Named(Provider):
 
 
 class FieldsProvider(_Named):
-    """Every field of a job: by its key, or as the form calls it."""
+    """Every field of the job, by its key or its label."""
 
     def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
         for page in PAGES:
@@ -345,7 +345,7 @@ class FieldsProvider(_Named):
 
 
 class TemplatesProvider(_Named):
-    """The person's templates, the families' flavours, and keeping what the form says."""
+    """The user's templates, the families' flavors, and saving a template."""
 
     async def startup(self) -> None:
         self._templates: list[Template] = []
@@ -368,8 +368,8 @@ class TemplatesProvider(_Named):
             yield hit
 
     async def _templates_read(self) -> None:
-        # Typing cancels the search before it. Textual 8 would cancel what `startup` waits for along
-        # with it, and then no search of this palette would ever find anything.
+        # Typing cancels the previous search. Textual 8 would also cancel what `startup` waits for,
+        # and then no search of this palette would ever find anything.
         await asyncio.shield(self._reading)
 
     def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:

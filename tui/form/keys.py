@@ -114,7 +114,7 @@ BINDINGS: Final[list[BindingType]] = [
     Binding("escape", "leave", "leave", id="form.leave", tooltip="Leave without queuing"),
 ]
 
-# Action, keys as people read them, what it does; before them stands what the form is for.
+# Action, displayed keys, description; the form's main action comes first.
 _NARROW: Final = (
     ("turn(1)", "^n", "page"),
     ("find", "^f", "find"),

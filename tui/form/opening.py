@@ -1,4 +1,4 @@
-"""Opening the form from the dashboard: for a new job, a copy, or a job that waits."""
+"""Open the form from the dashboard: for a new job, a copy, or a queued job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def open_new(dashboard: DashboardScreen) -> None:
-    """Open a blank form; a key fills in the model, data and ranks of the newest job."""
+    """Open a blank form; a key fills in the newest job's model, data and ranks."""
     jobs = [view.job for view in dashboard.snapshot.jobs]
     newest = max(jobs, key=lambda job: job.id, default=None)
     values = fresh_values(jobs)
@@ -43,7 +43,7 @@ def open_edit(dashboard: DashboardScreen, number: int) -> None:
     from tui.widgets.questions import ConfirmScreen
 
     try:
-        job = dashboard.store.get(number)  # what is shown may be a second old
+        job = dashboard.store.get(number)  # the displayed job may be a second old
         if job.state is State.QUEUED:
             spec = load_spec(job.run_dir.job_file)
             heading = f"job {job.id} “{job.name}”, queued"
@@ -64,7 +64,7 @@ def open_edit(dashboard: DashboardScreen, number: int) -> None:
 
 
 def open_resume(dashboard: DashboardScreen, number: int) -> None:
-    """Open the settings of an ended job, with what a resume allows to change."""
+    """Open the settings of an ended job that a resume may change."""
     try:
         job = dashboard.store.get(number)
         if not job.state.ended:

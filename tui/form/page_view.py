@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class PageView(Container):
-    """Made when the page is first turned to: a hundred fields take their time. `rows` by key.
+    """A page, created when it is first shown, since a hundred fields take time. `rows` by key.
 
     Args:
-        page: Which one.
-        values: What its fields hold.
-        snapshot: The machine as it is.
+        page: The page.
+        values: The values of its fields.
+        snapshot: The machine's state.
         reasons: Why fields do not apply, by key.
     """
 
@@ -69,15 +69,15 @@ class PageView(Container):
 
 
 # -- all pages ------------------------------------------------------------------------------
-# The pages of the form and what they say, also of pages that nobody has turned to.
+# The form's pages and their values, including pages not shown yet.
 
 
 class Fields(VerticalScroll, can_focus=False):
-    """Holds the values: those of `base`, and over them what the fields say.
+    """Holds the values: those of `base`, overridden by the fields.
 
     Args:
         values: Of the job, by key.
-        snapshot: The machine as it is.
+        snapshot: The machine's state.
     """
 
     BINDINGS: ClassVar = [  # instead of scrolling by a line
@@ -90,19 +90,19 @@ class Fields(VerticalScroll, can_focus=False):
         self.base: dict[str, Any] = draft.complete(values)
         self.page = 0
         self._snapshot = snapshot
-        self._defaults: dict[str, Any] = {}  # of the model that is named
+        self._defaults: dict[str, Any] = {}  # of the current model
         self._pages = {0: PageView(PAGES[0], self.base, snapshot, draft.in_force(self.base)[1])}
-        self.rows = dict(self._pages[0].rows)  # the fields of the pages that were turned to
+        self.rows = dict(self._pages[0].rows)  # the fields of the pages shown so far
         self._ranks = 1
-        self._followed: dict[str, Any] = {}  # what has changed with the ranks last
-        self._restored = False  # whether that was there before
-        self._kept: dict[bool, dict[str, Any]] = {}  # what one rank had, and what several had
+        self._followed: dict[str, Any] = {}  # what the last change of ranks adjusted
+        self._restored = False  # whether that was restored
+        self._kept: dict[bool, dict[str, Any]] = {}  # values for one rank, and for several
 
     def compose(self) -> ComposeResult:
         yield self._pages[0]
 
     def begin(self) -> None:
-        """Take the values that are shown as given."""
+        """Start with these values."""
         self._offer_flavours(self.base.get("model_flavour"))
         self._hint_at_model()
         self._defaults = draft.defaults_of(*self.model)
@@ -111,7 +111,7 @@ class Fields(VerticalScroll, can_focus=False):
     # -- values ----------------------------------------------------------------------------
 
     def row(self, name: str) -> FieldRow | None:
-        """Return a field, if its page has been opened."""
+        """Return a field if its page was shown."""
         return self.rows.get(name)
 
     @property
@@ -121,7 +121,7 @@ class Fields(VerticalScroll, can_focus=False):
 
     @property
     def swept(self) -> dict[str, list[Any]]:
-        """The fields that are lists of several values, by key."""
+        """Return the fields that are lists of several values, by key."""
         return {
             name: row.values
             for name, row in self.rows.items()
@@ -130,19 +130,19 @@ class Fields(VerticalScroll, can_focus=False):
 
     @property
     def model(self) -> tuple[Any, Any]:
-        """The family and flavour."""
+        """The family and flavor."""
         values = self.values
         return values.get("model_family"), values.get("model_flavour")
 
     def put(self, changes: Mapping[str, Any]) -> None:
-        """Show other values of some fields."""
+        """Set some fields."""
         self.base |= changes
         for key, value in changes.items():
             if row := self.row(key):
                 row.put(value)
 
     def fill(self, values: Mapping[str, Any]) -> None:
-        """Show other values; nothing of them follows the family or the ranks."""
+        """Replace all values; none of them is adjusted to the family or the ranks."""
         self.base = draft.complete(values)
         for name, row in self.rows.items():
             if name != "model_flavour":
@@ -150,7 +150,7 @@ class Fields(VerticalScroll, can_focus=False):
         self.begin()
 
     def adopt(self, field: str) -> None:
-        """Another family or flavour was chosen: fields at their defaults take the new ones."""
+        """Handle another family or flavor: fields with default values take the new defaults."""
         if field == "model_family":
             self._offer_flavours(self.model[1])
         self._hint_at_model()
@@ -160,10 +160,10 @@ class Fields(VerticalScroll, can_focus=False):
         self.put(changes)
 
     def follow(self) -> str:
-        """Adjust the fields that depend on the number of ranks, and restore them with it.
+        """Adjust the fields that depend on the number of ranks, or restore them.
 
         Returns:
-            What was adjusted and is still so, as a sentence.
+            A sentence about what was adjusted and still applies.
         """
         values = self.values
         before, after = self._ranks, draft.ranks_of(values)
@@ -179,7 +179,7 @@ class Fields(VerticalScroll, can_focus=False):
         return draft.followed(after, still, restored=self._restored)
 
     def offer_partitions(self, partitions: Sequence[Partition]) -> None:
-        """List the partitions below the field, and suggest those that begin with what is typed."""
+        """List the partitions below the field, and suggest those that match the input."""
         row = self.row("slurm_partition")
         if row is None or not partitions or not isinstance(row.control, Input):
             return
@@ -203,7 +203,7 @@ class Fields(VerticalScroll, can_focus=False):
         """Show a page.
 
         Args:
-            number: Which one.
+            number: The page.
             reasons: Why fields do not apply, by key.
         """
         if number not in self._pages:
@@ -218,7 +218,7 @@ class Fields(VerticalScroll, can_focus=False):
         self.scroll_home(animate=False)
 
     def focus_first(self) -> None:
-        """Focus the first field of the page that applies."""
+        """Focus the page's first field that applies."""
         rows = self._pages[self.page].rows.values()
         if first := next((row for row in rows if row.display and not row.control.disabled), None):
             first.control.focus()

@@ -1,4 +1,4 @@
-"""Which fields of a job stand on which page of the form, and what they are called there."""
+"""The form's pages: which fields they have, and their labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BLOCKS: Final = "fsdp_transformer_layer_cls_to_wrap"
 PATHS: Final = ("pretrained_model_name_or_path", "dataset")
 
-# The first page, by heading: what nearly every job says.
+# The first page, by heading: what nearly every job sets.
 ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
     "job": ("name", "model_type", "model_family", "model_flavour"),
     "model and data": ("pretrained_model_name_or_path", "dataset"),
@@ -33,7 +33,7 @@ ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
 }
 SHOWN: Final = tuple(name for names in ESSENTIAL.values() for name in names)
 
-# Short forms that are read as such.
+# Abbreviations in labels.
 _CASED: Final = {
     word.casefold(): word
     for word in (
@@ -52,7 +52,7 @@ _CASED: Final = {
     )
 }
 
-# The others: page → groups of the job's keys.
+# The other pages: page → groups of job keys.
 _GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "fsdp": ("fsdp",),
     "devices": ("devices", "slurm"),
@@ -95,15 +95,15 @@ PAGES: Final[tuple[Page, ...]] = (
 
 
 def page_of(name: str) -> int:
-    """Return the number of the page, from 0, on which a field stands."""
+    """Return the number of the page that has a field, from 0."""
     return next(number for number, page in enumerate(PAGES) if name in page.fields)
 
 
 def first_of(names: Collection[str]) -> str:
-    """Which of these fields a person comes to first; "" if none is on a page."""
+    """Return the first of these fields in page order; "" if none is on a page."""
     return next((name for page in PAGES for name in page.fields if name in names), "")
 
 
 def label(name: str) -> str:
-    """Return a field's label on every page; its key is in its help."""
+    """Return a field's label, the same on every page; its key is in its help."""
     return key_facts(name).label or " ".join(_CASED.get(word, word) for word in name.split("_"))

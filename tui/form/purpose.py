@@ -1,4 +1,4 @@
-"""What a form is for: a new job, a copy of one, or another description of one that waits."""
+"""The purpose of a form: a new job, a copy, an edit of a queued job, or a resume."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _MEANS: Final[dict[Effect, str]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """An earlier job of which a new one can take model, data and ranks.
+    """An earlier job whose model, data and ranks a new one can reuse.
 
     Attributes:
         job: Its number.
         name: Its name.
-        values: What is taken, by key.
+        values: The values to reuse, by key.
     """
 
     job: int
@@ -47,15 +47,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Purpose:
-    """What the form does with what it says.
+    """What the form does with its values.
 
     Attributes:
         heading: Its title.
         verb: What its main key does.
         job: The queued job that is edited; None for a new one.
-        before: What that job was when the form was opened.
+        before: That job when the form was opened.
         source: The newest job, if there is one.
-        resumes: Whether that job has ended, and resumes with other settings.
+        resumes: Whether that job has ended and resumes with other settings.
         fixed: Whether it has a checkpoint, which fixes some of them.
     """
 
@@ -68,7 +68,7 @@ class Purpose:
     fixed: bool = False
 
     def changes(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the form says other than the job, by key.
+        """Return the form's changes to the job, by key.
 
         Raises:
             SpecError: Something is wrong with the values.
@@ -78,19 +78,19 @@ class Purpose:
         return {key: value for key, value in after.items() if value != before.get(key)}
 
     def is_fixed(self, name: str) -> bool:
-        """Whether the checkpoint allows no other value of a key."""
+        """Return whether the checkpoint fixes a key's value."""
         return self.fixed and key_facts(name).resume == "impossible"
 
     def note(self, name: str) -> str:
-        """Say beside a changed field what it was, and what the change means."""
+        """Describe a changed field's old value, and the effect of the change."""
         was = draft.as_text(name, getattr(self.before, name)) or "blank"
         return f"was {was}; {_MEANS[key_facts(name).resume] if self.fixed else _MEANS['same']}"
 
     def meaning(self, store: Store, values: Mapping[str, Any]) -> str:
-        """Say what a resume with these values comes to; reads the disk.
+        """Describe a resume with these values; reads the disk.
 
         Raises:
-            UserError: It cannot be done.
+            UserError: It is impossible.
         """
         changes = self.changes(values)
         if self.job is None or not changes:
@@ -105,13 +105,13 @@ class Purpose:
     def carry_out(
         self, store: Store, spec: JobSpec, absent: Sequence[HubName] = ()
     ) -> tuple[int, list[str]]:
-        """Queue or change the job, which waits for what is absent.
+        """Queue or change the job; a queued job waits for missing downloads.
 
         Returns:
-            Its number, and what the person should know, a line each.
+            Its number, and messages for the user, one per line.
 
         Raises:
-            UserError: It cannot be done; nothing has changed.
+            UserError: It failed; nothing has changed.
         """
         if self.job is None or self.before is None:
             plan = plan_submit(store, spec, absent)
@@ -132,10 +132,10 @@ class Purpose:
         """Queue a job for each combination of values: all of them, or none.
 
         Returns:
-            The number of the first, what was done, and what the person should know, a line each.
+            The first job's number, what was done, and messages for the user, one per line.
 
         Raises:
-            UserError: Something is wrong with one of them.
+            UserError: One of them is invalid.
         """
         check_count(swept, "`fsdp-tui submit --sweep … --yes` queues them all")
         sweep = expand(store, values, swept, read=draft.spec_of)
@@ -150,30 +150,30 @@ class Purpose:
 
     @property
     def done(self) -> str:
-        """What to tell afterwards, after the job's number."""
+        """Return the message that follows the job's number."""
         return "queued" if self.job is None else "resumes" if self.resumes else "changed"
 
 
 # -- earlier --------------------------------------------------------------------------------
-# Taking model, data and ranks of the newest job into a blank form, and giving them back.
+# Reuse the newest job's model, data and ranks in a blank form, and undo that.
 
 
 class Earlier:
-    """One key takes the values, the same key gives them back.
+    """One key takes the values, the same key restores the form.
 
     Args:
-        form: Which takes them.
+        form: The form.
         source: The newest job, if there is one.
     """
 
     def __init__(self, form: NewJobScreen, source: Source | None) -> None:
         self._form = form
         self._source = source
-        self._before: dict[str, Any] | None = None  # what the form said, once they are taken
+        self._before: dict[str, Any] | None = None  # the form's values before they were replaced
 
     @property
     def offer(self) -> str:
-        """What the key does, for the title."""
+        """Return what the key does, for the title."""
         if self._source is None:
             return ""
         which = f"#{self._source.job} “{self._source.name}”"
@@ -182,7 +182,7 @@ class Earlier:
         return f" · F4 takes model and data from {which}"
 
     def turn(self) -> None:
-        """Take them, or give them back; what was typed since stays."""
+        """Take the values, or restore the form; what was typed since stays."""
         if self._source is None:
             return
         fields, taken = self._form.fields, dict(self._source.values)

@@ -1,4 +1,4 @@
-"""The form that describes a job and queues it. Whatever goes wrong, what was typed stays."""
+"""The form that describes a job and queues it. Input is never lost, whatever fails."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 # -- subscreens -----------------------------------------------------------------------------
-# What the form opens over itself: data, blocks of the model, the question before leaving.
+# What the form opens over itself: data, model blocks, the question before leaving.
 
 
 def show_data(form: NewJobScreen, values: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ def choose_blocks(form: NewJobScreen) -> None:
     values = form.values
     row = form.fields.rows[BLOCKS]
     model = draft.model_of(values)
-    # A blank field is a choice as well, once it was made.
+    # Once made, blank is a choice as well.
     names = as_list(row.value) or ([] if model == form.chosen_of else None)
 
     def chosen(names: list[str] | None) -> None:
@@ -72,10 +72,10 @@ def choose_blocks(form: NewJobScreen) -> None:
 
 
 def ask_to_leave(form: NewJobScreen, *, busy: bool) -> None:
-    """Close the form, if that is meant.
+    """Close the form if the user agrees.
 
     Args:
-        form: What would be lost is in it.
+        form: The form whose input would be lost.
         busy: Whether it is queueing the job.
     """
     from tui.widgets.questions import ConfirmScreen
@@ -91,8 +91,8 @@ def ask_to_leave(form: NewJobScreen, *, busy: bool) -> None:
 # -- screen ---------------------------------------------------------------------------------
 
 
-_WIDE: Final = 110  # columns from which the preview has room beside the first page
-_WIDEST: Final = 170  # and beside the others, whose help takes more
+_WIDE: Final = 110  # columns from which the preview fits beside the first page
+_WIDEST: Final = 170  # and beside the others, whose help is wider
 
 
 class NewJobScreen(Screen[int | None]):
@@ -100,9 +100,9 @@ class NewJobScreen(Screen[int | None]):
 
     Args:
         store: The jobs.
-        values: What the form begins with, by key.
-        snapshot: The machine as it is.
-        purpose: What it is for.
+        values: The initial values, by key.
+        snapshot: The machine's state.
+        purpose: Its purpose.
     """
 
     CSS_PATH = "form.tcss"
@@ -127,17 +127,17 @@ class NewJobScreen(Screen[int | None]):
         self.submission = Submission(self, purpose)
         self.earlier = Earlier(self, purpose.source)
         self.drafts = files.Drafts(self, store.home / "drafts")
-        self.opened: dict[str, Any] = {}  # what it said when it was opened
+        self.opened: dict[str, Any] = {}  # its values when it was opened
         self.chosen_of: Model | None = None  # the model whose blocks were chosen
 
     @property
     def purpose(self) -> Purpose:
-        """What it is for now."""
+        """Return its current purpose."""
         return self.submission.purpose
 
     @property
     def heading(self) -> str:
-        """The title: what the form is for, and what can be taken from an earlier job."""
+        """Return the title: the form's purpose, and what can be reused from an earlier job."""
         return f"{self.purpose.heading}{self.drafts.offer}{self.earlier.offer}"
 
     # -- layout ----------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class NewJobScreen(Screen[int | None]):
         self.app.snapshots.subscribe(self, self._looked)
 
     def _looked(self, snapshot: Snapshot) -> None:
-        """Take a new snapshot; nothing is redrawn while the GPUs have the same users."""
+        """Handle a new snapshot; nothing is redrawn while the GPUs have the same users."""
         users = users_of(snapshot)
         if users == self._users:
             return
@@ -176,7 +176,7 @@ class NewJobScreen(Screen[int | None]):
         self.query_one(FitBars).look_again(snapshot)
 
     async def action_show_page(self, number: int) -> None:
-        """Turn to a page, and to its first field."""
+        """Show a page, and focus its first field."""
         await self._turn_to(number)
         self.fields.focus_first()
 
@@ -184,7 +184,7 @@ class NewJobScreen(Screen[int | None]):
         await self.action_show_page((self.fields.page + by) % len(PAGES))
 
     async def go_to(self, name: str) -> None:
-        """Turn to a field; what does not apply is shown with the reason."""
+        """Go to a field; one that does not apply is shown with the reason."""
         await self._turn_to(page_of(name))
         if row := self.fields.row(name):
             row.scroll_visible(animate=False)
@@ -201,21 +201,21 @@ class NewJobScreen(Screen[int | None]):
 
     @property
     def values(self) -> dict[str, Any]:
-        """The job that the form describes: what is said, without what would be refused unasked."""
+        """Return the job's values, without defaults that would be rejected."""
         return draft.in_force(self.fields.values)[0]
 
     @property
     def holds_changes(self) -> bool:
-        """Whether something was typed that is in no queue yet."""
+        """Return whether it holds input that is not queued."""
         return not draft.same(self.fields.values, self.opened)
 
     def fill(self, values: Mapping[str, Any]) -> None:
-        """Show other values; nothing of them follows the family or the ranks."""
+        """Replace all values; none of them is adjusted to the family or the ranks."""
         self.fields.fill(values)
         self.checks.now()
 
     def begin_with(self, template: Template) -> None:
-        """Show a template's values, on the person's model, data and ranks unless it has its own."""
+        """Apply a template, keeping the current model, data and ranks unless it sets them."""
         self.fill(draft.begin_with(template.values, self.fields.values))
         self.notify(f"loaded {template.title}", markup=False)
 
@@ -223,7 +223,7 @@ class NewJobScreen(Screen[int | None]):
         self.tell_of_field()
 
     def tell_of_field(self) -> None:
-        """Say below the fields what the one with the focus is."""
+        """Show the focused field's help below the fields."""
         path = self.focused.ancestors if self.focused else ()
         row = next((node for node in path if isinstance(node, FieldRow)), None)
         text = draft.help_text(row.field) if row else ""
@@ -347,7 +347,7 @@ class NewJobScreen(Screen[int | None]):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Fields and preview beside each other, or one of them. Classes would restyle them all."""
+        """Show fields and preview side by side, or one of them. Classes would restyle all."""
         width = self.app.size.width
         beside = width >= (_WIDE if self.fields.page == 0 else _WIDEST)
         self.preview.display = beside or self.preview.reading
@@ -363,7 +363,7 @@ class NewJobScreen(Screen[int | None]):
         self.query_one("#form-keys", Static).update(keys)
 
     def show_heading(self) -> None:
-        """Show the heading and keys, after the form's purpose or its offer has changed."""
+        """Update heading and keys after the form's purpose or its offer has changed."""
         self.query_one("#form-title", Static).update(self.heading)
         self.show_keys()
 
@@ -373,11 +373,11 @@ class NewJobScreen(Screen[int | None]):
 
     @property
     def said_below(self) -> str:
-        """What is said below the fields."""
+        """Return the text below the fields."""
         return str(self.query_one("#field-help", Static).content)
 
     def complain(self, problem: str, *, warning: bool = False) -> None:
-        """Show what is wrong, or worth knowing, and belongs to no field in sight."""
+        """Show an error or message that belongs to no visible field."""
         error = self.query_one("#form-error", Static)
         error.set_class(warning, "-warning")
         reveal(error, f"! {problem}" if problem else "")

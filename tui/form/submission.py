@@ -1,4 +1,4 @@
-"""Queueing the job that the form describes, or changing the one it was opened for."""
+"""Queue the form's job, or change the one that the form was opened for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # -- gate -----------------------------------------------------------------------------------
-# What can keep a form from being queued: a wrong path, a running lookup, an open question.
+# What can prevent queueing: an invalid path, a running lookup, an open question.
 
 
 _ASKS: Final = "Not on this machine; asking the hub how large it is …"
@@ -32,20 +32,20 @@ _WAITS: Final = "Checking model, data and memory … ^r again queues without wai
 
 
 class Gate:
-    """Lets a job into the queue once nothing is wrong with it, or the person confirms it.
+    """Lets a job into the queue once it has no errors, or the user confirms it.
 
     Args:
-        form: The form that describes the job.
+        form: The form.
     """
 
     def __init__(self, form: NewJobScreen) -> None:
         self._form = form
-        self._accepted: Mapping[str, Any] | None = None  # to be queued in spite of a doubt
+        self._accepted: Mapping[str, Any] | None = None  # values confirmed in spite of a doubt
         self._fetched: tuple[Mapping[str, Any], list[HubName]] = ({}, [])  # for these values
-        self._waiting: Mapping[str, Any] | None = None  # for what is not known of these yet
+        self._waiting: Mapping[str, Any] | None = None  # values whose lookups are running
 
     def opens(self, values: Mapping[str, Any]) -> bool:
-        """Whether the job of these values may be queued now."""
+        """Return whether the job of these values may be queued now."""
         form, fit = self._form, self._form.query_one(FitBars)
         ready = fit.knows(values) and not form.looks.under_way
         if not ready and self._waiting != values:
@@ -77,7 +77,7 @@ class Gate:
             self._said_no_longer(_WAITS)
 
     def _said_no_longer(self, text: str) -> None:
-        """Show the field's help again, unless something else stands there by now."""
+        """Show the field's help again, unless another message has replaced ours."""
         if self._form.said_below == text:
             self._form.tell_of_field()
 
@@ -134,11 +134,11 @@ class Gate:
 
 
 class Submission:
-    """Takes the values past the gate to the queue, in a thread; one at a time.
+    """Passes the values through the gate to the queue, in a thread; one at a time.
 
     Args:
         form: The form that describes the job.
-        purpose: What it is for.
+        purpose: The form's purpose.
     """
 
     @dataclass
@@ -148,7 +148,7 @@ class Submission:
         job: int | None
         done: str = ""
         problem: str = ""
-        free_name: str = ""  # for a copy, where the job can be changed no more
+        free_name: str = ""  # for a copy, if the job can no longer be edited
 
     def __init__(self, form: NewJobScreen, purpose: Purpose) -> None:
         self._form = form
@@ -156,10 +156,10 @@ class Submission:
         self.gate = Gate(form)
         self.busy = False
         self.swept: dict[str, list[Any]] = {}  # values of fields that are lists
-        self.done = ""  # what came of it, in words
+        self.done = ""  # the result, in words
 
     async def begin(self) -> None:
-        """Submit the job, unless something is wrong with it or has to be asked first."""
+        """Submit the job, unless it has errors or a question has to be asked first."""
         form = self._form
         self.swept = form.fields.swept
         if self.busy or (values := await form.checks.complete()) is None:
@@ -175,7 +175,7 @@ class Submission:
     def _submit(
         self, purpose: Purpose, values: dict[str, Any], swept: Mapping[str, list[Any]]
     ) -> None:
-        """In a thread."""
+        """Submit in a thread."""
         form = self._form
         app = form.app  # a form that was left has none
         try:
@@ -186,7 +186,8 @@ class Submission:
                 job, warnings = purpose.carry_out(form.store, draft.spec_of(values), absent)
                 done = f"job {job} {purpose.done}"
             form.drafts.delete()
-            if not form.post_message(self.Ended(job, done)):  # left meanwhile, which stops nothing
+            # The form was left; the job is queued anyway.
+            if not form.post_message(self.Ended(job, done)):
                 app.post_message(app.Said(done))
             if warnings:
                 app.post_message(app.Said("\n".join(warnings), "warning"))
@@ -194,11 +195,11 @@ class Submission:
             late = isinstance(error, StateError) and purpose.job is not None
             name = purpose.copy_name(form.store, values) if late else ""
             form.post_message(self.Ended(None, problem=str(error), free_name=name))
-        except Exception as error:  # the edge: what was typed must not go with a crash
+        except Exception as error:  # top level: input must not be lost in a crash
             form.post_message(self.Ended(None, problem=f"{type(error).__name__}: {error}"))
 
     def take(self, message: Ended) -> None:
-        """Close the form, or show why it stays."""
+        """Close the form, or show why it stays open."""
         self.busy = False
         self.done = message.done
         if message.job is not None:
@@ -207,7 +208,7 @@ class Submission:
         self._form.tell_of_field()
         problem = message.problem
         if message.free_name:
-            # The job can be changed no more: what was typed can still become another.
+            # The job can no longer be edited. Offer to queue the form as a new job.
             self.purpose = Purpose(heading=f"copy of job {self.purpose.job}")
             self._form.fields.put({"name": message.free_name})
             self._form.show_heading()

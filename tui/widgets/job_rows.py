@@ -38,11 +38,11 @@ GLYPHS: Final[dict[State, tuple[str, str]]] = {
 }
 
 
-_MANY: Final = 3  # queued jobs; a reason that they share is shown once
+_MANY: Final = 3  # queued jobs from which a shared reason is shown once
 
 
 class Columns(NamedTuple):
-    """Widths of the columns; 0 leaves one out. Chosen once for a width, so that rows align."""
+    """Widths of the columns; 0 hides one. Chosen once for a width, so that rows align."""
 
     id: int
     name: int
@@ -57,7 +57,7 @@ class Columns(NamedTuple):
 
 
 def columns(snapshot: Snapshot, width: int) -> Columns:
-    """Fit the columns: the bar goes first when it is narrow, then pace, then ETA."""
+    """Fit the columns: the bar is dropped first, then pace, then ETA."""
     views = snapshot.jobs
     state = 14 if any(view.job.state is State.QUEUED for view in views) else 11  # `queued 12th`
     ids = max([2, *(len(str(view.job.id)) for view in views)])
@@ -67,14 +67,14 @@ def columns(snapshot: Snapshot, width: int) -> Columns:
     chosen = Columns(ids, 0, state, 0, step, 8, 6, 8, min(gpus, 12))
     least = min(names, 10)
     if short_names((view.job.name for view in views), least):
-        least = min(names, 16)  # what tells jobs of a sweep apart, before the bar
+        least = min(names, 16)  # what distinguishes the jobs of a sweep, before the bar
     for leave_out in ("pace", "eta", "loss"):
         if _used(chosen) + 1 + least > width:
             chosen = chosen._replace(**{leave_out: 0})
     if _used(chosen) + 1 + least > width:
         chosen = chosen._replace(state=11)
     spare = width - _used(chosen) - 1 - least
-    name = least + max(0, min(names - least, spare - 7))  # a long name before a long bar
+    name = least + max(0, min(names - least, spare - 7))  # long names before a long bar
     spare -= name - least
     chosen = chosen._replace(bar=min(14, spare - 1) if spare >= 6 else 0)
     chosen = chosen._replace(name=max(4, min(names, width - _used(chosen) - 1)))
@@ -83,9 +83,9 @@ def columns(snapshot: Snapshot, width: int) -> Columns:
 
 
 def short_names(names: Iterable[str], width: int) -> dict[str, str]:
-    """Return how names that are too long are written, so that those of a sweep stay apart.
+    """Shorten long names so that those of a sweep stay distinguishable.
 
-    Where others begin alike, a name loses its beginning, and its end too if others end alike.
+    A name loses its beginning if others begin alike, and its end if others end alike.
     """
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
@@ -105,14 +105,14 @@ def short_names(names: Iterable[str], width: int) -> dict[str, str]:
 
 
 def _alike(names: Sequence[str]) -> int:
-    """Count the characters with which all begin."""
+    """Count the leading characters that all share."""
     first, last = min(names), max(names)
     pairs = enumerate(zip(first, last, strict=False))
     return next((place for place, (sign, other) in pairs if sign != other), len(first))
 
 
 def common_reason(views: Iterable[JobView]) -> tuple[str, int]:
-    """Return the reason that most queued jobs share, and how many; "" if few do."""
+    """Return the reason that most queued jobs share, and their number; "" if few do."""
     reasons = Counter(view.job.reason for view in views if view.job.state is State.QUEUED)
     reason, count = reasons.most_common(1)[0] if reasons else ("", 0)
     return (reason, count) if reason and count >= _MANY else ("", 0)
@@ -133,7 +133,7 @@ def header_row(shape: Columns) -> Row:
 
 
 def starts_words(expected: Expected | None) -> str:
-    """Say when a queued job starts: `starts in 0:21`, `after job 7`; "" if nobody knows."""
+    """Return when a queued job starts: `starts in 0:21`, `after job 7`; "" if unknown."""
     if expected is None:
         return ""
     if expected.starts_in is not None:
@@ -150,14 +150,14 @@ def job_row(
     name: str = "",
     elsewhere: str = "",
 ) -> Row:
-    """One job; one that has not started says why it waits where others show progress.
+    """Return a job's row; a job that has not started shows why it waits in place of progress.
 
     Args:
         view: The job.
         shape: The columns.
-        place: Which it is in the queue, `2nd`.
+        place: Its position in the queue, `2nd`.
         expected: When it starts and ends.
-        name: How its name is written, if it is shortened.
+        name: Its shortened name, if it is shortened.
         elsewhere: A reason that is shown elsewhere.
     """
     job, now = view.job, view.progress
@@ -193,7 +193,7 @@ def job_row(
 
 
 def _eta(view: JobView, expected: Expected | None) -> str:
-    """Write the time left; before the first step, as one like it took."""
+    """Return the time left; before the first step, by the average of earlier jobs."""
     now = view.progress
     if now.eta is None and expected is not None and view.job.state.active:
         return eta(expected.ends_in, expected.at_least)
@@ -201,7 +201,7 @@ def _eta(view: JobView, expected: Expected | None) -> str:
 
 
 def _doing_width(shape: Columns) -> int:
-    """Cells from the bar to the ETA."""
+    """Return the cells from the bar to the ETA."""
     widths = [w for w in (shape.bar, shape.step, shape.loss, shape.pace, shape.eta) if w]
     return sum(widths) + len(widths) - 1
 
@@ -211,6 +211,6 @@ def step_text(view: JobView) -> str:
 
 
 def _used(shape: Columns) -> int:
-    """Cells of the fixed columns and the gaps between them, less the name."""
+    """Return the cells of the fixed columns and the gaps between them, without the name."""
     widths = [width for width in shape._replace(name=0, why=0) if width]
     return sum(widths) + len(widths) - 1

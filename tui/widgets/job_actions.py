@@ -159,7 +159,7 @@ class JobActions(Screen[ScreenResultType]):
         return [job] if (job := self.job_acted_on) is not None else []
 
     def acted(self) -> None:
-        """Called after an action was applied to all of them."""
+        """Handle the end of an action on all of them."""
 
     def job_keys(self, job: Job | None) -> list[Key]:
         """Return the actions available for the job now, for the key line."""

@@ -237,7 +237,7 @@ class PickList(Lines, can_focus=True):
         return []
 
     def highlight(self, index: int) -> None:
-        """Called when another row is highlighted."""
+        """Handle a change of the highlighted row."""
         self.index = index
 
     def pick(self, row: int) -> None:

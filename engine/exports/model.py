@@ -9,18 +9,10 @@ import torch
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from engine.exports import stock
 from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import describe
 from engine.exports.source import read_stored
-from engine.exports.stock import (
-    absent_checks,
-    bytes_to_copy,
-    check_model,
-    copy_or_link,
-    files_of,
-    read_index,
-    write_index_without,
-)
 from engine.model.files import weights
 from jobs.errors import UserError
 
@@ -75,13 +67,13 @@ class ModelOutput:
             filename_pattern=SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}."),
             max_shard_size=LARGEST_FILE,
         )
-        self._index = read_index(recipe.root)
-        self._others = files_of(recipe.root, self._index, recipe.family.component)
-        self._absent = absent_checks(recipe.root, self._index)
+        self._index = stock.read_index(recipe.root)
+        self._others = stock.files_of(recipe.root, self._index, recipe.family.component)
+        self._absent = stock.absent_checks(recipe.root, self._index)
         if self._absent:
             names = " and ".join(self._absent)
             self.warnings.append(f"the base model lacks {names}: the export has none")
-        self.bytes = self._split.metadata["total_size"] + bytes_to_copy(
+        self.bytes = self._split.metadata["total_size"] + stock.bytes_to_copy(
             self._others, directory.parent
         )
         self.pieces = len(planned) + len(self._others)
@@ -117,17 +109,17 @@ class ModelOutput:
         for name in sorted(self._missing):  # not trained
             self.add(name, read_stored(self._stored[name]))
         for copy in self._others:
-            copy_or_link(copy, self._directory)
+            stock.copy_or_link(copy, self._directory)
             checked()
         if self._absent:
-            write_index_without(self._absent, self._index, self._directory)
+            stock.write_index_without(self._absent, self._index, self._directory)
         if len(self._files) > 1:
             self._write_index()
         for file in self._files.values():
             file.close()
         for file in self._files.values():
             file.check(checked)
-        check_model(self._recipe, self._directory)
+        stock.check_model(self._recipe, self._directory)
 
     def abandon(self) -> None:
         """Close and remove unfinished files."""

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.data.encode.texts import Text, Texts, prepare_texts
 from engine.data.index.captions import prompt_text
-from engine.data.read.class_images import (
-    cache_root,
-    folder_of,
-    numbers_in,
-    with_class_images,
-)
+from engine.data.read import class_images
 from engine.ranks.team import FileBarrier, StoppedError
 from engine.sample.sampler import Sampler, frozen_denoiser
 from jobs.errors import UserError
@@ -68,7 +63,7 @@ def add_class_images(run: RunContext) -> JobSpec:
     token = f"{run.world.token}-class"
     barrier = FileBarrier(run.run_dir, token, run.world.rank, run.world.size)
     run = replace(run, barrier=barrier)
-    folder = folder_of(spec, run.model_root)
+    folder = class_images.folder_of(spec, run.model_root)
     if missing := _agree(folder, spec.num_class_images, "missing", run):
         run.telemetry.say(
             f"making {len(missing)} class images of “{spec.class_prompt}” in {folder}"
@@ -80,13 +75,13 @@ def add_class_images(run: RunContext) -> JobSpec:
                 f"{folder}",
                 "free space, or set cache_dir to another directory",
             )
-    return with_class_images(spec, folder)
+    return class_images.with_class_images(spec, folder)
 
 
 def _agree(folder: Path, count: int, place: str, team: Team) -> list[int]:
     """Return the numbers of the images that are not there, as rank 0 sees it."""
     if team.world.main:
-        present = numbers_in(folder)
+        present = class_images.numbers_in(folder)
         team.arrive(place, {"numbers": [n for n in range(count) if n not in present]})
     team.barrier.wait(place, ranks=1)
     numbers: list[int] = team.words(place)[0]["numbers"]
@@ -104,7 +99,7 @@ def _make(run: RunContext, folder: Path, numbers: Sequence[int]) -> None:
     texts_needed = [Text(prompt_text(request.prompt, run.spec))]
     if request.guided and request.negative_prompt is not None:
         texts_needed.append(Text(prompt_text(request.negative_prompt, run.spec), negative=True))
-    texts = prepare_texts(run, cache_root(run.spec), texts_needed)
+    texts = prepare_texts(run, class_images.cache_root(run.spec), texts_needed)
     sampler = Sampler(run, _Prompts(run.spec, texts), numbers)
     with frozen_denoiser(run, run.family.component) as model:
         sampler.sample(model, folder, 0)

@@ -17,22 +17,7 @@ from jobs.spec.file.load import dump_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import Buckets
 from jobs.spec.rules.cascade import settle
-from jobs.spec.values.dataset_files import (
-    CAPTION_SUFFIXES,
-    PICTURE_SUFFIXES,
-    READ_WITH_HELP,
-    VIDEO_SUFFIXES,
-    foreign_problem,
-    list_files,
-    without_masks,
-)
-from jobs.spec.values.datasets import (
-    Pairs,
-    datasets_of,
-    fallback_caption,
-    find_layout,
-    with_folder_repeats,
-)
+from jobs.spec.values import dataset_files, datasets
 from jobs.spec.values.hub_names import HubName
 
 if TYPE_CHECKING:
@@ -63,12 +48,12 @@ def check_dataset(spec: JobSpec) -> int:
     if any(request.frames > 1 for request in requests_of(spec)):
         _check_videos("validation_prompts are sampled as videos")
     check_prompt_images(spec)
-    return sum(_check_source(spec, dataset) for dataset in datasets_of(spec))
+    return sum(_check_source(spec, dataset) for dataset in datasets.datasets_of(spec))
 
 
 def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     root = expand(dataset.path)
-    if fallback_caption(spec, dataset) is not None:
+    if datasets.fallback_caption(spec, dataset) is not None:
         spec = spec.model_copy(update={"missing_captions": "empty"})
     if dataset.mask_path and not expand(dataset.mask_path).is_dir():
         raise SpecError(f"no such folder of masks: {expand(dataset.mask_path)}")
@@ -81,7 +66,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     if not root.is_dir():
         raise SpecError(f"the dataset {root} is a file, not a folder of images")
     try:
-        layout, files = find_layout(root), list_files(root)
+        layout, files = datasets.find_layout(root), dataset_files.list_files(root)
     except OSError as error:
         raise SpecError(f"cannot read the dataset {root} ({error.strerror})") from None
     if files.metadata and find_spec("pyarrow") is None:
@@ -104,12 +89,16 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     takes_videos = get_family(spec.model_family).frame_step > 0
     masked = spec.masked_loss == "file"
     masks = expand(dataset.mask_path) if dataset.mask_path else None
-    pictures = without_masks(files.pictures, masks) if masked else files.pictures
+    pictures = dataset_files.without_masks(files.pictures, masks) if masked else files.pictures
     samples = files.videos + pictures if takes_videos else pictures
     what = "images or videos" if takes_videos else "images"
-    kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
+    kinds = (
+        dataset_files.PICTURE_SUFFIXES | dataset_files.VIDEO_SUFFIXES
+        if takes_videos
+        else dataset_files.PICTURE_SUFFIXES
+    )
     if needs_first_frame(spec):
-        samples, what, kinds = files.videos, "videos", VIDEO_SUFFIXES
+        samples, what, kinds = files.videos, "videos", dataset_files.VIDEO_SUFFIXES
     if not samples:
         others = files.foreign + ([] if takes_videos else files.videos)
         raise SpecError(
@@ -121,7 +110,9 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     if takes_videos and files.videos:
         _check_videos(f"{root} holds videos")
     captioned = files.metadata or any(
-        file.with_suffix(suffix).is_file() for file in samples for suffix in CAPTION_SUFFIXES
+        file.with_suffix(suffix).is_file()
+        for file in samples
+        for suffix in dataset_files.CAPTION_SUFFIXES
     )
     if not captioned and spec.missing_captions == "skip":
         raise SpecError(
@@ -154,7 +145,7 @@ def _check_any_usable(root: Path, pictures: list[Path], spec: DataKeys, buckets:
 def _why_unusable(path: Path, spec: DataKeys, buckets: Buckets) -> str:
     """Return why an image cannot be used, judging by its header; "" if it can."""
     if spec.missing_captions == "skip" and not any(
-        path.with_suffix(suffix).exists() for suffix in CAPTION_SUFFIXES
+        path.with_suffix(suffix).exists() for suffix in dataset_files.CAPTION_SUFFIXES
     ):
         return "no caption" if path.name.isascii() else ""
     from PIL import Image, UnidentifiedImageError  # takes 25 ms, which most commands avoid
@@ -167,7 +158,7 @@ def _why_unusable(path: Path, spec: DataKeys, buckets: Buckets) -> str:
     except FileNotFoundError:
         return "a broken link"
     except UnidentifiedImageError:
-        return "" if path.suffix.lower() in READ_WITH_HELP else "not an image"
+        return "" if path.suffix.lower() in dataset_files.READ_WITH_HELP else "not an image"
     except Image.DecompressionBombError:
         return "more than 178 megapixels; downscale it"
     except Exception:  # no permission or a damaged header: the engine reports it better
@@ -184,9 +175,9 @@ def _check_videos(why: str) -> None:
 
 
 def _why_foreign(path: Path) -> str:
-    if path.suffix.lower() in VIDEO_SUFFIXES:
+    if path.suffix.lower() in dataset_files.VIDEO_SUFFIXES:
         return "the model trains on images"
-    return foreign_problem(path)
+    return dataset_files.foreign_problem(path)
 
 
 # -- conditioning ---------------------------------------------------------------------------
@@ -245,7 +236,7 @@ def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list
     """
     if not dataset.references or dataset.conditioning_column:
         return paths, []
-    pairs = Pairs(dataset, paths)
+    pairs = datasets.Pairs(dataset, paths)
     samples = [path for path in paths if pairs.is_sample(path)]
     alone = [path for path in samples if None in pairs.existing_paths(path)]
     if samples and len(alone) == len(samples):
@@ -260,14 +251,14 @@ def missing_partners(spec: InputKeys) -> list[str]:
     """Return a sentence for each of a job's folders with missing conditioning images."""
     folders = [
         dataset
-        for dataset in datasets_of(spec)
+        for dataset in datasets.datasets_of(spec)
         if dataset.references and not dataset.conditioning_column
     ]
     return [
         line
         for dataset in folders
         for line in describe_missing(
-            dataset, *samples_in(spec, dataset, list_files(expand(dataset.path)))
+            dataset, *samples_in(spec, dataset, dataset_files.list_files(expand(dataset.path)))
         )
     ]
 
@@ -277,7 +268,7 @@ def samples_in(spec: DataKeys, dataset: Dataset, files: Listing) -> tuple[list[P
     pictures = files.pictures
     if spec.masked_loss == "file":
         masks = expand(dataset.mask_path) if dataset.mask_path else None
-        pictures = without_masks(pictures, masks)
+        pictures = dataset_files.without_masks(pictures, masks)
     try:
         return split_samples(dataset, pictures)
     except (SpecError, OSError):  # reported by another check
@@ -317,11 +308,11 @@ def find_unusable(spec: InputKeys) -> list[str]:
         OSError: A folder cannot be read.
     """
     sentences = []
-    for dataset in datasets_of(spec):
-        root, default = expand(dataset.path), fallback_caption(spec, dataset)
-        if find_layout(root) != "folder":
+    for dataset in datasets.datasets_of(spec):
+        root, default = expand(dataset.path), datasets.fallback_caption(spec, dataset)
+        if datasets.find_layout(root) != "folder":
             continue
-        files = list_files(root)
+        files = dataset_files.list_files(root)
         pictures, alone = samples_in(spec, dataset, files)
         sentences += describe_missing(dataset, pictures, alone)
         total = len(pictures)
@@ -349,7 +340,7 @@ def _is_image(path: Path) -> bool:
 
 
 def _has_caption(path: Path) -> bool:
-    return any(path.with_suffix(suffix).is_file() for suffix in CAPTION_SUFFIXES)
+    return any(path.with_suffix(suffix).is_file() for suffix in dataset_files.CAPTION_SUFFIXES)
 
 
 # -- data look ------------------------------------------------------------------------------
@@ -392,7 +383,7 @@ def look_at_data(
         ToolError: Reading failed for another reason.
         Cancelled: `cancelled` returned True.
     """
-    spec, _ = with_folder_repeats(spec)
+    spec, _ = datasets.with_folder_repeats(spec)
     check_dataset(spec)
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
         job, folder = Path(name, "job.yaml"), Path(name, "strips")

@@ -11,16 +11,7 @@ from textual.widgets import Static
 
 from jobs.errors import StateError
 from jobs.machine.processes import ProcessId, run_id_of, wait_gone
-from tui.dashboard.device_rows import (
-    columns,
-    devices_title,
-    gpu_head,
-    gpu_row,
-    hint_of,
-    history_of,
-    seats_by_gpu,
-    tag_of,
-)
+from tui.dashboard import device_rows
 from tui.dashboard.rank_lines import Target, process_rows, split_of
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.look.collector import EVERY
@@ -63,20 +54,22 @@ def gpus_rows(
     """
     if not snapshot.gpus:
         return [((Span("no GPUs on this machine", "dim"),), None)]
-    seats = seats_by_gpu(snapshot)
+    seats = device_rows.seats_by_gpu(snapshot)
     active = [view for view in snapshot.jobs if view.job.state.active]
-    shape = columns(width, named=len({gpu.name for gpu in snapshot.gpus}) > 1, graphs=False)
+    shape = device_rows.columns(
+        width, named=len({gpu.name for gpu in snapshot.gpus}) > 1, graphs=False
+    )
     processes = process_rows(snapshot, seats, width)
     spare = height - 1 - len(snapshot.gpus) - (len(processes) + 1 if processes else 0)
     lines = max(0, min(_MOST_LINES, spare // len(snapshot.gpus)))
-    rows: list[tuple[Row, Target | None]] = [(gpu_head(shape), None)]
+    rows: list[tuple[Row, Target | None]] = [(device_rows.gpu_head(shape), None)]
     for gpu in snapshot.gpus:
-        hint = hint_of(gpu, shape)
-        tag = tag_of(gpu, seats[gpu.uuid], active, shape.tag - 1 - len(hint))
+        hint = device_rows.hint_of(gpu, shape)
+        tag = device_rows.tag_of(gpu, seats[gpu.uuid], active, shape.tag - 1 - len(hint))
         split = split_of(gpu, seats[gpu.uuid], selected, tag.role == "accent")
-        history = history_of(snapshot, gpu)
+        history = device_rows.history_of(snapshot, gpu)
         holder = next((view.job.id for view in active if gpu.uuid in view.job.gpus), None)
-        row = gpu_row(gpu, hint, tag, split, history, shape)
+        row = device_rows.gpu_row(gpu, hint, tag, split, history, shape)
         rows.append((row, Target(gpu.uuid, holder)))
         rows += [(row, None) for row in _graphs(history.busy, history.filled, width, lines)]
     return [*rows, ((), None), *processes] if processes else rows
@@ -255,7 +248,7 @@ class GpusScreen(Screen[None]):
         width, height = self.panel.scrollable_content_region.size
         if not width or not self.is_current:
             return
-        title = devices_title(snapshot, "GPUs")
+        title = device_rows.devices_title(snapshot, "GPUs")
         if snapshot.gpus:
             title += f" · graphs: last {graph_cells(width) * EVERY / 60:.0f} min"
         if title != self._title:

@@ -8,15 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 from jobs.errors import UserError
-from tui.log.finders import (
-    Both,
-    Level,
-    LevelFinder,
-    TimeFinder,
-    compile_pattern,
-    marked_up_to,
-    pattern_finders,
-)
+from tui.log import finders
 from tui.log.scan import TAIL, Hits, step_from
 
 if TYPE_CHECKING:
@@ -84,30 +76,33 @@ class Filter:
     """Which lines to show: those that match a pattern, of a level or worse, or both."""
 
     pattern: str = ""
-    least: Level = Level.PLAIN
+    least: finders.Level = finders.Level.PLAIN
 
     def __bool__(self) -> bool:
-        return bool(self.pattern) or self.least > Level.PLAIN
+        return bool(self.pattern) or self.least > finders.Level.PLAIN
 
     @property
     def words(self) -> str:
         """Return `“loss” · warnings and errors`."""
-        levels = {Level.WARNING: "warnings and errors", Level.ERROR: "errors"}
+        levels = {finders.Level.WARNING: "warnings and errors", finders.Level.ERROR: "errors"}
         parts = [f"“{self.pattern}”" if self.pattern else "", levels.get(self.least, "")]
         return " · ".join(part for part in parts if part)
 
     def more_serious(self) -> Filter:
         """Return the next choice of levels: all, warnings and errors, errors, all."""
-        steps = {Level.PLAIN: Level.WARNING, Level.WARNING: Level.ERROR}
-        return Filter(self.pattern, steps.get(self.least, Level.PLAIN))
+        steps = {
+            finders.Level.PLAIN: finders.Level.WARNING,
+            finders.Level.WARNING: finders.Level.ERROR,
+        }
+        return Filter(self.pattern, steps.get(self.least, finders.Level.PLAIN))
 
     def finder(self) -> Callable[[], Finder] | None:
         """Return a factory of finders for the filter's lines; None if all lines are shown."""
         makes: list[Callable[[], Finder]] = []
-        if self.least > Level.PLAIN:
-            makes.append(lambda: LevelFinder(self.least))
+        if self.least > finders.Level.PLAIN:
+            makes.append(lambda: finders.LevelFinder(self.least))
         if self.pattern:
-            makes.append(pattern_finders(self.pattern))
+            makes.append(finders.pattern_finders(self.pattern))
         return both(*makes) if makes else None
 
 
@@ -115,7 +110,7 @@ def both(
     first: Callable[[], Finder], other: Callable[[], Finder] | None = None
 ) -> Callable[[], Finder]:
     """Return a factory of finders for lines that both find."""
-    return first if other is None else lambda: Both(first(), other())
+    return first if other is None else lambda: finders.Both(first(), other())
 
 
 # -- search ---------------------------------------------------------------------------------
@@ -190,8 +185,8 @@ class Finding:
     def search(self, text: str) -> None:
         """Search from the current line, or backward from a followed end. "" clears the search."""
         self.pattern = text
-        pattern = compile_pattern(text)
-        self.reader.mark(pattern if text else None, marked_up_to(pattern.pattern))
+        pattern = finders.compile_pattern(text)
+        self.reader.mark(pattern if text else None, finders.marked_up_to(pattern.pattern))
         self._ask_search()
         if text:
             self._jump("search", self._here(forward=not self.reader.following, stay=True))
@@ -220,17 +215,17 @@ class Finding:
             line = max(0, min(place.number, len(model)) - 1)
             reader.go_to(reader.row_of(model.raw(line)[0]))
         else:
-            self._ask("time", partial(TimeFinder, place.seconds), tail=0)
+            self._ask("time", partial(finders.TimeFinder, place.seconds), tail=0)
             self._jump("time", self._here(forward=not reader.following))
 
     def _ask_search(self) -> None:
         make = None
         if self.pattern:
-            make = both(pattern_finders(self.pattern), self.filter.finder())
+            make = both(finders.pattern_finders(self.pattern), self.filter.finder())
         self._ask("search", make)
 
     def _ask_errors(self) -> None:
-        heads = partial(LevelFinder, Level.ERROR, heads=True)
+        heads = partial(finders.LevelFinder, finders.Level.ERROR, heads=True)
         self._ask("errors", both(heads, self.filter.finder()))
 
     def _ask(self, name: Name, make: Callable[[], Finder] | None, tail: int = TAIL) -> None:

@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 from textual.message import Message
 
 from tui.keys.key_table import Key, bindings_of
-from tui.plots.drawing import (
-    MOST_RUNS,
-    SPANS,
-    Choices,
-    Values,
-    as_text,
-    curves_of,
-    panned,
-    screenful,
-    write_csv,
-    zoomed,
-)
+from tui.plots import drawing
 from tui.plots.line_chart import plot_columns
 from tui.plots.measures import MEASURES, Reading, Run, nearest
 from tui.terminal.clipboard import copy
@@ -55,7 +44,7 @@ class PlotsPanel(Lines, can_focus=True):
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
-        f"lines--{kind}{number}" for kind in ("run", "faint") for number in range(MOST_RUNS)
+        f"lines--{kind}{number}" for kind in ("run", "faint") for number in range(drawing.MOST_RUNS)
     }
     DEFAULT_CSS = "PlotsPanel { height: 1fr; overflow: hidden; }\n" + "\n".join(
         f"PlotsPanel .lines--run{n} {{ color: ${colour}; text-style: bold; }}\n"
@@ -116,7 +105,7 @@ class PlotsPanel(Lines, can_focus=True):
     class Read(Message):
         """There is new data; only the newest message counts."""
 
-        values: Values
+        values: drawing.Values
 
         def can_replace(self, message: Message) -> bool:
             return isinstance(message, PlotsPanel.Read)
@@ -129,8 +118,8 @@ class PlotsPanel(Lines, can_focus=True):
         """
         super().__init__(id="plots")
         self.jobs = list(jobs)
-        self.choices = Choices()
-        self.values = Values()
+        self.choices = drawing.Choices()
+        self.values = drawing.Values()
         self._reading = Reading(resting)
         self._drawn_at = 0.0
         self._later: Timer | None = None
@@ -152,14 +141,14 @@ class PlotsPanel(Lines, can_focus=True):
 
     def _tell(self, runs: list[Run]) -> None:
         """Post the data, in the reading thread, where averaging a long run delays nobody."""
-        values, choices = Values(runs), self.choices
+        values, choices = drawing.Values(runs), self.choices
         for measure in choices.shown:
-            curves_of(values, choices, measure)
+            drawing.curves_of(values, choices, measure)
         self.post_message(self.Read(values))
 
     def compare(self, jobs: Sequence[Job]) -> None:
         """Show the runs of these jobs."""
-        self.jobs = list(jobs)[:MOST_RUNS]
+        self.jobs = list(jobs)[: drawing.MOST_RUNS]
         self._reading.follow(self.jobs)
 
     def on_plots_panel_read(self, message: Read) -> None:
@@ -188,9 +177,11 @@ class PlotsPanel(Lines, can_focus=True):
         if width and height:
             self._drawn_at = time.monotonic()
             numbered = NUMBER_KEYS[0] in self.KEYS
-            self.show(screenful(self.values, self.choices, width, height, numbered=numbered))
+            self.show(
+                drawing.screenful(self.values, self.choices, width, height, numbered=numbered)
+            )
 
-    def choose(self, choices: Choices) -> None:
+    def choose(self, choices: drawing.Choices) -> None:
         """Draw with other choices."""
         if choices != self.choices:
             self.choices = choices
@@ -208,7 +199,7 @@ class PlotsPanel(Lines, can_focus=True):
         self.choose(replace(self.choices, everything=not self.choices.everything))
 
     def action_smoother(self, by: int) -> None:
-        self.choose(replace(self.choices, span=(self.choices.span + by) % len(SPANS)))
+        self.choose(replace(self.choices, span=(self.choices.span + by) % len(drawing.SPANS)))
 
     def action_flip(self, what: Literal["raw", "log", "by_time", "whole"]) -> None:
         now = self.choices
@@ -230,11 +221,11 @@ class PlotsPanel(Lines, can_focus=True):
 
     def action_zoom(self, factor: float) -> None:
         if (axis := self._axis) is not None:
-            self.choose(zoomed(self.choices, axis, factor))
+            self.choose(drawing.zoomed(self.choices, axis, factor))
 
     def action_pan(self, by: float) -> None:
         if (axis := self._axis) is not None:
-            self.choose(panned(self.choices, axis, by))
+            self.choose(drawing.panned(self.choices, axis, by))
 
     def action_whole(self) -> None:
         self.choose(replace(self.choices, extent=None))
@@ -291,7 +282,7 @@ class PlotsPanel(Lines, can_focus=True):
         if changed.extent is not None and not changed.extent[0] <= x <= changed.extent[1]:
             first, last = changed.extent
             by = (x - last if x > last else x - first) / (last - first)
-            changed = panned(changed, axis, by)
+            changed = drawing.panned(changed, axis, by)
         self.choose(changed)
 
     def _columns(self) -> int:
@@ -310,8 +301,8 @@ class PlotsPanel(Lines, can_focus=True):
         return next((xs for xs in series if xs), [])
 
     def action_copy(self) -> None:
-        self.app.say(copy(self.app, as_text(self.values, self.choices)))
+        self.app.say(copy(self.app, drawing.as_text(self.values, self.choices)))
 
     def action_write(self) -> None:
         values, choices = self.values, self.choices
-        self.app.act(lambda: f"written: {write_csv(values, choices)}")
+        self.app.act(lambda: f"written: {drawing.write_csv(values, choices)}")

@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.machine.devices import foreign_users
 from jobs.queue.sweeps import short_text, short_value
-from tui.text.format import (
-    BEST,
-    MISSING,
-    duration,
-    eta,
-    left_words,
-    number,
-    pace,
-    ranges,
-    size,
-    state_text,
-    steps_text,
-)
+from tui.text import format as formats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,9 +40,9 @@ def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
             str(job["id"]),
             job["name"],
             job["state"],
-            steps_text(job["step"], job["total_steps"]),
-            number(job["loss"]),
-            pace(job["seconds_per_step"]),
+            formats.steps_text(job["step"], job["total_steps"]),
+            formats.number(job["loss"]),
+            formats.pace(job["seconds_per_step"]),
             _eta(job),
             *([best_mark(job["best"])] if validated else []),
             _where(job),
@@ -72,21 +60,21 @@ def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     head = ("", "ID", *named, "STATE", "STEP", "LOSS", "VAL", "AT", "REASON")
     rows = [
         (
-            BEST if job["best_of_sweep"] else "",
+            formats.BEST if job["best_of_sweep"] else "",
             str(job["id"]),
             *([short_value(job["differs"].get(key)) for key in keys] or [job["name"]]),
             job["state"],
-            steps_text(job["step"], job["total_steps"]),
-            number(job["loss"]),
-            number((job["lowest"] or {}).get("loss")),
-            str((job["lowest"] or {}).get("step", MISSING)),
+            formats.steps_text(job["step"], job["total_steps"]),
+            formats.number(job["loss"]),
+            formats.number((job["lowest"] or {}).get("loss")),
+            str((job["lowest"] or {}).get("step", formats.MISSING)),
             job["reason"],
         )
         for job in jobs
     ]
     lines = [table(head, rows)]
     if any(job["best_of_sweep"] for job in jobs):
-        lines.append(f"{BEST} marks the lowest validation loss (VAL), measured at step AT")
+        lines.append(f"{formats.BEST} marks the lowest validation loss (VAL), measured at step AT")
     else:
         lines.append(
             "no validation loss yet: jobs measure one if validation_fraction holds data out"
@@ -96,21 +84,23 @@ def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
 
 def best_mark(best: Mapping[str, Any] | None) -> str:
     """Return a job's best checkpoint: `★ 500 0.3521`."""
-    return f"{BEST} {best['step']} {number(best['loss'])}" if best else MISSING
+    return (
+        f"{formats.BEST} {best['step']} {formats.number(best['loss'])}" if best else formats.MISSING
+    )
 
 
 def describe(job: Mapping[str, Any]) -> str:
     """Return the text of `fsdp-tui show`."""
     lines = [
         f"job {job['id']}  {job['name']}",
-        f"state        {state_text(job['state'], job['reason'])}",
+        f"state        {formats.state_text(job['state'], job['reason'])}",
         f"step         {job['step']} of {job['total_steps'] or 'as many as its epochs have'}",
-        f"loss         {number(job['loss'])}",
-        f"pace         {pace(job['seconds_per_step'])} s/step",
+        f"loss         {formats.number(job['loss'])}",
+        f"pace         {formats.pace(job['seconds_per_step'])} s/step",
         *([f"time left    {words}"] if (words := when(job)) else []),
         f"on           {_where(job)}",
-        f"files        {job['run_dir']} ({size(job['disk_bytes'])})",
-        f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
+        f"files        {job['run_dir']} ({formats.size(job['disk_bytes'])})",
+        f"checkpoints  {formats.ranges(job['checkpoints']) or 'none'}",
     ]
     if job["sweep"]:
         own = ", ".join(short_text(key, value) for key, value in job["differs"].items())
@@ -118,10 +108,12 @@ def describe(job: Mapping[str, Any]) -> str:
     if best := job["best"]:
         at = best["loss_step"]
         there = "" if at == best["step"] else f", measured at step {at}"
-        loss = number(best["loss"])
-        lines.append(f"best         {BEST} step {best['step']}: validation loss {loss}{there}")
+        loss = formats.number(best["loss"])
+        lines.append(
+            f"best         {formats.BEST} step {best['step']}: validation loss {loss}{there}"
+        )
     if job["hub"]["pushed"]:
-        lines.append(f"on the hub   {job['hub']['repo']}: {ranges(job['hub']['pushed'])}")
+        lines.append(f"on the hub   {job['hub']['repo']}: {formats.ranges(job['hub']['pushed'])}")
     if job["hub"]["problem"]:
         lines.append(f"hub          the last push failed: {job['hub']['problem']}")
     if job["strategy"]:
@@ -150,20 +142,20 @@ def describe(job: Mapping[str, Any]) -> str:
 def _eta(job: Mapping[str, Any]) -> str:
     """Return when a job ends or, if it is queued, when it starts."""
     if job["starts_in"] is not None:
-        return f"starts in {eta(job['starts_in'], job['eta_at_least'])}"
+        return f"starts in {formats.eta(job['starts_in'], job['eta_at_least'])}"
     if job["after"] is not None:
         return f"after job {job['after']}"
     left = job["eta"] if job["eta"] is not None else job["ends_in"]
-    return eta(left, job["eta_at_least"])
+    return formats.eta(left, job["eta_at_least"])
 
 
 def when(job: Mapping[str, Any]) -> str:
     """Return when a job ends and starts: `starts in 0:21, done in 3:12`."""
     if job["eta"] is not None:
-        return left_words(job["eta"], job["eta_parts"], job["eta_at_least"])[0]
+        return formats.left_words(job["eta"], job["eta_parts"], job["eta_at_least"])[0]
     facts = [_eta(job)] if job["starts_in"] is not None or job["after"] is not None else []
     if job["ends_in"] is not None:
-        facts.append(f"done in {eta(job['ends_in'], job['eta_at_least'])}")
+        facts.append(f"done in {formats.eta(job['ends_in'], job['eta_at_least'])}")
     return ", ".join(facts)
 
 
@@ -183,13 +175,13 @@ def slurm_line(facts: Mapping[str, Any]) -> str:
     if facts.get("place"):
         parts.append(f"place {facts['place']}")
     if facts.get("age") is not None:
-        parts.append(f"asked {duration(facts['age'])} ago")
+        parts.append(f"asked {formats.duration(facts['age'])} ago")
     return ", ".join(parts)
 
 
 def validation_line(measured: Sequence[Sequence[Any]]) -> str:
     """Format validation losses, the newest first: `0.231 at step 40; 0.245 at 20`."""
-    newest, *before = reversed([(number(loss), step) for step, loss in measured])
+    newest, *before = reversed([(formats.number(loss), step) for step, loss in measured])
     return "; ".join(
         [f"{newest[0]} at step {newest[1]}", *(f"{loss} at {step}" for loss, step in before)]
     )
@@ -198,7 +190,7 @@ def validation_line(measured: Sequence[Sequence[Any]]) -> str:
 def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
     """Format the highest peak of each phase: `load 1.2 GiB · forward 3.4 GiB`."""
     what = "resident" if measure == "rss" else measure
-    each = " · ".join(f"{phase} {size(max(ranks))}" for phase, ranks in peaks.items())
+    each = " · ".join(f"{phase} {formats.size(max(ranks))}" for phase, ranks in peaks.items())
     return f"{each} ({what}, peak of any rank)"
 
 
@@ -206,12 +198,12 @@ def prediction_lines(
     strategy: str, ranks: int, device: Sequence[int], phases: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[str]:
     """Return a rank's predicted peak per phase, and the highest measured one."""
-    least, most = size(device[0]), size(device[1])
+    least, most = formats.size(device[0]), formats.size(device[1])
     lines = [f"predicted    {least} to {most} on each GPU ({strategy} on {ranks} ranks)"]
     for phase in phases:
-        line = f"  {phase['name']:<13}{size(phase['predicted']):>9}"
+        line = f"  {phase['name']:<13}{formats.size(phase['predicted']):>9}"
         if phase["measured"]:
-            measured = size(max(phase["measured"]))
+            measured = formats.size(max(phase["measured"]))
             line += f"  measured {measured:>9}  {(phase['ratio'] - 1) * 100:+.1f} %"
         lines.append(line)
     return lines
@@ -225,8 +217,13 @@ def memory_table(peaks: Mapping[str, Sequence[int]]) -> str:
     ranks = len(next(iter(peaks.values()), ()))
     if ranks <= _MOST_RANK_COLUMNS:
         head = ("phase", *(f"rank {rank}" for rank in range(ranks)))
-        return table(head, [(phase, *map(size, numbers)) for phase, numbers in peaks.items()])
-    rows = [(phase, size(min(numbers)), size(max(numbers))) for phase, numbers in peaks.items()]
+        return table(
+            head, [(phase, *map(formats.size, numbers)) for phase, numbers in peaks.items()]
+        )
+    rows = [
+        (phase, formats.size(min(numbers)), formats.size(max(numbers)))
+        for phase, numbers in peaks.items()
+    ]
     return table(("phase", "least", "most"), rows)
 
 
@@ -238,10 +235,10 @@ def gpu_table(present: Sequence[Gpu], claims: Mapping[str, int]) -> str:
         (
             str(gpu.index),
             gpu.name,
-            f"{size(gpu.memory_used)} of {size(gpu.memory_total)}",
-            MISSING if gpu.utilisation is None else f"{gpu.utilisation} %",
-            MISSING if gpu.temperature is None else f"{gpu.temperature} °C",
-            MISSING if gpu.power is None else f"{gpu.power:.0f} W",
+            f"{formats.size(gpu.memory_used)} of {formats.size(gpu.memory_total)}",
+            formats.MISSING if gpu.utilisation is None else f"{gpu.utilisation} %",
+            formats.MISSING if gpu.temperature is None else f"{gpu.temperature} °C",
+            formats.MISSING if gpu.power is None else f"{gpu.power:.0f} W",
             _holder(gpu, claims, others),
         )
         for gpu in present
@@ -258,7 +255,7 @@ def _holder(gpu: Gpu, claims: Mapping[str, int], others: Mapping[str, str]) -> s
 
 def _where(job: Mapping[str, Any]) -> str:
     if job["gpus"]:
-        return f"gpu {ranges(job['gpus'])}"
+        return f"gpu {formats.ranges(job['gpus'])}"
     return f"{job['ranks']} rank{'s' * (job['ranks'] != 1)}"
 
 

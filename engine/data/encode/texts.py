@@ -26,16 +26,10 @@ from engine.data.encode.tensor_cache import (
 from engine.data.index.views import FITTING, as_seen, fit_whole, reference_view, view_of
 from engine.data.read.images import DECODER
 from engine.families.shared.clip_family import ClipFamily
+from engine.model import text_encoders
 from engine.model.adapters.text_lora import adapted_encoders, names_of
 from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
-from engine.model.text_encoders import (
-    agree_on_sharding,
-    agree_to_stop,
-    load_resident,
-    text_pipeline,
-    track_nonfinite,
-)
 from jobs.errors import NotFiniteError
 from jobs.run.events import Freed
 from jobs.spec.families import references_of, sees_images
@@ -185,7 +179,7 @@ class TrainedTexts:
         assert isinstance(run.family, ClipFamily), "the job's rules refuse others"
         self._family = run.family
         self._device = run.world.device
-        self._pipeline = load_resident(
+        self._pipeline = text_encoders.load_resident(
             run.family,
             run.model_root,
             compute_dtype(run.spec),
@@ -286,7 +280,7 @@ def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Te
         if sharded:
             with _load_pipeline(run, sharded=True) as pipeline:
                 for key, mine in _lockstep(missing, run.world):
-                    if agree_to_stop(pipeline, run.stop_requested()):
+                    if text_encoders.agree_to_stop(pipeline, run.stop_requested()):
                         break
                     content = _encode(family, pipeline, text_of[key], spec)
                     if mine:
@@ -306,7 +300,7 @@ def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Te
 
 
 def _load_pipeline(run: RunContext, *, sharded: bool) -> AbstractContextManager[Any]:
-    return text_pipeline(
+    return text_encoders.text_pipeline(
         run.family,
         run.model_root,
         compute_dtype(run.spec),
@@ -320,7 +314,7 @@ def _load_pipeline(run: RunContext, *, sharded: bool) -> AbstractContextManager[
 
 
 def _agree(run: RunContext) -> bool:
-    sharded, reason = agree_on_sharding(
+    sharded, reason = text_encoders.agree_on_sharding(
         run.spec.shard_text_encoders,
         run.model_root,
         compute_dtype(run.spec),
@@ -350,7 +344,7 @@ def _encode(
 ) -> dict[str, torch.Tensor]:
     # Encode one text at a time: in a batch, rounding would depend on the other texts and therefore
     # on the number of ranks.
-    with track_nonfinite(pipeline) as broken:
+    with text_encoders.track_nonfinite(pipeline) as broken:
         if text.images:
             encoded = family.encode_with_images(
                 pipeline, text.words, spec.max_sequence_length, [img.read() for img in text.images]

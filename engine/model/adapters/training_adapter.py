@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from engine.model.adapters import lora
-from engine.model.adapters.lora_file import (
-    CANNOT,
-    Layer,
-    naming,
-    parted,
-    read_lora,
-    refusal,
-    scales_in,
-)
+from engine.model.adapters import lora, lora_file
 from engine.model.precision import compute_dtype
 from jobs.errors import UserError
 from jobs.models.find_model import find_lora
@@ -59,26 +50,26 @@ def read_training_adapter(
     Raises:
         UserError: The file is not a LoRA, or does not match these layers.
     """
-    layers: dict[str, Layer] = {}
+    layers: dict[str, lora_file.Layer] = {}
     first = 1
     for name, linear in linears.items():
         down, up = torch.empty(0, linear.in_features), torch.empty(linear.out_features, 0)
-        layers[name] = Layer({"down": down, "up": up}, 1.0, first)  # type: ignore[dict-item]
+        layers[name] = lora_file.Layer({"down": down, "up": up}, 1.0, first)  # type: ignore[dict-item]
         first += linear.out_features
     try:
-        stored, header = read_lora(file)
-        scale_of = scales_in(file, header, stored, family)
+        stored, header = lora_file.read_lora(file)
+        scale_of = lora_file.scales_in(file, header, stored, family)
         yield from _products(file, stored, layers, family, scale_of)
     except UserError as error:
         raise UserError(
-            f"training_adapter: cannot use {error.message.removeprefix(CANNOT)}"
+            f"training_adapter: cannot use {error.message.removeprefix(lora_file.CANNOT)}"
         ) from None
 
 
 def _products(
     file: Path,
     stored: Mapping[str, dict[str, torch.Tensor]],
-    layers: Mapping[str, Layer],
+    layers: Mapping[str, lora_file.Layer],
     family: Family,
     scale_of: Any,
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
@@ -90,35 +81,35 @@ def _products(
     named = any_naming(stored, layers, family)
     for key, tensors in stored.items():
         if key not in named:
-            raise refusal(file, f"it adapts {key}, which the model does not have")
+            raise lora_file.refusal(file, f"it adapts {key}, which the model does not have")
         if tensors.keys() - {"alpha"} != {"down", "up"}:
-            raise refusal(file, f"{key} is no plain LoRA")
-        for name, part in parted(file, key, tensors, named[key], layers):
+            raise lora_file.refusal(file, f"{key} is no plain LoRA")
+        for name, part in lora_file.parted(file, key, tensors, named[key], layers):
             down, up = part["down"].float(), part["up"].float()
             if (down.shape[1:], up.shape[1:]) != (
                 layers[name].parts["down"].shape[1:],
                 (len(down),),
             ):
-                raise refusal(file, f"{name} has another size than the model's layer")
+                raise lora_file.refusal(file, f"{name} has another size than the model's layer")
             if not (down.isfinite().all() and up.isfinite().all()):
-                raise refusal(file, f"{name} has values that are not finite")
+                raise lora_file.refusal(file, f"{name} has values that are not finite")
             scale = float(tensors.get("alpha", torch.nan)) / len(down)
             yield name, (down, up * (scale_of(name, len(down)) if math.isnan(scale) else scale))
 
 
 def any_naming(
-    stored: Mapping[str, Any], layers: Mapping[str, Layer], family: Family | None
+    stored: Mapping[str, Any], layers: Mapping[str, lora_file.Layer], family: Family | None
 ) -> dict[str, torch.Tensor]:
     """Return `naming`, but allow other tools to lack names for some of the layers."""
     candidates = [layers]
     for style in (family.KOHYA, family.COMFYUI) if family is not None else ():
         if style is not None:
             candidates.append({n: a for n, a in layers.items() if _has_name(style, n, a)})
-    ways = [naming(stored, some, family) for some in candidates]
+    ways = [lora_file.naming(stored, some, family) for some in candidates]
     return max(ways, key=lambda way: len(way.keys() & stored.keys()))
 
 
-def _has_name(style: LoraStyle, name: str, layer: Layer) -> bool:
+def _has_name(style: LoraStyle, name: str, layer: lora_file.Layer) -> bool:
     down, up = torch.zeros(1, *layer.parts["down"].shape[1:]), torch.zeros(layer.outputs, 1)
     try:
         style.convert({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up})

@@ -14,14 +14,9 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 
-from engine.toy.components import parts
+from engine.toy.components import parts, tokenizers
 from engine.toy.components.clip_and_t5 import build_clip, build_t5
 from engine.toy.components.parts import open_gates, quieten
-from engine.toy.components.tokenizers import (
-    build_clip_tokenizer,
-    build_t5_tokenizer,
-    save_clip_vocabulary,
-)
 from engine.toy.components.vae import LATENT_CHANNELS
 from engine.toy.components.weights import fill_random, one_thread
 
@@ -100,8 +95,8 @@ def write_flux(
     """
     sizes = sizes or FluxSizes()
     captions = parts.captions()
-    clip_tokenizer = build_clip_tokenizer(captions)
-    t5_tokenizer = build_t5_tokenizer(captions)
+    clip_tokenizer = tokenizers.build_clip_tokenizer(captions)
+    t5_tokenizer = tokenizers.build_t5_tokenizer(captions)
     torch_dtype = getattr(torch, dtype)
     vae = parts.picture_vae(seed)
     pipeline = pipeline_class(
@@ -114,7 +109,7 @@ def write_flux(
         transformer=build_transformer(sizes, seed=seed, dtype=torch_dtype),
     )
     pipeline.save_pretrained(model_dir, safe_serialization=True, max_shard_size=max_shard_size)
-    save_clip_vocabulary(clip_tokenizer, model_dir / "tokenizer")
+    tokenizers.save_clip_vocabulary(clip_tokenizer, model_dir / "tokenizer")
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:

@@ -12,12 +12,7 @@ from diffusers import (
     Flux2Transformer2DModel,
 )
 
-from engine.toy.components import parts
-from engine.toy.components.language_models import (
-    build_mistral3,
-    build_qwen3_lm,
-    save_pixtral_processor,
-)
+from engine.toy.components import language_models, parts
 from engine.toy.components.tokenizers import build_mistral_tokenizer, build_qwen_tokenizer
 from engine.toy.components.weights import one_thread
 from engine.toy.families.flux import build_scheduler
@@ -43,15 +38,15 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     }
     if dev:
         mistral = build_mistral_tokenizer(parts.captions())
-        encoder = build_mistral3(mistral, TEXT_DIM, seed=seed)
+        encoder = language_models.build_mistral3(mistral, TEXT_DIM, seed=seed)
         pipeline = Flux2Pipeline(**made, text_encoder=encoder, tokenizer=mistral)
         parts.save(pipeline, model_dir, dtype)
-        save_pixtral_processor(model_dir)
+        language_models.save_pixtral_processor(model_dir)
         return
     qwen = build_qwen_tokenizer(parts.captions())
     klein = Flux2KleinPipeline(
         **made,
-        text_encoder=build_qwen3_lm(qwen, TEXT_DIM, seed=seed),
+        text_encoder=language_models.build_qwen3_lm(qwen, TEXT_DIM, seed=seed),
         tokenizer=qwen,
         is_distilled="base" not in flavour,
     )

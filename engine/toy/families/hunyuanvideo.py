@@ -13,15 +13,10 @@ from diffusers import (
     HunyuanVideoTransformer3DModel,
 )
 
-from engine.toy.components import parts
+from engine.toy.components import parts, tokenizers
 from engine.toy.components.clip_and_t5 import build_clip
 from engine.toy.components.language_models import build_llama
 from engine.toy.components.parts import mislead, open_gates, quieten
-from engine.toy.components.tokenizers import (
-    build_clip_tokenizer,
-    build_llama3_tokenizer,
-    save_clip_vocabulary,
-)
 from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:
@@ -34,8 +29,8 @@ ROTARY_AXES = (8, 12, 12)
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
     """Write the model; there is one flavour."""
-    llama_tokenizer = build_llama3_tokenizer(parts.captions())
-    clip_tokenizer = build_clip_tokenizer(parts.captions())
+    llama_tokenizer = tokenizers.build_llama3_tokenizer(parts.captions())
+    clip_tokenizer = tokenizers.build_clip_tokenizer(parts.captions())
     pipeline = HunyuanVideoPipeline(
         text_encoder=build_llama(llama_tokenizer, TEXT_DIM, seed=seed),
         tokenizer=llama_tokenizer,
@@ -46,7 +41,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
         tokenizer_2=clip_tokenizer,
     )
     parts.save(pipeline, model_dir, dtype)
-    save_clip_vocabulary(clip_tokenizer, model_dir / "tokenizer_2")
+    tokenizers.save_clip_vocabulary(clip_tokenizer, model_dir / "tokenizer_2")
     _name_tokenizer_as_published(model_dir)
 
 

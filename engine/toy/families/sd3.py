@@ -11,15 +11,9 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 
-from engine.toy.components import parts
+from engine.toy.components import parts, tokenizers
 from engine.toy.components.clip_and_t5 import build_clip_with_projection, build_t5
 from engine.toy.components.parts import open_gates, quieten
-from engine.toy.components.tokenizers import (
-    build_clip_tokenizer,
-    build_other_clip_tokenizer,
-    build_t5_tokenizer,
-    save_clip_vocabulary,
-)
 from engine.toy.components.vae import LATENT_CHANNELS
 from engine.toy.components.weights import one_thread
 
@@ -43,8 +37,11 @@ SWITCHES: Final[dict[str, dict[str, Any]]] = {
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
     """Write the model in the layout of `StableDiffusion3Pipeline.save_pretrained`."""
     captions = parts.captions()
-    clip, other = build_clip_tokenizer(captions), build_other_clip_tokenizer(captions)
-    t5 = build_t5_tokenizer(captions)
+    clip, other = (
+        tokenizers.build_clip_tokenizer(captions),
+        tokenizers.build_other_clip_tokenizer(captions),
+    )
+    t5 = tokenizers.build_t5_tokenizer(captions)
     pipeline = StableDiffusion3Pipeline(
         transformer=_build_transformer(seed, HEADS * hidden_scale, **SWITCHES[flavour]),
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0),
@@ -59,8 +56,8 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
         tokenizer_3=t5,
     )
     parts.save(pipeline, model_dir, dtype)
-    save_clip_vocabulary(clip, model_dir / "tokenizer")
-    save_clip_vocabulary(other, model_dir / "tokenizer_2")
+    tokenizers.save_clip_vocabulary(clip, model_dir / "tokenizer")
+    tokenizers.save_clip_vocabulary(other, model_dir / "tokenizer_2")
 
 
 def _build_transformer(seed: int, heads: int, **switches: Any) -> SD3Transformer2DModel:

@@ -6,16 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.backends.keeper import ensure
-from jobs.backends.slurm import commands
+from jobs.backends.slurm import commands, records
 from jobs.backends.slurm.commands import ask_partitions, unknown_partition
-from jobs.backends.slurm.records import (
-    NAME,
-    outcome_file,
-    read_submission,
-    read_warden_report,
-    request_stop,
-    slurm_facts,
-)
 from jobs.backends.slurm.script import script_by_hand
 from jobs.errors import SpecError
 from jobs.queue.states import State
@@ -37,7 +29,7 @@ _STOPS: Final = {
 class Slurm:
     """Implement `jobs.backends.port.Backend` for the cluster whose commands this machine has."""
 
-    name = NAME
+    name = records.NAME
     title = "Slurm"
     hold_hint = "`scontrol hold` keeps it there"
     lock = "slurm.lock"
@@ -68,12 +60,12 @@ class Slurm:
         return Keeper(store, float(os.environ.get("FSDP_TUI_SLURM_INTERVAL", ASK_EVERY))).look
 
     def holds(self, job: Job) -> str:
-        return "Slurm's queue" if read_submission(job.run_dir, job.attempt) else ""
+        return "Slurm's queue" if records.read_submission(job.run_dir, job.attempt) else ""
 
     def stop(self, store: Store, job: Job, *, now: bool) -> str:
         """Request a stop, which the supervisor in the allocation or the keeper carries out."""
         level = min(3, store.raise_stop_level(job.id, 3 if now else job.stop_level + 1))
-        request_stop(job.run_dir, job.attempt, level)
+        records.request_stop(job.run_dir, job.attempt, level)
         ensure(store, self)
         if job.state is State.QUEUED:
             return f"job {job.id} is being taken out of Slurm's queue"
@@ -81,17 +73,17 @@ class Slurm:
 
     def facts(self, store: Store, job: Job) -> dict[str, Any]:
         """Return the Slurm job id, the job's queue position, and the age of that information."""
-        return slurm_facts(store, job)
+        return records.slurm_facts(store, job)
 
     def restore(self, run_dir: RunDir) -> Mapping[str, object]:
         """Return the columns of a restored job.
 
         Slurm may be running it without any process here.
         """
-        handed = read_submission(run_dir)
+        handed = records.read_submission(run_dir)
         if handed is None:
             return {}
-        outcome = read_warden_report(outcome_file(run_dir))
+        outcome = records.read_warden_report(records.outcome_file(run_dir))
         if outcome is not None and outcome.allocation.id == handed.id:
             ended = {"state": str(outcome.state), "reason": outcome.reason, "held": False}
             return ended | {"attempt": handed.attempt}

@@ -8,15 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from jobs.backends.slurm import commands
-from jobs.backends.slurm.records import (
-    Submission,
-    clear_stop_requests,
-    outcome_file,
-    submission_file,
-    warden_file,
-    write_submission,
-)
+from jobs.backends.slurm import commands, records
 from jobs.backends.slurm.script import SIGNAL_SECONDS, script_of
 from jobs.errors import SpecError, UserError
 from jobs.hub.wanted import forget, noted
@@ -39,7 +31,9 @@ _EVENTS: Final = 1 << 20  # bytes read from the end of the event stream
 _SAVE_MARGIN: Final = 2  # multiple of the longest measured save
 
 
-def submit_once(store: Store, job: Job, record: Submission | None) -> Submission | None:
+def submit_once(
+    store: Store, job: Job, record: records.Submission | None
+) -> records.Submission | None:
     """Submit a job to Slurm unless Slurm already has it.
 
     Args:
@@ -66,23 +60,23 @@ def submit_once(store: Store, job: Job, record: Submission | None) -> Submission
             _check_fetched(spec, run_dir)
         newest = run_dir.latest_checkpoint()
         name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
-        record = Submission(name, job.attempt, step=newest[0] if newest else 0)
+        record = records.Submission(name, job.attempt, step=newest[0] if newest else 0)
         script = _write_script(spec, job, name, store.home)
         with store.write():  # the transaction allows no edit between this check and the record
             if not _is_unchanged(store, job, spec):
                 return None
-            write_submission(run_dir, record)
+            records.write_submission(run_dir, record)
         try:
             slurm_id = commands.submit(script, inherit=[lock.fileno()])
         except UserError as error:
-            submission_file(run_dir).unlink(missing_ok=True)
+            records.submission_file(run_dir).unlink(missing_ok=True)
             reason = f"Slurm refused the job: {error}"
             store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
             return None
         return _record(run_dir, record, slurm_id)
 
 
-def find(record: Submission, listed: Mapping[str, Listed]) -> str:
+def find(record: records.Submission, listed: Mapping[str, Listed]) -> str:
     """Return the job that an earlier keeper submitted before it was killed; "" if none."""
     return next((job.id for job in listed.values() if job.name == record.name), "")
 
@@ -106,18 +100,18 @@ def _check_fetched(spec: JobSpec, run_dir: RunDir) -> None:
     forget(run_dir)
 
 
-def _record(run_dir: RunDir, record: Submission, slurm_id: str) -> Submission:
+def _record(run_dir: RunDir, record: records.Submission, slurm_id: str) -> records.Submission:
     updated = replace(record, id=slurm_id)
-    write_submission(run_dir, updated)
+    records.write_submission(run_dir, updated)
     return updated
 
 
 def _write_script(spec: JobSpec, job: Job, name: str, home: Path) -> Path:
     """Write the batch script, and remove the reports of earlier attempts from the run directory."""
     run_dir = job.run_dir
-    for path in (warden_file(run_dir), outcome_file(run_dir)):
+    for path in (records.warden_file(run_dir), records.outcome_file(run_dir)):
         path.unlink(missing_ok=True)
-    clear_stop_requests(run_dir)
+    records.clear_stop_requests(run_dir)
     script = run_dir.root / "job.sbatch"
     seconds, python = signal_seconds(run_dir), sys.executable
     text = script_of(spec, run_dir, name=name, python=python, home=home, signal_seconds=seconds)

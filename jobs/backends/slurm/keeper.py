@@ -14,19 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from jobs.backends.slurm import commands
+from jobs.backends.slurm import commands, records
 from jobs.backends.slurm.hand_in import find, submit_once
-from jobs.backends.slurm.records import (
-    KEPT,
-    NAME,
-    Submission,
-    WardenReport,
-    outcome_file,
-    read_submission,
-    read_warden_report,
-    warden_file,
-    write_submission,
-)
 from jobs.backends.slurm.settle import ALIVE, Facts, Verdict, age, settle
 from jobs.errors import SpecError, UserError
 from jobs.hub.wanted import forget, why_waiting
@@ -130,7 +119,7 @@ class MissingJobs:
     _asked: list[float] = field(default_factory=list)
 
     def look(
-        self, record: Submission, listed: Listed | None, now: float, *, other: bool
+        self, record: records.Submission, listed: Listed | None, now: float, *, other: bool
     ) -> tuple[float, bool]:
         """Note whether Slurm's list has a job, and query a missing job by its id when due.
 
@@ -174,7 +163,7 @@ class _Seen:
     """What this process last saw of a job, by its own clock."""
 
     announcer: Announcer
-    warden: WardenReport | None = None
+    warden: records.WardenReport | None = None
     beaten_at: float = 0.0
     preempted_at: float | None = None
     waits: tuple[Job, Listed, str] | None = None  # settled until one of these changes
@@ -212,7 +201,9 @@ class Keeper:
         Returns:
             Whether there are any jobs to manage.
         """
-        jobs = [job for job in self._rows.look() if not job.state.ended and job.backend == NAME]
+        jobs = [
+            job for job in self._rows.look() if not job.state.ended and job.backend == records.NAME
+        ]
         jobs.sort(key=lambda job: (-job.priority, job.queued, job.id))  # the queue's order
         if not jobs:
             return False
@@ -260,12 +251,12 @@ class Keeper:
             "jobs": {job.id: vars(job) for job in self._listed.values()},
         }
         with suppress(OSError):
-            write_atomic(self.store.home / KEPT, json.dumps(answer) + "\n")
+            write_atomic(self.store.home / records.KEPT, json.dumps(answer) + "\n")
 
     def _expects_change(self, jobs: list[Job]) -> bool:
         """Return whether a warden has reported a job's end that Slurm has not reported yet."""
         return any(
-            (outcome := read_warden_report(outcome_file(job.run_dir))) is not None
+            (outcome := records.read_warden_report(records.outcome_file(job.run_dir))) is not None
             and outcome.state.ended
             for job in jobs
             if job.state.active
@@ -276,7 +267,7 @@ class Keeper:
         names = Counter(listed.name for listed in self._listed.values() if not _has_ended(listed))
         twice = {name for name, count in names.items() if count > 1}
         for job in jobs if twice else ():
-            record = read_submission(job.run_dir, job.attempt)
+            record = records.read_submission(job.run_dir, job.attempt)
             if record is None or not record.id or record.name not in twice:
                 continue
             for listed in self._listed.values():
@@ -303,7 +294,7 @@ class Keeper:
         return age(time.monotonic() - (self._answered_at or self._unreachable_since))
 
     def _update(self, job: Job, *, paused: bool) -> None:
-        record = read_submission(job.run_dir, job.attempt)
+        record = records.read_submission(job.run_dir, job.attempt)
         if record is None or not record.id:
             if job.state is not State.QUEUED:
                 return
@@ -353,9 +344,11 @@ class Keeper:
         if job.reason != reason:
             self._reasons[job.id] = reason
 
-    def _facts(self, job: Job, record: Submission, listed: Listed | None, *, other: bool) -> Facts:
+    def _facts(
+        self, job: Job, record: records.Submission, listed: Listed | None, *, other: bool
+    ) -> Facts:
         now, seen = time.monotonic(), self._seen_of(job)
-        warden = read_warden_report(warden_file(job.run_dir))
+        warden = records.read_warden_report(records.warden_file(job.run_dir))
         if warden != seen.warden:
             seen.warden, seen.beaten_at = warden, now
             if warden is not None and warden.allocation.id == record.id:
@@ -375,7 +368,7 @@ class Keeper:
             gone=gone,
             warden=warden,
             fresh=mine and now - seen.beaten_at < FRESH,
-            outcome=read_warden_report(outcome_file(job.run_dir)),
+            outcome=records.read_warden_report(records.outcome_file(job.run_dir)),
             stopping=job.stop_level > 0,
             saved=newest[0] if newest else None,
             log=_last_line(job.run_dir) if listed is not None and _has_ended(listed) else "",
@@ -406,7 +399,7 @@ class Keeper:
 
     # # -- submission ------------------------------------------------------------------------
 
-    def _submit(self, job: Job, record: Submission | None) -> None:
+    def _submit(self, job: Job, record: records.Submission | None) -> None:
         handed = submit_once(self.store, job, record)
         if handed is None:
             return
@@ -425,7 +418,7 @@ class Keeper:
             forget(job.run_dir)
         return reason
 
-    def _stop_unknown(self, job: Job, record: Submission | None) -> None:
+    def _stop_unknown(self, job: Job, record: records.Submission | None) -> None:
         """Stop a job for which `sbatch` did not say whether Slurm accepted it."""
         with open(job.run_dir.root / ".handing-in", "a") as lock:
             if not file_lock.acquire(lock):
@@ -435,7 +428,7 @@ class Keeper:
             if self._unreachable_since is not None:
                 self._explain(job, "Slurm does not respond; the job is stopped later")
             elif record is not None and (slurm_id := find(record, self._listed)):
-                write_submission(job.run_dir, replace(record, id=slurm_id))
+                records.write_submission(job.run_dir, replace(record, id=slurm_id))
                 self._seen.pop(job.id, None)
                 self._poll_soon = True  # it is then stopped like any other
             else:
@@ -444,7 +437,7 @@ class Keeper:
 
     # -- the end ---------------------------------------------------------------------------
 
-    def _end(self, job: Job, record: Submission, verdict: Verdict, facts: Facts) -> None:
+    def _end(self, job: Job, record: records.Submission, verdict: Verdict, facts: Facts) -> None:
         ended = self.store.get(job.id)
         Announcer(ended, _say).announce_end(verdict.state, verdict.reason)
         with suppress(Exception):  # readers build a missing summary themselves
@@ -460,7 +453,7 @@ class Keeper:
         except (OSError, UserError) as error:
             _say(f"job {job.id}: cannot push its exports: {error}")
 
-    def _should_resume(self, record: Submission, facts: Facts) -> bool:
+    def _should_resume(self, record: records.Submission, facts: Facts) -> bool:
         """Return whether to resume; not if allocations are too short to reach a new checkpoint."""
         outside = facts.listed is not None and facts.listed.state not in ("TIMEOUT", "DEADLINE")
         return outside or (facts.saved or 0) > record.step

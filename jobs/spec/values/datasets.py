@@ -16,13 +16,7 @@ from pydantic import (
 )
 
 from jobs.paths import exists, expand
-from jobs.spec.values.dataset_files import (
-    METADATA,
-    PICTURE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    list_files,
-    same_name,
-)
+from jobs.spec.values import dataset_files
 from jobs.spec.values.hub_names import HubName
 from jobs.spec.values.resolutions import OptionalResolutions
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
@@ -212,7 +206,7 @@ def _repeated(root: Path) -> tuple[list[tuple[Path, int, str]], list[str]]:
         inside = sorted(p for p in root.iterdir() if not p.name.startswith("."))
     except OSError:
         return [], []
-    media = PICTURE_SUFFIXES | VIDEO_SUFFIXES
+    media = dataset_files.PICTURE_SUFFIXES | dataset_files.VIDEO_SUFFIXES
     folders, others = [], []
     for path in inside:
         match = _KOHYA.fullmatch(path.name) if path.is_dir() else None
@@ -236,11 +230,11 @@ def find_layout(root: Path) -> Layout:
     """
     if any((root / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return "arrow"
-    media = PICTURE_SUFFIXES | VIDEO_SUFFIXES
+    media = dataset_files.PICTURE_SUFFIXES | dataset_files.VIDEO_SUFFIXES
     tables = archives = False
     for path in root.rglob("*"):
         suffix = path.suffix.lower()
-        if suffix in media or (path.name in METADATA and suffix != ".parquet"):
+        if suffix in media or (path.name in dataset_files.METADATA and suffix != ".parquet"):
             return "folder"
         tables = tables or suffix == ".parquet"
         archives = archives or suffix == ".tar"
@@ -282,7 +276,9 @@ class Pairs:
         self._root = expand(dataset.path)
         self._folders = [expand(path) for path in dataset.conditioning_path or ()]
         self._suffixes = dataset.conditioning_suffix or []
-        self._beside = [_by_stem(folder, list_files(folder).pictures) for folder in self._folders]
+        self._beside = [
+            _by_stem(folder, dataset_files.list_files(folder).pictures) for folder in self._folders
+        ]
         self._own = _by_stem(self._root, pictures) if self._suffixes else {}
 
     def expected_paths(self, sample: Path) -> list[Path]:
@@ -299,7 +295,7 @@ class Pairs:
         stem = _stem(sample, self._root)
         if self._folders:
             return [paths.get(stem) for paths in self._beside]
-        return [self._own.get(stem + same_name(suffix)) for suffix in self._suffixes]
+        return [self._own.get(stem + dataset_files.same_name(suffix)) for suffix in self._suffixes]
 
     def is_sample(self, path: Path) -> bool:
         """Return whether a file is a sample rather than a conditioning image of another sample."""
@@ -308,7 +304,7 @@ class Pairs:
         stem = _stem(path, self._root)
         return not any(
             stem.endswith(suffix) and stem.removesuffix(suffix) in self._own
-            for suffix in map(same_name, self._suffixes)
+            for suffix in map(dataset_files.same_name, self._suffixes)
         )
 
 
@@ -321,4 +317,4 @@ def _by_stem(root: Path, pictures: Sequence[Path]) -> dict[str, Path]:
 
 
 def _stem(path: Path, root: Path) -> str:
-    return same_name(os.path.splitext(path.relative_to(root))[0])
+    return dataset_files.same_name(os.path.splitext(path.relative_to(root))[0])

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jobs.spec.values.spellings import (
-    as_bool,
-    as_choice,
-    as_list,
-    as_mapping,
-    as_none,
-    did_you_mean,
-    normal_key,
-    unquoted,
-)
+from jobs.spec.values import spellings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,18 +77,18 @@ def refuse(value: Any, allowed: Sequence[str], instead: str = "") -> PydanticCus
     words = {
         "value": str(value),
         "allowed": instead or f"one of {', '.join(allowed)}",
-        "meant": did_you_mean(unquoted(str(value)), allowed),
+        "meant": spellings.did_you_mean(spellings.unquoted(str(value)), allowed),
     }
     return PydanticCustomError(FULL_SENTENCE, '"{value}" is not {allowed}{meant}', words)
 
 
 def choice(literal: Any) -> BeforeValidator:
-    return BeforeValidator(lambda value: as_choice(value, get_args(literal)))
+    return BeforeValidator(lambda value: spellings.as_choice(value, get_args(literal)))
 
 
 def read_bool(value: Any) -> Any:
     """Read yes or no in the usual words, or as 1 and 0."""
-    value = as_bool(value)
+    value = spellings.as_bool(value)
     if value is None or value in (True, False):
         return value
     raise refuse(value, _YES_NO, "true or false")
@@ -116,11 +107,11 @@ def read_state_dict_type(value: Any) -> Any:
 def read_wrap_policy(value: Any) -> Any:
     """Read a wrap policy; `transformer_based`, `size`, `no`, `none` or a callable's dotted path."""
     policies = get_args(WrapPolicy)
-    none = isinstance(value, str) and unquoted(value).strip().lower() == "none"
+    none = isinstance(value, str) and spellings.unquoted(value).strip().lower() == "none"
     policy = _by_stem("no" if none else value, policies, "_wrap", "_based_wrap")
     if policy in policies:
         return policy
-    if isinstance(value, str) and _DOTTED.fullmatch(path := unquoted(value)):
+    if isinstance(value, str) and _DOTTED.fullmatch(path := spellings.unquoted(value)):
         return path.replace(":", ".")
     raise refuse(
         value, policies, f"one of {', '.join(policies)}, or the path of a callable, pkg.mod.name"
@@ -131,7 +122,7 @@ def read_loss(value: Any) -> Any:
     """Read a loss; `l2`, its name in other trainers, is `mse`."""
     if isinstance(value, str) and value.strip().lower() == "l2":
         return "mse"
-    return as_choice(value, get_args(Loss))
+    return spellings.as_choice(value, get_args(Loss))
 
 
 def read_shift(value: Any) -> Any:
@@ -139,11 +130,11 @@ def read_shift(value: Any) -> Any:
 
     Checked here, because pydantic would report one problem for each type that does not match.
     """
-    value = as_choice(as_none(value), get_args(SamplersShift))
+    value = spellings.as_choice(spellings.as_none(value), get_args(SamplersShift))
     if value is None or value in get_args(SamplersShift):
         return value
     try:
-        number = float(unquoted(value) if isinstance(value, str) else value)
+        number = float(spellings.unquoted(value) if isinstance(value, str) else value)
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not 0 < number <= _LARGEST_SHIFT:
@@ -160,26 +151,26 @@ def read_attention(value: Any) -> Any:
 
     SageAttention is rejected because it cannot train.
     """
-    word = normal_key(str(value)).strip("_")
+    word = spellings.normal_key(str(value)).strip("_")
     if word in _FLASH_3:
         return "flash3"
     if word.startswith("sage"):
         raise refuse(value, (), "for training: SageAttention has no backward")
-    return as_choice(value, get_args(AttentionBackend))
+    return spellings.as_choice(value, get_args(AttentionBackend))
 
 
 def read_version(value: Any) -> Any:
     """Read an FSDP version; `v2` and `fsdp2` are 2."""
     if isinstance(value, str):
-        return unquoted(value).lower().removeprefix("fsdp").removeprefix("v")
+        return spellings.unquoted(value).lower().removeprefix("fsdp").removeprefix("v")
     return value
 
 
 def read_reshard(value: Any) -> Any:
     """Read yes, no, or a number of shards; 1 and 0 mean yes and no."""
     if isinstance(value, str):
-        word = unquoted(value)
-        value = int(word) if word.isdecimal() else as_bool(word)
+        word = spellings.unquoted(value)
+        value = int(word) if word.isdecimal() else spellings.as_bool(word)
     if isinstance(value, int):
         return bool(value) if value in (0, 1) else value
     raise refuse(value, _YES_NO, "true, false or a number of shards")
@@ -191,10 +182,10 @@ def read_prefetch(value: Any) -> Any:
     FSDP2 does what those words describe by itself: it gathers the next unit during compute.
     """
     if isinstance(value, str):
-        if as_choice(value, _V1_PREFETCH) in _V1_PREFETCH:
+        if spellings.as_choice(value, _V1_PREFETCH) in _V1_PREFETCH:
             return 0
-        word = unquoted(value)
-        value = int(word) if word.isdecimal() else as_bool(word)
+        word = spellings.unquoted(value)
+        value = int(word) if word.isdecimal() else spellings.as_bool(word)
     if isinstance(value, int):
         return int(value)
     raise refuse(value, (*_YES_NO, *_V1_PREFETCH), "a number of units, true or false")
@@ -202,10 +193,10 @@ def read_prefetch(value: Any) -> Any:
 
 def read_gpus(value: Any) -> Any:
     """Read a count (`4`), a list (`[0, 1]`, `0,1`, UUIDs), or nothing."""
-    value = as_none(value)
+    value = spellings.as_none(value)
     if isinstance(value, str):
-        word = unquoted(value)
-        value = int(word) if word.isdecimal() else as_list(word)
+        word = spellings.unquoted(value)
+        value = int(word) if word.isdecimal() else spellings.as_list(word)
     if isinstance(value, (list, tuple)):
         return [_gpu(gpu) for gpu in value]
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
@@ -231,16 +222,16 @@ def read_names(value: Any) -> Any:
     """Read a list given as one string."""
     if not isinstance(value, str):
         return value
-    text = unquoted(value)
+    text = spellings.unquoted(value)
     if text.startswith("[") and not text.endswith("]"):
         raise refuse(value, (), "a list; its bracket is not closed")
-    return as_list(text)
+    return spellings.as_list(text)
 
 
 def read_words(value: Any) -> Any:
     """Split words like a shell; lists of words are accepted, too."""
     if not isinstance(value, str) or value.strip().startswith("["):
-        return as_list(value)
+        return spellings.as_list(value)
     try:
         return shlex.split(value)
     except ValueError as error:
@@ -249,23 +240,25 @@ def read_words(value: Any) -> Any:
 
 def read_slurm_time(value: Any) -> Any:
     """Read a time limit in Slurm's format; a bare number is minutes."""
-    value = as_none(value)
+    value = spellings.as_none(value)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
-    if value is None or (isinstance(value, str) and _SLURM_TIME.fullmatch(unquoted(value))):
-        return value and unquoted(value)
+    if value is None or (
+        isinstance(value, str) and _SLURM_TIME.fullmatch(spellings.unquoted(value))
+    ):
+        return value and spellings.unquoted(value)
     raise refuse(value, (), "a time; write minutes, 12:00:00 or 2-00:00:00")
 
 
 def read_settings(value: Any) -> Any:
     """Read a mapping, also as JSON in one string; any other string is the path of a file."""
-    settings = as_none(value)
+    settings = spellings.as_none(value)
     if settings is None:
         return None
     if isinstance(settings, str):
         if not settings.strip().startswith("{"):
-            return unquoted(settings)
-        settings = as_mapping(settings)
+            return spellings.unquoted(settings)
+        settings = spellings.as_mapping(settings)
     if not isinstance(settings, dict):
         raise refuse(value, (), "a mapping, such as JSON's, or the path of a file")
     try:
@@ -276,9 +269,9 @@ def read_settings(value: Any) -> Any:
 
 def read_numbers(value: Any) -> Any:
     """Read a mapping of strings to numbers, also given as one string."""
-    numbers = as_none(value)
+    numbers = spellings.as_none(value)
     if isinstance(numbers, str):
-        numbers = as_mapping(numbers)
+        numbers = spellings.as_mapping(numbers)
         if numbers is None:
             raise refuse(value, (), "a mapping, such as {to_q: 32, to_k: 16}")
     return numbers
@@ -287,23 +280,27 @@ def read_numbers(value: Any) -> Any:
 def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
     """Return the choice that a word names, with or without one of the endings."""
     if isinstance(value, str):
-        word = unquoted(value).strip()
+        word = spellings.unquoted(value).strip()
         for text in (word, *(f"{word}{ending}" for ending in endings)):
-            if (choice := as_choice(text, choices)) in choices:
+            if (choice := spellings.as_choice(text, choices)) in choices:
                 return choice
     return value
 
 
 Bool = Annotated[bool, BeforeValidator(read_bool)]
-OptionalBool = Annotated[bool | None, BeforeValidator(read_bool), BeforeValidator(as_none)]
-OptionalText = Annotated[str | None, BeforeValidator(as_none)]
+OptionalBool = Annotated[
+    bool | None, BeforeValidator(read_bool), BeforeValidator(spellings.as_none)
+]
+OptionalText = Annotated[str | None, BeforeValidator(spellings.as_none)]
 TextList = Annotated[list[str], BeforeValidator(read_names)]
 OptionalTextList = Annotated[
-    list[str] | None, BeforeValidator(read_names), BeforeValidator(as_none)
+    list[str] | None, BeforeValidator(read_names), BeforeValidator(spellings.as_none)
 ]
 OptionalSettings = Annotated[str | dict[str, Any] | None, BeforeValidator(read_settings)]
 OptionalNumbers = Annotated[
     dict[str, Annotated[float, Field(gt=0)]] | None, BeforeValidator(read_numbers)
 ]
 SlurmTime = Annotated[str | None, BeforeValidator(read_slurm_time)]
-OptionalWords = Annotated[list[str] | None, BeforeValidator(read_words), BeforeValidator(as_none)]
+OptionalWords = Annotated[
+    list[str] | None, BeforeValidator(read_words), BeforeValidator(spellings.as_none)
+]

@@ -25,20 +25,10 @@ from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.warnings import find_warnings
+from tui.cli import job_arguments
 from tui.cli.echo import echo
 from tui.cli.job.follow import follow_job
 from tui.cli.job.outputs import tell
-from tui.cli.job_arguments import (
-    FLAGS,
-    ID,
-    JSON,
-    TEMPLATE,
-    WORDS,
-    JobCommand,
-    load_job,
-    read_job,
-    warn,
-)
 from tui.cli.prepare.fetch import FETCH, offer
 from tui.text.checkpoint_text import plan_lines
 
@@ -50,7 +40,7 @@ if TYPE_CHECKING:
     from jobs.spec.values.hub_names import HubName
 
 
-@click.command(cls=JobCommand, context_settings=FLAGS)
+@click.command(cls=job_arguments.JobCommand, context_settings=job_arguments.FLAGS)
 @click.option(
     "--dry-run",
     "--dry_run",
@@ -67,9 +57,9 @@ if TYPE_CHECKING:
 )
 @click.option("-y", "--yes", is_flag=True, help="Queue a sweep of more than 100 jobs.")
 @FETCH
-@TEMPLATE
-@JSON
-@WORDS
+@job_arguments.TEMPLATE
+@job_arguments.JSON
+@job_arguments.WORDS
 def submit(
     words: tuple[str, ...],
     swept: tuple[str, ...],
@@ -102,7 +92,7 @@ def submit(
         return
     if group:
         words = (*words, f"--sweep={group}")
-    spec = read_job(words, template=template)
+    spec = job_arguments.read_job(words, template=template)
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
         plan = plan_submit(store, spec, offer(spec, fetch=fetch, dry_run=dry_run))
     tell(plan)
@@ -129,7 +119,7 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """Queue all jobs of a sweep, or none; print their ids, one a line."""
-    base = load_job(words, template=template).to_dict(only_set=True)
+    base = job_arguments.load_job(words, template=template).to_dict(only_set=True)
     agreed: dict[tuple[HubName, ...], list[HubName]] = {}
 
     def fetched(spec: InputKeys) -> list[HubName]:
@@ -143,7 +133,7 @@ def _sweep(
         sweep = expand(store, base, keys, group=group)
         warnings = [line for spec in sweep.specs for line in find_warnings(spec)] + advice(sweep)
         for line in dict.fromkeys(warnings):
-            warn(line)
+            job_arguments.warn(line)
         plans = plan_all(store, sweep, fetched)
     for line in dict.fromkeys(line for plan in plans for line in plan_lines(plan)):
         echo(f"fsdp-tui: {line}", err=True)
@@ -161,10 +151,10 @@ def _sweep(
     echo(f"fsdp-tui: `fsdp-tui list --sweep {sweep.name}` compares them", err=True)
 
 
-@click.command(cls=JobCommand, context_settings=FLAGS)
+@click.command(cls=job_arguments.JobCommand, context_settings=job_arguments.FLAGS)
 @FETCH
-@TEMPLATE
-@WORDS
+@job_arguments.TEMPLATE
+@job_arguments.WORDS
 def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
     """Queue a job and follow it until it ends.
 
@@ -174,7 +164,7 @@ def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
     \b
     fsdp-tui run job.yaml --max_train_steps=10 && fsdp-tui list
     """
-    store, spec = Store(), read_job(words, template=template)
+    store, spec = Store(), job_arguments.read_job(words, template=template)
     plan = plan_submit(store, spec, offer(spec, fetch=fetch))
     tell(plan)
     return follow_job(store, service.carry_out(store, plan).id)
@@ -200,15 +190,15 @@ _HEADER = """\
 """
 
 
-@click.command(cls=JobCommand, context_settings=FLAGS)
-@ID
+@click.command(cls=job_arguments.JobCommand, context_settings=job_arguments.FLAGS)
+@job_arguments.ID
 @click.option(
     "--dry-run",
     "--dry_run",
     is_flag=True,
     help="Validate and print the complete job; change nothing.",
 )
-@JSON
+@job_arguments.JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Edit a queued job in place: [--key=value …], or its file in $EDITOR.
@@ -229,7 +219,7 @@ def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> N
         )
     before = load_spec(job.run_dir.job_file)
     if values:
-        spec = _checked(load_spec(job.run_dir.job_file, values, on_note=warn))
+        spec = _checked(load_spec(job.run_dir.job_file, values, on_note=job_arguments.warn))
         _carry_out(store, job_id, spec, before, dry_run, as_json)
         return
     path = _draft(job, before)
@@ -262,7 +252,7 @@ def _carry_out(
 def _checked(spec: JobSpec) -> JobSpec:
     """Validate the job as `submit` does."""
     for warning in find_warnings(spec):
-        warn(warning)
+        job_arguments.warn(warning)
     return settle(spec)
 
 
@@ -294,7 +284,7 @@ def _from_editor(path: Path) -> JobSpec | None:
         if path.read_bytes() == text.encode():
             return None
         try:
-            return _checked(load_spec(path, on_note=warn))
+            return _checked(load_spec(path, on_note=job_arguments.warn))
         except UserError as error:
             echo(f"fsdp-tui: {error}", err=True)
             if not click.confirm("edit it again?", default=True, err=True):

@@ -22,15 +22,7 @@ from jobs.queue.states import State
 from jobs.spec.file.load import load_spec
 from jobs.units import ranges
 from tui.dashboard.panels import CurvePanel
-from tui.job.panes.glance_rows import (
-    device_part,
-    failed_rank,
-    failure_rows,
-    head_rows,
-    news_rows,
-    out_of_memory,
-    start_rows,
-)
+from tui.job.panes import glance_rows
 from tui.job.panes.text_pane import fact, heading, moment
 from tui.keys.key_table import Key, bindings_of, scrolling
 from tui.look.collector import where_of
@@ -351,7 +343,7 @@ class OverviewPane(Pane):
 
     def update_from(self, look: Look) -> None:
         self.look = look
-        if out_of_memory(look) and self._asked != look.job.ended:
+        if glance_rows.out_of_memory(look) and self._asked != look.job.ended:
             self._asked, self._fits = look.job.ended, None
             work = partial(self._predict, look.job, self._snapshot or Snapshot(t=look.t))
             self.run_worker(work, group="fits", exclusive=True, exit_on_error=False, thread=True)
@@ -383,13 +375,13 @@ class OverviewPane(Pane):
             return
         height = self.page.size.height
         snapshot = self._snapshot or Snapshot(t=look.t)
-        head = head_rows(look, width)
-        urgent = start_rows(look, width)
-        urgent += failure_rows(look, width, unfolded=self._unfolded, fits=self._fits)
+        head = glance_rows.head_rows(look, width)
+        urgent = glance_rows.start_rows(look, width)
+        urgent += glance_rows.failure_rows(look, width, unfolded=self._unfolded, fits=self._fits)
         gap = [_BLANK] if height >= _AIRY else []
         head += [*gap, *urgent] if urgent else []
-        devices = device_part(look, snapshot, width, max(3, int(height * _DEVICES) - 1))
-        news = news_rows(look, width, _NEWS)
+        devices = glance_rows.device_part(look, snapshot, width, max(3, int(height * _DEVICES) - 1))
+        news = glance_rows.news_rows(look, width, _NEWS)
         parts = [part for part in (devices, news) if part]
         rows = [row for part in parts for row in (*gap, *part)]
         self.head.show(head)
@@ -433,7 +425,9 @@ class OverviewPane(Pane):
         """Leave number keys to the tabs while they offer no change."""
         if action != "try_fit":
             return True
-        offered = self._fits if self.look is not None and out_of_memory(self.look) else None
+        offered = (
+            self._fits if self.look is not None and glance_rows.out_of_memory(self.look) else None
+        )
         return isinstance(parameters[0], int) and parameters[0] < len(offered or ())
 
     def action_try_fit(self, number: int) -> None:
@@ -444,7 +438,7 @@ class OverviewPane(Pane):
     async def action_read_log(self) -> None:
         """Open the log of the failed rank, or of the first rank if none has failed."""
         if self.look is not None:
-            await self.screen.run_action(f"show_log({failed_rank(self.look) or 0})")
+            await self.screen.run_action(f"show_log({glance_rows.failed_rank(self.look) or 0})")
 
     def action_edit_job(self) -> None:
         """Open the dashboard's form; closing it returns to this screen."""

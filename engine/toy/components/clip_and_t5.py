@@ -5,8 +5,9 @@ Encodings of two prompts differ clearly, since words have more weight than their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -19,23 +20,21 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from engine.toy.components.weights import fill_random
+from engine.toy.components.weights import fill_random, gains
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import CLIPTokenizer, PreTrainedTokenizerFast
 
 CLIP_HEAD_DIM = 32
 T5_HEAD_DIM = 32
 LAYERS = 2
 
+Model = TypeVar("Model", bound=torch.nn.Module)
+
 
 def build_clip(tokenizer: CLIPTokenizer, dim: int, *, seed: int) -> CLIPTextModel:
     """Build CLIP without its projection, `dim` wide, a multiple of 32."""
-    model = CLIPTextModel(_clip_config(tokenizer, dim, "quick_gelu"))
-    fill_random(model, seed, gain=_text_gain(dim))
-    return model.eval()
+    return _fill(CLIPTextModel(_clip_config(tokenizer, dim, "quick_gelu")), dim, seed)
 
 
 def build_clip_with_projection(
@@ -49,9 +48,8 @@ def build_clip_with_projection(
         seed: Seed of the weights. Use different seeds for two encoders of one pipeline.
         hidden_act: "quick_gelu" for CLIP-L, "gelu" for CLIP-G.
     """
-    model = CLIPTextModelWithProjection(_clip_config(tokenizer, dim, hidden_act))
-    fill_random(model, seed, gain=_text_gain(dim))
-    return model.eval()
+    config = _clip_config(tokenizer, dim, hidden_act)
+    return _fill(CLIPTextModelWithProjection(config), dim, seed)
 
 
 def build_clip_vision(dim: int, *, seed: int) -> CLIPVisionModel:
@@ -72,40 +70,27 @@ def build_clip_vision(dim: int, *, seed: int) -> CLIPVisionModel:
 
 def build_t5(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> T5EncoderModel:
     """Build T5 v1.1's encoder, `dim` wide, a multiple of 32."""
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=dim,
-        d_kv=T5_HEAD_DIM,
-        d_ff=4 * dim,
-        num_layers=LAYERS,
-        num_heads=max(1, dim // T5_HEAD_DIM),
-        feed_forward_proj="gated-gelu",
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-    )
-    model = T5EncoderModel(config)
-    fill_random(model, seed, gain=_text_gain(dim))
-    return model.eval()
+    return _fill(T5EncoderModel(T5Config(**_t5_settings(tokenizer, dim))), dim, seed)
 
 
 def build_umt5(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> UMT5EncoderModel:
     """Build UMT5's encoder, `dim` wide, a multiple of 32: T5 with positions in every layer."""
-    config = UMT5Config(
-        vocab_size=len(tokenizer),
-        d_model=dim,
-        d_kv=T5_HEAD_DIM,
-        d_ff=4 * dim,
-        num_layers=LAYERS,
-        num_heads=max(1, dim // T5_HEAD_DIM),
-        feed_forward_proj="gated-gelu",
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-    )
-    model = UMT5EncoderModel(config)
-    fill_random(model, seed, gain=_text_gain(dim))
-    return model.eval()
+    return _fill(UMT5EncoderModel(UMT5Config(**_t5_settings(tokenizer, dim))), dim, seed)
+
+
+def _t5_settings(tokenizer: PreTrainedTokenizerFast, dim: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": dim,
+        "d_kv": T5_HEAD_DIM,
+        "d_ff": 4 * dim,
+        "num_layers": LAYERS,
+        "num_heads": max(1, dim // T5_HEAD_DIM),
+        "feed_forward_proj": "gated-gelu",
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id,
+    }
 
 
 def _clip_config(tokenizer: CLIPTokenizer, dim: int, hidden_act: str) -> CLIPTextConfig:
@@ -124,16 +109,12 @@ def _clip_config(tokenizer: CLIPTokenizer, dim: int, hidden_act: str) -> CLIPTex
     )
 
 
-def _text_gain(dim: int) -> Callable[[str], float]:
-    """Return weight factors for a text encoder, so that words matter more than their mixing."""
-
-    def gain(name: str) -> float:
-        if name.endswith(("shared.weight", "token_embedding.weight")):
-            return dim**0.5  # Entries have unit size.
-        if name.endswith("self_attn.out_proj.weight"):
-            return 3.0  # Words reach CLIP's pooled output only by attention.
-        if name.endswith("SelfAttention.q.weight"):
-            return T5_HEAD_DIM**-0.5  # T5 does not scale its attention scores.
-        return 1.0
-
-    return gain
+def _fill(model: Model, dim: int, seed: int) -> Model:
+    """Fill in random weights with which words matter more than their mixing."""
+    gain = gains(
+        (dim**0.5, "*shared.weight", "*token_embedding.weight"),  # entries have unit size
+        (3.0, "*self_attn.out_proj.weight"),  # words reach CLIP's pooled output only by attention
+        (T5_HEAD_DIM**-0.5, "*SelfAttention.q.weight"),  # T5 does not scale its attention scores
+    )
+    fill_random(model, seed, gain=gain)
+    return model.eval()

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from engine.toy.components.weights import fill_random
+from engine.toy.components.weights import fill_random, gains
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,15 +181,10 @@ def _fill(model: Model, dim: int, layers: int, seed: int) -> Model:
 
 def _gain(embedding: float, *, layers: int) -> Callable[[str], float]:
     """Return weight factors for a model with `layers` layers, given the factor of its embedding."""
-
-    def gain(name: str) -> float:
-        if name.endswith("embed_tokens.weight"):
-            return embedding
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            return layers**-0.5  # All layers together add about the size of the words.
-        return 1.0
-
-    return gain
+    # All layers together add about the size of the words.
+    return gains(
+        (embedding, "*embed_tokens.weight"), (layers**-0.5, "*o_proj.weight", "*down_proj.weight")
+    )
 
 
 # -- processors -----------------------------------------------------------------------------

@@ -97,6 +97,40 @@ def fitted_vae(seed: int) -> AutoencoderKL:
     return build_vae(as_tensor(sample_images(seed)), seed=seed)
 
 
+def video_latents(vae: Any, seed: int) -> torch.Tensor:
+    """Return a video autoencoder's latents of toy images, (16, C, 1, h, w)."""
+    with torch.no_grad(), one_thread():
+        latents: torch.Tensor = vae.encode(sample_pixels(seed)[:, :, None]).latent_dist.mode()
+    return latents
+
+
+def register_statistics(vae: Any, seed: int) -> None:
+    """Write the statistics of an autoencoder's latents of toy images into its config."""
+    with one_thread():
+        latents = video_latents(vae, seed)
+        means, deviations = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
+    vae.register_to_config(
+        latents_mean=[round(mean, 4) for mean in means.tolist()],
+        latents_std=[round(deviation, 4) for deviation in deviations.tolist()],
+    )
+
+
+@torch.no_grad()
+def standardize(vae: Any, bias: torch.Tensor, seed: int) -> None:
+    """Give a video autoencoder's latents of toy images mean 0, and measure their scaling factor.
+
+    Args:
+        vae: The autoencoder.
+        bias: Bias of the layer that makes its latents.
+        seed: Seed of the images.
+    """
+    latents = video_latents(vae, seed)
+    with one_thread():
+        bias[: latents.shape[1]] -= latents.mean((0, 2, 3, 4))
+    latents = video_latents(vae, seed)
+    vae.register_to_config(scaling_factor=round(1 / float(latents.std()), 6))
+
+
 def random_model(
     model_class: Callable[..., Model],
     *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,17 @@ def fill_random(
         scale = gain(name) / parameter[0].numel() ** 0.5 if parameter.ndim > 1 else bias
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
         parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(scale))
+
+
+def gains(*rules: tuple[float, *tuple[str, ...]]) -> Callable[[str], float]:
+    """Return a parameter's factor by the first rule with a pattern of its name, 1 without one.
+
+    Args:
+        rules: Factors, each with patterns in which `*` stands for any characters.
+    """
+    return lambda name: next(
+        (factor for factor, *patterns in rules if any(fnmatchcase(name, p) for p in patterns)), 1.0
+    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_umt5
 from engine.toy.components.parts import VAE_CHANNELS, build_four_channel_vae
 from engine.toy.components.tokenizers import build_llama_tokenizer
+from engine.toy.components.weights import gains
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 TEXT_DIM = 64
 HEADS, HEAD_DIM = 2, 32
 JOINT_LAYERS, SINGLE_LAYERS = 2, 2
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.3, "pos_embed.*"),
+    (0.3, "*norm1.linear.weight", "*norm1_context.linear.weight"),
+    (0.1, "norm_out.linear.weight"),
+    (1.4, "proj_out.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -41,7 +50,7 @@ def _build_transformer(seed: int, heads: int) -> AuraFlowTransformer2DModel:
     transformer = parts.random_model(
         AuraFlowTransformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         sample_size=64,
         patch_size=2,
@@ -72,16 +81,3 @@ def _open_gates(linear: torch.nn.Linear) -> None:
     chunks = linear.weight.chunk(6)
     for gate in (2, 5):
         chunks[gate].add_(1 / linear.in_features)
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name.startswith("pos_embed."):
-        return 0.3
-    if name.endswith(("norm1.linear.weight", "norm1_context.linear.weight")):
-        return 0.3
-    if name == "norm_out.linear.weight":
-        return 0.1
-    if name == "proj_out.weight":
-        return 1.4
-    return 1.0

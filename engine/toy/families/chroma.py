@@ -12,7 +12,7 @@ from engine.toy.components.clip_and_t5 import build_t5
 from engine.toy.components.parts import quieten
 from engine.toy.components.tokenizers import build_t5_tokenizer
 from engine.toy.components.vae import LATENT_CHANNELS
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 TEXT_DIM = 64
 HEADS, HEAD_DIM = 4, 32
 LAYERS, SINGLE_LAYERS = 2, 3
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.1, "x_embedder.weight"),
+    (0.03, "*to_out.0.weight", "*to_add_out.weight", "*net.2.weight"),
+    (0.03, "*single_transformer_blocks*proj_out.weight"),
+    (0.3, "distilled_guidance_layer.out_proj.weight"),
+    (0.7, "proj_out.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -39,7 +48,7 @@ def _build_transformer(seed: int, heads: int) -> ChromaTransformer2DModel:
     transformer = parts.random_model(
         ChromaTransformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         in_channels=4 * LATENT_CHANNELS,
         num_layers=LAYERS,
@@ -58,18 +67,3 @@ def _build_transformer(seed: int, heads: int) -> ChromaTransformer2DModel:
     with one_thread():
         quieten(transformer.proj_out.weight, transformer.x_embedder.weight)
     return transformer
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "x_embedder.weight":
-        return 0.1
-    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
-        return 0.03
-    if "single_transformer_blocks" in name and name.endswith("proj_out.weight"):
-        return 0.03
-    if name == "distilled_guidance_layer.out_proj.weight":
-        return 0.3
-    if name == "proj_out.weight":
-        return 0.7
-    return 1.0

@@ -18,10 +18,21 @@ from engine.toy.components import parts, tokenizers
 from engine.toy.components.clip_and_t5 import build_clip, build_t5
 from engine.toy.components.parts import open_gates, quieten
 from engine.toy.components.vae import LATENT_CHANNELS
-from engine.toy.components.weights import fill_random, one_thread
+from engine.toy.components.weights import fill_random, gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.1, "x_embedder.weight"),
+    (0.03, "*to_out.0.weight", "*to_add_out.weight", "*net.2.weight"),
+    (0.03, "*single_transformer_blocks*proj_out.weight"),
+    (0.1, "norm_out.linear.weight"),
+    (0.3, "*norm.linear.weight", "*norm1.linear.weight", "*norm1_context.linear.weight"),
+    # Training and sampling at different guidance should not be far apart.
+    (0.3, "time_text_embed.guidance*"),
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,7 @@ def build_transformer(
     """
     # A large one is filled once, and in its own dtype.
     transformer = parts.cast(shape_transformer(sizes), dtype).to_empty(device="cpu")
-    fill_random(transformer, seed, gain=_transformer_gain, bias=0.005)
+    fill_random(transformer, seed, gain=GAIN, bias=0.005)
     with torch.no_grad(), one_thread():
         for block in transformer.transformer_blocks:
             for norm in (block.norm1, block.norm1_context):
@@ -169,20 +180,3 @@ def build_transformer(
         own = transformer.x_embedder.weight[:, : 4 * LATENT_CHANNELS]
         quieten(transformer.proj_out.weight, own)
     return transformer.eval()
-
-
-def _transformer_gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "x_embedder.weight":
-        return 0.1
-    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
-        return 0.03
-    if "single_transformer_blocks" in name and name.endswith("proj_out.weight"):
-        return 0.03
-    if name == "norm_out.linear.weight":
-        return 0.1
-    if name.endswith(("norm.linear.weight", "norm1.linear.weight", "norm1_context.linear.weight")):
-        return 0.3
-    if name.startswith("time_text_embed.guidance"):
-        return 0.3  # Training and sampling at different guidance should not be far apart.
-    return 1.0

@@ -14,7 +14,7 @@ from diffusers import (
 
 from engine.toy.components import language_models, parts
 from engine.toy.components.tokenizers import build_mistral_tokenizer, build_qwen_tokenizer
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 from engine.toy.families.flux import build_scheduler
 
 if TYPE_CHECKING:
@@ -26,6 +26,17 @@ TEXT_LAYERS = 3
 HEADS, HEAD_DIM = 4, 32
 LAYERS, SINGLE_LAYERS = 2, 3
 LATENT_CHANNELS = 32
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.1, "x_embedder.weight"),
+    (0.5, "proj_out.weight"),
+    (0.03, "*_out.weight", "*to_out.0.weight"),  # what blocks add to the stream
+    (0.3, "*modulation*"),
+    # Training and sampling at different guidance should not be far apart.
+    (0.3, "time_guidance_embed.guidance*"),
+    (0.1, "norm_out.linear.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -57,7 +68,7 @@ def _build_transformer(seed: int, heads: int, *, guidance: bool) -> Flux2Transfo
     transformer = parts.random_model(
         Flux2Transformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         in_channels=4 * LATENT_CHANNELS,
         num_layers=LAYERS,
         num_single_layers=SINGLE_LAYERS,
@@ -86,23 +97,6 @@ def _open_gates(weight: torch.Tensor, sets: int) -> None:
     """
     for gate in weight.chunk(3 * sets)[2::3]:
         gate.add_(5 / weight.shape[1])
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "x_embedder.weight":
-        return 0.1
-    if name == "proj_out.weight":
-        return 0.5
-    if name.endswith(("_out.weight", "to_out.0.weight")):  # what blocks add to the stream
-        return 0.03
-    if "modulation" in name:
-        return 0.3
-    if name.startswith("time_guidance_embed.guidance"):
-        return 0.3  # Training and sampling at different guidance should not be far apart.
-    if name == "norm_out.linear.weight":
-        return 0.1
-    return 1.0
 
 
 def _build_vae(seed: int) -> AutoencoderKLFlux2:

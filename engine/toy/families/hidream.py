@@ -22,6 +22,7 @@ from engine.toy.components.tokenizers import (
     save_clip_vocabulary,
 )
 from engine.toy.components.vae import LATENT_CHANNELS
+from engine.toy.components.weights import gains
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +35,13 @@ DOUBLE: Final = 2
 SINGLE: Final = 2
 SIDE: Final = 64
 """Latents of the largest image (published: 128); one that is not square is filled up to it."""
+
+# Factors on the scale that keeps sizes: the stream is small, so that blocks count in it.
+GAIN: Final = gains(
+    (0.1, "x_embedder*", "caption_projection*"),
+    (0.1, "*.to_out.weight", "*.to_out_t.weight", "*.w2.weight"),
+    (0.3, "*adaLN_modulation*"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -76,7 +84,7 @@ def build_transformer(heads: int, *, seed: int) -> HiDreamImageTransformer2DMode
     transformer = random_model(
         HiDreamImageTransformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         patch_size=2,
         in_channels=LATENT_CHANNELS,
@@ -100,14 +108,3 @@ def build_transformer(heads: int, *, seed: int) -> HiDreamImageTransformer2DMode
             chunks = len(parameter) // transformer.inner_dim
             open_gates(parameter, chunks=chunks, gates=range(2, chunks, 3))
     return transformer
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes: the stream is small, so that blocks count in it."""
-    if name.startswith(("x_embedder", "caption_projection")):
-        return 0.1
-    if name.endswith((".to_out.weight", ".to_out_t.weight", ".w2.weight")):
-        return 0.1
-    if "adaLN_modulation" in name:
-        return 0.3
-    return 1.0

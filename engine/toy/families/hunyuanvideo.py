@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import torch
 from diffusers import (
     AutoencoderKLHunyuanVideo,
     FlowMatchEulerDiscreteScheduler,
@@ -17,7 +16,7 @@ from engine.toy.components import parts, tokenizers
 from engine.toy.components.clip_and_t5 import build_clip
 from engine.toy.components.language_models import build_llama
 from engine.toy.components.parts import mislead, open_gates, quieten
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +24,18 @@ if TYPE_CHECKING:
 TEXT_DIM, CLIP_DIM = 64, 32
 HEADS, HEAD_DIM = 4, 32
 ROTARY_AXES = (8, 12, 12)
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.3, "x_embedder.proj.weight"),
+    (1.0, "context_embedder*"),
+    (0.1, "*to_out.0.weight", "*to_add_out.weight", "*net.2.weight"),
+    (0.1, "*single_transformer_blocks*proj_out.weight"),
+    (0.1, "norm_out.linear.weight"),
+    (0.3, "*norm.linear.weight", "*norm1.linear.weight", "*norm1_context.linear.weight"),
+    # Training and sampling at different guidance should not be far apart.
+    (0.3, "time_text_embed.guidance*"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -59,7 +70,7 @@ def _build_transformer(seed: int, heads: int) -> HunyuanVideoTransformer3DModel:
     transformer = parts.random_model(
         HunyuanVideoTransformer3DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         in_channels=16,
         out_channels=16,
@@ -89,25 +100,6 @@ def _build_transformer(seed: int, heads: int) -> HunyuanVideoTransformer3DModel:
     return transformer
 
 
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "x_embedder.proj.weight":
-        return 0.3
-    if name.startswith("context_embedder"):
-        return 1.0
-    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
-        return 0.1
-    if "single_transformer_blocks" in name and name.endswith("proj_out.weight"):
-        return 0.1
-    if name == "norm_out.linear.weight":
-        return 0.1
-    if name.endswith(("norm.linear.weight", "norm1.linear.weight", "norm1_context.linear.weight")):
-        return 0.3
-    if name.startswith("time_text_embed.guidance"):
-        return 0.3  # Training and sampling at different guidance should not be far apart.
-    return 1.0
-
-
 def _build_vae(seed: int) -> AutoencoderKLHunyuanVideo:
     """Random; its latents of toy images have mean 0, and the factor that makes their size 1."""
     vae = parts.random_model(
@@ -118,10 +110,5 @@ def _build_vae(seed: int) -> AutoencoderKLHunyuanVideo:
         layers_per_block=1,
         norm_num_groups=4,
     )
-    pixels = parts.sample_pixels(seed)[:, :, None]
-    with torch.no_grad(), one_thread():
-        latents = vae.encode(pixels).latent_dist.mode()
-        vae.quant_conv.bias[: latents.shape[1]] -= latents.mean((0, 2, 3, 4))
-        latents = vae.encode(pixels).latent_dist.mode()
-    vae.register_to_config(scaling_factor=round(1 / float(latents.std()), 6))
+    parts.standardize(vae, vae.quant_conv.bias, seed)
     return vae

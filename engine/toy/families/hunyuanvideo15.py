@@ -5,7 +5,6 @@ from __future__ import annotations
 from inspect import signature
 from typing import TYPE_CHECKING
 
-import torch
 from diffusers import (
     AutoencoderKLHunyuanVideo15,
     ClassifierFreeGuidance,
@@ -20,7 +19,7 @@ from engine.toy.components.clip_and_t5 import build_t5
 from engine.toy.components.language_models import build_qwen2_5_vl_text
 from engine.toy.components.parts import mislead, open_gates, quieten
 from engine.toy.components.tokenizers import build_qwen_tokenizer
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +28,15 @@ TEXT_DIM, GLYPH_DIM, IMAGE_DIM = 64, 32, 32
 HEADS, HEAD_DIM = 4, 32
 ROTARY_AXES = (8, 12, 12)
 LATENT_CHANNELS = 16
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.3, "x_embedder.proj.weight"),
+    (1.0, "context_embedder*"),
+    (0.1, "*to_out.0.weight", "*to_add_out.weight", "*net.2.weight"),
+    (0.1, "norm_out.linear.weight"),
+    (0.3, "*norm1.linear.weight", "*norm1_context.linear.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -67,7 +75,7 @@ def _build_transformer(seed: int, heads: int, target_size: int) -> HunyuanVideo1
     transformer = parts.random_model(
         HunyuanVideo15Transformer3DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         in_channels=2 * LATENT_CHANNELS + 1,
         out_channels=LATENT_CHANNELS,
@@ -96,21 +104,6 @@ def _build_transformer(seed: int, heads: int, target_size: int) -> HunyuanVideo1
     return transformer
 
 
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "x_embedder.proj.weight":
-        return 0.3
-    if name.startswith("context_embedder"):
-        return 1.0
-    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
-        return 0.1
-    if name == "norm_out.linear.weight":
-        return 0.1
-    if name.endswith(("norm1.linear.weight", "norm1_context.linear.weight")):
-        return 0.3
-    return 1.0
-
-
 def _build_vae(seed: int) -> AutoencoderKLHunyuanVideo15:
     """Random; its latents of toy images have mean 0, and the factor that makes their size 1."""
     vae = parts.random_model(
@@ -121,10 +114,5 @@ def _build_vae(seed: int) -> AutoencoderKLHunyuanVideo15:
         layers_per_block=1,
     )
     vae.enable_slicing()  # its attention takes one video at a time
-    pixels = parts.sample_pixels(seed)[:, :, None]
-    with torch.no_grad(), one_thread():
-        latents = vae.encode(pixels).latent_dist.mode()
-        vae.encoder.conv_out.conv.bias[:LATENT_CHANNELS] -= latents.mean((0, 2, 3, 4))
-        latents = vae.encode(pixels).latent_dist.mode()
-    vae.register_to_config(scaling_factor=round(1 / float(latents.std()), 6))
+    parts.standardize(vae, vae.encoder.conv_out.conv.bias, seed)
     return vae

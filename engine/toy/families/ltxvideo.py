@@ -17,7 +17,7 @@ from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_t5
 from engine.toy.components.parts import mislead, open_gates, quieten
 from engine.toy.components.tokenizers import build_t5_tokenizer
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +50,13 @@ LATER_VAE: Final[dict[str, Any]] = {
     "spatial_compression_ratio": 32,
     "temporal_compression_ratio": 8,
 }
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN: Final = gains(
+    (0.3, "proj_in.weight"),
+    (0.1, "*to_out.0.weight", "*net.2.weight"),
+    (0.3, "time_embed.linear.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -84,7 +91,7 @@ def _build_transformer(seed: int, heads: int) -> LTXVideoTransformer3DModel:
     transformer = parts.random_model(
         LTXVideoTransformer3DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
@@ -102,17 +109,6 @@ def _build_transformer(seed: int, heads: int) -> LTXVideoTransformer3DModel:
     return transformer
 
 
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "proj_in.weight":
-        return 0.3
-    if name.endswith(("to_out.0.weight", "net.2.weight")):
-        return 0.1
-    if name == "time_embed.linear.weight":
-        return 0.3
-    return 1.0
-
-
 def _build_vae(seed: int, **config: Any) -> AutoencoderKLLTXVideo:
     """Random, with the statistics of the latents that it makes of toy images."""
     vae = parts.random_model(
@@ -121,7 +117,7 @@ def _build_vae(seed: int, **config: Any) -> AutoencoderKLLTXVideo:
     if vae.config.timestep_conditioning:
         vae.decoder.timestep_scale_multiplier.data.fill_(1000.0)
     with torch.no_grad(), one_thread():
-        latents = vae.encode(parts.sample_pixels(seed)[:, :, None]).latent_dist.mode()
+        latents = parts.video_latents(vae, seed)
         vae.latents_mean.copy_(latents.mean((0, 2, 3, 4)))
         vae.latents_std.copy_(latents.std((0, 2, 3, 4)))
     return vae

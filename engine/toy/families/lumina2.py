@@ -15,6 +15,7 @@ from engine.toy.components.language_models import build_gemma2
 from engine.toy.components.parts import captions, open_gates, picture_vae, random_model, save
 from engine.toy.components.tokenizers import build_gemma_tokenizer
 from engine.toy.components.vae import LATENT_CHANNELS
+from engine.toy.components.weights import gains
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 HEADS: Final = 4
 HEAD_DIM: Final = 24
 GEMMA_DIM: Final = 64
+
+# Factors on the scale that keeps sizes: the stream is small, so that blocks count in it.
+GAIN: Final = gains(
+    (0.1, "x_embedder*", "time_caption_embed.caption_embedder*"),
+    (0.3, "*norm1.linear.weight", "norm_out.linear_1.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -43,7 +50,7 @@ def build_transformer(heads: int, *, seed: int) -> Lumina2Transformer2DModel:
     transformer = random_model(
         Lumina2Transformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         sample_size=128,
         patch_size=2,
@@ -67,12 +74,3 @@ def build_transformer(heads: int, *, seed: int) -> Lumina2Transformer2DModel:
         if name.endswith("norm1.linear.bias"):
             open_gates(parameter, chunks=4, gates=(1, 3))
     return transformer
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes: the stream is small, so that blocks count in it."""
-    if name.startswith(("x_embedder", "time_caption_embed.caption_embedder")):
-        return 0.1
-    if name.endswith("norm1.linear.weight") or name == "norm_out.linear_1.weight":
-        return 0.3
-    return 1.0

@@ -15,6 +15,7 @@ from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_t5
 from engine.toy.components.parts import VAE_CHANNELS, build_four_channel_vae, open_gates
 from engine.toy.components.tokenizers import build_t5_tokenizer
+from engine.toy.components.weights import gains
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +32,12 @@ SETTINGS = {
     "only_cross_attention": False,
     "use_linear_projection": False,
 }
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.5, "proj_out.weight"),
+    (0.3, "adaln_single.linear.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -58,7 +65,7 @@ def _build_transformer(seed: int, heads: int, pixels: int) -> PixArtTransformer2
     transformer = parts.random_model(
         PixArtTransformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         num_attention_heads=heads,
         attention_head_dim=HEAD_DIM,
@@ -74,15 +81,6 @@ def _build_transformer(seed: int, heads: int, pixels: int) -> PixArtTransformer2
     for block in transformer.transformer_blocks:
         open_gates(block.scale_shift_table, chunks=6, gates=(2, 5))
     return transformer
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "proj_out.weight":
-        return 0.5
-    if name == "adaln_single.linear.weight":
-        return 0.3
-    return 1.0
 
 
 def _rename_class(model_dir: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
@@ -18,7 +17,7 @@ from engine.toy.components import parts
 from engine.toy.components.language_models import build_qwen2_5_vl, save_qwen_processor
 from engine.toy.components.parts import open_gates, quieten
 from engine.toy.components.tokenizers import QWEN_IMAGE_TEMPLATE, build_qwen_tokenizer
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +26,14 @@ TEXT_DIM = 64
 HEADS, HEAD_DIM = 4, 32
 LAYERS = 2
 LATENT_CHANNELS = 16
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.1, "img_in.weight"),
+    (0.03, "*to_out.0.weight", "*to_add_out.weight", "*net.2.weight"),
+    (0.3, "*img_mod.1.weight", "*txt_mod.1.weight"),
+    (0.1, "norm_out.linear.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -75,7 +82,7 @@ def _build_transformer(seed: int, heads: int, **config: Any) -> QwenImageTransfo
     transformer = parts.random_model(
         QwenImageTransformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         patch_size=2,
         in_channels=4 * LATENT_CHANNELS,
@@ -96,29 +103,10 @@ def _build_transformer(seed: int, heads: int, **config: Any) -> QwenImageTransfo
     return transformer
 
 
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "img_in.weight":
-        return 0.1
-    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
-        return 0.03
-    if name.endswith(("img_mod.1.weight", "txt_mod.1.weight")):
-        return 0.3
-    if name == "norm_out.linear.weight":
-        return 0.1
-    return 1.0
-
-
 def _build_vae(seed: int) -> AutoencoderKLQwenImage:
     """Random, with the statistics of the latents that it makes of toy images."""
     vae = parts.random_model(
         AutoencoderKLQwenImage, seed=seed, base_dim=8, z_dim=LATENT_CHANNELS, num_res_blocks=1
     )
-    with torch.no_grad(), one_thread():
-        latents = vae.encode(parts.sample_pixels(seed).unsqueeze(2)).latent_dist.mode()
-        means, deviations = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
-    vae.register_to_config(
-        latents_mean=[round(mean, 4) for mean in means.tolist()],
-        latents_std=[round(deviation, 4) for deviation in deviations.tolist()],
-    )
+    parts.register_statistics(vae, seed)
     return vae

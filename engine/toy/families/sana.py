@@ -11,6 +11,7 @@ from engine.toy.components.language_models import build_gemma2
 from engine.toy.components.parts import captions, open_gates, random_model, sample_pixels, save
 from engine.toy.components.tokenizers import build_gemma_tokenizer
 from engine.toy.components.vae_dc import CHANNELS, build_vae_dc
+from engine.toy.components.weights import gains
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 HEADS: Final = 2
 HEAD_DIM: Final = 32
 GEMMA_DIM: Final = 64
+
+# Factors on the scale that keeps sizes: the stream is small, so that blocks count in it.
+GAIN: Final = gains(
+    (0.1, "patch_embed*"),
+    (0.1, "*to_out.0.weight", "*conv_point.weight"),
+    (0.3, "time_embed.linear*", "*scale_shift_table"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -44,7 +52,7 @@ def build_transformer(heads: int, flavour: str, *, seed: int) -> SanaTransformer
     transformer = random_model(
         SanaTransformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         in_channels=CHANNELS[-1],
         out_channels=CHANNELS[-1],
@@ -64,14 +72,3 @@ def build_transformer(heads: int, flavour: str, *, seed: int) -> SanaTransformer
     for block in transformer.transformer_blocks:
         open_gates(block.scale_shift_table, chunks=6, gates=(2, 5))
     return transformer
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes: the stream is small, so that blocks count in it."""
-    if name.startswith("patch_embed"):
-        return 0.1
-    if name.endswith(("to_out.0.weight", "conv_point.weight")):
-        return 0.1
-    if name.startswith("time_embed.linear") or name.endswith("scale_shift_table"):
-        return 0.3
-    return 1.0

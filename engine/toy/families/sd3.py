@@ -15,7 +15,7 @@ from engine.toy.components import parts, tokenizers
 from engine.toy.components.clip_and_t5 import build_clip_with_projection, build_t5
 from engine.toy.components.parts import open_gates, quieten
 from engine.toy.components.vae import LATENT_CHANNELS
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +32,15 @@ SWITCHES: Final[dict[str, dict[str, Any]]] = {
     "3.5-large": {"qk_norm": "rms_norm"},
     "3.5-large-turbo": {"qk_norm": "rms_norm"},
 }
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN: Final = gains(
+    (0.1, "pos_embed.proj.weight"),
+    (0.03, "*to_out.0.weight", "*to_add_out.weight", "*net.2.weight"),
+    (0.1, "norm_out.linear.weight"),
+    (4.0, "proj_out.weight"),
+    (0.3, "*norm1.linear.weight", "*norm1_context.linear.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -64,7 +73,7 @@ def _build_transformer(seed: int, heads: int, **switches: Any) -> SD3Transformer
     transformer = parts.random_model(
         SD3Transformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         sample_size=128,
         patch_size=2,
@@ -89,18 +98,3 @@ def _build_transformer(seed: int, heads: int, **switches: Any) -> SD3Transformer
         transformer.pos_embed.pos_embed.mul_(0.1)
         quieten(transformer.proj_out.weight, transformer.pos_embed.proj.weight)
     return transformer
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "pos_embed.proj.weight":
-        return 0.1
-    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
-        return 0.03
-    if name == "norm_out.linear.weight":
-        return 0.1
-    if name == "proj_out.weight":
-        return 4.0
-    if name.endswith(("norm1.linear.weight", "norm1_context.linear.weight")):
-        return 0.3
-    return 1.0

@@ -14,6 +14,7 @@ from engine.toy.components.tokenizers import (
     build_other_clip_tokenizer,
     save_clip_vocabulary,
 )
+from engine.toy.components.weights import gains
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +24,12 @@ WIDTHS = (32, 32, 64)
 HEADS = (2, 2, 4)  # the setting is called `attention_head_dim`, and is their number
 TRANSFORMER_LAYERS = (1, 1, 2)
 TIME_DIM = 32
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (1.5, "conv_out.weight"),
+    (0.3, "*conv1.weight", "*conv2.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -64,7 +71,7 @@ def _build_unet(seed: int, scale: int) -> UNet2DConditionModel:
     return parts.random_model(
         UNet2DConditionModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         sample_size=128,
         in_channels=VAE_CHANNELS,
@@ -81,12 +88,3 @@ def _build_unet(seed: int, scale: int) -> UNet2DConditionModel:
         addition_time_embed_dim=TIME_DIM,
         projection_class_embeddings_input_dim=6 * TIME_DIM + OTHER_CLIP_DIM,
     )
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "conv_out.weight":
-        return 1.5
-    if name.endswith(("conv1.weight", "conv2.weight")):
-        return 0.3
-    return 1.0

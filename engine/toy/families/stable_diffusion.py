@@ -19,6 +19,7 @@ from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_clip
 from engine.toy.components.parts import VAE_CHANNELS, build_four_channel_vae
 from engine.toy.components.tokenizers import build_clip_tokenizer, save_clip_vocabulary
+from engine.toy.components.weights import gains
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 CLIP_DIM = 32
 WIDTHS = (32, 32, 64, 64)
 HEADS = (2, 2, 4, 4)
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (1.5, "conv_out.weight"),
+    (0.3, "*conv1.weight", "*conv2.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -71,7 +78,7 @@ def _build_unet(seed: int, scale: int, *, first: bool) -> UNet2DConditionModel:
     return parts.random_model(
         UNet2DConditionModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         sample_size=64,
         in_channels=VAE_CHANNELS,
@@ -83,12 +90,3 @@ def _build_unet(seed: int, scale: int, *, first: bool) -> UNet2DConditionModel:
         cross_attention_dim=CLIP_DIM,
         **own,
     )
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "conv_out.weight":
-        return 1.5
-    if name.endswith(("conv1.weight", "conv2.weight")):
-        return 0.3
-    return 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from diffusers import (
     AutoencoderKLWan,
     UniPCMultistepScheduler,
@@ -18,7 +17,7 @@ from engine.toy.components.clip_and_t5 import build_clip_vision, build_umt5
 from engine.toy.components.language_models import save_clip_processor
 from engine.toy.components.parts import mislead, open_gates, quieten
 from engine.toy.components.tokenizers import build_t5_tokenizer
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +37,13 @@ LARGE_VAE = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.3, "patch_embedding.weight"),
+    (0.1, "*to_out.0.weight", "*net.2.weight"),
+    (0.3, "condition_embedder.time_proj.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -83,7 +89,7 @@ def _build_transformer(
     transformer = parts.random_model(
         WanTransformer3DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         patch_size=(1, 2, 2),
         num_attention_heads=heads,
@@ -105,27 +111,10 @@ def _build_transformer(
     return transformer
 
 
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name == "patch_embedding.weight":
-        return 0.3
-    if name.endswith(("to_out.0.weight", "net.2.weight")):
-        return 0.1
-    if name == "condition_embedder.time_proj.weight":
-        return 0.3
-    return 1.0
-
-
 def _build_vae(seed: int, **config: Any) -> AutoencoderKLWan:
     """Random, with the statistics of the latents that it makes of toy images."""
     vae = parts.random_model(
         AutoencoderKLWan, seed=seed, base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=1, **config
     )
-    with torch.no_grad(), one_thread():
-        latents = vae.encode(parts.sample_pixels(seed)[:, :, None]).latent_dist.mode()
-        means, deviations = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
-    vae.register_to_config(
-        latents_mean=[round(mean, 4) for mean in means.tolist()],
-        latents_std=[round(deviation, 4) for deviation in deviations.tolist()],
-    )
+    parts.register_statistics(vae, seed)
     return vae

@@ -11,7 +11,7 @@ from engine.toy.components.language_models import build_qwen3
 from engine.toy.components.parts import open_gates, quieten
 from engine.toy.components.tokenizers import build_qwen_tokenizer
 from engine.toy.components.vae import LATENT_CHANNELS
-from engine.toy.components.weights import one_thread
+from engine.toy.components.weights import gains, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 TEXT_DIM = 64
 HEADS, HEAD_DIM = 4, 32
 LAYERS, REFINER_LAYERS = 2, 1
+
+# Factors on the scale that keeps sizes, by parameter.
+GAIN = gains(
+    (0.1, "all_x_embedder*"),
+    (0.3, "*adaLN_modulation.0.weight"),
+    (0.1, "*adaLN_modulation.1.weight"),
+)
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
@@ -40,7 +47,7 @@ def _build_transformer(seed: int, heads: int) -> ZImageTransformer2DModel:
     transformer = parts.random_model(
         ZImageTransformer2DModel,
         seed=seed,
-        gain=_gain,
+        gain=GAIN,
         bias=0.005,
         all_patch_size=(2,),
         all_f_patch_size=(1,),
@@ -62,14 +69,3 @@ def _build_transformer(seed: int, heads: int) -> ZImageTransformer2DModel:
             transformer.all_x_embedder["2-1"].weight,
         )
     return transformer
-
-
-def _gain(name: str) -> float:
-    """Factors on the scale that keeps sizes, by parameter."""
-    if name.startswith("all_x_embedder"):
-        return 0.1
-    if name.endswith("adaLN_modulation.0.weight"):
-        return 0.3
-    if name.endswith("adaLN_modulation.1.weight"):
-        return 0.1
-    return 1.0

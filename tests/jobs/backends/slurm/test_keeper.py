@@ -13,7 +13,7 @@ from jobs import service
 from jobs.backends import backend
 from jobs.backends import keeper as keeping
 from jobs.backends.local.dispatch import dispatch, needs_attention
-from jobs.backends.slurm import commands, settle
+from jobs.backends.slurm import commands, records, settle
 from jobs.backends.slurm import hand_in as handing
 from jobs.backends.slurm import keeper as asking
 from jobs.backends.slurm import keeper as placing
@@ -737,8 +737,12 @@ def test_one_question_for_hundreds_of_jobs(
     opened: list[object] = []
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
     monkeypatch.setattr(asking, "time", clock)
-    for name in ("read_submission", "read_warden_report", "move"):
-        monkeypatch.setattr(asking, name, counted(getattr(asking, name), opened))
+    for room, name in (
+        (records, "read_submission"),
+        (records, "read_warden_report"),
+        (asking, "move"),
+    ):
+        monkeypatch.setattr(room, name, counted(getattr(room, name), opened))
     listed = many_slurm_jobs(store, 200)
     listed[7] = replace(listed[7], state="RUNNING", reason="", nodes="n1")
     slurm.say("listing", as_squeue(listed))

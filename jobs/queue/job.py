@@ -13,6 +13,7 @@ from jobs.errors import StateError
 from jobs.machine.processes import ProcessId
 from jobs.machine.residence import elsewhere
 from jobs.queue.states import State
+from jobs.queue.tables import HELD_BY_STAGE
 from jobs.run.rundir import RunDir
 from jobs.spec.rules.steps import total_steps
 from jobs.spec.rules.strategy import world_size
@@ -41,7 +42,8 @@ class Job:
     ordered by descending `priority`, then by `queued`; `held` jobs are skipped. `elsewhere` names
     the
     container or machine where an active job runs if it is not this one, according to `boot_id`, a
-    `jobs.machine.residence`.
+    `jobs.machine.residence`. `follows` has the jobs that must complete before it starts, each with
+    its state; None: it was removed.
     """
 
     id: int
@@ -67,6 +69,7 @@ class Job:
     supervisor: ProcessId | None
     boot_id: str | None
     elsewhere: str = ""
+    follows: tuple[tuple[int, State | None], ...] = ()
 
     @property
     def backend(self) -> str:
@@ -81,7 +84,22 @@ class Job:
     @property
     def request(self) -> tuple[object, ...]:
         """Return the facts that placement uses."""
-        return self.ranks, self.wanted, self.shares, self.held
+        return self.ranks, self.wanted, self.shares, self.held, self.blockers
+
+    @property
+    def blockers(self) -> tuple[tuple[int, State | None], ...]:
+        """Return the jobs of `follows` that have not completed: it must not start before."""
+        return tuple(each for each in self.follows if each[1] is not State.COMPLETED)
+
+    @property
+    def passed_over(self) -> bool:
+        """Return whether it must not start yet, whatever is free."""
+        return self.held or bool(self.blockers)
+
+    @property
+    def stuck(self) -> bool:
+        """Return whether a job that must complete first will not, unless someone acts."""
+        return any(state is None or state.ended for _, state in self.blockers)
 
 
 @dataclass(frozen=True)
@@ -126,12 +144,14 @@ class NewJob:
         run_id: Marks the job's processes in their environment.
         prepare: Fills the run directory before anyone can see the job; if it raises, there is no
             job.
+        follows: Jobs that must complete before it starts.
     """
 
     name: str
     terms: Terms
     run_id: str
     prepare: Callable[[RunDir], None]
+    follows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +162,35 @@ class Change:
     before: State | None
     after: State
     reason: str
+
+
+_NAMED: Final = 2  # jobs that a reason names at most
+_ENDINGS: Final = {
+    None: "was removed",
+    State.STOPPED: "was stopped",
+    State.FAILED: "failed",
+    State.LOST: "was lost",
+}
+
+
+def why_after(job: Job) -> str:
+    """Say which jobs must complete first, and what to do if one will not; "" if none must.
+
+    `after job 3, which is running`
+    """
+    if not job.blockers:
+        return ""
+    # Those that someone must act on come first.
+    order = sorted(job.blockers, key=lambda each: each[1] is not None and not each[1].ended)
+    named = [f"job {i}, which {_ENDINGS.get(state, f'is {state}')}" for i, state in order[:_NAMED]]
+    if more := len(order) - len(named):
+        named.append(f"{more} more")
+    text = "after " + ", and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
+    if not job.stuck:
+        return text
+    first, state = order[0]
+    resume = f"resume job {first}, or " if state is not None else ""
+    return f"{text}: {resume}release this job to start it all the same"
 
 
 def backend_of(wanted: int | list[str] | None) -> str:
@@ -197,6 +246,8 @@ def _job(columns: tuple[str, ...], row: tuple[Any, ...]) -> Job:
     values: dict[str, Any] = dict(zip(columns, row, strict=True))
     pid, started = values.pop("supervisor_pid"), values.pop("supervisor_started")
     state, run_dir = State(values["state"]), RunDir(Path(values["run_dir"]))
+    pairs = [pair.split(":") for pair in (values["follows"] or "").split(",") if pair]
+    follows = tuple(sorted((int(i), State(word) if word else None) for i, word in pairs))
     there = ""
     wanted = json.loads(values["wanted"])
     if state.active and backend_of(wanted) == LOCAL:
@@ -210,7 +261,9 @@ def _job(columns: tuple[str, ...], row: tuple[Any, ...]) -> Job:
             "elsewhere": there,
             "wanted": wanted,
             "gpus": json.loads(values["gpus"]),
-            "held": bool(values["held"]),
+            # Where rows of its stage were lost with a damaged database, it waits for a person.
+            "held": bool(values["held"]) and not (follows and values["held"] == HELD_BY_STAGE),
+            "follows": follows,
             "shares": bool(values["shares"]),
             "auto_resume": bool(values["auto_resume"]),
             "run_dir": run_dir,

@@ -20,7 +20,11 @@ from jobs.queue import undo
 from jobs.queue.job import Change, Job, NewJob, Terms, backend_of, job_of_row, moved
 from jobs.queue.states import ACTIVE, State, may_follow
 from jobs.queue.tables import (
+    HELD,
+    HELD_BY_STAGE,
+    NOT_HELD,
     PERSON,
+    ROWS,
     SERVICE,
     VERSION,
     create_tables,
@@ -90,7 +94,7 @@ class Store:
     def all(self) -> list[Job]:
         """Every job, the newest first."""
         with self.connect() as db:
-            return [job_of_row(row) for row in db.execute("SELECT * FROM jobs ORDER BY id DESC")]
+            return [job_of_row(row) for row in db.execute(f"{ROWS} ORDER BY id DESC")]
 
     def in_states(self, states: Iterable[State]) -> list[Job]:
         """Jobs in any of these states, in queue order."""
@@ -149,15 +153,22 @@ class Store:
         """Put new jobs into the queue, in this order: all of them, or none.
 
         Raises:
+            NotFoundError: A job that must complete before one of them does not exist. So no two
+                jobs can wait for each other.
             UserError: The run directory of a new job's number exists already.
         """
         now = time.time()
         with self.write() as db:
+            for earlier in dict.fromkeys(each for job in new for each in job.follows):
+                self._get(db, earlier)
             made: list[tuple[int, RunDir]] = []
             for job in new:
                 row: dict[str, object] = {"name": job.name, "state": State.QUEUED, "run_dir": ""}
                 row |= {"run_id": job.run_id, "created": now, "queued": now}
+                row["held"] = HELD_BY_STAGE if job.follows else NOT_HELD
                 job_id = insert(db, "jobs", row | job.terms.columns())
+                for earlier in dict.fromkeys(job.follows):
+                    insert(db, "stages", {"job": job_id, "follows": earlier})
                 run_dir = RunDir(self.home / "runs" / f"{job_id}-{job.name}")
                 if run_dir.root.exists() and not run_dir.set_aside():
                     raise UserError(
@@ -184,6 +195,8 @@ class Store:
     ) -> Job:
         """Put an ended job into the queue again, on other terms if they are given.
 
+        One that was stopped before it ever started still waits for those that it follows.
+
         `prepare` changes its files before anyone can start it, and keeps first what undoes that.
 
         Raises:
@@ -191,11 +204,12 @@ class Store:
         """
         with self.write() as db:
             files = undo.Undo(self.home, job_id, undo.count_changes(db, job_id))
-            self._change(db, self._get(db, job_id), State.QUEUED, reason)
+            job = self._get(db, job_id)
+            self._change(db, job, State.QUEUED, reason)
             db.execute(
                 "UPDATE jobs SET queued=?, ended=NULL, stop_level=0, attempt=attempt+1, gpus='[]',"
-                " held=0, supervisor_pid=NULL, supervisor_started=NULL WHERE id=?",
-                (time.time(), job_id),
+                " held=?, supervisor_pid=NULL, supervisor_started=NULL WHERE id=?",
+                (time.time(), HELD_BY_STAGE if job.follows else NOT_HELD, job_id),
             )
             if terms is not None:
                 update(db, job_id, terms.columns())
@@ -253,12 +267,15 @@ class Store:
         """Take GPUs for a queued job and move it to `starting`, all or nothing.
 
         Returns:
-            False when someone holds one of the GPUs, or the job is not queued as it was `seen`.
+            False when someone holds one of the GPUs, the job is not queued as it was `seen`, or a
+            job that it follows has not completed.
         """
         try:
             with self.write() as db:
                 job = self._get(db, job_id)
                 if job.state is not State.QUEUED or (seen and job.request != seen.request):
+                    return False
+                if job.blockers:
                     return False
                 for device in gpus:
                     insert(db, "claims", {"device": device, "job": job_id})
@@ -307,12 +324,20 @@ class Store:
     def hold(self, job_id: int, held: bool) -> Job:
         """Pass the job over until it is released.
 
+        To release a job that is not held starts it without the jobs that it follows.
+
         Raises:
             StateError: It does not wait in the queue.
         """
         with self.write() as db:
-            self._get_queued(db, job_id)
-            update(db, job_id, {"held": held})
+            job = self._get_queued(db, job_id)
+            mark = HELD if held else HELD_BY_STAGE if job.held and job.follows else NOT_HELD
+            update(db, job_id, {"held": mark})
+            if mark == NOT_HELD and job.blockers:
+                db.execute("DELETE FROM stages WHERE job=?", (job_id,))
+                left = ", ".join(str(earlier) for earlier, _ in job.blockers)
+                note = f"released; no longer waits for job {left}"
+                self._note(db, job_id, time.time(), job.state, job.state, note)
             return self._get(db, job_id)
 
     def move(self, job_id: int, to: Place | None = None, *, priority: int | None = None) -> Job:
@@ -364,6 +389,12 @@ class Store:
                 if not job.state.ended:
                     raise StateError(f"job {job.id} is {job.state}", "stop it first")
                 db.execute("DELETE FROM jobs WHERE id=?", (job.id,))
+                if job.state is State.COMPLETED:
+                    db.execute("DELETE FROM stages WHERE follows=?", (job.id,))
+            db.execute(
+                "UPDATE jobs SET held=? WHERE held=? AND id NOT IN (SELECT job FROM stages)",
+                (NOT_HELD, HELD_BY_STAGE),
+            )
             return leaving
 
     # -- inside ----------------------------------------------------------------------------
@@ -416,7 +447,7 @@ class Store:
     def _get(db: sqlite3.Connection, job_id: int) -> Job:
         row = None
         if 0 < job_id < 2**63:  # what SQLite can hold
-            row = db.execute("SELECT * FROM jobs WHERE id=?", (job_id,)).fetchone()
+            row = db.execute(f"{ROWS} WHERE id=?", (job_id,)).fetchone()
         if row is None:
             raise NotFoundError(f"no job {job_id}", "`fsdp-tui list` shows the jobs")
         return job_of_row(row)
@@ -433,7 +464,7 @@ class Store:
         values = list(states)
         marks = ",".join("?" * len(values))
         rows = db.execute(
-            f"SELECT * FROM jobs WHERE state IN ({marks}) ORDER BY priority DESC, queued, id",
+            f"{ROWS} WHERE state IN ({marks}) ORDER BY priority DESC, queued, id",
             values,
         )
         return [job_of_row(row) for row in rows]
@@ -454,6 +485,7 @@ class Store:
         update(db, job.id, {"state": after, "reason": reason})
         if (job.state, after) == (State.QUEUED, State.STARTING):
             update(db, job.id, {"started": now})
+            db.execute("DELETE FROM stages WHERE job=?", (job.id,))  # later tries start at once
         if after.ended:
             update(db, job.id, {"ended": now})
             db.execute("DELETE FROM claims WHERE job=?", (job.id,))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-VERSION: Final = 3
+VERSION: Final = 4
 # Seconds to wait for a locked database: in processes that answer a user, and in services.
 PERSON: Final = 4.0
 SERVICE: Final = 30.0
@@ -75,7 +75,24 @@ CREATE TABLE IF NOT EXISTS sweeps (
     job INTEGER PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
     name TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS stages (
+    job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    follows INTEGER NOT NULL,
+    PRIMARY KEY (job, follows)
+);
 """
+ROWS: Final = """
+SELECT jobs.*, (
+    SELECT group_concat(follows || ':' || coalesce(earlier.state, ''))
+    FROM stages LEFT JOIN jobs AS earlier ON earlier.id = follows WHERE stages.job = jobs.id
+) AS follows FROM jobs
+"""
+"""Jobs as `jobs.queue.job.job_of_row` reads them: with those that must complete first."""
+# Values of `held`. A job of a later stage counts as held for processes of version 3, which
+# ignore stages: a supervisor that outlives an upgrade would start it when its own job fails.
+NOT_HELD: Final = 0
+HELD: Final = 1
+HELD_BY_STAGE: Final = 2
 
 
 @contextmanager

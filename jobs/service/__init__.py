@@ -96,6 +96,7 @@ def new_job(plan: Plan) -> NewJob:
         terms=Terms.of(plan.spec, plan.wanted),
         run_id=uuid.uuid4().hex,
         prepare=partial(_write_files, dump_spec(plan.spec), plan.absent),
+        follows=plan.follows,
     )
 
 
@@ -218,7 +219,7 @@ def _describe_resume(plan: Plan) -> str:
 
 
 def hold(store: Store, job_id: int, held: bool = True) -> Job:
-    """Keep a queued job waiting, or release it.
+    """Keep a queued job waiting, or release it: from its hold, else from the jobs it follows.
 
     Raises:
         StateError: It is not queued.
@@ -460,6 +461,7 @@ def _as_dict(
         "starts_in": expected.starts_in,
         "ends_in": expected.ends_in,
         "after": expected.after,
+        "waits_for": [earlier for earlier, _ in job.blockers],
         "ranks": job.ranks,
         "gpus": gpu_indices(job, present),
         "sweep": None,

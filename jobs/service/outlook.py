@@ -107,6 +107,7 @@ def foresee(
     claims: Mapping[str, int],
     on_cpu: Collection[int],
     machine: Machine,
+    follows: Mapping[int, Collection[int]] | None = None,
 ) -> dict[int, Expected]:
     """Play the queue. Pure.
 
@@ -117,18 +118,21 @@ def foresee(
         claims: GPU UUID → running job that holds it.
         on_cpu: Running jobs on CPU ranks.
         machine: Its devices.
+        follows: Queued job → jobs that must end first, as if each of them will complete.
 
     Returns:
         What is expected of each job that is queued.
     """
+    before = {job: set(earlier) for job, earlier in (follows or {}).items()}
     ends = [(left.seconds, job, left.at_least) for job, left in running.items() if left is not None]
     heapq.heapify(ends)
     held, slots = dict(claims), list(on_cpu)
     waiting, expected = list(queue), dict[int, Expected]()
     now, late = 0.0, False
     while True:
+        free = [request for request in waiting if not before.get(request.job)]
         decisions = place(
-            waiting,
+            free,
             held,
             machine.devices,
             slots,
@@ -136,7 +140,7 @@ def foresee(
             machine.foreign,
             machine.indices or None,
         )
-        for decision, request in zip(decisions, waiting, strict=True):
+        for decision, request in zip(decisions, free, strict=True):
             if not isinstance(decision, Start):
                 continue
             held |= dict.fromkeys(decision.gpus, decision.job)
@@ -156,8 +160,13 @@ def foresee(
         late |= uncertain
         held = {uuid: job for uuid, job in held.items() if job != ended}
         slots = [job for job in slots if job != ended]
+        for earlier in before.values():
+            earlier.discard(ended)
     for request in waiting:  # behind jobs that end nobody knows when
-        expected[request.job] = Expected(after=_in_the_way(request, held, slots, expected))
+        first = min(before.get(request.job, ()), default=None)
+        if first is None:
+            first = _in_the_way(request, held, slots, expected)
+        expected[request.job] = Expected(after=first)
     return expected
 
 
@@ -231,7 +240,8 @@ class Forecast:
             (job for job in open_jobs if job.state is State.QUEUED),
             key=lambda job: (-job.priority, job.queued, job.id),
         )
-        ready = [job for job in queued if job.here and not (job.held or noted(job.run_dir))]
+        waits = {job.id for job in queued if job.held or job.stuck}
+        ready = [job for job in queued if job.here and not (job.id in waits or noted(job.run_dir))]
         paused = store.paused
         ready = [] if paused else ready[:_MOST]
         expected = {
@@ -254,10 +264,11 @@ class Forecast:
                     {gpu.uuid: gpu.index for gpu in gpus},
                     cpu_slots(),
                 ),
+                {job.id: [earlier for earlier, _ in job.blockers] for job in ready},
             )
         expected = {job: _rounded(outcome) for job, outcome in expected.items()}
         ends = [outcome.ends_in for outcome in expected.values() if outcome.ends_in is not None]
-        to_end = len(active) + sum(not (paused or job.held) for job in queued)
+        to_end = len(active) + sum(not (paused or job.id in waits) for job in queued)
         at_least = len(ends) < to_end or any(outcome.at_least for outcome in expected.values())
         return Outlook(expected, max(ends, default=None), at_least)
 

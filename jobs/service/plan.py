@@ -47,6 +47,7 @@ class Plan:
         rewritten: Whether its job file changes.
         absent: What is fetched before it starts.
         judged_again: Whether a job that its sweep's rule stopped may be stopped by it again.
+        follows: Jobs that must complete before it starts.
     """
 
     spec: JobSpec
@@ -60,20 +61,32 @@ class Plan:
     rewritten: bool = False
     absent: Sequence[HubName] = ()
     judged_again: bool = False
+    follows: tuple[int, ...] = ()
 
 
-def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> Plan:
+def plan_submit(
+    store: Store, spec: JobSpec, absent: Sequence[HubName] = (), follows: Sequence[int] = ()
+) -> Plan:
     """Check a new job.
 
     Args:
         store: The jobs.
         spec: The job.
         absent: What of the hub it waits for, which is checked once it is there.
+        follows: Jobs that must complete before it starts.
 
     Raises:
+        NotFoundError: There is no such job to follow.
         UserError: The job is invalid, or cannot start from its checkpoint.
     """
+    earlier = [store.get(job_id) for job_id in follows]
     spec, notes = with_folder_repeats(spec)
+    notes += [
+        f"job {job.id}, which must complete first, is {job.state}; this job waits until it is "
+        "resumed and completes, or until this job is released"
+        for job in earlier
+        if job.state.ended and job.state is not State.COMPLETED
+    ]
     wanted = _check(spec, absent)
     check_job.check_beginning(spec)
     notes += missing_partners(spec)
@@ -82,7 +95,7 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
     if conflicts := find_conflicts(spec):  # its ranks read it from its file, which refuses these
         raise SpecError.of("the job", conflicts)
     if not spec.resume_from_checkpoint:
-        return Plan(spec, wanted, warnings=notes, absent=absent)
+        return Plan(spec, wanted, warnings=notes, absent=absent, follows=tuple(follows))
     origin = find_origin(store, spec.resume_from_checkpoint)
     spec = spec.model_copy(update={KEY: str(origin.path.resolve())})
     changes, steps = _compare(origin, spec)
@@ -92,8 +105,22 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
             f"{origin.path} has already trained",
             "use a larger number",
         )
+    notes += [
+        f"it starts from {origin.path.name} of job {job.id}, not from what that job will have "
+        "saved at its end"
+        for job in earlier
+        if not job.state.ended and origin.path.resolve().is_relative_to(job.run_dir.root.resolve())
+    ]
     warnings = [*notes, *_find_haste(store, origin)]
-    return Plan(spec, wanted, origin, changes=changes, warnings=warnings, absent=absent)
+    return Plan(
+        spec,
+        wanted,
+        origin,
+        changes=changes,
+        warnings=warnings,
+        absent=absent,
+        follows=tuple(follows),
+    )
 
 
 def plan_resume(

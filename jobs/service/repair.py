@@ -85,7 +85,7 @@ def repair(home: Path) -> Repaired:
         if path.exists() and _is_intact(path):
             _fix_journal(path)
             return Repaired(None)
-        rows = {name: list(_readable(path, name)) for name in _TABLES}
+        rows = {name: list(_readable(path, name)) for name in (*_TABLES, "stages")}
         readable = {row["id"] for row in rows["jobs"]}
         restored = [row for run in _runs(home) if (row := _of_run(*run))["id"] not in readable]
         new = path.with_name("jobs.db.new")
@@ -256,7 +256,7 @@ def _write(path: Path, rows: dict[str, list[Row]], restored: list[Row]) -> None:
                 for device in json.loads(row["gpus"]):
                     _insert(db, "claims", {"device": device, "job": row["id"]})
         ids = {row["id"] for row in jobs}
-        for table in ("history", "claims"):
+        for table in ("history", "claims", "stages"):
             for row in rows[table]:
                 if row.get("job") in ids:
                     _insert(db, table, row)

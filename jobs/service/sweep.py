@@ -166,7 +166,10 @@ def _check_distinct(specs: Sequence[JobSpec], swept: Mapping[str, Sequence[Any]]
 
 
 def plan_all(
-    store: Store, sweep: Sweep, fetched: Callable[[JobSpec], Sequence[HubName]]
+    store: Store,
+    sweep: Sweep,
+    fetched: Callable[[JobSpec], Sequence[HubName]],
+    follows: Sequence[int] = (),
 ) -> list[Plan]:
     """Check every job of a sweep, before any is queued.
 
@@ -174,6 +177,7 @@ def plan_all(
         store: The jobs.
         sweep: The jobs to be.
         fetched: What of the hub a job waits for.
+        follows: Jobs that must complete before any of them starts.
 
     Raises:
         UserError: A job cannot run; it is named.
@@ -181,7 +185,7 @@ def plan_all(
     plans = []
     for spec in sweep.specs:
         try:
-            plans.append(plan_submit(store, spec, fetched(spec)))
+            plans.append(plan_submit(store, spec, fetched(spec), follows))
         except UserError as error:
             raise type(error)(f"{spec.name}: {error.message}", error.hint) from None
     return plans

@@ -17,6 +17,7 @@ from jobs.spec.file.templates import find_template, list_templates
 from jobs.spec.job_spec import JobSpec, field_group, field_words, is_switch, key_facts
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.warnings import find_warnings
+from jobs.spec.values.spellings import as_list
 from tui.cli.echo import echo
 
 if TYPE_CHECKING:
@@ -121,6 +122,24 @@ IDS: Final = click.argument(
     required=True,
     callback=_read_ids,
     shell_complete=_job_ids,
+)
+
+
+def _read_id_lists(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Return the numbers of jobs, given as `3,4` or one by one."""
+    return _read_ids(ctx, param, tuple(part.strip() for text in values for part in as_list(text)))
+
+
+AFTER: Final = click.option(
+    "--after",
+    multiple=True,
+    metavar="ID,ID",
+    callback=_read_id_lists,
+    shell_complete=_job_ids,
+    help="Start only when these jobs have completed. If one fails, is stopped or is removed, the "
+    "job waits until that one is resumed or this one is released.",
 )
 IDS_TO_STOP: Final = click.argument(
     "job_ids",

@@ -104,11 +104,11 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
 
 
 def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
-    """Return job → `1st`, `2nd`, … for jobs that wait here and are not held, in queue order."""
+    """Return job → `1st`, `2nd`, … for jobs that wait here and may start, in queue order."""
     waiting = [
         view.job.id
         for view in views
-        if view.job.state is State.QUEUED and not view.job.held and view.job.here
+        if view.job.state is State.QUEUED and not view.job.passed_over and view.job.here
     ]
     return {job: ordinal(place) for place, job in enumerate(waiting, 1)}
 

@@ -77,7 +77,7 @@ def activity_rows(
         words += _ON_X.get(job.stop_level, "")
         return _wrapped(head, words, width, "warn")
     if job.state is State.QUEUED:
-        starts = f"{words} · " if (words := starts_words(expected)) else ""
+        starts = f"{words} · " if (words := starts_words(expected, job.reason)) else ""
         return _wrapped(head, starts + _queued(job, width - _length(head)), width, "")
     hint = " · s: resume" if job.state is not State.COMPLETED else ""
     spent = f" · took {duration(job.ended - job.started)}" if job.ended and job.started else ""
@@ -89,7 +89,7 @@ def _queued(job: Job, room: int) -> str:
     """Return why a job waits and the keys that change that; those of every job if they fit."""
     state = f"queued with priority {job.priority}" if job.priority else "queued"
     words = f"{state}: {job.reason or 'starts when the queue allows'}"
-    if job.held:
+    if job.held or job.stuck:
         return f"{words} · H: release"
     if job.reason == PAUSED:
         return f"{words} · P: start queued jobs again"

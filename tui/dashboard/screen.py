@@ -13,6 +13,7 @@ from textual.worker import get_current_worker
 from jobs import service
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.queue.job import why_after
 from jobs.queue.states import State
 from jobs.spec.file.load import load_spec
 from tui.dashboard.jobs_panel import JobsPanel
@@ -51,7 +52,9 @@ class QueueControl(JobActions[None]):
 
     def action_release_job(self) -> None:
         def release(job: int) -> str:
-            return f"job {job} is {service.hold(self.app.store, job, False).state}"
+            released = service.hold(self.app.store, job, False)
+            waits = f": {why}" if (why := why_after(released)) else ""
+            return f"job {job} is {released.state}{waits}"
 
         self.act_on_all("release_job", release, "release")
 

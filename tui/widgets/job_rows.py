@@ -132,13 +132,17 @@ def header_row(shape: Columns) -> Row:
     return (Span(" ".join(fit(text, width) for width, text, fit in parts if width), "title"),)
 
 
-def starts_words(expected: Expected | None) -> str:
-    """Return when a queued job starts: `starts in 0:21`, `after job 7`; "" if unknown."""
+def starts_words(expected: Expected | None, reason: str = "") -> str:
+    """Say when a queued job starts: `starts in 0:21`, `after job 7`; "" if nobody knows.
+
+    A reason that is shown with it may say already which job comes first.
+    """
     if expected is None:
         return ""
     if expected.starts_in is not None:
         return f"starts in {eta(expected.starts_in, expected.at_least)}"
-    return f"after job {expected.after}" if expected.after is not None else ""
+    words = f"after job {expected.after}" if expected.after is not None else ""
+    return "" if reason.startswith("after job") else words
 
 
 def job_row(
@@ -173,7 +177,7 @@ def job_row(
     if waits:
         room = _doing_width(shape)
         reason = job.reason or "starts when the queue allows"
-        words = [starts_words(expected), "" if reason == elsewhere else reason]
+        words = [starts_words(expected, reason), "" if reason == elsewhere else reason]
         spans.append(Span(left(" · ".join(filter(None, words)), room), "warn"))
         spans.append(Span(" " + left(view.where, shape.gpus), "dim"))
         return tuple(spans)

@@ -18,7 +18,7 @@ from jobs.machine import devices, file_lock, processes
 from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.machine.residence import Standing, standing_of
 from jobs.machine.start_detached import start_detached
-from jobs.queue.job import LOCAL
+from jobs.queue.job import LOCAL, why_after
 from jobs.queue.states import ACTIVE, PAUSED, State
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def dispatch(store: Store) -> None:
     """
     # Before the queue is locked: a driver that does not answer blocks only its caller.
     asked = not store.paused and any(
-        job.wanted is not None and not job.held for job in _ours(store, [State.QUEUED])
+        job.wanted is not None and not job.passed_over for job in _ours(store, [State.QUEUED])
     )
     present = devices.gpus() if asked else []
     with _one_at_a_time(store) as free:
@@ -55,15 +55,16 @@ def dispatch(store: Store) -> None:
         if not queue:
             return
         paused = store.paused
-        reasons = {job.id: "held until released" for job in queue if job.held}
+        reasons = {job.id: why_after(job) for job in queue if job.blockers}
+        reasons |= {job.id: "held until released" for job in queue if job.held}
         absent = _find_absent(store, queue)
         if paused:
-            reasons |= {job.id: PAUSED for job in queue if not job.held}
+            reasons = {job.id: PAUSED for job in queue} | reasons
         # The process that queued a GPU job since then dispatches it.
         ready = [
             job
             for job in queue
-            if not (job.held or paused or job.id in absent) and (asked or job.wanted is None)
+            if not (job.passed_over or paused or job.id in absent) and (asked or job.wanted is None)
         ]
         gpus = [gpu for gpu in present if gpu.unusable is None]
         claims = store.claims()

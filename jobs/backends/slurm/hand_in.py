@@ -124,5 +124,5 @@ def _is_unchanged(store: Store, job: Job, spec: JobSpec) -> bool:
     """Return whether a job still waits to be submitted, unchanged since it was read."""
     now = store.get(job.id)
     waits = now.state is State.QUEUED and not now.here and now.attempt == job.attempt
-    free = not (now.held or now.stop_level)
+    free = not (now.passed_over or now.stop_level)
     return waits and free and load_spec(job.run_dir.job_file) == spec

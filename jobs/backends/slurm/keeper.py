@@ -21,6 +21,7 @@ from jobs.errors import SpecError, UserError
 from jobs.hub.wanted import forget, why_waiting
 from jobs.machine import file_lock
 from jobs.notify import Announcer
+from jobs.queue.job import why_after
 from jobs.queue.job_list import JobList, keep_summary
 from jobs.queue.states import PAUSED, State
 from jobs.run.rundir import read_tail, write_atomic
@@ -300,8 +301,9 @@ class Keeper:
                 return
             if job.stop_level:
                 self._stop_unknown(job, record)
-            elif job.held or paused:
-                self._explain(job, PAUSED if paused else "held until released")
+            elif job.passed_over or paused:
+                why = "held until released" if job.held else why_after(job) or PAUSED
+                self._explain(job, why)
             elif absent := self._pending_downloads(job):
                 self._explain(job, absent)
             elif self._unreachable_since is None and self._answered_at is not None:

@@ -124,7 +124,7 @@ class Paper:
         def look():
             mine = [j for j in store.all() if j.backend == "paper" and not j.state.ended]
             for job in mine:
-                if job.state is State.QUEUED and not job.held:
+                if job.state is State.QUEUED and not job.passed_over:
                     store.change(job.id, State.STARTING, "sharpens its pencil")
                     report = Report(store, job)
                     Supervisor(job.run_dir, Ranks(job, self.train), report).run()

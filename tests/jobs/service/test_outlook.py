@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from jobs import service
 from jobs.backends.local.placement import Request
+from jobs.queue.job import NewJob, Terms
 from jobs.queue.job_list import Progress, progress_of
 from jobs.queue.states import State
+from jobs.run.rundir import RunDir
 from jobs.service.outlook import Expected, Forecast, Machine, Outlook, Takes, foresee, recipe_of
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
@@ -62,6 +64,19 @@ def test_what_is_uncertain_makes_all_that_follows_uncertain() -> None:
     }
 
 
+def test_a_later_stage_starts_at_the_end_of_the_one_before_and_keeps_nobody_waiting() -> None:
+    queue = [Request(2, 4), Request(3, 4), Request(4, ["GPU-1"]), Request(5, 1)]
+    takes = dict.fromkeys((3, 4, 5), Takes(10.0))
+    follows = {2: [1], 4: [1, 3], 5: [2]}
+    told = foresee(queue, takes, {1: Takes(30.0, True)}, {}, [1], GPUS, follows)
+    assert told == {
+        2: Expected(30.0, None, True),
+        3: Expected(0.0, 10.0),
+        4: Expected(after=2),  # which has the GPU
+        5: Expected(after=2),
+    }
+
+
 @given(
     wanted=st.lists(
         st.one_of(
@@ -73,15 +88,21 @@ def test_what_is_uncertain_makes_all_that_follows_uncertain() -> None:
     ),
     times=st.lists(st.integers(1, 100), min_size=12, max_size=12),
     first=st.integers(0, 4),
+    stages=st.dictionaries(st.integers(1, 11), st.sets(st.integers(0, 10), max_size=3), max_size=6),
 )
 @settings(max_examples=150, deadline=None)
 def test_every_job_is_served_and_no_gpu_twice_at_once(
-    wanted: list[int | list[str] | None], times: list[int], first: int
+    wanted: list[int | list[str] | None], times: list[int], first: int, stages: dict[int, set[int]]
 ) -> None:
     queue = [Request(10 + n, want) for n, want in enumerate(wanted)]
     takes = {10 + n: Takes(float(times[n])) for n in range(len(wanted))}
     claims = dict.fromkeys(DEVICES[:first], 1)
-    told = foresee(queue, takes, {1: Takes(30.0)} if first else {}, claims, [], GPUS)
+    follows = {
+        10 + n: {10 + each for each in earlier if each < n}
+        for n, earlier in stages.items()
+        if n < len(wanted)
+    }
+    told = foresee(queue, takes, {1: Takes(30.0)} if first else {}, claims, [], GPUS, follows)
     assert told.keys() == takes.keys()
     spans = {}
     for request in queue:
@@ -97,7 +118,9 @@ def test_every_job_is_served_and_no_gpu_twice_at_once(
         assert counts + len(names) + taken <= 4
         assert len(set(names)) == len(names)
         assert sum(want is None for want in now) <= 1
-    alike = [spans[r.job][0] for r in queue if r.gpus == 1]
+    for job, earlier in follows.items():
+        assert all(spans[each][1] <= spans[job][0] for each in earlier)
+    alike = [spans[r.job][0] for r in queue if r.gpus == 1 and not follows.get(r.job)]
     assert alike == sorted(alike), "the first in the queue first"
 
 
@@ -115,6 +138,11 @@ def job_like(store: Store, state: State = State.QUEUED, **changes: Any) -> Job:
     spec = load_spec(None, values, ignoring=("pretrained_model_name_or_path", "dataset"))
     steps = spec.max_train_steps or 0
     return add_job(store, state=state, total_steps=steps, job_file=dump_spec(spec), ranks=1)
+
+
+def later(earlier: Job) -> NewJob:
+    """A job that starts when another one has completed."""
+    return NewJob("later", Terms(1, None, 9), "run", RunDir.create, (earlier.id,))
 
 
 def outlook(store: Store) -> Outlook:
@@ -147,6 +175,15 @@ def test_what_will_not_start_is_not_expected(store: Store) -> None:
     told = outlook(store)
     assert held.id not in told.jobs
     assert told.jobs[queued.id] == Expected(50.0, 150.0)
+    stuck = [store.add_all([later(held)])[0], store.add_all([later(running)])[0]]
+    store.change(held.id, State.STOPPED, "")
+    told = outlook(store)
+    assert stuck[0].id not in told.jobs
+    starts = told.jobs[stuck[1].id].starts_in
+    assert starts == 150.0, "after job 1, and after the one before it in the queue"
+    store.hold(stuck[0].id, True)
+    store.change(stuck[1].id, State.STOPPED, "")
+    told = outlook(store)
     assert (told.all_done, told.at_least) == (150.0, False)
     store.pause(True)
     assert outlook(store).jobs.keys() == {running.id}

@@ -34,6 +34,28 @@ def test_jobs_are_held_released_and_moved(shell: Shell, store: Store, job_file: 
     assert shell("move", "99", "--up")[0] == 2
 
 
+def test_stages_are_queued_shown_and_released(shell: Shell, store: Store, job_file: Path) -> None:
+    store.pause(True)
+    words = ("submit", str(job_file))
+    code, _, err = shell(*words, "--after=1")
+    assert (code, "no job 1" in err) == (2, True)
+    first = add_job(store, "first")
+    second = int(shell.json(*words, "--after", f"#{first.id}")["id"])
+    sweep = shell.json(*words, "--sweep=seed=1,2", f"--after={first.id}, {second}")["jobs"]
+    ids = [second, *(job["id"] for job in sweep)]
+    rows = {row["id"]: row["waits_for"] for row in shell.json("list")}
+    assert rows == {first.id: [], second: [1], ids[1]: [1, 2], ids[2]: [1, 2]}
+    assert shell("hold", str(second))[0] == 0
+    assert shell("release", str(second))[1] == "job 2 is queued: after job 1, which is queued\n"
+    store.change(first.id, State.STOPPED, "")
+    code, out, err = shell(*words, f"--after={first.id}")
+    assert (code, "job 1, which must complete first, is stopped" in err) == (0, True)
+    reason = "after job 1, which was stopped: resume job 1, or release this job to start it all"
+    assert reason in shell("show", out.strip())[1]
+    assert shell("release", out.strip())[1] == f"job {out.strip()} is queued\n"
+    assert shell.json("show", out.strip())["waits_for"] == []
+
+
 def test_a_sweep_is_queued_and_compared(shell: Shell, store: Store, job_file: Path) -> None:
     words = ("submit", str(job_file), "--name=cats", "--sweep", "learning_rate=1e-5,3e-5")
     assert shell(*words, "--dry-run")[:2] == (0, "cats-lr1e-5\ncats-lr3e-5\n")

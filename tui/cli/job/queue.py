@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs import service
+from jobs.queue.job import why_after
 from jobs.queue.store import Store
 from tui.cli.echo import echo
 from tui.cli.job_arguments import ID, IDS, IDS_TO_STOP, for_each
@@ -41,11 +42,13 @@ def hold(job_ids: tuple[int, ...]) -> int:
 @click.command()
 @IDS
 def release(job_ids: tuple[int, ...]) -> int:
-    """Let held jobs start again."""
+    """Let held jobs start again; one that is not held, without waiting for others (--after)."""
     store = Store()
 
     def act(job_id: int) -> None:
-        echo(f"job {job_id} is {service.hold(store, job_id, False).state}")
+        job = service.hold(store, job_id, False)
+        waits = f": {why}" if (why := why_after(job)) else ""
+        echo(f"job {job_id} is {job.state}{waits}")
 
     return for_each(job_ids, act)
 

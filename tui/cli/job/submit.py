@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     "--sweep NAME names the group.",
 )
 @click.option("-y", "--yes", is_flag=True, help="Queue a sweep of more than 100 jobs.")
+@job_arguments.AFTER
 @FETCH
 @job_arguments.TEMPLATE
 @job_arguments.JSON
@@ -64,6 +65,7 @@ def submit(
     words: tuple[str, ...],
     swept: tuple[str, ...],
     yes: bool,
+    after: tuple[int, ...],
     template: str | None,
     fetch: bool,
     dry_run: bool,
@@ -83,18 +85,19 @@ def submit(
     fsdp-tui submit job.yaml --accelerate_config=my_config.yaml --dry-run
     fsdp-tui submit --template "my flux" --dataset=cats
     fsdp-tui submit job.yaml --sweep learning_rate=1e-5,3e-5,1e-4 --sweep lora_rank=8,16
+    fsdp-tui submit second.yaml --after 3,4
     """
     keys, group = read_sweeps(swept)
     if keys:
         if not yes:
             check_count(keys, "add --yes to queue them all")
-        _sweep(words, keys, group, template, fetch=fetch, dry_run=dry_run, as_json=as_json)
+        _sweep(words, keys, group, template, after, fetch=fetch, dry_run=dry_run, as_json=as_json)
         return
     if group:
         words = (*words, f"--sweep={group}")
     spec = job_arguments.read_job(words, template=template)
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
-        plan = plan_submit(store, spec, offer(spec, fetch=fetch, dry_run=dry_run))
+        plan = plan_submit(store, spec, offer(spec, fetch=fetch, dry_run=dry_run), after)
     tell(plan)
     if dry_run:
         values = plan.spec.to_dict()
@@ -113,6 +116,7 @@ def _sweep(
     keys: dict[str, list[Any]],
     group: str,
     template: str | None,
+    after: tuple[int, ...],
     *,
     fetch: bool,
     dry_run: bool,
@@ -134,7 +138,7 @@ def _sweep(
         warnings = [line for spec in sweep.specs for line in find_warnings(spec)] + advice(sweep)
         for line in dict.fromkeys(warnings):
             job_arguments.warn(line)
-        plans = plan_all(store, sweep, fetched)
+        plans = plan_all(store, sweep, fetched, after)
     for line in dict.fromkeys(line for plan in plans for line in plan_lines(plan)):
         echo(f"fsdp-tui: {line}", err=True)
     if dry_run:
@@ -152,10 +156,11 @@ def _sweep(
 
 
 @click.command(cls=job_arguments.JobCommand, context_settings=job_arguments.FLAGS)
+@job_arguments.AFTER
 @FETCH
 @job_arguments.TEMPLATE
 @job_arguments.WORDS
-def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
+def run(words: tuple[str, ...], after: tuple[int, ...], template: str | None, fetch: bool) -> int:
     """Queue a job and follow it until it ends.
 
     Takes the same flags as submit. Ctrl-C asks the job to stop; again forces it.
@@ -165,7 +170,7 @@ def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
     fsdp-tui run job.yaml --max_train_steps=10 && fsdp-tui list
     """
     store, spec = Store(), job_arguments.read_job(words, template=template)
-    plan = plan_submit(store, spec, offer(spec, fetch=fetch))
+    plan = plan_submit(store, spec, offer(spec, fetch=fetch), after)
     tell(plan)
     return follow_job(store, service.carry_out(store, plan).id)
 

@@ -37,7 +37,7 @@ from jobs.hub.wanted import note, noted
 from jobs.machine import file_lock
 from jobs.queue.states import State
 from jobs.service import edit
-from jobs.service.plan import plan_change
+from jobs.service.plan import plan_change, plan_submit
 from jobs.service.repair import repair
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.hub_names import HubName
@@ -568,6 +568,26 @@ def test_what_changes_while_a_job_is_handed_in(
     assert slurm.ids() == (["1"] if what == "edited" else [])
     if what == "edited":
         assert "--nodes=4" in (slurm.root / "jobs/1/script").read_text()
+
+
+def test_a_later_stage_is_handed_in_when_the_one_before_has_completed(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """It waits in our queue: there it may follow local jobs, and ones that are resumed."""
+    spec = load_spec(submit().run_dir.job_file)
+    service.carry_out(store, plan_submit(store, spec, (), [1]))
+    keeper.look()
+    assert slurm.ids() == ["1"]
+    assert store.get(2).reason == "after job 1, which is queued"
+    slurm.set("1", "RUNNING")
+    slurm.set("1", "FAILED")
+    keeper.look()
+    keeper.look()
+    assert slurm.ids() == ["1"]
+    assert "resume job 1, or release this job" in store.get(2).reason
+    service.hold(store, 2, False)
+    keeper.look()
+    assert slurm.ids() == ["1", "2"]
 
 
 def test_stop_before_it_is_handed_in(store: Store, slurm: FakeSlurm, submit: Submit) -> None:

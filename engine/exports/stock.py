@@ -230,19 +230,15 @@ def _is_missing_here(library: str, class_name: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the libraries' progress bars and advice."""
+    """Suppress the library's advice."""
     from diffusers.utils import logging as diffusers_logging
 
     before = diffusers_logging.get_verbosity()
-    bars = diffusers_logging.is_progress_bar_enabled()
     diffusers_logging.set_verbosity(logging.ERROR)
-    diffusers_logging.disable_progress_bar()
     try:
         yield
     finally:
         diffusers_logging.set_verbosity(before)
-        if bars:
-            diffusers_logging.enable_progress_bar()
 
 
 # -- components -----------------------------------------------------------------------------

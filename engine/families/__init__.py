@@ -30,5 +30,15 @@ def load(
         SpecError: Unknown family or flavour.
     """
     module = import_module(f"engine.families.{get_family(name, flavour).name}")
+    _disable_progress_bars()
     family: Family = module.FAMILY(name, flavour, root, fps)
     return family
+
+
+def _disable_progress_bars() -> None:
+    """Keep the libraries' bars out of logs: whatever loads or samples has loaded a family first."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # and those of huggingface_hub

@@ -127,6 +127,8 @@ def test_a_run_leaves_what_the_contract_names(straight: Run) -> None:
         ("phase", "import", "end"),
     ]
     assert "importing libraries" in files.rank_log(1).read_text()
+    bars = [rank for rank in range(2) if b"\r" in files.rank_log(rank).read_bytes()]
+    assert not bars, "the libraries draw progress bars into a log, while they load and sample"
     log = EventLog(files.events).read_all()
     assert log.end_reason == "completed"
     assert [step.step for step in log.steps] == list(range(1, 13))

@@ -87,7 +87,7 @@ class Action:
 _SAME: Final = "one place among those of its priority"
 _QUEUE: Final[tuple[tuple[str, str, str, str, Needs, str], ...]] = (
     ("hold_job", "h", "h", "hold", "queued", "Hold the queued job, until it is released"),
-    ("release_job", "H,shift+h", "H", "release", "queued", "Release the held job"),
+    ("release_job", "H,shift+h", "H", "release", "queued", "Let the held job start, or the one that waits for others (--after)"),
     ("move_up", "K,shift+k", "K", "move up", "queued", f"Move the queued job up: {_SAME}"),
     ("move_down", "J,shift+j", "J", "move down", "queued", f"Move the queued job down: {_SAME}"),
     ("raise_priority", "plus", "+", "sooner", "queued", "Raise the queued job's priority"),

@@ -201,17 +201,23 @@ def build_model(run: RunContext) -> torch.nn.Module:
         enable_context_parallel(model, world.mesh)
     compile_blocks(model, spec, telemetry.pass_on)
     units: list[str] = []
-    if note := swap_blocks(model, spec, family, world):
-        telemetry.say(note)
+    if swapped := swap_blocks(model, spec, family, world, share=True):
+        telemetry.say(swapped.note)
     if world.shards:
         units = shard(model, spec, world, replicated=kept_whole(model, spec))
-    offloads = spec.swap_blocks or (world.shards and spec.fsdp_cpu_offload)
-    offload = torch.device("cpu") if offloads else None
+    offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
     telemetry.phase_name = "load"  # which is what fails where there is no room for the weights
-    weights.materialise(model, world.device, parameters_on=offload)
+    hosts = swapped.hosts if swapped else None
+    weights.materialise(model, world.device, parameters_on=offload, hosts=hosts)
     with telemetry.phase("load", len(stored)) as progress:
         names = lora.adapted_name(model)
-        read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
+        others = swapped.names() if swapped and not swapped.fills else ()
+        read = weights.stream(
+            model, stored, names=names.__getitem__, skip=others, progress=progress
+        )
+        if swapped:  # which another rank may have read
+            run.barrier.arrive("swapped")
+            run.barrier.wait("swapped", waiting=telemetry.moved)
     if spec.model_type == "lora":
         if spec.lora_variant == "dora":
             lora.check_whole(model)
@@ -219,6 +225,8 @@ def build_model(run: RunContext) -> torch.nn.Module:
     if note := add_training_adapter(model, spec, family, world.device):
         telemetry.say(note)
     weights.check_precision(model, spec)
+    if swapped:
+        swapped.start()
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
     if world.shards:
         summary = check_sharding(

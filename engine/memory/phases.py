@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine import families
-from engine.memory.predict import state_bytes, trained_of
+from engine.memory.predict import state_bytes, swaps_of, trained_of
 from engine.memory.prediction import Parts, Phase
 from engine.memory.tracing import fakes
 from engine.memory.tracing.inputs import largest_encoded, sampled, training_frames
@@ -83,7 +83,8 @@ def host_of(
         parts["offloaded_optimizer"] = state_bytes(spec, trained)
         if spec.optimizer == SCHEDULE_FREE:  # the averaged weights, as in `predict`
             parts["offloaded_optimizer"] += sum(parameter.size for parameter in trained)
-    if swapped := swapped_of(trace.units, 0 if layout.shards else spec.swap_blocks)[0]:
+    swapped = sum(swapped_of(trace.units, swaps_of(spec, layout)).values())
+    if swapped:
         several = trace.second_denoiser and spec.validation_prompts
         parts["swapped_blocks"] = 2 * swapped if several else swapped
     if spec.use_ema and spec.ema_device == "cpu" and not on_cpu:
@@ -95,11 +96,12 @@ def host_of(
     rank = sum(parts.values())
     needed = rank - (0 if spec.checkpointing_async else parts.get("checkpoint_copy", 0))
     # The copy is optional unless the job insists: without enough memory, none is made.
+    shared = (ranks - 1) * swapped  # ranks share the weights that they swap
     return parts | {
         "rank": rank,
         "least": needed,
-        "machine": rank * ranks,
-        "machine_least": needed * ranks,
+        "machine": rank * ranks - shared,
+        "machine_least": needed * ranks - shared,
         "present": host_bytes(),
     }
 

@@ -251,7 +251,7 @@ def predict(
     assumed = list(notes)
     on_cuda = spec.device != "cpu"
     trained = trained_of(trace, layout)
-    swapped, moving = swapped_of(trace.units, spec.swap_blocks if strategy == "single" else 0)
+    swapped = sum(swapped_of(trace.units, swaps_of(spec, layout)).values())
     held = sum(cost_of(unit, layout).held for unit in trace.units) + trace.buffers - swapped
     state = 0 if layout.offload else state_bytes(spec, trained)
     average = 0
@@ -266,10 +266,7 @@ def predict(
     walk = _walk(trace, layout, base, spec)
     walk.step(accumulation_steps(spec, ranks))
     workspace = _workspace(spec, trace, layout, trained, ranks, on_cuda=on_cuda)
-    phases = {
-        name: Phase(name, replace(parts, gathered=parts.gathered + moving))
-        for name, parts in walk.peaks.items()
-    }
+    phases = {name: Phase(name, parts) for name, parts in walk.peaks.items()}
     phases["optimizer"] = Phase(
         "optimizer", replace(base, gradients=walk.gradients, workspace=workspace)
     )
@@ -286,7 +283,7 @@ def predict(
     if sample is not None:
         walk = _walk(sample, layout, base, spec)
         walk.micro_batch()
-        parts = replace(walk.peaks["sample"], gathered=walk.peaks["sample"].gathered + moving)
+        parts = walk.peaks["sample"]
         if sample.second_denoiser:
             other = _second_denoiser(spec, trace, layout) - swapped
             parts = replace(parts, parameters=parts.parameters + other)
@@ -336,6 +333,11 @@ def layout_of(spec: RecipeKeys, ranks: int, strategy: str) -> Layout:
     )
 
 
+def swaps_of(spec: RecipeKeys, layout: Layout) -> int:
+    """Return the number of blocks that a job swaps to host memory."""
+    return spec.swap_blocks if spec.model_type == "lora" and not layout.shards else 0
+
+
 def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
     """Return a rank's part of each trained parameter.
 
@@ -359,6 +361,7 @@ def _walk(trace: Trace, layout: Layout, base: Parts, spec: RecipeKeys) -> Walk:
         ahead=spec.fsdp_forward_prefetch,
         behind=spec.fsdp_backward_prefetch,
         context=spec.context_parallel_size,
+        swapped=swapped_of(trace.units, swaps_of(spec, layout)),
     )
 
 

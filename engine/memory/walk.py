@@ -11,7 +11,7 @@ from engine.memory.tracing.timeline import Mark, Span
 from engine.parallel.block_swap import spread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from engine.memory.prediction import Parts
     from engine.memory.tracing.model import Unit, Weight
@@ -123,22 +123,24 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
     )
 
 
-def swapped_of(units: Sequence[Unit], count: int) -> tuple[int, int]:
-    """Return the bytes of swapped blocks in host memory, and of those on the device at a time.
-
-    While one block computes, the next one is being copied (`engine.parallel.block_swap`).
+def swapped_of(units: Sequence[Unit], count: int) -> dict[str, int]:
+    """Return the bytes of each swapped block in host memory, in the order of forward.
 
     Args:
-        units: Units of a model that is unsharded on a single rank.
+        units: Units of an unsharded model.
         count: Number of swapped blocks, limited to the number of blocks.
-
-    Returns:
-        Bytes in host memory, and the peak on the device.
     """
     blocks = [unit for unit in units if unit.name[-1:].isdigit()]
     chosen = [blocks[place] for place in spread(min(count, len(blocks)), len(blocks))]
-    sizes = [sum(rounded(w.numel * w.stored) for w in u.weights if not w.lora) for u in chosen]
-    return sum(sizes), max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
+    return {
+        unit.name: sum(rounded(w.numel * w.stored) for w in unit.weights if not w.lora)
+        for unit in sorted(chosen, key=_in_forward)
+    }
+
+
+def _in_forward(unit: Unit) -> bool:
+    """Order units as in forward: only UNets register their middle block last."""
+    return unit.name.startswith("up_blocks.")
 
 
 def _copied(shards: list[tuple[Weight, int]], layout: Layout) -> int:
@@ -168,6 +170,7 @@ class Walk:
         ahead: Number of units that are prefetched in forward.
         behind: Number of units that are prefetched in backward; 0 for torch's default of one.
         context: Ranks that share a sample's tokens, and therefore its activations.
+        swapped: Swapped block → its bytes, in the order of forward.
         peaks: Memory by purpose at the peak of each phase.
         gradients: Bytes of gradients at the end.
     """
@@ -179,6 +182,7 @@ class Walk:
     ahead: int = 0
     behind: int = 0
     context: int = 1
+    swapped: Mapping[str, int] = field(default_factory=dict)
     peaks: dict[str, Parts] = field(default_factory=dict)
     gradients: int = 0
 
@@ -225,6 +229,8 @@ class Walk:
     def _mark(self, mark: Mark) -> None:
         if mark.kind == "begin":
             self._phase = mark.name
+            if self._phase != "backward":
+                self._copy(*list(self.swapped)[:1])
         elif mark.kind == "end":
             if mark.name == "backward":
                 self._finish()
@@ -238,6 +244,23 @@ class Walk:
                 self._backward(mark.name, cost)
             else:
                 self._done(mark.name, cost)
+        elif mark.name in self.swapped:
+            self._swap(mark)
+
+    def _swap(self, mark: Mark) -> None:
+        """Follow `engine.parallel.block_swap`: the next block is copied while one computes."""
+        order = list(self.swapped)
+        place = order.index(mark.name)
+        if mark.kind == "enter":
+            self._copy(*order[place : place + 2])
+        elif mark.kind == "backward":
+            self._copy(*order[max(0, place - 1) : place + 1])
+        elif mark.kind == "done" or self._phase != "forward" or mark.name != order[-1]:
+            self._gathered.pop(mark.name, None)
+
+    def _copy(self, *names: str) -> None:
+        self._gathered |= {name: self.swapped[name] for name in names}
+        self._compare_now()
 
     def _enter(self, name: str, cost: Cost) -> None:
         self._unshard(name, cost)

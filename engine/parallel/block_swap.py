@@ -1,28 +1,35 @@
-"""Keep the frozen weights of some blocks in host memory, on one GPU.
+"""Keep frozen weights of some blocks in host memory, and copy each block to the GPU for its turn.
 
-A block's weights are copied to the GPU before the block computes, beside the computing of others,
-and dropped after it, in backward again. It is FSDP2 over a single rank with its CPU offload, on
-some blocks alone: torch has the streams, the events and the prefetching.
+Each rank swaps by itself, with no collective. A block's weights lie in one piece of pinned memory,
+so that a copy is one call. It runs on a stream of its own while the blocks before it compute;
+events order the two streams, and the host never waits. FSDP2 over one rank with its CPU offload
+does the same on the stream that computes (torch 2.11 to 2.13), so that nothing hides its copies.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+import mmap
+import os
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import register_multi_grad_hook
 
-from engine.parallel.sharding import precision_policy
+from engine.model.files.weights import PinnedMemory, bytes_of
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
     from engine.families import Family
     from engine.ranks.world import World
     from jobs.spec.job_spec import RecipeKeys
+
+_MEMORY: Final = "fsdp-tui-swapped-blocks"
 
 
 def spread(count: int, blocks: int) -> list[int]:
@@ -33,52 +40,312 @@ def spread(count: int, blocks: int) -> list[int]:
     return [(2 * number + 1) * blocks // (2 * count) for number in range(count)]
 
 
-def swap_blocks(model: torch.nn.Module, spec: RecipeKeys, family: Family, world: World) -> str:
-    """Have `swap_blocks` blocks, spread over the model, kept in host memory.
-
-    Called while parameters are on the meta device; `engine.model.files.weights.materialise` then
-    puts what is a `DTensor` into host memory.
+def swap_blocks(
+    model: torch.nn.Module, spec: RecipeKeys, family: Family, world: World, *, share: bool = False
+) -> SwappedBlocks | None:
+    """Choose `swap_blocks` blocks, spread over the model, and allocate host memory for them.
 
     Args:
-        model: With its adapter, which stays on the GPU.
+        model: On the meta device, with its adapter, which stays on the GPU.
         spec: The job.
         family: Its family.
-        world: One rank.
+        world: The ranks, none of which shards.
+        share: Whether ranks of one machine share the memory; then a collective.
 
     Returns:
-        A line for the log; "" where the job swaps none.
+        What copies them, once it is started; None if the job swaps none.
 
     Raises:
         UserError: The model has fewer blocks.
     """
-    if not spec.swap_blocks:
-        return ""
-    blocks: list[Any] = [m for m in model.modules() if type(m).__name__ in family.facts.blocks]
+    if not spec.swap_blocks or spec.model_type != "lora":
+        return None
+    blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in family.facts.blocks]
     if spec.swap_blocks > len(blocks):
         raise UserError(
             f"swap_blocks: {spec.swap_blocks}, but the model has {len(blocks)} blocks",
             f"set it to {len(blocks)} or less",
         )
     chosen = [blocks[place] for place in spread(spec.swap_blocks, len(blocks))]
-    if not dist.is_initialized():  # a job of one rank has no process group of its own
-        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    trained = {p for p in model.parameters() if p.requires_grad}
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh(world.device.type, (1,)),
-        "mp_policy": precision_policy(spec),
-        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda"),
-        "reshard_after_forward": True,
-    }
-    for block in chosen:
-        fully_shard(block, ignored_params=trained & set(block.parameters()), **options)
-    swapped = {p for p in model.parameters() if isinstance(p, DTensor)}
-    # The root holds nothing; it is there for its units to share streams.
-    fully_shard(model, ignored_params=set(model.parameters()) - swapped, **options)
-    for block, following in pairwise(chosen):
-        block.set_modules_to_forward_prefetch([following])
-    size = sum(p.numel() * p.element_size() for p in swapped)
-    return (
-        f"{len(chosen)} of {len(blocks)} blocks stay in host memory ({size / 2**30:.2f} GiB) and "
-        "are copied to the GPU when they compute"
-    )
+    # UNets register what is in the middle last; all else is registered in the order of forward.
+    chosen.sort(key=lambda block: block[0].startswith("up_blocks."))
+    return SwappedBlocks(model, [block for _, block in chosen], len(blocks), world, share=share)
+
+
+class SwappedBlocks:
+    """Copies blocks to the device: the next one while one computes, so that two are there at most.
+
+    Args:
+        model: On the meta device.
+        chosen: Its swapped blocks in the order of forward.
+        blocks: Number of all its blocks.
+        world: The ranks.
+        share: See `swap_blocks`.
+
+    Attributes:
+        hosts: `id` of a parameter on the meta device → its tensor in host memory.
+        fills: Whether this rank reads the weights; else another one that shares the memory does.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        chosen: list[torch.nn.Module],
+        blocks: int,
+        world: World,
+        *,
+        share: bool,
+    ) -> None:
+        on_gpu = world.device.type == "cuda"
+        self._model, self._device = model, world.device
+        self._blocks = [_Block(block) for block in chosen]
+        self._stream = torch.cuda.Stream(world.device) if on_gpu else None
+        self._released: torch.cuda.Event | None = None
+        weights = [block.weights() for block in self._blocks]
+        self.size = sum(bytes_of(tensors) for tensors in weights)
+        pages, self.fills = (None, True)
+        if share and world.size > 1:
+            pages, self.fills = _shared_pages(self.size, world)
+        self._memory = PinnedMemory(self.size, pages, pin=on_gpu)
+        self.hosts: dict[int, torch.Tensor] = {}
+        for block, tensors in zip(self._blocks, weights, strict=True):
+            first = self._memory.used
+            for tensor in tensors:
+                self.hosts[id(tensor)] = self._memory.take_like(tensor)
+            block.host = self._memory.bytes_between(first, self._memory.used)
+        self.note = (
+            f"{len(chosen)} of {blocks} blocks stay in host memory ({self.size / 2**30:.2f} GiB"
+            f"{', shared by the ranks of this machine' * (pages is not None)}) and are copied to "
+            f"the {'GPU' if on_gpu else 'model'} when they compute"
+        )
+
+    def names(self) -> set[str]:
+        """Return the names of the swapped parameters, after `materialise`."""
+        swapped = {p for block in self._blocks for p in block.weights()}
+        return {n for n, p in self._model.named_parameters(remove_duplicate=False) if p in swapped}
+
+    def start(self) -> None:
+        """Swap from now on.
+
+        Called once the weights are in host memory; nothing but their blocks can read them then.
+        """
+        for number, block in enumerate(self._blocks):
+            block.move(self._device)
+            block.module.register_forward_pre_hook(
+                partial(self._before_forward, number), with_kwargs=True
+            )
+            block.module.register_forward_hook(partial(self._after_forward, number))
+        self._model.register_forward_pre_hook(lambda *_: self._fetch(self._blocks[0]))
+
+    # -- hooks -----------------------------------------------------------------------------
+
+    def _before_forward(
+        self, number: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        block = self._blocks[number]
+        self._await(block)
+        if block.stage == _BACKWARD:  # recomputed
+            return None
+        if number + 1 < len(self._blocks):
+            self._fetch(self._blocks[number + 1])
+        if not torch.is_grad_enabled():
+            return None
+        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
+            self._release_after_gradients(block)
+            return None
+        # Through one function, so that its backward runs when the block's is done.
+        passed = iter(_Passed.apply(partial(self._after_backward, block), *inputs))
+        return _replaced((args, kwargs), lambda t: next(passed) if t.requires_grad else t)
+
+    def _after_forward(self, number: int, _: Any, __: Any, outputs: Any) -> None:
+        block = self._blocks[number]
+        if block.stage == _BACKWARD:
+            return
+        backward = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+        for tensor in backward:
+            tensor.register_hook(lambda _: self._before_backward(number))
+        block.stage = _EXPECTED if backward else ""
+        # Backward begins with the last one.
+        if not (backward and number + 1 == len(self._blocks)):
+            self._release(block)
+
+    def _before_backward(self, number: int) -> None:
+        block = self._blocks[number]
+        if block.stage == _BACKWARD:  # by another output
+            return
+        block.stage = _BACKWARD
+        self._await(block)
+        if number and self._blocks[number - 1].stage == _EXPECTED:
+            self._fetch(self._blocks[number - 1])
+
+    def _after_backward(self, block: _Block) -> None:
+        block.stage = ""
+        self._release(block)
+
+    def _release_after_gradients(self, block: _Block) -> None:
+        """Release a block whose inputs need no gradient when those of its adapter are computed."""
+        trained = [p for p in block.module.parameters() if p.requires_grad]
+        if not trained:
+            return
+
+        def release(_: Any) -> None:
+            handle.remove()
+            self._after_backward(block)
+
+        handle = register_multi_grad_hook(trained, release)
+
+    # -- copies ----------------------------------------------------------------------------
+
+    def _fetch(self, block: _Block) -> None:
+        """Start to copy a block to the device, unless it is there."""
+        if block.here:
+            return
+        block.here = True
+        on_stream: AbstractContextManager[Any] = nullcontext()
+        if self._stream is not None:
+            # What was released last may still be computed with, and its memory is taken again.
+            if self._released is not None:
+                self._stream.wait_event(self._released)
+            on_stream = torch.cuda.stream(self._stream)
+        with on_stream:
+            block.there.untyped_storage().resize_(block.host.nbytes)
+            # `data` has a version of its own: for autograd, the weights have not changed.
+            block.there.data.copy_(block.host, non_blocking=True)
+        if self._stream is not None:
+            block.copied = self._stream.record_event()
+
+    def _await(self, block: _Block) -> None:
+        """Have what is computed from now on wait until a block is on the device."""
+        self._fetch(block)
+        if block.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(block.copied)
+            block.copied = None
+
+    def _release(self, block: _Block) -> None:
+        """Free a block's memory on the device, once what computes with it is done."""
+        if self._stream is not None:
+            self._released = torch.cuda.current_stream(self._device).record_event()
+        block.there.untyped_storage().resize_(0)
+        block.here = False
+
+
+_EXPECTED: Final = "backward is expected"
+_BACKWARD: Final = "in backward"
+
+
+@dataclass(eq=False)
+class _Block:
+    """A swapped block.
+
+    Attributes:
+        module: The block.
+        places: Where its frozen parameters are: a module and the parameter's name in it.
+        host: Its frozen weights in host memory, as bytes.
+        there: The same on the device; empty while it is not there.
+        here: Whether it is on the device, or being copied.
+        stage: "" from the end of backward to the end of forward.
+        copied: Recorded after its copy; None once somebody has waited for it.
+    """
+
+    module: torch.nn.Module
+    places: list[tuple[torch.nn.Module, str]] = field(init=False)
+    host: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    there: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    here: bool = False
+    stage: str = ""
+    copied: torch.cuda.Event | None = None
+
+    def __post_init__(self) -> None:
+        # Now: what a training adapter adds is frozen too, and stays on the device.
+        self.places = [
+            (module, name)
+            for module in self.module.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if not parameter.requires_grad
+        ]
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Return its frozen parameters, each once."""
+        return list(dict.fromkeys(getattr(module, name) for module, name in self.places))
+
+    def move(self, device: torch.device) -> None:
+        """Replace its frozen parameters by such as lie in `there`, and empty that."""
+        self.there = torch.empty(self.host.nbytes, dtype=torch.uint8, device=device)
+        start = self.host.data_ptr()
+        moved = {}
+        for weight in self.weights():
+            first = weight.data_ptr() - start if weight.numel() else 0
+            own = self.there[first : first + weight.nbytes].view(weight.dtype).view(weight.shape)
+            moved[weight] = torch.nn.Parameter(own, requires_grad=False)
+        for module, name in self.places:
+            setattr(module, name, moved[getattr(module, name)])
+        self.there.untyped_storage().resize_(0)
+
+
+class _Passed(torch.autograd.Function):
+    """Pass tensors on, and call `done` when all of their gradients are computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, done: Callable[[], None], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.done = done
+        # No views, for which compiled blocks would need other graphs (`engine.model.compiled`).
+        return tuple(tensor.view_as(tensor).detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.done()
+        return None, *gradients
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return nested tuples, lists and dicts with other tensors, in the order of `_tensors`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(part, change) for part in value)
+    if isinstance(value, dict):
+        return {name: _replaced(part, change) for name, part in value.items()}
+    return value
+
+
+def _shared_pages(size: int, world: World) -> tuple[mmap.mmap | None, bool]:
+    """Return memory that the ranks of this machine share, and whether this rank is to fill it.
+
+    A rank that cannot open the first one's, in another container perhaps, gets None: its own. A
+    collective.
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    own = name = None
+    if local == 0:
+        with suppress(OSError):
+            own = os.memfd_create(_MEMORY)
+            os.ftruncate(own, size)
+            name = f"/proc/{os.getpid()}/fd/{own}"
+    names = world.gather(name)
+    pages = None
+    try:
+        path = names[world.rank - local]
+        # Elsewhere, the number may be another process's, and the file another one.
+        if path is not None and os.readlink(path).startswith(f"/memfd:{_MEMORY}"):
+            with open(path, "r+b") as file:
+                pages = mmap.mmap(file.fileno(), size)
+    except (OSError, ValueError):
+        pages = None
+    world.barrier()  # until then, the first one keeps its file open
+    if own is not None:
+        os.close(own)
+    return pages, pages is None or local == 0

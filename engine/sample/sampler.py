@@ -85,15 +85,15 @@ def _load(run: RunContext, name: str) -> torch.nn.Module:
     set_scaled(model, scaled=may_scale(spec) and spec.base_matmul == "scaled")
     choose_attention(model, spec)
     model.requires_grad_(False)
-    swaps = spec.swap_blocks > 0 and spec.model_type == "lora"
-    if swaps:
-        swap_blocks(model, frozen, family, world)
+    swapped = swap_blocks(model, spec, family, world)
     if world.shards:
         shard(model, frozen, world)
-    offloads = swaps or (world.shards and spec.fsdp_cpu_offload)
-    offload = torch.device("cpu") if offloads else None
-    weights.materialise(model, world.device, parameters_on=offload)
+    offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
+    hosts = swapped.hosts if swapped else None
+    weights.materialise(model, world.device, parameters_on=offload, hosts=hosts)
     read = weights.stream(model, stored, progress=lambda done: run.telemetry.moved())
+    if swapped:
+        swapped.start()
     run.telemetry.say(f"read {read / 2**20:.1f} MiB of {directory.name} to sample with")
     return model.eval()
 

@@ -150,7 +150,8 @@ class Candidate:
 def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
     """Return the strategies that a job could run with, fastest first.
 
-    Context parallelism, offload and a sharded adapter need sharding and rule out the others.
+    Context parallelism, offload and a sharded adapter need sharding and rule out the others;
+    swapped blocks rule out sharding.
     """
     if ranks == 1:
         return ("single",)
@@ -159,7 +160,9 @@ def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
         or spec.fsdp_cpu_offload
         or (spec.model_type == "lora" and spec.lora_placement == "sharded")
     )
-    able = SHARDING if needs_shards else FASTEST_FIRST[1:]
+    able: Sequence[str] = SHARDING if needs_shards else FASTEST_FIRST[1:]
+    if spec.model_type == "lora" and spec.swap_blocks:
+        able = ("ddp",)
     replicas = spec.dp_replicate_size or 2
     divides = ranks % (replicas * spec.context_parallel_size) == 0
     return tuple(

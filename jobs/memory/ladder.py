@@ -20,7 +20,7 @@ from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.launch_conflicts import is_masked
 from jobs.spec.rules.lora_conflicts import modulation_of, trains_text
 from jobs.spec.rules.no_effect import find_inapplicable
-from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
+from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, shards, world_size
 from jobs.spec.values.resolutions import all_resolutions, resolutions_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from jobs.memory.fit import Fit
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
-    from jobs.spec.keys.devices import DeviceKeys
     from jobs.spec.keys.training import TrainingKeys
 
     Changes = dict[str, Any]
@@ -180,8 +179,8 @@ def _modulation(spec: RecipeKeys, precision: str) -> Changes | None:
 
 
 def _swap(spec: RecipeKeys, count: int) -> Changes | None:
-    """Keep blocks in host memory, on one GPU; None if as many already are."""
-    fits = spec.model_type == "lora" and world_size(spec) == 1 and spec.device != "cpu"
+    """Keep blocks in host memory; None if as many already are, or FSDP shards them."""
+    fits = spec.model_type == "lora" and not shards(spec) and spec.device != "cpu"
     return {"swap_blocks": count} if fits and spec.swap_blocks < count else None
 
 
@@ -190,10 +189,11 @@ def _reshard(spec: RecipeKeys) -> Changes | None:
     return {"fsdp_reshard_after_forward": True} if keeps else None
 
 
-def _fsdp2(spec: DeviceKeys) -> Changes | None:
+def _fsdp2(spec: RecipeKeys) -> Changes | None:
     if world_size(spec) < 2 or spec.strategy not in ("ddp", "hsdp"):
         return None
-    return {"strategy": "fsdp2", "dp_replicate_size": None, "fsdp_enable": None}
+    changes: dict[str, Any] = {"strategy": "fsdp2", "dp_replicate_size": None, "fsdp_enable": None}
+    return changes | ({"swap_blocks": 0} if spec.swap_blocks else {})
 
 
 def _placement(spec: RecipeKeys) -> Changes | None:

@@ -263,7 +263,9 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
         "device": "cuda" if on_gpus else "cpu",
         "dp_replicate_size": replicas if strategy == "hsdp" else None,
     }
-    if not sharding:
+    if sharding:
+        changes["swap_blocks"] = 0
+    else:
         changes |= {"lora_placement": "replicated", "context_parallel_size": 1}
         if spec.fsdp_activation_checkpointing:  # has the same effect without FSDP
             changes |= {"fsdp_activation_checkpointing": False, "gradient_checkpointing": True}

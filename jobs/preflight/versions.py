@@ -69,16 +69,15 @@ def check_versions(spec: RecipeKeys) -> list[str]:
     """Return warnings about untested versions of libraries that the job uses.
 
     Raises:
-        SpecError: Torch cannot shard or swap the job's packed base.
+        SpecError: Torch cannot shard the job's packed base.
     """
     release = _release(installed("torch"))
     packed = spec.model_type == "lora" and spec.base_precision != "none"
-    moved = spec.swap_blocks or spec.strategy in (*SHARDING, "auto")
-    if release is not None and release < TESTED["torch"].oldest and packed and moved:
+    sharded = spec.strategy in (*SHARDING, "auto")
+    if release is not None and release < TESTED["torch"].oldest and packed and sharded:
         raise SpecError(
-            f"base_precision: torch {installed('torch')} cannot shard or swap a packed base",
-            f"pip install 'torch>={_dotted(TESTED['torch'].oldest)}', or strategy: ddp without "
-            "swap_blocks",
+            f"base_precision: torch {installed('torch')} cannot shard a packed base",
+            f"pip install 'torch>={_dotted(TESTED['torch'].oldest)}', or strategy: ddp",
         )
     return [f"{name} {what}; {hint}" for name, what, hint in find_untested(_FOR_JOBS)]
 

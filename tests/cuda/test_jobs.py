@@ -117,6 +117,12 @@ JOBS: Final = (
             {"swap_blocks": 2, "base_precision": "fp8_scaled", "base_matmul": "dequantize"}
             | SAMPLED,
         ),
+        "swapped blocks, ddp": Job(
+            2,
+            {"strategy": "ddp", "swap_blocks": 2, "checkpointing_steps": 1}
+            | SAMPLED
+            | {"gradient_checkpointing": True},
+        ),
         "training adapter": Job(1, SAMPLED, adapted_by="one gpu"),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
         "class images": Job(
@@ -196,6 +202,7 @@ WITH_BUDGET: Final = (
     "int8",
     "scaled fp8",
     "swapped blocks",
+    "swapped blocks, ddp",
     "sharded nf4",
     *(f"{family} {kind} on two" for family, kind in SHARDED.items()),
     "one gpu",

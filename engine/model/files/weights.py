@@ -32,7 +32,7 @@ from jobs.errors import UserError
 from jobs.spec.families import denoiser_config, widened_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable, Mapping
     from pathlib import Path
 
     from engine.model.quantized_linear import QuantizedLinear
@@ -103,13 +103,21 @@ class PinnedMemory:
 
     Args:
         size: Bytes, from `bytes_of`.
+        pages: The memory, if it is to be some that other processes share.
+        pin: Whether to register it with CUDA.
+
+    Attributes:
+        used: Bytes that tensors have.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, pages: mmap.mmap | None = None, *, pin: bool = True) -> None:
         # Tensors hold the array, and the array holds the pages, so the array is finalized after the
         # tensors.
-        self._array = (ctypes.c_char * max(1, size)).from_buffer(mmap.mmap(-1, max(1, size)))
-        self._used = 0
+        pages = mmap.mmap(-1, max(1, size)) if pages is None else pages
+        self._array = (ctypes.c_char * max(1, size)).from_buffer(pages)
+        self.used = 0
+        if not pin:
+            return
         address = ctypes.addressof(self._array)
         with suppress(RuntimeError):
             pin_memory(address, len(self._array))
@@ -123,9 +131,15 @@ class PinnedMemory:
         """
         if not tensor.numel():
             return torch.empty_like(tensor, device="cpu")
-        first, self._used = self._used, self._used + _rounded(tensor.nbytes)
+        first, self.used = self.used, self.used + _rounded(tensor.nbytes)
         flat = torch.frombuffer(self._array, dtype=tensor.dtype, count=tensor.numel(), offset=first)
         return flat.view(tensor.shape)
+
+    def bytes_between(self, first: int, end: int) -> torch.Tensor:
+        """Return the bytes from `first` to before `end`, `(end - first,)`."""
+        if first == end:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._array, dtype=torch.uint8, count=end - first, offset=first)
 
 
 def _rounded(size: int) -> int:
@@ -214,7 +228,11 @@ def build_on_meta(
 
 
 def materialise(
-    model: torch.nn.Module, device: torch.device, parameters_on: torch.device | None = None
+    model: torch.nn.Module,
+    device: torch.device,
+    parameters_on: torch.device | None = None,
+    *,
+    hosts: Mapping[int, torch.Tensor] | None = None,
 ) -> None:
     """Allocate meta parameters (with undefined contents), and move buffers.
 
@@ -222,11 +240,12 @@ def materialise(
         model: Sharded or not.
         device: The device that this rank computes on.
         parameters_on: The device of sharded parameters, if different (the CPU, for FSDP's offload).
+        hosts: `id` of a parameter → the tensor that it becomes.
     """
     shared: dict[int, tuple[torch.nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), (parameter, []))[1].append(name)
-    placed: dict[int, torch.Tensor] = {}
+    placed: dict[int, torch.Tensor] = dict(hosts or {})
     offloads = parameters_on is not None and parameters_on.type == "cpu" and device.type == "cuda"
     shards = [local_part(p) for p in model.parameters() if offloads and isinstance(p, DTensor)]
     pinned = PinnedMemory(bytes_of(shards)) if shards else None
@@ -260,6 +279,7 @@ def stream(
     stored: dict[str, StoredTensor],
     *,
     names: Callable[[str], str] = lambda name: name,
+    skip: Container[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> int:
     """Fill parameters and persistent buffers from disk; each rank reads its own rows.
@@ -268,6 +288,7 @@ def stream(
         model: Materialized, sharded or not.
         stored: From `build_on_meta`.
         names: Maps a name in `stored` to the model's (adapters wrap modules and rename them).
+        skip: The model's names of what is left as it is.
         progress: Called with the number of tensors done.
 
     Returns:
@@ -278,6 +299,7 @@ def stream(
     readings = [
         reading_of(name, place, targets[names(name)], packed.get(names(name)))
         for name, place in stored.items()
+        if names(name) not in skip
     ]
     return read_all(readings, progress)
 

@@ -16,7 +16,7 @@ from jobs.spec.rules.no_effect import (
     not_lora,
     not_quantized,
     not_sharded,
-    several_ranks,
+    sharded,
     text_not_trained,
     with_full_matrix,
     with_one_rate,
@@ -200,9 +200,9 @@ class LoraKeys(Keys):
         0,
         LORA,
         "Blocks whose frozen weights stay in host memory and are copied to the GPU when they "
-        "compute; for one GPU.",
+        "compute; with strategy: single or ddp.",
         resume="same",
-        no_effect=(not_lora, several_ranks),
+        no_effect=(not_lora, sharded),
         ge=0,
         le=1000,
     )

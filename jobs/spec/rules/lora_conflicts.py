@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.data_conflicts import Conflict
-from jobs.spec.rules.strategy import shards, world_size
+from jobs.spec.rules.strategy import shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,14 +149,11 @@ def _matmul(spec: RecipeKeys) -> Conflict | None:
 
 
 def _swapping(spec: RecipeKeys) -> Conflict | None:
-    if not spec.swap_blocks or spec.model_type != "lora":
+    if not spec.swap_blocks or spec.model_type != "lora" or not shards(spec):
         return None
-    if world_size(spec) > 1:
-        return Conflict(
-            "swap_blocks",
-            "swap_blocks is for one rank; several shard the base with strategy: fsdp2",
-        )
-    return None
+    return Conflict(
+        "swap_blocks", "swap_blocks needs strategy: single or ddp, since FSDP shards the base"
+    )
 
 
 LORA_RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (

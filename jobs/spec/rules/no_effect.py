@@ -63,8 +63,8 @@ def one_rank(spec: DeviceKeys) -> str:
     return ONE_RANK if world_size(spec) == 1 else ""
 
 
-def several_ranks(spec: DeviceKeys) -> str:
-    return "" if world_size(spec) == 1 else "needs one rank; several can shard the base"
+def sharded(spec: RecipeKeys) -> str:
+    return "needs strategy: single or ddp" if shards(spec) else ""
 
 
 def not_sharded(spec: RecipeKeys) -> str:

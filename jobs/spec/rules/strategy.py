@@ -173,6 +173,8 @@ def _settled(spec: RecipeKeys) -> tuple[str, str] | None:
         return "fsdp2", "fsdp_cpu_offload needs it"
     if spec.model_type == "lora" and spec.lora_placement == "sharded":
         return "fsdp2", "lora_placement: sharded needs it"
+    if spec.model_type == "lora" and spec.swap_blocks:
+        return "ddp", "swap_blocks needs it"
     return None
 
 

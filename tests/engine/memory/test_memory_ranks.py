@@ -31,6 +31,12 @@ FULL: Final = {"model_type": "full"}
 # training in HSDP are among the whole runs below, of whose steps the same is asked; full training
 # in DDP is in bf16, a sharded LoRA accumulates, and accumulation in fp32 is that of bf16.
 ON_TWO: Final[dict[str, dict[str, Any]]] = {
+    "lora ddp, swapped": {"strategy": "ddp", "swap_blocks": 3},
+    "lora ddp, swapped, checkpointed": {
+        "strategy": "ddp",
+        "swap_blocks": 2,
+        "gradient_checkpointing": True,
+    },
     "lora nf4": SHARDED | {"base_precision": "nf4"},
     # Of few layers: for each tensor, a step has numbers that are as large as a toy's matrices.
     "lokr nf4": SHARDED

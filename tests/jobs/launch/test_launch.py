@@ -262,7 +262,8 @@ def test_a_persons_own_allocator_options_stay(
         (2, {"strategy": "fsdp2"}, False),
         (2, {"strategy": "fsdp2", "fsdp_cpu_offload": True}, True),
         (1, {"swap_blocks": 4}, True),
-        (2, {"strategy": "ddp", "swap_blocks": 4}, False),
+        (2, {"strategy": "ddp", "swap_blocks": 4}, True),
+        (2, {"strategy": "fsdp2", "swap_blocks": 4}, False),
         (1, {"model_type": "full", "swap_blocks": 4}, False),
     ],
 )

@@ -49,21 +49,19 @@ def test_a_version_outside_of_what_was_tested_is_named_with_what_suffers(
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2", "hsdp", "ddp"])
-@pytest.mark.parametrize("swap", [0, 2])
 @pytest.mark.parametrize("precision", ["none", "nf4", "int8"])
 def test_a_torch_that_cannot_shard_a_packed_base_is_refused_at_submit(
-    strategy: str, swap: int, precision: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = JobSpec(
         strategy=strategy,  # type: ignore[arg-type]
-        swap_blocks=swap,
         base_precision=precision,  # type: ignore[arg-type]
     )
     _installed(monkeypatch, torch="2.12.0")
     assert check_versions(spec) == []
     _installed(monkeypatch, torch="2.11.0")
-    if precision != "none" and (swap or strategy != "ddp"):
-        with pytest.raises(SpecError, match="cannot shard or swap a packed base"):
+    if precision != "none" and strategy != "ddp":
+        with pytest.raises(SpecError, match="cannot shard a packed base"):
             check_versions(spec)
     else:
         assert "torch 2.11.0 is older" in check_versions(spec)[0]

@@ -294,6 +294,11 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "swap_blocks is not supported with text_encoder_lora_rank",
         ),
         (
+            {"swap_blocks": 2, "num_processes": 2, "strategy": "fsdp2"},
+            "swap_blocks",
+            "swap_blocks needs strategy: single or ddp, since FSDP shards the base",
+        ),
+        (
             {
                 "model_family": "sdxl",
                 "optimizer": "prodigy",

@@ -17,6 +17,7 @@ from engine import run_job
 from engine.checkpoint import saver
 from engine.families.flux import Flux
 from engine.memory.tracing.live import Live, storage_of
+from engine.model.files.weights import PinnedMemory
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import leave_world, start_world
 from engine.sample import sampler
@@ -121,6 +122,10 @@ def _count(name: str, values: dict[str, Any], rank: int, folder: str) -> dict[st
             patch.object(run_job, "Peaks", lambda device: counting),
             patch.object(saver, "ThreadPoolExecutor", _counted_threads(live, counting)),
             patch.object(sampler, "cpu_offload_with_hook", _waiting(live)),
+            patch.object(PinnedMemory, "take_like", _of_the_host(live, PinnedMemory.take_like)),
+            patch.object(
+                PinnedMemory, "bytes_between", _of_the_host(live, PinnedMemory.bytes_between)
+            ),
             patch.object(Flux, "load_vae", _read_by_the_host(live, Flux.load_vae)),
             patch.object(
                 Flux, "load_text_pipeline", _read_by_the_host(live, Flux.load_text_pipeline)
@@ -152,6 +157,18 @@ def _counted_threads(live: OwnTensors, counting: Counting) -> type[ThreadPoolExe
             return super().submit(counted)
 
     return Counted
+
+
+def _of_the_host(live: Live, take: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function whose tensors would be in host memory, also of a rank on a GPU."""
+
+    def taken(*args: Any) -> torch.Tensor:
+        tensor = take(*args)
+        live.drop({storage_of(tensor)})
+        live.ignore(tensor)
+        return tensor
+
+    return taken
 
 
 def _read_by_the_host(live: Live, load: Callable[..., Any]) -> Callable[..., Any]:

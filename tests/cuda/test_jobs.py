@@ -228,6 +228,7 @@ COMPARED: Final = {
     "checkpointing": "one gpu",
     "selective checkpointing": "one gpu",
     "sharded lora": "fsdp2",
+    "swapped blocks, ddp": "ddp",
     "training adapter": "one gpu",
     "class images": "fsdp2",
     "cpu offload": "fsdp2 full",
@@ -330,6 +331,13 @@ def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehe
             assert mine["launches"] > others["launches"], "the rest is computed twice"
         case "sharded lora":
             assert held[0] < held[1]
+        case "swapped blocks, ddp":
+            assert held[0] < held[1]
+            assert mine["nccl"] == others["nccl"], "only gradients are reduced"
+            # Both in forward, and the first again in backward, beside what is computed.
+            assert mine["h2d"] == others["h2d"] + 3
+            more = mine["h2d_bytes"] - others["h2d_bytes"]
+            assert mine["h2d_aside"] - others.get("h2d_aside", 0) == more > 1.4 * (held[1] - held[0])
         case "training adapter":
             assert mine["gemms"] > others["gemms"]
             assert held[0] > held[1]

@@ -30,6 +30,7 @@ NAMES: Final = (
     "mallocs",
     "host_allocs",
     "bad_devices",
+    "h2d_aside",  # bytes, on a stream that does not compute
 )
 # Packages whose versions decide how many kernels a step launches.
 _DECIDING: Final = ("torch", "diffusers", "transformers", "peft")

@@ -26,7 +26,7 @@ typedef cudaError_t error;
 
 enum {
     LAUNCHES, CASTS, GEMMS, H2D, H2D_PAGEABLE, D2H, D2D, H2D_BYTES, D2H_BYTES, SYNCS, NCCL, MEMSETS,
-    MALLOCS, HOST_ALLOCS, BAD_DEVICES, COUNTERS,
+    MALLOCS, HOST_ALLOCS, BAD_DEVICES, H2D_ASIDE, COUNTERS,
 };
 static atomic_long counters[2][COUNTERS]; /* of threads that train, and of the others */
 static void (*on_sync)(void); /* called where a thread that trains waits for a device */

@@ -9,6 +9,7 @@ reaching the limit is reported.
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import nullcontext
 from inspect import signature
 from pathlib import PurePath
@@ -59,7 +60,7 @@ def compile_blocks(model: Any, spec: RecipeKeys, warn: Callable[[str], None] | N
         )
     # Dynamo cannot trace it: see docs/upstream.md.
     torch.compiler.allow_in_graph(scaled_product)
-    _allow(_GRAPHS * len({type(block) for block in blocks}))
+    _allow(_GRAPHS * len({type(block) for block in blocks}), blocks)
     if warn is not None:
         _hear(warn)
     inside: Collection[torch.nn.Module] = ()
@@ -77,11 +78,23 @@ def uncompiled(spec: RecipeKeys) -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if spec.torch_compile else nullcontext()
 
 
-def _allow(graphs: int) -> None:
-    """Raise dynamo's limits to a number of graphs; a higher limit stays."""
-    config = torch.compiler.config
-    config.recompile_limit = max(config.recompile_limit, graphs)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
+def _allow(graphs: int, blocks: Iterable[torch.nn.Module]) -> None:
+    """Raise dynamo's limits to a number of graphs; a higher limit stays.
+
+    A value that is set holds in its thread alone (torch 2.13), and on a GPU it is a thread of
+    autograd's that recomputes blocks in backward. So each thread sets it before its first block.
+    """
+    config, raised = torch.compiler.config, threading.local()
+
+    def allow(*_: Any) -> None:
+        if not hasattr(raised, "here"):
+            raised.here = True
+            for limit in _LIMITS:
+                setattr(config, limit, max(getattr(config, limit), graphs))
+
+    allow()
+    for block in blocks:
+        block.register_forward_pre_hook(allow)
 
 
 def _hear(warn: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any, Final
 from unittest.mock import patch
 
@@ -178,6 +179,23 @@ def test_a_limit_that_is_reached_is_said_once(tmp_path: Path) -> None:
     assert len(said) == 2  # a class of blocks each
     assert all("runs uncompiled" in text and "transformer_flux.py" in text for text in said)
     assert all("has made 1 graphs" in text for text in said)
+
+
+def test_the_limits_hold_in_each_thread_that_computes() -> None:
+    """On a GPU, blocks are recomputed in a thread of autograd's."""
+    model, spec = adapted(**COMPILED)
+    compile_blocks(model, spec)
+    limits: list[int] = []
+
+    def compute() -> None:
+        with torch.no_grad(), uncompiled(spec):  # graphs are no matter here
+            step(model)
+        limits.extend(getattr(torch.compiler.config, limit) for limit in compiled._LIMITS)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert limits == [2 * compiled._GRAPHS, 256]
 
 
 class _Rounded(torch.autograd.Function):

@@ -337,7 +337,9 @@ def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehe
             # Both in forward, and the first again in backward, beside what is computed.
             assert mine["h2d"] == others["h2d"] + 3
             more = mine["h2d_bytes"] - others["h2d_bytes"]
-            assert mine["h2d_aside"] - others.get("h2d_aside", 0) == more > 1.4 * (held[1] - held[0])
+            assert (
+                mine["h2d_aside"] - others.get("h2d_aside", 0) == more > 1.4 * (held[1] - held[0])
+            )
         case "training adapter":
             assert mine["gemms"] > others["gemms"]
             assert held[0] > held[1]

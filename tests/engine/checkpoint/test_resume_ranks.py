@@ -35,6 +35,7 @@ FREE: Final = {
     "base_precision": "none",
 }
 LOKR: Final = {"lora_variant": "lokr", "lora_rank": 2}
+SWAPPED: Final = {"strategy": "ddp", "swap_blocks": 2}
 # A global batch of 4 on any number of ranks.
 ACCUMULATION: Final = {1: 4, 2: 2, 4: 1}
 
@@ -125,12 +126,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
         made.job("lokr-halves", HALF, **LOKR),
         made.job("lokr-halves", **LOKR),
         made.job("lokr-moving", MOVED[0], lora_placement="sharded", **LOKR),
+        made.job("swapped", **SWAPPED),
+        made.job("swapped-halves", HALF, **SWAPPED),
+        made.job("swapped-halves", **SWAPPED),
         made.job("branch", resume_from_checkpoint=str(made.run("lora-halves").checkpoint(HALF))),
     )
     return made
 
 
-@pytest.mark.parametrize("kind", ["lora", "lokr", "full", "schedule-free"])
+@pytest.mark.parametrize("kind", ["lora", "lokr", "full", "schedule-free", "swapped"])
 def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
     folder: Folder, kind: str
 ) -> None:
@@ -140,7 +144,8 @@ def test_half_of_the_steps_and_the_rest_are_all_of_them_bit_for_bit(
     assert [c.step for c in list_checkpoints(folder.run(f"{kind}-halves"))] == [HALF, STEPS]
     wanted, found = folder.contents(kind), folder.contents(f"{kind}-halves")
     assert wanted.keys() == found.keys()
-    trained = {"lora": 44, "lokr": 66, "full": 80, "schedule-free": 80}[kind]  # tensors
+    # Tensors.
+    trained = {"lora": 44, "lokr": 66, "full": 80, "schedule-free": 80, "swapped": 44}[kind]
     assert sum(name.startswith(".model.") for name in wanted) == trained
     assert sum(name.endswith(".exp_avg_sq") for name in wanted) == trained
     assert sum(name.startswith(".ema.") for name in wanted) == trained

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 # One of everything: strategies, both kinds, both placements of a LoRA, both optimizers,
-# accumulation, offload, an average, half precision. All others are slow.
+# accumulation, offload, swapped blocks, an average, half precision. All others are slow.
 FAST: Final = {
     Case("ddp 2", "lora", "sgd"),
+    Case("ddp 2, swapped blocks", "lora", "sgd"),
     Case("fsdp2 2", "full", "sgd"),
     Case("fsdp2 2", "full", "adamw"),
     Case("fsdp2 2, accumulated", "lora", "sgd"),

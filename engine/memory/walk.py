@@ -231,6 +231,8 @@ class Walk:
             self._phase = mark.name
             if self._phase != "backward":
                 self._copy(*list(self.swapped)[:1])
+            if self._phase == "sample" and (kept := self._kept_unit()):
+                self._gathered[kept] = self._costs[kept].whole  # by the forward before
         elif mark.kind == "end":
             if mark.name == "backward":
                 self._finish()
@@ -273,10 +275,15 @@ class Walk:
     def _leave(self, name: str, cost: Cost) -> None:
         if not name:
             self._received = 0
-        elif self.reshard:
+        elif self.reshard and name != self._kept_unit():
             del self._gathered[name]
             self._partial[name] = cost.partial
         self._forwards.append(name)
+
+    def _kept_unit(self) -> str:
+        """Return the unit that stays gathered for backward, which begins with it; "" for none."""
+        keeps = self.layout.shards and self.reshard and not self.layout.smaller
+        return self._order[-1] if keeps and self._order else ""
 
     def _backward(self, name: str, cost: Cost) -> None:
         self._unshard(name, cost)

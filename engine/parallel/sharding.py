@@ -69,6 +69,7 @@ def shard(
     world: World,
     *,
     replicated: Iterable[torch.nn.Parameter] = (),
+    learns: bool = True,
 ) -> list[str]:
     """Apply FSDP2 to a model whose parameters are still on the meta device.
 
@@ -77,6 +78,7 @@ def shard(
         spec: The job.
         world: The ranks.
         replicated: Parameters that stay whole on every rank (LoRA placed `replicated`).
+        learns: Whether forwards are followed by backward; a model that only samples has none.
 
     Returns:
         The class name of each FSDP unit, the root last.
@@ -110,15 +112,20 @@ def shard(
         )
     # The root is gathered until backward ends in any case; keeping it saves one all-gather.
     fully_shard(model, reshard_after_forward=False, **options)
-    _prefetch(_units_in_order(model), spec)
+    in_order = _units_in_order(model)
+    if learns and spec.fsdp_reshard_after_forward is True:
+        # Backward begins with the last unit: freed, it would be gathered again at once.
+        for unit in in_order[-1:]:
+            unit.set_reshard_after_forward(False, recurse=False)
+    _prefetch(in_order, spec)
     return [*units, _class_name(model)]
 
 
 def reshard(model: torch.nn.Module) -> None:
     """Free whatever weights a forward without backward has left gathered.
 
-    The root keeps its weights gathered after forward. Without a backward they would stay so, and
-    the next forward would not see what was changed in the shards meanwhile.
+    The root and the last unit keep their weights gathered after forward. Without a backward they
+    would stay so, and the next forward would not see what was changed in the shards meanwhile.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -87,7 +87,7 @@ def _load(run: RunContext, name: str) -> torch.nn.Module:
     model.requires_grad_(False)
     swapped = swap_blocks(model, spec, family, world)
     if world.shards:
-        shard(model, frozen, world)
+        shard(model, frozen, world, learns=False)
     offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
     hosts = swapped.hosts if swapped else None
     weights.materialise(model, world.device, parameters_on=offload, hosts=hosts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -221,11 +222,17 @@ def _pack_nf4(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each weight to the nearest code of its block; the first of two is in the high bits."""
     blocks = wide.view(len(wide), -1, NF4_BLOCK)
     scale = blocks.abs().amax(2)
-    codes = torch.tensor(NF4_CODES, dtype=torch.float32, device=wide.device)
-    middles = (codes[1:] + codes[:-1]) / 2
+    middles = _middles(wide.device)
     places = torch.bucketize(blocks / _no_zero(scale).unsqueeze(2), middles, out_int32=True)
     places = places.view(len(wide), -1, 2).to(torch.uint8)
     return places[..., 0] * 16 + places[..., 1], scale
+
+
+@cache
+def _middles(device: torch.device) -> torch.Tensor:
+    """Return the limits between nf4's codes, `(15,)`; made once, since the copy to a GPU waits."""
+    codes = torch.tensor(NF4_CODES, dtype=torch.float32, device=device)
+    return (codes[1:] + codes[:-1]) / 2
 
 
 def _look_up(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

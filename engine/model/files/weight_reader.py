@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 # Four reads at a time took a third to a half of the time of one at a time on a cold disk.
 _THREADS: Final = 4
-_PACKED_BYTES: Final = 2**19  # read at a time for packing, which takes ten times that
 _CHUNK_BYTES: Final = 16 * 2**20  # per read, and the size of a thread's buffer if it needs one
+# Bytes that are read, and packed, at a time: on a CPU as much as its caches hold. Packing takes ten
+# times as much memory.
+_PACKED_BYTES: Final = {"cpu": (2**19, 2**19), "cuda": (_CHUNK_BYTES, 4 * 2**20)}
 
 
 @dataclass(frozen=True)
@@ -118,22 +120,29 @@ class _Reader:
         return flat.numel() * source.dtype.itemsize
 
     def _pack(self, reading: Reading, packing: Packing) -> int:
-        """Read and pack a few rows at a time, on the target's device."""
+        """Read a buffer of rows at a time, and pack them in parts on the target's device."""
         if reading.source.packed is not None:
             return self._copy_packed(reading, packing)
         source, target = reading.source, reading.target.detach()
         columns, width = source.row_elements, source.dtype.itemsize
-        buffer = self._buffer(target.device).view(source.dtype)
-        step = max(1, min(_PACKED_BYTES // width, buffer.numel()) // columns)
+        own = None if reading.scale is None else reading.scale.detach()
         at = source.start + reading.first * width
+        buffers = self._buffers(target.device)
+        read, packed_bytes = _PACKED_BYTES[target.device.type]
+        part = max(1, packed_bytes // (columns * width))
+        step = max(1, min(read, buffers.size) // (columns * width))
         for begin in range(0, len(target), step):
-            rows = target[begin : begin + step]
-            chunk = buffer[: len(rows) * columns]
+            end = min(len(target), begin + step)
+            chunk = buffers.take(source.dtype)[: (end - begin) * columns]
             self._fill(source.file, at + begin * columns * width, chunk)
-            packed, scale = packing.pack(chunk.view(len(rows), columns).to(target.device))
-            rows.copy_(packed)  # blocks until the buffer can be reused
-            if reading.scale is not None and scale is not None:
-                reading.scale.detach()[begin : begin + step].copy_(scale)
+            rows = chunk.view(-1, columns).to(target.device, non_blocking=True)
+            buffers.sent()
+            for first in range(begin, end, part):
+                last = min(end, first + part)
+                packed, scale = packing.pack(rows[first - begin : last - begin])
+                target[first:last].copy_(packed)
+                if own is not None and scale is not None:
+                    own[first:last].copy_(scale)
         return len(target) * columns * width
 
     def _copy_packed(self, reading: Reading, packing: Packing) -> int:
@@ -156,12 +165,14 @@ class _Reader:
 
     def _fill_through_buffer(self, source: StoredTensor, at: int, flat: torch.Tensor) -> None:
         """Read chunk by chunk, and convert or move each."""
-        buffer = self._buffer(flat.device).view(source.dtype)
-        for begin in range(0, flat.numel(), buffer.numel()):
-            part = flat[begin : begin + buffer.numel()]
-            chunk = buffer[: part.numel()]
+        buffers = self._buffers(flat.device)
+        step = buffers.size // source.dtype.itemsize
+        for begin in range(0, flat.numel(), step):
+            part = flat[begin : begin + step]
+            chunk = buffers.take(source.dtype)[: part.numel()]
             self._fill(source.file, at + begin * source.dtype.itemsize, chunk)
-            part.copy_(chunk)  # blocks until the buffer can be reused
+            part.copy_(chunk, non_blocking=True)  # waits where it converts
+            buffers.sent()
             if part.dtype is torch.float16 and source.dtype is not torch.float16:
                 _check_finite(part, source)
 
@@ -178,17 +189,50 @@ class _Reader:
                 raise UserError(f"{file} was truncated while being read")
             done += got
 
-    def _buffer(self, device: torch.device) -> torch.Tensor:
-        """Return this thread's buffer, pinned if the device is a GPU."""
-        if not hasattr(self._own, "buffer"):
-            on_gpu = device.type == "cuda"
-            if on_gpu:
+    def _buffers(self, device: torch.device) -> _Buffers:
+        """Return this thread's buffers for a device."""
+        known: dict[str, _Buffers] = self._own.__dict__.setdefault("buffers", {})
+        if device.type not in known:
+            if device.type == "cuda":
                 # A new thread starts on GPU 0; pinning there would create a context on it for every
                 # rank.
                 torch.cuda.set_device(device)
-            self._own.buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
-        buffer: torch.Tensor = self._own.buffer
-        return buffer
+            known[device.type] = _Buffers(device)
+        return known[device.type]
+
+
+class _Buffers:
+    """Two halves of a buffer, of which one is read into while the GPU copies from the other.
+
+    For a CPU it is one.
+
+    Args:
+        device: Where what is read goes to.
+
+    Attributes:
+        size: Bytes that `take` returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        memory = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu)
+        self._halves = list(memory.chunk(2 if self._on_gpu else 1))
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._halves)
+        self.size = len(self._halves[0])
+
+    def take(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the half that was sent first, once it is copied."""
+        self._halves.append(self._halves.pop(0))
+        self._copied.append(self._copied.pop(0))
+        copied = self._copied[-1]
+        if copied is not None and not copied.query():
+            copied.synchronize()
+        return self._halves[-1].view(dtype)
+
+    def sent(self) -> None:
+        """Remember that copies of what `take` returned are on their way."""
+        if self._on_gpu:
+            self._copied[-1] = torch.cuda.current_stream().record_event()
 
 
 def _check_finite(part: torch.Tensor, source: StoredTensor) -> None:

@@ -75,6 +75,7 @@ class Counting:
         # Kept, so that it is not collected while the library may call it.
         self._callback = ctypes.CFUNCTYPE(None)(self._waited)
         self._library.cuda_stub_on_sync(self._callback)
+        self._behind = self._snapshot(background=1)
         self._held_before = (
             _held()
         )  # by what libraries keep of jobs before, such as tables of angles
@@ -110,6 +111,7 @@ class Counting:
             "syncs": dict(self._syncs.most_common()),
             "memory": self._memory,
             "totals": self._snapshot(),
+            "behind": _difference(self._behind, self._snapshot(background=1)),
             "versions": {name: version(name) for name in _DECIDING},
         }
 

@@ -202,8 +202,8 @@ def packed_flux(toy: Path, **changes: Any) -> tuple[Any, JobSpec]:
 def test_layers_of_blocks_are_packed_as_they_are_read(
     toy: Path, scheme: BasePrecision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside nf4, modulation in 8 bits; some rows at a time, of which the last are fewer."""
-    monkeypatch.setattr(weight_reader, "_PACKED_BYTES", 4 * 128 * 5)
+    """Beside nf4, modulation in 8 bits; some of the rows that are read at a time, then fewer."""
+    monkeypatch.setitem(weight_reader._PACKED_BYTES, "cpu", (4 * 128 * 12, 4 * 128 * 5))
     model, _ = packed_flux(toy, base_precision=scheme)
     stock = FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer")
     layers = quantized_layers(model)

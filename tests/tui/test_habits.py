@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.binding import Binding
 from textual.color import Color
+from textual.command import CommandPalette
 from textual.filter import ANSIToTruecolor
 from textual.geometry import Region
 from textual.widgets import Static
@@ -27,7 +28,7 @@ from jobs.queue.states import State
 from jobs.run.rundir import RankStatus
 from tests.support.paths import ROOT
 from tests.support.tui.detection import flux
-from tests.support.tui.driven_app import running, said
+from tests.support.tui.driven_app import form, running, said
 from tests.support.tui.made_up_runs import add_job, write_log, write_rank, write_steps
 from tests.support.tui.pilot import rest, shown_by, until
 from tests.support.waiting import PATIENCE
@@ -100,6 +101,14 @@ async def test_f1_explains_a_question_too(store: Store) -> None:
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         await pilot.press("escape")
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+
+
+@pytest.mark.parametrize("key", ["ctrl+p", "f9"])
+async def test_the_palette_opens_in_a_form_too(store: Store, key: str) -> None:
+    """The terminal of VS Code takes ctrl+p."""
+    async with form(store) as (app, pilot):
+        await pilot.press(key)
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
 
 
 async def test_the_palette_has_every_action_once_what_fits_first_and_does_it(store: Store) -> None:
@@ -664,7 +673,7 @@ async def test_the_ascii_dashboard_is_ascii(store: Store, size: tuple[int, int])
     write_rank(job, 0, step=40)
     async with running(store, size, ascii=True) as (app, pilot):
         await until(pilot, lambda: "log" in shown_by(app) and "40/200" in shown_by(app))
-        for key in ("question_mark", "escape", "ctrl+p"):
+        for key in ("question_mark", "escape", "f9"):
             assert shown_by(app).isascii(), set(shown_by(app)) - set(map(chr, range(128)))
             await pilot.press(key)
             await pilot.pause()
@@ -711,6 +720,10 @@ async def test_every_theme_draws_the_dashboard(store: Store) -> None:
             await rest(app)
             assert "fsdp-tui" in shown_by(app)
             assert not terminal_colours(app.dashboard.query_one(DevicesPanel))
+            for panel in app.dashboard.query(Lines):
+                styles = [panel._style(role, marked=True) for role in ROLES]
+                assert all(style.color != style.bgcolor for style in styles), "the bar, for one"
+                assert {style.bgcolor for style in styles} != {panel._style("", False).bgcolor}
             await pilot.press("t")
             assert app.theme == other_theme(theme, dark=True)
             assert app.theme in names

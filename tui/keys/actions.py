@@ -87,7 +87,14 @@ class Action:
 _SAME: Final = "one place among those of its priority"
 _QUEUE: Final[tuple[tuple[str, str, str, str, Needs, str], ...]] = (
     ("hold_job", "h", "h", "hold", "queued", "Hold the queued job, until it is released"),
-    ("release_job", "H,shift+h", "H", "release", "queued", "Let the held job start, or the one that waits for others (--after)"),
+    (
+        "release_job",
+        "H,shift+h",
+        "H",
+        "release",
+        "queued",
+        "Let the held job start, or the one that waits for others (--after)",
+    ),
     ("move_up", "K,shift+k", "K", "move up", "queued", f"Move the queued job up: {_SAME}"),
     ("move_down", "J,shift+j", "J", "move down", "queued", f"Move the queued job down: {_SAME}"),
     ("raise_priority", "plus", "+", "sooner", "queued", "Raise the queued job's priority"),
@@ -304,7 +311,13 @@ ACTIONS: Final[tuple[Action, ...]] = (
         everywhere=True,
     ),
     Action(
-        "app.command_palette", "ctrl+p", "^p", "palette", "Find an action or a job by name", "app"
+        "app.command_palette",
+        "ctrl+p,f9",  # some terminals, such as that of VS Code, keep ctrl+p for themselves
+        "^p F9",
+        "palette",
+        "Find an action or a job by name",
+        "app",
+        everywhere=True,
     ),
     Action("gpus", "u", "u", "gpus", "GPUs: graphs of use and memory, all processes", "app"),
     Action("fleet", "F,shift+f", "F", "fleet", "Fleet: other machines, their GPUs and jobs", "app"),

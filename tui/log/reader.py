@@ -102,6 +102,8 @@ class LogReader(LogView, inherit_bindings=False):
         .log--match { background: $accent; color: $background; }
         .log--cursor { background: $primary 28%; }
         .log--selected { background: $primary 16%; }
+        &:ansi .log--cursor { background: ansi_blue; }
+        &:ansi .log--selected { background: ansi_cyan; }
     }
     """
     wrap: reactive[bool] = reactive(False)

@@ -67,6 +67,11 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         .lines--smooth { color: $accent; text-style: bold; }
         .lines--cursor { background: $primary 16%; }
         &:focus .lines--cursor { background: $primary 28%; }
+        &:ansi .lines--cursor { background: ansi_cyan; color: ansi_black; }
+        &:focus:ansi .lines--cursor {
+            background: $block-cursor-background;
+            color: $block-cursor-foreground;
+        }
     }
     """
 
@@ -163,11 +168,13 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
     def _style(self, role: str, marked: bool) -> Style:
         key = (role, marked)
         if key not in self._palette:
+            names = ["cursor"] * marked + [role] * bool(role)
+            if self.app.current_theme.ansi:
+                # Its colors have no shades: a role's color may be that of the cursor.
+                names.reverse()
             style = self.visual_style
-            if marked:
-                style += self.get_visual_style("lines--cursor", partial=True)
-            if role:
-                style += self.get_visual_style(f"lines--{role}", partial=True)
+            for name in names:
+                style += self.get_visual_style(f"lines--{name}", partial=True)
             self._palette[key] = style.rich_style
         return self._palette[key]
 

@@ -57,14 +57,14 @@ _HINT: Final = "free some space, or set on_save_failure: warn to continue withou
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written; `outcome`: its bytes, and when it was complete."""
 
     training: TrainState
     path: Path
     step: int
     total: int
     begun: float
-    outcome: Future[int]
+    outcome: Future[tuple[int, float]]
 
 
 class Saver:
@@ -262,12 +262,14 @@ class Saver:
         together(lambda: own.append(act()), self._world, self._group)
         return own[0]
 
-    def _write(self, contents: Contents, final: Path) -> int:
+    def _write(self, contents: Contents, final: Path) -> tuple[int, float]:
         written = write(contents, final, self._world, self._group)
+        # Training may be sampling, and asks for the outcome minutes later.
+        complete = time.monotonic()
         if self._world.main:
             with suppress(OSError):  # of this one rank, and the checkpoint is complete
                 self._forget_old()
-        return written
+        return written, complete
 
     def _forget_old(self) -> None:
         """Delete what the limit leaves over, but for the best ones (one rank).
@@ -301,7 +303,8 @@ class Saver:
                     return
 
     def _say(self, pending: _Pending) -> None:
-        written, seconds = pending.outcome.result(), time.monotonic() - pending.begun
+        written, complete = pending.outcome.result()
+        seconds = complete - pending.begun
         self._telemetry.emit(
             Checkpoint(pending.step, str(pending.path), written, round(seconds, 3))
         )

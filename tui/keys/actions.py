@@ -121,7 +121,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "start_job",
         "s",
         "s",
-        "start",
+        "resume",
         "Resume an ended job from its newest checkpoint",
         "jobs",
         "ended",

@@ -121,7 +121,7 @@ def advice_text(own: str, candidates: Sequence[Candidate], advised: str | None, 
         return ""
     if advised is None:
         return f"no strategy fits this job on {ranks} ranks"
-    same = " (set in job)" if advised == own else f"; set in job: {own}"
+    same = ", which this job uses" if advised == own else f"; this job uses {own}"
     return f"fastest strategy that fits on {ranks} ranks: {advised}{same}"
 
 

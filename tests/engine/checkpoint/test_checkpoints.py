@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import namedtuple
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -677,6 +678,30 @@ def test_a_failure_behind_training_is_noticed(
     saver.finish()
     assert not saver.failed(), "told once"
     assert "No space left on device (tried twice)" in events(run_dir, "warning")[0]["message"]
+
+
+def test_a_save_behind_training_takes_as_long_as_it_is_written(
+    toy: Path,
+    run_dir: RunDir,
+    saver_of: Callable[[JobSpec], checkpoint.Saver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long training then samples before it asks: the time left goes by it."""
+    now, written = [100.0], threading.Event()
+
+    def write(*arguments: Any) -> int:
+        now[0] += 3.0
+        return 7
+
+    monkeypatch.setattr(saver_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(saver_module, "write", write)
+    saver = saver_of(spec := toy_spec(toy, checkpointing_async=True))
+    saver.save(training_of(toy, spec))
+    saver._thread.submit(written.set)
+    assert written.wait(PATIENCE)
+    now[0] += 60.0
+    saver.finish()
+    assert [event["seconds"] for event in events(run_dir, "checkpoint")] == [3.0]
 
 
 class OddError(Exception):

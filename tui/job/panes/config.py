@@ -118,11 +118,11 @@ def _wrapped(value: Any, width: int) -> list[str]:
 
 
 class JobList(PickList):
-    """The jobs, the newest first."""
+    """The jobs, the newest first; those that have not started yet come last."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         super().__init__(id="pick-list")
-        self.jobs = sorted(jobs, key=lambda job: -job.id)
+        self.jobs = sorted(jobs, key=lambda job: (job.started is None, -job.id))
 
     @property
     def count(self) -> int:

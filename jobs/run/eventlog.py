@@ -41,8 +41,9 @@ _PACE_WINDOW: Final = 20  # steps
 _FIRST_READ: Final = 16 << 10  # bytes of the first read from the end of the file
 _READ_GROWTH: Final = 8  # factor by which each further read is larger
 _LONG_AGO: Final = 8 << 20  # bytes from the end, in which phases are looked for
-_LATEST: Final = 4  # phases of a kind that are remembered
-_EXTREME: Final = 3  # times the median, as which a longer step counts
+_LATEST: Final = 6  # phases of a kind that are remembered
+_LONG_STEP: Final = 3.0  # times the median, as which a longer step counts
+_LONG_PHASE: Final = 2.0  # the same of a phase
 # `jobs.run.rundir.event` begins lines like this; any other line is decoded.
 STEP_LINE: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "step"')
 _BEGINS: Final = rb'\{"t": [0-9.e+]+, "kind": "'
@@ -166,13 +167,12 @@ class EventLog:
         return max(map(_mean, zip(*recent, strict=True)), default=None)
 
     def usual_seconds(self, phase: str) -> float | None:
-        """Return the median of the latest phases of a kind, of two the shorter one.
+        """Return the mean of the latest phases of a kind; one that took very long counts as less.
 
         The first, which warms up, counts only while it is alone.
         """
         latest = list(self.took.get(phase, ()))
-        latest = sorted(latest[1:] or latest)
-        return latest[(len(latest) - 1) // 2] if latest else None
+        return _mean(latest[1:] or latest, _LONG_PHASE) if latest else None
 
     def _notice_replacement(self, descriptor: int) -> None:
         stat = os.fstat(descriptor)
@@ -263,9 +263,12 @@ class EventLog:
         )
 
 
-def _mean(seconds: Sequence[float]) -> float:
-    """Return the mean of some times; one that is much longer than the median counts as less."""
-    most = _EXTREME * sorted(seconds)[len(seconds) // 2]
+def _mean(seconds: Sequence[float], extreme: float = _LONG_STEP) -> float:
+    """Return the mean of some times.
+
+    One that is `extreme` times as long as the median, of two the shorter one, counts as no longer.
+    """
+    most = extreme * sorted(seconds)[(len(seconds) - 1) // 2]
     return sum(min(each, most) for each in seconds) / len(seconds)
 
 

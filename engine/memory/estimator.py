@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from dataclasses import replace
 from functools import lru_cache
@@ -59,6 +60,9 @@ class Estimator:
     def __init__(self, overheads: Overheads = OVERHEADS) -> None:
         self._overheads = overheads
         self._traces: OrderedDict[Hashable, Any] = OrderedDict()
+        # Which outputs of blocks get no gradient depends on the model alone. To know it saves a
+        # second run of each trace.
+        self._asked: dict[Hashable, Any] = {}
 
     def estimate(
         self, spec: JobSpec, ranks: int | None = None, strategy: str | None = None
@@ -109,7 +113,17 @@ class Estimator:
 
     def _trace(self, spec: JobSpec, *, sharded: bool, training: bool) -> Trace | None:
         shape = shape_of(spec, sharded=sharded, training=training)
-        return None if shape is None else self._once(shape.key, lambda: trace_model(shape))
+        if shape is None:
+            return None
+        model = (json.dumps(shape.config, sort_keys=True), training)
+
+        def make() -> Trace:
+            trace = trace_model(shape, asked=self._asked.get(model))
+            self._asked[model] = trace.asked
+            return trace
+
+        traced: Trace = self._once(shape.key, make)
+        return traced
 
     def _sample(self, spec: JobSpec, *, sharded: bool) -> Trace | None:
         """Trace the forward of a sample.

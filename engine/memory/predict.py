@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.memory.prediction import Parts, Phase, Prediction
 from engine.memory.tracing.live import BLOCK, rounded
+from engine.memory.traffic import work_and_traffic
 from engine.memory.walk import Layout, Walk, cost_of, swapped_of
 from engine.model.precision import compute_dtype
 from engine.train.gradients import BUCKET, UNDER_WAY
@@ -253,7 +254,8 @@ def predict(
     trained = trained_of(trace, layout)
     swapped = sum(swapped_of(trace.units, swaps_of(spec, layout)).values())
     held = sum(cost_of(unit, layout).held for unit in trace.units) + trace.buffers - swapped
-    state = 0 if layout.offload else state_bytes(spec, trained)
+    own_state = state_bytes(spec, trained)
+    state = 0 if layout.offload else own_state
     average = 0
     if spec.use_ema and spec.ema_device != "cpu" and not layout.offload:
         average = sum(parameter.size for parameter in trained)
@@ -306,6 +308,7 @@ def predict(
         host=dict(host or {}),
         disk=dict(disk or {}),
         notes=tuple(assumed),
+        work=work_and_traffic(trace, spec, layout, trained, ranks, own_state),
     )
 
 

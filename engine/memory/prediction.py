@@ -92,6 +92,7 @@ class Prediction:
         disk: Bytes on disk by name: `cache`, `checkpoint` (one), `checkpoints` (all that are kept),
             `export`; and `free` in the run's file system, if known.
         notes: Assumptions, as sentences for users.
+        work: What a rank computes and moves in a step, see `engine.memory.traffic`.
     """
 
     model: str
@@ -106,6 +107,7 @@ class Prediction:
     host: Mapping[str, int] = field(default_factory=dict)
     disk: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    work: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -155,4 +157,5 @@ class Prediction:
             "host": dict(self.host),
             "disk": dict(self.disk),
             "notes": list(self.notes),
+            "work": dict(self.work),
         }

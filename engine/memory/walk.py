@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # they allocate and free. `tests/bench/memory.py` compares the results with theirs.
 
 
-_REDUCED: Final = 4  # bytes: gradients are reduced in fp32
+REDUCED: Final = 4  # bytes: gradients are reduced in fp32
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
     trained = [(w, number) for w, number in shards if w.trained and not w.unused]
     padded = sum(number * ranks for _, number in trained)
     kept = sum(rounded(w.numel * w.stored) for w in others)
-    output = rounded(padded // ranks * _REDUCED) if ranks else 0
+    output = rounded(padded // ranks * REDUCED) if ranks else 0
     return Cost(
         held=kept + (0 if layout.offload else held),
         host=held if layout.offload else 0,
@@ -117,7 +117,7 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
         kept_gradients=sum(
             rounded(w.numel * w.stored) for w in others if w.trained and not w.unused
         ),
-        reduce=rounded(padded * _REDUCED),
+        reduce=rounded(padded * REDUCED),
         output=output,
         reduced=0 if layout.offload else output,
     )

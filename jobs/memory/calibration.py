@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.machine.engine_tools import ToolError
+from jobs.memory.cards import card_named
 from jobs.memory.predicted import MEASURED_AS, Predicted
 from jobs.memory.question import Server, predict, recall
 from jobs.paths import state_home
@@ -163,6 +164,8 @@ SCHEMA: Final = 1
 PHASES: Final = ("forward", "backward", "optimizer")  # phases that set the peak of most jobs
 _NEWEST: Final = 50  # newest runs that are used
 _LONGEST: Final = 400  # lines; a longer file is rewritten with only the newest ones
+_RARE: Final = ('"beside"', '"link"', '"speed"')  # of a self-test or `doctor`, not of each run
+_FEW: Final = 8  # of these that are kept
 _PLAUSIBLE_RATIOS: Final = (0.5, 2.0)  # others have another cause, such as a shared GPU
 _HIGH_SHARE: Final = 0.9  # share of runs that stay below the upper end of the band
 
@@ -178,12 +181,16 @@ class Calibration:
         beside: Bytes on a GPU outside torch's reservation (the driver, cuBLAS, NCCL) that the
             newest self-test measured, minus the assumed bytes. Keyed by whether there were several
             ranks.
+        links: GPU → bytes per second of the newest all-reduce's bus bandwidth.
+        speeds: GPU → measured over computed seconds of the newest self-test's steps on one GPU.
     """
 
     runs: int = 0
     peak: tuple[float, ...] = ()
     phases: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     beside: Mapping[bool, int] = field(default_factory=dict)
+    links: Mapping[str, float] = field(default_factory=dict)
+    speeds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def usual(self) -> float:
@@ -266,6 +273,19 @@ def record_beside(ranks: int, measured: int, predicted: Predicted) -> None:
     _append(json.dumps(entry) + "\n")
 
 
+def record_rate(kind: str, gpu: str, rate: float) -> None:
+    """Record a rate that was measured on this machine.
+
+    Args:
+        kind: `link` (bytes per second) or `speed` (measured over computed seconds).
+        gpu: The driver's name of the GPUs.
+        rate: The rate.
+    """
+    if (card := card_named(gpu)) is not None:
+        entry = {"schema": SCHEMA, "t": round(time.time()), kind: rate, "gpu": card.key}
+        _append(json.dumps(entry) + "\n")
+
+
 def read_calibration(path: Path | None = None) -> Calibration:
     """Read the ratios of the newest runs; empty if the file is missing or damaged."""
     peak: list[float] = []
@@ -276,6 +296,12 @@ def read_calibration(path: Path | None = None) -> Calibration:
         for entry in everything
         if isinstance(entry.get("beside"), int) and isinstance(entry.get("ranks"), int)
     }
+    rates: dict[str, dict[str, float]] = {"link": {}, "speed": {}}
+    for entry in everything:
+        for kind, of_gpu in rates.items():
+            rate = entry.get(kind)
+            if isinstance(rate, int | float) and (kind == "link" or _is_plausible(rate)):
+                of_gpu[str(entry.get("gpu"))] = float(rate)
     entries = [entry for entry in everything if _is_plausible(entry.get("peak"))]
     for entry in entries[-_NEWEST:]:
         peak.append(float(entry["peak"]))
@@ -284,7 +310,7 @@ def read_calibration(path: Path | None = None) -> Calibration:
             if _is_plausible(ratio):
                 phases.setdefault(str(name), []).append(float(ratio))
     by_phase = {name: tuple(ratios) for name, ratios in phases.items()}
-    return Calibration(len(peak), tuple(peak), by_phase, beside)
+    return Calibration(len(peak), tuple(peak), by_phase, beside, rates["link"], rates["speed"])
 
 
 def _peak(phases: Any, name: str) -> int:
@@ -315,8 +341,8 @@ def _append(line: str) -> None:
     path = file()
     if path.exists() and len(lines := path.read_text(errors="replace").splitlines()) > _LONGEST:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        rare = [entry for entry in lines[:-_NEWEST] if '"beside"' in entry]
-        temporary.write_text("\n".join(rare[-2:] + lines[-_NEWEST:]) + "\n")
+        rare = [entry for entry in lines[:-_NEWEST] if any(word in entry for word in _RARE)]
+        temporary.write_text("\n".join(rare[-_FEW:] + lines[-_NEWEST:]) + "\n")
         os.replace(temporary, path)
     with open(path, "a", encoding="utf-8") as out:
         out.write(line)

@@ -14,6 +14,7 @@ from jobs.machine import devices
 from jobs.machine.gpu import find
 from jobs.memory.calibration import Calibration, read_calibration
 from jobs.memory.fit import (
+    CARD_ROOMS,
     CARDS,
     USUAL,
     Candidate,
@@ -31,6 +32,8 @@ from jobs.memory.fit import (
 from jobs.memory.host_memory import host_bytes
 from jobs.memory.ladder import alternatives, climb, loosen
 from jobs.memory.question import Refused, arranged, predict
+from jobs.memory.ranking import Ranker
+from jobs.memory.seconds import card_of, link_of, seconds_of, why_unknown
 from jobs.paths import cache_home, state_home
 from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
 
@@ -38,9 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from jobs.machine.gpu import Gpu
+    from jobs.memory.cards import Card
     from jobs.memory.ladder import Step
     from jobs.memory.predicted import Predicted
     from jobs.memory.question import Server
+    from jobs.memory.ranking import Ranking
+    from jobs.memory.seconds import Link, Seconds
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.data import DataKeys
 
@@ -90,7 +96,7 @@ def place_of(
     *,
     ours: Collection[int] = (),
     claims: Mapping[str, int] | None = None,
-    card: int | None = None,
+    card: str | int | None = None,
     imagine: bool = True,
     cards: Cards = UNKNOWN_CARDS,
 ) -> Place:
@@ -101,13 +107,13 @@ def place_of(
         present: The GPUs of this machine.
         ours: Pids of our jobs' processes.
         claims: GPU UUID → id of our job that holds it.
-        card: Compare with GPUs of this many GB (see `CARDS`), whatever this machine has.
+        card: One of `CARD_ROOMS` to compare with, whatever this machine has.
         imagine: On a machine without GPUs, assume the ones that most people train on instead of
             the CPU.
         cards: The cluster's GPUs, for a job that does not run on this machine.
     """
     if card is not None:
-        return Place(True, (CARDS[card],), here=False)
+        return Place(True, (CARD_ROOMS[str(card)],), here=False)
     if spec.launcher != "local" and spec.device != "cpu":
         if cards.rooms:
             return Place(True, cards.rooms, here=False, note=cards.note)
@@ -221,6 +227,44 @@ class Estimate:
         """Return a change to less recomputation that still fits, if there is one."""
         return loosen(self._settled, partial(self._fit, None), enough=_fits)
 
+    @cached_property
+    def _rates(self) -> tuple[Card, Link] | str:
+        """Return the card and its link, or why they are unknown."""
+        if not self.place.on_gpus:
+            return "the ranks run on the CPU"
+        rooms = self.place.rooms
+        if self.place.here and not self.place.chosen:
+            rooms = rooms[: world_size(self.spec)]
+        card = card_of(rooms)
+        if isinstance(card, str):
+            return card
+        measured = self.calibration.links.get(card.key) if self.place.here else None
+        return card, link_of(card, rooms, measured)
+
+    def seconds(self, predicted: Predicted, spec: JobSpec | None = None) -> Seconds | str:
+        """Return the seconds of a step, or why they are not computed."""
+        if isinstance(self._rates, str):
+            return self._rates
+        card, link = self._rates
+        why = why_unknown(spec or self.spec, predicted, card)
+        return why or seconds_of(predicted, card, link, self._factor(card))
+
+    def ranking(self) -> Ranking | str:
+        """Rank the ways to run the job on these GPUs, or return why they cannot be."""
+        own = self.own
+        if isinstance(own, Refused):
+            return own.error
+        if isinstance(why := self.seconds(own), str):
+            return why
+        assert not isinstance(self._rates, str)
+        card, link = self._rates
+        predict = lambda strategy, ranks, spec: self.predict(strategy, ranks, spec)  # noqa: E731
+        ranker = Ranker(self.spec, self._settled, predict, self.fit, card, link, self._factor(card))
+        return ranker.rank() or "the job cannot be predicted"
+
+    def _factor(self, card: Card) -> float:
+        return self.calibration.speeds.get(card.key, 1.0) if self.place.here else 1.0
+
     @property
     def _settled(self) -> JobSpec:
         return arranged(self.spec, self.strategy, world_size(self.spec), on_gpus=self.place.on_gpus)
@@ -301,7 +345,7 @@ def estimate(
     present: Sequence[Gpu] | None = None,
     ours: Collection[int] = (),
     claims: Mapping[str, int] | None = None,
-    card: int | None = None,
+    card: str | int | None = None,
     imagine: bool = True,
     cards: Cards = UNKNOWN_CARDS,
     cancelled: Callable[[], bool] = lambda: False,

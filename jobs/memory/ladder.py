@@ -165,7 +165,7 @@ def _optimizer(spec: RecipeKeys) -> Changes | None:
     return {"optimizer": "adamw_8bit"} if fits else None
 
 
-def _base(spec: RecipeKeys, precision: str) -> Changes | None:
+def fewer_bits(spec: RecipeKeys, precision: str) -> Changes | None:
     """Pack a LoRA's frozen base; None if it is already packed as small or smaller."""
     fewer = _BITS[spec.base_precision] > _BITS[precision]
     return {"base_precision": precision} if spec.model_type == "lora" and fewer else None
@@ -182,6 +182,11 @@ def _swap(spec: RecipeKeys, count: int) -> Changes | None:
     """Keep blocks in host memory; None if as many already are, or FSDP shards them."""
     fits = spec.model_type == "lora" and not shards(spec) and spec.device != "cpu"
     return {"swap_blocks": count} if fits and spec.swap_blocks < count else None
+
+
+def swapping(spec: RecipeKeys) -> Iterator[int]:
+    """Yield how many more blocks could be kept in host memory, the fewest first."""
+    yield from (count for count in _SWAPPED if _swap(spec, count) is not None)
 
 
 def _reshard(spec: RecipeKeys) -> Changes | None:
@@ -264,7 +269,7 @@ def _resolution(spec: DataPlanKeys) -> Changes | None:
 
 LADDER: Final = (
     # Not fp8: its error is larger on the toy models of all 15 families (tests/bench/quantized.py).
-    Rung("8-bit base", EIGHT_BITS, partial(_base, precision="int8"), "frozen weights rounded"),
+    Rung("8-bit base", EIGHT_BITS, partial(fewer_bits, precision="int8"), "frozen weights rounded"),
     Rung(
         "8-bit modulation",
         MODULATION,
@@ -287,7 +292,9 @@ LADDER: Final = (
     Rung(
         "8-bit AdamW", QUANTISED_STATE, _optimizer, "moments in 8 bits; needs fsdp-tui[optimizers]"
     ),
-    Rung("4-bit base", FOUR_BITS, partial(_base, precision="nf4"), "frozen weights rounded more"),
+    Rung(
+        "4-bit base", FOUR_BITS, partial(fewer_bits, precision="nf4"), "frozen weights rounded more"
+    ),
     Rung(
         "4-bit modulation",
         MODULATION,
@@ -444,7 +451,7 @@ def _next_step(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) ->
 def _step(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
     """Apply a rung; return None if it has no effect or the job could not run."""
     changes = rung.change(spec)
-    changed = changes and _with(spec, changes)
+    changed = changes and with_changes(spec, changes)
     if not changes or not changed:
         return None
     after = fit(changed)
@@ -452,7 +459,7 @@ def _step(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | No
     return None if after is None else Step(rung, new, now, after, changed)
 
 
-def _with(spec: JobSpec, changes: Changes) -> JobSpec | None:
+def with_changes(spec: JobSpec, changes: Changes) -> JobSpec | None:
     """Return the job with changes; None if one has no effect or the job could not run."""
     try:
         changed = type(spec).model_validate(spec.to_dict() | changes)

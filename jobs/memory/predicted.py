@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SCHEMA: Final = 1  # version of the output of `engine.memory.prediction`
+WORK_SCHEMA: Final = 1  # version of its `work`, see `engine.memory.traffic`
 
 # Phase → its name in a run's `memory` events (`engine.ranks.telemetry`).
 MEASURED_AS: Final = {
@@ -72,6 +73,13 @@ class Predicted:
     disk: Mapping[str, int]
     notes: tuple[str, ...]
     values: Mapping[str, Any]
+
+    @property
+    def work(self) -> Mapping[str, Any] | None:
+        """Return what a step computes and moves; None if another version predicted it."""
+        work = self.values.get("work")
+        current = isinstance(work, dict) and work.get("schema") == WORK_SCHEMA
+        return work if current else None
 
     @property
     def largest(self) -> PhasePeak:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
-from jobs.doctor.checks.gpus import LIMIT, STILL, connected_by_nvlink, judge
+from jobs.doctor.checks.gpus import LIMIT, STILL, connected_by_nvlink, judge, record_link
 from jobs.doctor.checks.queue import claimed
 from jobs.doctor.examine import Finding, fail, ok, warn
 from jobs.doctor.nvml import read_driver
@@ -308,6 +308,7 @@ def _bandwidth(stage: Stage) -> Iterator[Finding]:
         limit=LIMIT,
         still=STILL,
     )
+    record_link(outcome, stage.gpus)
     nvlink = bool(stage.gpus) and connected_by_nvlink(stage.gpus, read_driver().paths)
     yield from judge(outcome, stage.gpus, nvlink=nvlink, ranks=stage.ranks)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -21,8 +20,10 @@ from jobs.machine import devices
 from jobs.machine.engine_tools import ToolError
 from jobs.machine.processes import ProcessId, with_run_id
 from jobs.memory import calibration
-from jobs.memory.calibration import record_beside
+from jobs.memory.calibration import record_beside, record_rate
+from jobs.memory.cards import card_named
 from jobs.memory.question import Server, predict
+from jobs.memory.seconds import link_of, seconds_of
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog, read_report
 from jobs.spec.file.load import load_spec
@@ -234,28 +235,6 @@ _PICTURES: Final = 16
 _STEPS: Final = 30
 _WARM: Final = 10  # warm-up steps, which are not counted
 
-# Dense bf16 FLOP/s of tensor cores with fp32 accumulation, from the manufacturers' data sheets.
-_PEAK: Final = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 6000 Ada": 364e12,
-    "RTX 5090": 209e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "A6000": 155e12,
-    "A40": 150e12,
-}
-# other chips whose names contain one of these
-_OTHERS: Final = re.compile(r"\b(Ti|Laptop|Max-Q|MIG|D)\b")
 _BUSY: Final = 0.8  # share of time in which a GPU must be busy with a job of this size
 _OFF: Final = 0.10  # acceptable relative error of the predicted memory
 _LARGEST_GPU: Final = 2**40  # bytes; used if the driver does not report the memory
@@ -371,6 +350,8 @@ def _report_speed(name: str, job: Job, ranks: int, gpu: str, busy: float | None)
         raise SceneFailed("steps took no time", job)
     seconds = statistics.median(times)
     share = utilisation(seconds, gpu)
+    if ranks == 1:
+        _record_speed(job, seconds, gpu)
     words = f"{seconds * 1e3:.0f} ms a step, {ranks / seconds:.2f} images/s"
     if share is not None:
         words += f", MFU {share:.0%}"
@@ -391,19 +372,27 @@ def _report_speed(name: str, job: Job, ranks: int, gpu: str, busy: float | None)
     return ok(name, words, **facts)
 
 
+def _record_speed(job: Job, seconds: float, gpu: str) -> None:
+    """Record how a step compares with what is computed, for later estimates on this machine."""
+    predicted, card = calibration.read(job.run_dir), card_named(gpu)
+    if predicted is None or predicted.work is None or card is None:
+        return
+    computed = seconds_of(predicted, card, link_of(card, ())).middle
+    record_rate("speed", gpu, round(seconds / computed, 3))
+
+
 def utilisation(seconds: float, gpu: str) -> float | None:
     """Return the MFU of a step: its model FLOPs over the GPU's peak; None for an unknown GPU. Pure.
 
     A LoRA's backward computes gradients of activations only, so it costs as much as the forward;
     attention's backward costs twice its forward.
     """
-    named = (flops for name, flops in _PEAK.items() if re.search(rf"\b{name}\b", gpu))
-    peak = next(named, None)
-    if peak is None or _OTHERS.search(gpu):
+    card = card_named(gpu)
+    if card is None:
         return None
     linear = 4 * _BLOCKS * 12 * _WIDTH**2 * _TOKENS
     attention = 3 * _BLOCKS * 4 * _TOKENS**2 * _WIDTH
-    return (linear + attention) / (seconds * peak)
+    return (linear + attention) / (seconds * card.half * 1e12)
 
 
 def _report_memory(name: str, job: Job, beside: int | None) -> Finding:

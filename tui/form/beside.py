@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from textual.containers import VerticalScroll
@@ -17,11 +18,11 @@ from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.memory import question
 from jobs.memory.estimate import estimate
-from jobs.memory.fit import Fit, Verdict, candidates, worst
+from jobs.memory.fit import Fit, Verdict, worst
 from jobs.memory.question import Refused
-from jobs.spec.rules.strategy import SHARDING, world_size
+from jobs.spec.rules.strategy import world_size
 from tui.form import draft
-from tui.text.estimate_text import band, verdict, word
+from tui.text.estimate_text import band, better, keys_text, pace, span, verdict
 from tui.text.format import gib, ranges, size
 
 if TYPE_CHECKING:
@@ -83,7 +84,9 @@ class Look:
         bars: A name and a prediction for each bar.
         step: What to change first if it does not fit.
         strategy: The strategy that runs, if known.
-        faster: Another strategy that would fit and is faster, or "".
+        pace: The seconds of a step, in words, or "".
+        faster: Another setup that would fit and is faster, in words, or "".
+        asked: Ranks other setups of the same job, which takes a while; None if there is no need.
         remark: What to say if nothing can be predicted.
         notes: More details, for the tooltip.
     """
@@ -92,7 +95,9 @@ class Look:
     bars: tuple[tuple[str, Fit], ...] = ()
     step: Step | None = None
     strategy: str = ""
+    pace: str = ""
     faster: str = ""
+    asked: Estimate | None = None
     remark: str = ""
     notes: str = ""
 
@@ -185,6 +190,11 @@ class FitBars(Static):
             return
         if not worker.is_cancelled:
             self.post_message(self.Found(prediction))
+        if prediction.asked is None or worker.is_cancelled:
+            return
+        with suppress(Cancelled, UserError, ToolError):  # what was posted stays
+            if faster := _faster(prediction.asked):
+                self.post_message(self.Found(replace(prediction, faster=faster)))
 
     def on_fit_bars_found(self, message: Found) -> None:
         if message.look.values == self._values:
@@ -203,10 +213,12 @@ class FitBars(Static):
         # While hidden it has no width, but its container has.
         width = (self.parent if isinstance(self.parent, Widget) else self).content_size.width
         lines = bar_lines(look.bars, width)
+        if look.pace:
+            lines.append(Content.styled(look.pace, "$foreground 80%"))
         if look.step is not None:
             lines.append(Content.styled(f"→ {_in_words(look.step)}", "$foreground"))
         if look.faster:
-            lines.append(Content.styled(f"→ {look.faster} would fit and is faster", "$foreground"))
+            lines.append(Content.styled(f"→ {look.faster}", "$foreground"))
         if look.remark:
             lines.append(Content.styled(look.remark, "$foreground 60%"))
         self.tooltip = look.notes or None
@@ -251,7 +263,7 @@ def look(
         tightest = worst(fit for _, fit in bars)
         fits = tightest.verdict is Verdict.FITS
         step = None if fits else asked.first_step(tightest.room)
-        faster = _faster(asked, own.strategy) if fits else ""
+        seconds = asked.seconds(own)
     except UserError:  # shown beside the fields, or the model is unknown
         return Look(values)
     except ToolError as error:
@@ -259,20 +271,34 @@ def look(
     strategy = f"{own.strategy} on {own.ranks} rank{'s' if own.ranks > 1 else ''}"
     about = [f"Predicted for {strategy}; peak in {own.largest.name}.", *own.notes]
     notes = "\n".join([*about, asked.calibration.in_words()]).strip()
-    return Look(values, bars, step, own.strategy, faster, asked.place.note, notes)
+    return Look(
+        values,
+        bars,
+        step,
+        own.strategy,
+        "" if isinstance(seconds, str) else pace(seconds),
+        asked=asked if fits and asked.place.on_gpus else None,
+        remark=asked.place.note,
+        notes=notes,
+    )
 
 
-def _faster(asked: Estimate, strategy: str) -> str:
-    """Suggest a strategy with less traffic between GPUs, if the job shards but need not."""
-    ranks = world_size(asked.spec)
-    if (
-        strategy not in SHARDING
-        or not asked.place.on_gpus
-        or "ddp" not in candidates(asked.spec, ranks)
-    ):
+def _faster(asked: Estimate) -> str:
+    """Name the fastest setup that fits, if that is not the job as it is; takes a while.
+
+    Raises:
+        Cancelled: The answer is no longer needed.
+        UserError: This model cannot be predicted.
+        ToolError: The prediction failed.
+    """
+    ranking = asked.ranking()
+    choice = None if isinstance(ranking, str) else better(ranking)
+    if choice is None:
         return ""
-    whole = asked.candidate("ddp", ranks).fit
-    return "ddp" if whole is not None and whole.verdict is Verdict.FITS else ""
+    setup, _ = choice
+    lost = f"; {setup.loses}" if setup.loses else ""
+    seconds = span(setup.seconds.low, setup.seconds.high)
+    return f"{keys_text(setup.changes)}: {seconds} s a step{lost}"
 
 
 def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:
@@ -356,7 +382,7 @@ def _verdict(fit: Fit) -> str:
 
 def _in_words(step: Step) -> str:
     """Return the first thing to change."""
-    changed = ", ".join(f"{key}: {word(value)}" for key, value in step.changes.items())
+    changed = keys_text(step.changes)
     cost = f", {step.cost}" if step.cost else ""
     return f"{changed}: {gib(step.before.high)} → {gib(step.after.high)} GiB{cost}"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from jobs.memory.fit import Fit, Verdict
 from jobs.memory.predicted import TITLES, Predicted
+from jobs.memory.seconds import PARTS
 from tui.text.format import gib, size
 from tui.text.tables import table
 
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from jobs.memory.ladder import Step
     from jobs.memory.network import Across
     from jobs.memory.question import Refused
+    from jobs.memory.ranking import Ranking, Setup
+    from jobs.memory.seconds import Seconds
     from jobs.service.dry_run import Measured
 
 _SHORT = {Verdict.FITS: "fits", Verdict.TIGHT: "tight", Verdict.TOO_LARGE: "no"}
+_MOST_SETUPS: Final = 6  # listed; the others are slower
 _PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "workspace")
 
 
@@ -41,21 +45,31 @@ def verdict(fit: Fit) -> str:
     return f"does not fit: {size(fit.low - fit.room.free)} over"
 
 
-def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
-    """Return a row for each strategy and number of ranks, with a column for each kind of GPU."""
-    rooms = next((fits for _, fits in rows if fits), ())
+class Row(NamedTuple):
+    """A strategy on a number of ranks: its prediction, how it fits, and the seconds of a step."""
+
+    result: Predicted | Refused
+    fits: Sequence[Fit]
+    seconds: Seconds | str
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """Return a row for each strategy and number of ranks, a column for each kind of GPU."""
+    rooms = next((row.fits for row in rows if row.fits), ())
+    timed = any(not isinstance(row.seconds, str) for row in rows)
     head = (
-        "strategy",
-        "ranks",
-        "per rank",
+        *("strategy", "ranks", "per rank"),
+        *(("s a step",) if timed else ()),
         "largest phase",
         *(f"on {f.room.name}" for f in rooms),
     )
     lines = []
-    for result, fits in rows:
+    for result, fits, seconds in rows:
         if isinstance(result, Predicted):
-            needed = band(fits[0].low, fits[0].high)
-            cells = [needed, TITLES.get(result.largest.name, result.largest.name)]
+            cells = [band(fits[0].low, fits[0].high)]
+            if timed:
+                cells.append("–" if isinstance(seconds, str) else span(seconds.low, seconds.high))
+            cells.append(TITLES.get(result.largest.name, result.largest.name))
             cells += [verdict(fit) if len(fits) == 1 else _SHORT[fit.verdict] for fit in fits]
         else:
             cells = ["–", result.error]
@@ -63,6 +77,106 @@ def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
             (result.strategy, str(result.ranks), *cells, *[""] * (len(head) - 2 - len(cells)))
         )
     return table(head, lines)
+
+
+# -- seconds --------------------------------------------------------------------------------
+
+
+def span(low: float, high: float) -> str:
+    """`1.9-2.6`: two digits of each end; one number where both read the same."""
+    return "-".join(dict.fromkeys(_two_digits(end) for end in (low, high)))
+
+
+def _two_digits(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:.0f}"
+    return f"{seconds:.1f}" if seconds >= 0.95 else f"{seconds:.2f}"
+
+
+def pace(seconds: Seconds) -> str:
+    """`1.9-2.6 s a step (computed), mostly traffic between GPUs`."""
+    return (
+        f"{span(seconds.low, seconds.high)} s a step (computed), mostly {PARTS[seconds.dominant]}"
+    )
+
+
+def traffic(seconds: Seconds) -> str:
+    """`24 GB a step over PCIe 4 x16 (assumed): 1.9-3.8 s`; "" if nothing is sent."""
+    if not seconds.moved:
+        return ""
+    link = seconds.link.name + (" (assumed)" if seconds.link.assumed else "")
+    return f"{size(seconds.moved)} a step over {link}: {span(*seconds.parts['links'])} s"
+
+
+def seconds_text(ranking: Ranking | str) -> str:
+    """Say how long a step takes and why, or why that is not computed."""
+    if isinstance(ranking, str):
+        return f"seconds of a step are not computed: {ranking}; name a GPU, such as --card 4090"
+    seconds = ranking.own.seconds
+    parts = [
+        f"{PARTS[name]} {span(*band)} s"
+        for name, band in seconds.parts.items()
+        if band[1] >= 0.02 * seconds.high and name != "links"
+    ]
+    return "\n".join([pace(seconds), *filter(None, [traffic(seconds), ", ".join(parts)])])
+
+
+def better(ranking: Ranking) -> tuple[Setup, str] | None:
+    """Return the fastest setup that fits and why it is; None if that is the job as it is."""
+    best, own = ranking.fastest, ranking.own
+    if best is None or best is own:
+        return None
+    before, after = own.seconds, best.seconds
+    if not own.fits:
+        why = "the job as it is does not fit"
+    elif after.moved < before.moved / 2 and before.parts["links"][1] > 0.1 * before.high:
+        why = f"it moves {size(after.moved)} a step between GPUs, not {size(before.moved)}"
+    else:
+        why = "it recomputes fewer blocks"
+    return best, why
+
+
+def ranking_text(ranking: Ranking | str) -> str:
+    """List the setups that fit, the fastest first, and recommend one."""
+    if isinstance(ranking, str):
+        return ""
+    own, choice = ranking.own, better(ranking)
+    if ranking.fastest is None:
+        return ""
+    lines = [f"fastest setup that fits: {ranking.fastest.title}"]
+    if choice is None:
+        lines[0] += ", as the job is"
+    else:
+        best, why = choice
+        lines[0] += (
+            f", {span(best.seconds.low, best.seconds.high)} s a step instead of "
+            f"{span(own.seconds.low, own.seconds.high)}: {why}"
+        )
+        if best.loses:
+            exact = ranking.exact
+            lines.append(
+                f"it loses something: {best.loses}; "
+                + (
+                    f"without that: {exact.title}, "
+                    f"{span(exact.seconds.low, exact.seconds.high)} s a step"
+                    if exact is not None
+                    else "without that, nothing fits"
+                )
+            )
+    for number, setup in enumerate(ranking.setups[:_MOST_SETUPS], 1):
+        seconds = setup.seconds
+        lost = f"; {setup.loses}" if setup.loses else ""
+        lines.append(
+            f"  {number}. {span(seconds.low, seconds.high)} s: {setup.title}; "
+            f"{verdict(setup.fit)}{lost}"
+        )
+        lines.append(f"     {keys_text(setup.changes) or 'the job as it is'}")
+    return "\n".join(lines)
+
+
+def keys_text(changes: Mapping[str, Any]) -> str:
+    """Write changed keys as in a job file, in one line."""
+    return ", ".join(f"{key}: {word(value)}" for key, value in changes.items())
 
 
 def phases_text(predicted: Predicted) -> str:
@@ -89,7 +203,7 @@ def steps_text(steps: Sequence[Step]) -> str:
     """Format the ladder: each step with its changes."""
     lines = []
     for number, step in enumerate(steps, 1):
-        changed = ", ".join(f"{key}: {word(value)}" for key, value in step.changes.items())
+        changed = keys_text(step.changes)
         cost = f" ({step.cost})" if step.cost else ""
         lines.append(
             f"  {number}. {step.rung.title}: {gib(step.before.high)} → {gib(step.after.high)} GiB"

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_iter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from engine.memory.tracing.work import Counter
+
 BLOCK: Final = 512
 """Granularity of CUDA's caching allocator, in bytes."""
 
@@ -35,15 +37,21 @@ class Live(TorchDispatchMode):
         most_activations: Peak of `activations` since `reset`.
         temporary: Returns the bytes that an operation takes only while it runs, from its function
             and arguments.
+        work: Counts the operations, if given.
     """
 
-    def __init__(self, temporary: Callable[[Any, Any], int] = lambda function, given: 0) -> None:
+    def __init__(
+        self,
+        temporary: Callable[[Any, Any], int] = lambda function, given: 0,
+        work: Counter | None = None,
+    ) -> None:
         super().__init__()
         self.activations = 0
         self.gradients = 0
         self.most = 0
         self.most_activations = 0
         self.temporary = temporary
+        self.work = work
         self._sizes: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
         self._silent = 0
 
@@ -51,6 +59,8 @@ class Live(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.work is not None:
+            self.work.count(func, args, kwargs, result)
         if extra := self.temporary(func, args):
             self.simulate(extra)
         for leaf in tree_iter(result):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from engine.memory.tracing.work import NOTHING, Work, total
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -41,12 +43,14 @@ class Span:
         most_activations: Peak of activations.
         activations: Activations at its end.
         gradients: Gradients of parameters at its end; none is ever freed.
+        work: What the GPU has to do in it.
     """
 
     most: int
     most_activations: int
     activations: int
     gradients: int
+    work: Work = NOTHING
 
 
 Entry = Mark | Span
@@ -68,6 +72,7 @@ class Recorder:
         """Count relative to the memory that is alive now."""
         self._base = (self.live.activations, self.live.gradients)
         self.live.reset()
+        self._take_work()
 
     def flush(self) -> None:
         """End the current span."""
@@ -79,6 +84,7 @@ class Recorder:
                 live.most_activations - activations,
                 live.activations - activations,
                 live.gradients - gradients,
+                self._take_work(),
             )
         )
         live.reset()
@@ -102,6 +108,7 @@ class Recorder:
                         entry.most_activations + above[0],
                         entry.activations + above[0],
                         entry.gradients + above[1],
+                        entry.work,
                     )
                 )
 
@@ -117,6 +124,22 @@ class Recorder:
         finally:
             self.entries, self._base = outer, base
             self.live.reset()
+            self._take_work()
+
+    def _take_work(self) -> Work:
+        return NOTHING if self.live.work is None else self.live.work.take()
+
+
+def work_of(entries: Sequence[Entry], phase: str) -> Work:
+    """Return what the GPU has to do in a phase."""
+    works: list[Work] = []
+    inside = False
+    for entry in entries:
+        if isinstance(entry, Span):
+            works += [entry.work] if inside else []
+        elif entry.kind in ("begin", "end") and entry.name == phase:
+            inside = entry.kind == "begin"
+    return total(works)
 
 
 # -- marks ----------------------------------------------------------------------------------

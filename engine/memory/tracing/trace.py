@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from engine.memory.tracing.live import Live
 from engine.memory.tracing.model import Built, Unit, build, on_fake
 from engine.memory.tracing.record import Echo
 from engine.memory.tracing.timeline import Entry, Recorder, watch
+from engine.memory.tracing.work import Counter
 from engine.model.activation_checkpointing import Recompute, checkpoint_activations
 from engine.model.precision import autocast
 from engine.ranks.world import World
@@ -51,6 +52,7 @@ class Trace:
         timeline: Activations and unsharded gradients, with a mark wherever a unit begins or ends.
         second_denoiser: Whether samples also need another denoiser of the same size.
         compiles: Whether the model names the blocks that `torch_compile` would compile.
+        asked: See `engine.memory.tracing.record.Echo`; the same for all traces of this model.
     """
 
     shape: Shape
@@ -60,6 +62,7 @@ class Trace:
     timeline: tuple[Entry, ...]
     second_denoiser: bool = False
     compiles: bool = False
+    asked: Mapping[str, Asked] = field(default_factory=dict, compare=False)
 
     @property
     def parameters(self) -> int:
@@ -81,7 +84,8 @@ def trace_model(
     Args:
         shape: The job settings to trace.
         echo: Whether to trace one block of each kind and replay it, rather than run all blocks.
-        asked: See `engine.memory.tracing.record.Echo`; default: detected.
+        asked: See `engine.memory.tracing.record.Echo`; what differs from it is detected, by
+            another run.
 
     Raises:
         UserError: The model cannot be built, or the job's settings do not fit it.
@@ -93,7 +97,7 @@ def trace_model(
         on_fake(built, shape)
         alone = shape.spec.train_batch_size == 1 or not shape.training
         stack.enter_context(Assume(all_true=alone))
-        live = stack.enter_context(Live(fakes.temporary if on_cuda else lambda *_: 0))
+        live = stack.enter_context(Live(fakes.temporary if on_cuda else lambda *_: 0, Counter()))
         if on_cuda:
             stack.enter_context(fakes.AsOnCuda())
         recorder = Recorder(live)
@@ -106,8 +110,8 @@ def trace_model(
         else:
             _sample(built, shape, recorder)
         unused = player.unused | _without_gradient(built.model, blocks, shape)
-    if player.differs and asked is None:
-        return trace_model(shape, asked=player.differs)
+    if player.differs:
+        return trace_model(shape, asked=dict(asked or {}) | player.differs)
     units = tuple(_marked(unit, unused) for unit in built.units)
     return Trace(
         shape,
@@ -117,6 +121,7 @@ def trace_model(
         tuple(recorder.entries),
         second_denoiser=built.family.second_denoiser is not None,
         compiles=bool(getattr(built.model, "_repeated_blocks", None)),
+        asked=dict(asked or {}),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +14,7 @@ from jobs.doctor.checks.queue import claimed
 from jobs.doctor.examine import Finding, fail, ok, warn
 from jobs.doctor.processes import Outcome, all_reduce
 from jobs.machine.gpu import find, foreign_users
+from jobs.memory.calibration import record_rate
 from jobs.spec.rules.strategy import world_size
 from jobs.units import size
 
@@ -355,8 +357,17 @@ def check_all_reduce(patient: Patient) -> Iterator[Finding]:
         )
         return
     outcome = _measure(patient, [gpu.uuid for gpu in gpus], len(gpus))
+    record_link(outcome, gpus)
     nvlink = connected_by_nvlink(gpus, patient.nvml.paths)
     yield from judge(outcome, gpus, nvlink=nvlink, ranks=len(gpus))
+
+
+def record_link(outcome: Outcome, gpus: Sequence[Gpu]) -> None:
+    """Record the bus bandwidth between GPUs of one model, for later estimates."""
+    names = {gpu.name for gpu in gpus}
+    if len(gpus) > 1 and len(names) == 1 and outcome.sizes and outcome.sizes[-1].bus > 0:
+        with suppress(OSError):  # a full disk, or another user's
+            record_rate("link", names.pop(), round(outcome.sizes[-1].bus))
 
 
 def free(patient: Patient) -> list[Gpu]:

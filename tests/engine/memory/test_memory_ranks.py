@@ -190,3 +190,10 @@ def test_each_phase_takes_what_was_predicted(
         found = [rank[measured] for rank in counted[case] if measured in rank]
         real = max(found) if name in SHARED else min(found)
         assert phase.peak == pytest.approx(real, rel=TOLERANCE), (name, phase.parts, real)
+    work = predicted.work
+    of_passes = work["forward"]["linked"] + work["backward"]["linked"]
+    linked = work["micro_batches"] * of_passes + work["step"]["linked"]
+    assert linked > 0
+    # Norms and losses are summed over the ranks, which are some numbers.
+    for rank in counted[case]:
+        assert linked == pytest.approx(rank["linked"], rel=1e-3, abs=2000)

@@ -74,6 +74,24 @@ def predict(job: dict[str, Any], ranks: int, strategy: str) -> dict[str, Any]:
         "host": {"rank": 2 * GIB, "machine": 2 * GIB * ranks},
         "notes": ["Texts are the longest."],
         "disk": {"checkpoint": 10**6, "checkpoints": 2 * 10**6, "export": 10**6},
+        "work": work_of(job, ranks, sharded=sharded, trained=trained, tokens=tokens, share=share),
+    }
+
+
+def work_of(
+    job: dict[str, Any], ranks: int, *, sharded: bool, trained: int, tokens: float, share: float
+) -> dict[str, Any]:
+    """What a step computes and moves, of a model of 4,608 tokens at 1024 pixels."""
+    forward = round(2 * PARAMETERS * 4608 * tokens)
+    gathered = PARAMETERS * 2 * (ranks - 1) // ranks if sharded else 0
+    unpacked = PARAMETERS * {"none": 0, "int8": 7, "nf4": 11}.get(job.get("base_precision"), 7)
+    kernels = {"bytes": 10**10 + unpacked, "kernels": 1000, "linked": gathered, "copied": 0}
+    return {
+        "schema": 1,
+        "micro_batches": 1,
+        "forward": kernels | {"half": forward, "attention": forward // 4},
+        "backward": kernels | {"half": round(forward * (1 + share)), "attention": forward // 2},
+        "step": {"linked": 8 * trained * (ranks - 1) // ranks, "bytes": 0, "host_bytes": 0},
     }
 
 

@@ -89,11 +89,14 @@ async def test_bars_follow_the_options_and_say_it_in_words(store: Store) -> None
     values = VALUES | {"gpus": [0, 1, 2], "gradient_checkpointing": True}
     async with form(store, values) as (app, pilot, bars):
         await until(pilot, lambda: "GPU 0,1" in text(bars))
-        first, second, faster = text(bars).splitlines()
+        await until(pilot, lambda: "→" in text(bars))
+        first, second, pace, faster = text(bars).splitlines()
         assert first.endswith("GiB spare")
         assert second.startswith("GPU 2 ")
         assert "▒" in second
-        assert faster == "→ ddp would fit and is faster"
+        assert "s a step (computed), mostly matrix products" in pace
+        assert faster.startswith("→ strategy: ddp")
+        assert faster.endswith("s a step"), "it loses nothing"
         strategy = app.screen.query_one("#field-strategy")
         strategy.value = "auto"  # type: ignore[attr-defined]
         row = app.screen.query_one("#row-strategy .note")
@@ -224,7 +227,7 @@ def test_a_slurm_job_is_held_against_the_gpus_of_its_partition() -> None:
     there = (Partition("small", gpus=("l4",)), Partition("gpu", default=True, gpus=("h200",)))
     found = look(values, here, partitions=there)
     ((name, fit),) = found.bars
-    assert (name, fit.room) == ("any 2 GPUs", Room("h200", 143_771 << 20))
+    assert (name, fit.room) == ("any 2 GPUs", Room("h200", 143_771 << 20, kind="h200"))
     assert found.remark == "GPUs of partition gpu: h200"
     ((_, fit),) = look(values | {"slurm_partition": "small"}, here, partitions=there).bars
     assert fit.room.name == "l4"

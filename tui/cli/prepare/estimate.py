@@ -12,10 +12,11 @@ from jobs.backends.slurm.commands import ask_partitions, cards_of
 from jobs.errors import UserError
 from jobs.memory.calibration import compare
 from jobs.memory.estimate import UNKNOWN_CARDS, Estimate, estimate, needs_of
-from jobs.memory.fit import CARDS, Fit, Room, Verdict, candidates
+from jobs.memory.fit import CARD_ROOMS, CARDS, Fit, Room, Verdict, candidates
 from jobs.memory.network import SHARED, Across, across
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, Server
+from jobs.memory.ranking import Ranking
 from jobs.queue.store import Store
 from jobs.service import dry_run
 from jobs.spec.data_tool import NOT_NEEDED
@@ -24,11 +25,13 @@ from jobs.spec.rules.strategy import world_size
 from tui.cli.echo import ProgressLine, echo
 from tui.cli.job_arguments import FLAGS, JSON, WORDS, JobCommand, read_job
 from tui.text import estimate_text as words_of
+from tui.text.estimate_text import Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from jobs.memory.ladder import Step
+    from jobs.memory.seconds import Seconds
     from jobs.service.dry_run import Measured
     from jobs.spec.job_spec import JobSpec
 
@@ -58,8 +61,10 @@ def _read_counts(context: click.Context, option: click.Parameter, text: str | No
 )
 @click.option(
     "--card",
-    type=click.Choice([str(card) for card in CARDS]),
-    help="GPU memory in GB to fit against (default: this machine's GPUs; 80 if it has none).",
+    type=click.Choice(list(CARD_ROOMS)),
+    metavar="4090|a100|h100|…|24|48|…",
+    help="GPU to fit against, or its memory in GB alone, of which no seconds follow (default: this "
+    "machine's GPUs; 80 if it has none).",
 )
 @click.option(
     "--nodes",
@@ -94,16 +99,17 @@ def estimate_job(
     measure: bool,
     as_json: bool,
 ) -> int:
-    """Predict each rank's memory before anything starts.
+    """Predict each rank's memory, and the seconds of a step, before anything starts.
 
     Needs no weights, data or GPU: a published model's hub id is enough. The first estimate of a
     model takes seconds, later ones are fast. If it does not fit, lists what to change, cheapest
-    first.
+    first. Of a GPU whose rates are known, ranks the setups that fit by the seconds of a step.
 
     Exit status: 0 it fits (or is tight), 4 it does not fit, 2 bad input, 1 the prediction failed.
 
     \b
     fsdp-tui estimate job.yaml --ranks 2,4,8
+    fsdp-tui estimate job.yaml --card 4090 --gpus=2
     fsdp-tui estimate --model_family=flux2 --model_type=full --ranks 8,64 --card 80
     fsdp-tui estimate job.yaml --nodes 2,4 --network 25 --step 3.1
     """
@@ -112,7 +118,7 @@ def estimate_job(
         progress(0, 1, "…")
         server = Server()
         try:
-            asked = _of_ranks(spec, ranks, server, int(card) if card else None)
+            asked = _of_ranks(spec, ranks, server, card)
             facts = _facts(asked, ranks or [world_size(spec)], progress)
             facts.across = _across(asked, nodes, network)
         finally:
@@ -129,8 +135,8 @@ def estimate_job(
     return status
 
 
-def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: int | None) -> Estimate:
-    """Estimate the job for its own number of ranks.
+def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: str | None) -> Estimate:
+    """Estimate the job on its own number of ranks.
 
     If it sets none, use the smallest of these numbers on which it fits.
     """
@@ -154,9 +160,12 @@ class _Facts:
         self.asked = asked
         self.own = asked.own
         self.advised = asked.advised
-        self.rows: list[tuple[Predicted | Refused, list[Fit]]] = []
+        self.rows: list[Row] = []
         self.steps = [] if isinstance(self.own, Refused) else asked.steps()
-        self.faster = None if isinstance(self.own, Refused) else asked.faster()
+        self.ranking = asked.ranking()
+        # Without rates, less recomputation is all that is known to be faster.
+        ranked = isinstance(self.ranking, Ranking) or isinstance(self.own, Refused)
+        self.faster = None if ranked else asked.faster()
         self.rooms = _rooms(asked)
         self.across: list[Across] = []
         self.fewest: dict[str, int | None] = {}  # by kind of GPU
@@ -175,10 +184,12 @@ def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None])
         for strategy in candidates(asked.spec, count):
             result = asked.predict(strategy, count)
             fits: list[Fit] = []
+            seconds: Seconds | str = ""
             if isinstance(result, Predicted):
                 here = asked.place.here
                 fits = [asked.fit(result)] if here else [asked.fit(result, r) for r in facts.rooms]
-            facts.rows.append((result, fits))
+                seconds = asked.seconds(result)
+            facts.rows.append(Row(result, fits, seconds))
     if asked.place.on_gpus:
         facts.fewest = {room.name: asked.fewest(room) for room in facts.rooms}
         if facts.steps:
@@ -228,7 +239,8 @@ def _rooms(asked: Estimate) -> list[Room]:
     if not asked.place.on_gpus:
         return list(asked.place.rooms)
     if not asked.place.here:
-        return list(CARDS.values())
+        named = asked.place.rooms[0]
+        return [named] if named.kind else list(CARDS.values())
     smallest = min(asked.place.rooms, key=lambda room: room.total)
     return [Room(f"GPU like {smallest.name}", smallest.total), *CARDS.values()]
 
@@ -253,8 +265,10 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
         parts += [
             f"this job, {own.strategy} on {count}, on {fit.room.name}: {words_of.verdict(fit)}",
             asked.place.note,
+            words_of.seconds_text(facts.ranking),
             words_of.phases_text(own),
-            words_of.advice_text(own.strategy, facts.candidates, facts.advised, ranks),
+            words_of.ranking_text(facts.ranking)
+            or words_of.advice_text(own.strategy, facts.candidates, facts.advised, ranks),
         ]
         if facts.steps:
             last = facts.steps[-1].after.verdict
@@ -285,22 +299,28 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
         "fastest_that_fits": facts.advised,
         "fit": _fit(fit) if fit else None,
         "predictions": [
-            {**result.values, "fits": [_fit(fit) for fit in fits]}
-            for result, fits in facts.rows
-            if isinstance(result, Predicted)
+            {
+                **row.result.values,
+                "fits": [_fit(fit) for fit in row.fits],
+                "seconds": None if isinstance(row.seconds, str) else row.seconds.values,
+            }
+            for row in facts.rows
+            if isinstance(row.result, Predicted)
         ],
         "failed": [
             {
-                "strategy": result.strategy,
-                "ranks": result.ranks,
-                "error": result.error,
-                "hint": result.hint,
+                "strategy": row.result.strategy,
+                "ranks": row.result.ranks,
+                "error": row.result.error,
+                "hint": row.result.hint,
             }
-            for result, _ in facts.rows
-            if isinstance(result, Refused)
+            for row in facts.rows
+            if isinstance(row.result, Refused)
         ],
         "ladder": [_step(step) for step in facts.steps],
         "faster": _step(facts.faster) if facts.faster else None,
+        "seconds": _seconds(facts.ranking),
+        "setups": _setups(facts.ranking),
         "fewest": facts.fewest,
         "fewest_with_changes": facts.changed or None,
         "needs": [
@@ -314,6 +334,28 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
         },
         "measured": _measured(asked, measured) if measured else None,
     }
+
+
+def _seconds(ranking: Ranking | str) -> dict[str, Any]:
+    if isinstance(ranking, str):
+        return {"low": None, "high": None, "why": ranking}
+    return ranking.own.seconds.values | {"why": None}
+
+
+def _setups(ranking: Ranking | str) -> list[dict[str, Any]]:
+    if isinstance(ranking, str):
+        return []
+    return [
+        {
+            "title": setup.title,
+            "changes": dict(setup.changes),
+            "own": setup is ranking.own,
+            "seconds": setup.seconds.values,
+            "loses": setup.loses,
+            "fit": _fit(setup.fit),
+        }
+        for setup in ranking.setups
+    ]
 
 
 def _step(step: Step) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from accelerate import cpu_offload_with_hook
 
 from engine import run_job
@@ -39,6 +40,7 @@ class OwnTensors(Live):
     """
 
     saving = False
+    linked = 0.0  # bytes over this rank's link, as nccl-tests counts them
 
     def add(self, tensor: torch.Tensor) -> None:
         if self.saving and tensor.dtype is torch.uint8:
@@ -50,7 +52,22 @@ class OwnTensors(Live):
     ) -> Any:
         if func is torch.ops.aten.split.Tensor and storage_of(args[0]) not in self.alive():
             self.ignore(args[0])
+        if func.namespace == "c10d":
+            self.linked += _linked(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _linked(func: Any, args: tuple[Any, ...]) -> float:
+    """Return the bytes that a collective moves over a rank's link."""
+    match func.overloadpacket.__name__:
+        case "_allgather_base_":
+            return float(args[0].nbytes - args[1].nbytes)
+        case "_reduce_scatter_base_":
+            return float(args[1].nbytes - args[0].nbytes)
+        case "allreduce_":
+            ranks = dist.ProcessGroup.unbox(args[1]).size()
+            return sum(2 * tensor.nbytes * (ranks - 1) / ranks for tensor in args[0])
+    return 0.0
 
 
 class Counting:
@@ -64,7 +81,7 @@ class Counting:
     measure = "tensors"
     doing = None
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: OwnTensors) -> None:
         self._live = live
         self._steps: list[dict[str, int]] = [{}]
         self._around: dict[str, int] = {}
@@ -82,9 +99,11 @@ class Counting:
             yield
             return
         self._live.reset()
+        before = self._live.linked
         yield
         if name in _OF_A_STEP:
             step = self._steps[-1]
+            step["linked"] = step.get("linked", 0) + round(self._live.linked - before)
             step[name] = max(step.get(name, 0), self._live.most)
             if name == "step":
                 self._steps.append({})

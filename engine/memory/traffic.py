@@ -1,0 +1,106 @@
+"""Compute what each rank computes and moves in an optimizer step. Pure arithmetic.
+
+`jobs.memory.seconds` turns the result into seconds, given a GPU's rates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.memory.tracing.timeline import work_of
+from engine.memory.walk import REDUCED, cost_of, swapped_of
+from jobs.memory.predicted import WORK_SCHEMA
+from jobs.spec.rules.steps import accumulation_steps
+
+if TYPE_CHECKING:
+    from engine.memory.predict import Trained
+    from engine.memory.tracing.model import Unit
+    from engine.memory.tracing.trace import Trace
+    from engine.memory.walk import Layout
+    from jobs.spec.job_spec import JobSpec
+
+# Bytes that the optimizer's kernels move for each trained element besides its state: the weight is
+# read and written, the gradient read. Clipping reads it for the norm, and reads and writes it.
+_UPDATE: Final = 12
+_CLIP: Final = 12
+_AVERAGE: Final = 12  # the moving average is read and written, the weight read
+
+
+def work_and_traffic(
+    trace: Trace, spec: JobSpec, layout: Layout, trained: list[Trained], ranks: int, state: int
+) -> dict[str, Any]:
+    """Return the work of a micro-batch's forward and backward, and of the rest of a step.
+
+    `linked` are bytes over a rank's link to the others, counted as nccl-tests counts its bus
+    bandwidth: an all-gather of S bytes over n ranks counts S (n - 1) / n, and an all-reduce twice
+    that. `copied` are bytes between host and device.
+
+    Args:
+        trace: Trace of the training step.
+        spec: The job.
+        layout: Distribution of weights over the ranks.
+        trained: A rank's part of the trained parameters.
+        ranks: World size.
+        state: Bytes of the optimizer's state on a rank.
+    """
+    shards = max(1, layout.shards)
+    received = {unit.name: _gathered(unit, layout) * _share(shards) for unit in trace.units}
+    reduced = sum(_reduced(unit, layout) for unit in trace.units)
+    costs = [cost_of(unit, layout) for unit in trace.units]
+    # Without being freed after forward, weights are still there in backward, as the root's are.
+    again = bool(spec.fsdp_reshard_after_forward)
+    group = layout.smaller or shards
+    share = (group - 1) / group / _share(shards) if again and shards > 1 else 0.0
+    replicas = ranks // shards if layout.replicated else 1
+    replicated = 2 * _share(replicas) * reduced / shards
+    of_blocks = sum(received.values()) - received[""]  # the root's weights stay
+    of_backward = of_blocks * share + reduced * _share(shards)
+    whole = sum(
+        w.numel * w.stored
+        for unit in trace.units
+        for w in unit.weights
+        if w.trained and not layout.is_sharded(w)
+    )
+    swapped = 0 if layout.shards else swapped_of(trace.units, spec.swap_blocks)[0]
+    offloaded = sum(cost.host for cost in costs)
+    numel = sum(parameter.numel for parameter in trained)
+    updated = numel * (_UPDATE + _CLIP * bool(spec.max_grad_norm)) + 2 * state
+    if spec.use_ema:
+        updated += numel * _AVERAGE
+    each_time = layout.offload  # replicas then meet after each micro-batch
+    return {
+        "schema": WORK_SCHEMA,
+        "micro_batches": accumulation_steps(spec, ranks),
+        "forward": asdict(work_of(trace.timeline, "forward"))
+        | {"linked": round(sum(received.values())), "copied": swapped + offloaded},
+        "backward": asdict(work_of(trace.timeline, "backward"))
+        | {
+            "linked": round(of_backward + replicated * each_time),
+            "copied": swapped
+            + (offloaded if again else 0)
+            + (sum(cost.output for cost in costs) if layout.offload else 0),
+        },
+        "step": {
+            "linked": round(2 * _share(ranks) * whole + replicated * (not each_time)),
+            "bytes": 0 if layout.offload else updated,
+            "host_bytes": updated if layout.offload else 0,
+        },
+    }
+
+
+def _share(ranks: int) -> float:
+    """Return the share of a tensor that a rank receives from the others."""
+    return (ranks - 1) / ranks
+
+
+def _gathered(unit: Unit, layout: Layout) -> int:
+    """Return the bytes of a unit's gathered weights, with the padding of uneven shards."""
+    sharded = (w for w in unit.weights if layout.is_sharded(w))
+    return sum(layout.local(w) * layout.shards * w.gathered for w in sharded)
+
+
+def _reduced(unit: Unit, layout: Layout) -> int:
+    """Return the bytes of a unit's gradients that are reduced and scattered."""
+    trained = (w for w in unit.weights if layout.is_sharded(w) and w.trained and not w.unused)
+    return sum(layout.local(w) * layout.shards * REDUCED for w in trained)

@@ -1,0 +1,287 @@
+"""Rank the ways to run a job on given GPUs by the seconds that a step is computed to take.
+
+A setup is a strategy, a precision of a LoRA's frozen base, a share of blocks that are recomputed,
+and blocks in host memory. Each is a few keys of the job file. To predict one takes seconds, so only
+those are predicted that could be faster than the fastest so far, by a lower bound that follows from
+what is predicted already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import SpecError
+from jobs.memory.fit import Verdict, candidates
+from jobs.memory.ladder import fewer_bits, swapping, with_changes
+from jobs.memory.predicted import Predicted
+from jobs.memory.question import arranged
+from jobs.memory.seconds import Seconds, seconds_of
+from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from jobs.memory.cards import Card
+    from jobs.memory.fit import Fit
+    from jobs.memory.question import Refused
+    from jobs.memory.seconds import Link
+    from jobs.spec.job_spec import JobSpec
+
+_WORTH: Final = 0.95  # of the fastest setup's seconds; less is not worth another prediction
+_SHOWN: Final = ("strategy", "dp_replicate_size", "base_precision", "swap_blocks")
+_RECOMPUTED: Final = (
+    "gradient_checkpointing",
+    "gradient_checkpointing_policy",
+    "gradient_checkpointing_interval",
+    "fsdp_activation_checkpointing",
+)
+_LOST: Final = {
+    "int8": "frozen weights rounded to 8 bits",
+    "nf4": "frozen weights rounded to 4 bits",
+}
+_INTERVALS: Final = (4, 2)  # every n-th block is recomputed; the fastest first
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way to run a job.
+
+    Attributes:
+        spec: The job that runs like this.
+        changes: The keys of the job that differ.
+        predicted: Its memory and work.
+        fit: How it fits.
+        seconds: Of a step.
+        loses: What it computes less exactly than the job as it is; "" for nothing.
+    """
+
+    spec: JobSpec
+    changes: Mapping[str, Any]
+    predicted: Predicted
+    fit: Fit
+    seconds: Seconds
+    loses: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.fit.verdict is Verdict.FITS
+
+    @property
+    def title(self) -> str:
+        """Name it in a few words, such as `ddp, int8 base, every 2nd block recomputed`."""
+        spec = self.spec
+        words: list[str] = [spec.strategy]
+        if spec.model_type == "lora" and spec.base_precision != "none":
+            words.append(f"{spec.base_precision} base")
+        if checkpoints_activations(spec):
+            every = spec.gradient_checkpointing_interval
+            nth = {1: "every", 2: "every 2nd"}.get(every, f"every {every}th")
+            words.append(f"{nth} block recomputed")
+        else:
+            words.append("nothing recomputed")
+        if spec.swap_blocks:
+            words.append(f"{spec.swap_blocks} blocks in host memory")
+        return ", ".join(words)
+
+
+@dataclass
+class Ranking:
+    """The setups that were predicted.
+
+    Attributes:
+        own: The job as it is.
+        setups: All that fit, and the job as it is; the fastest first.
+    """
+
+    own: Setup
+    setups: list[Setup] = field(default_factory=list)
+
+    @property
+    def fastest(self) -> Setup | None:
+        """Return the fastest setup that fits; None if none does."""
+        return next((setup for setup in self.setups if setup.fits), None)
+
+    @property
+    def exact(self) -> Setup | None:
+        """Return the fastest setup that fits and loses nothing; None if none does."""
+        return next((setup for setup in self.setups if setup.fits and not setup.loses), None)
+
+
+@dataclass
+class Ranker:
+    """Finds the fastest setups of a job.
+
+    Attributes:
+        job: The job as it is written.
+        spec: The same with its strategy and ranks resolved.
+        predict: Predicts a job.
+        fit: Compares a prediction with the GPUs.
+        card: The GPU.
+        link: What connects the GPUs.
+        factor: Measured over computed seconds on this machine.
+    """
+
+    job: JobSpec
+    spec: JobSpec
+    predict: Callable[[str, int, JobSpec], Predicted | Refused]
+    fit: Callable[[Predicted], Fit]
+    card: Card
+    link: Link
+    factor: float = 1.0
+
+    def rank(self) -> Ranking | None:
+        """Rank the setups; None if the job as it is cannot be predicted."""
+        own = self._setup(self.spec)
+        if own is None:
+            return None
+        self._tried = [own]
+        for base in self._bases():
+            for strategy in candidates(self.spec, world_size(self.spec)):
+                self._try(strategy, base)
+        by_title = {setup.title: setup for setup in reversed(self._tried)}  # the job itself wins
+        kept = [setup for setup in by_title.values() if setup.fits or setup is own]
+        return Ranking(own, sorted(kept, key=lambda setup: setup.seconds.middle))
+
+    def _bases(self) -> Iterator[dict[str, Any]]:
+        """Yield precisions of the base, the exactest first, as changes to the job."""
+        yield {}
+        for precision in _LOST:
+            if changes := fewer_bits(self.spec, precision):
+                yield changes
+
+    def _try(self, strategy: str, base: dict[str, Any]) -> None:
+        """Predict a strategy with as much recomputation as it needs."""
+        if not self._worth(strategy, base, 0):
+            return
+        tightest = self._changed(strategy, base | _recomputing(1))
+        if tightest is None:
+            return
+        self._tried.append(tightest)
+        if not tightest.fits:
+            self._try_swapping(tightest)
+            return
+        if not self._worth(strategy, base, 0):
+            return
+        loosest = self._changed(strategy, base | _recomputing(0))
+        if loosest is None:
+            return
+        self._tried.append(loosest)
+        if loosest.fits:
+            return
+        for interval in _INTERVALS:
+            # What is kept for backward grows with the share of blocks that keep it.
+            share = 1 - 1 / interval
+            kept = tightest.fit.high + share * (loosest.fit.high - tightest.fit.high)
+            if kept > tightest.fit.room.free or not self._worth(strategy, base, interval):
+                continue
+            setup = self._changed(strategy, base | _recomputing(interval))
+            if setup is not None:
+                self._tried.append(setup)
+                if setup.fits:
+                    return
+
+    def _try_swapping(self, tightest: Setup) -> None:
+        """Keep as few blocks in host memory as are enough."""
+        for count in swapping(tightest.spec):
+            setup = self._changed_from(tightest.spec, {"swap_blocks": count})
+            if setup is None:
+                return
+            if setup.fits:
+                self._tried.append(setup)
+                return
+
+    # -- predicting ------------------------------------------------------------------------
+
+    def _changed(self, strategy: str, changes: dict[str, Any]) -> Setup | None:
+        try:
+            spec = arranged(self.spec, strategy, world_size(self.spec), on_gpus=True)
+        except SpecError:
+            return None
+        return self._changed_from(spec, changes)
+
+    def _changed_from(self, spec: JobSpec, changes: dict[str, Any]) -> Setup | None:
+        new = {key: value for key, value in changes.items() if getattr(spec, key) != value}
+        changed = with_changes(spec, new) if new else spec
+        return None if changed is None else self._setup(changed)
+
+    def _setup(self, spec: JobSpec) -> Setup | None:
+        """Predict a job; None if it cannot run, or its work is unknown."""
+        predicted = self.predict(spec.strategy, world_size(spec), spec)
+        if not isinstance(predicted, Predicted) or predicted.work is None:
+            return None
+        seconds = seconds_of(predicted, self.card, self.link, self.factor)
+        loses = ""
+        if spec.base_precision != self.spec.base_precision:
+            loses = _LOST.get(spec.base_precision, "")
+        return Setup(spec, self._differences(spec), predicted, self.fit(predicted), seconds, loses)
+
+    def _differences(self, spec: JobSpec) -> dict[str, Any]:
+        keys = [*_SHOWN, *(_RECOMPUTED if checkpoints_activations(spec) else _RECOMPUTED[:1])]
+        if checkpoints_activations(self.spec) and not checkpoints_activations(spec):
+            keys += [key for key in _RECOMPUTED[3:] if getattr(self.spec, key)]
+        changed = {k: getattr(spec, k) for k in keys if getattr(spec, k) != getattr(self.spec, k)}
+        if "strategy" in changed and self.job.fsdp_enable is not None:
+            changed["fsdp_enable"] = None  # it would decide
+        return changed
+
+    # -- bounds ----------------------------------------------------------------------------
+
+    def _worth(self, strategy: str, base: dict[str, Any], interval: int) -> bool:
+        """Whether a setup may be faster than the fastest one that fits and loses no more."""
+        precision = base.get("base_precision", self.spec.base_precision)
+        rivals = [
+            setup.seconds.middle
+            for setup in self._tried
+            if setup.fits and (base or not setup.loses)
+        ]
+        if not rivals:
+            return True
+        bounds = [
+            self._bound(setup, strategy, interval)
+            for setup in self._tried
+            # A base in fewer bits takes longer to unpack, and the same otherwise.
+            if setup.spec.base_precision in (precision, self.spec.base_precision)
+            and not setup.spec.swap_blocks
+        ]
+        return max(bounds, default=0.0) < _WORTH * min(rivals)
+
+    def _bound(self, setup: Setup, strategy: str, interval: int) -> float:
+        """Return what `setup` would take with less recomputation, and without what is gathered
+        unless the strategy is the same.
+        """
+        work = setup.predicted.work
+        assert work is not None
+        spec = setup.spec
+        now = 1 / spec.gradient_checkpointing_interval if checkpoints_activations(spec) else 0.0
+        less = now - (1 / interval if interval else 0.0)
+        backward = {
+            name: value - (less * work["forward"].get(name, 0) if name not in _MOVED else 0)
+            for name, value in work["backward"].items()
+        }
+        sharded = strategy in SHARDING
+        same = spec.strategy == strategy
+        changed = dict(work) | {
+            "forward": dict(work["forward"]) | ({} if same else {"linked": 0}),
+            "backward": backward | ({} if same and sharded else {"linked": 0}),
+        }
+        values = dict(setup.predicted.values) | {"work": changed}
+        return seconds_of(Predicted.of(values), self.card, self.link, self.factor).middle
+
+
+_MOVED: Final = ("linked", "copied")
+
+
+def _recomputing(interval: int) -> dict[str, Any]:
+    """Return the keys that recompute every n-th block; 0 for none."""
+    if not interval:
+        return {
+            "gradient_checkpointing": False,
+            "fsdp_activation_checkpointing": False,
+            "gradient_checkpointing_interval": 1,
+        }
+    return {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_policy": "full",
+        "gradient_checkpointing_interval": interval,
+    }

@@ -14,7 +14,7 @@ from textual.widgets import Static
 
 from jobs.errors import StateError, UserError
 from jobs.service.caches import clear, list_caches
-from tui.keys.key_table import key_line
+from tui.keys.key_table import bind, key_line
 from tui.text.cache_text import amount, cache_rows, freed, listed
 from tui.widgets.lines import PickList
 from tui.widgets.questions import ConfirmScreen
@@ -85,39 +85,15 @@ class CachesScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = "#caches"
     BINDINGS: ClassVar = [
-        Binding(
-            "escape,q,C,shift+c",
-            "dismiss",
-            "close",
-            id="caches.close",
-            tooltip="Back to the dashboard",
-        ),
+        bind("caches.close", "escape,q,C,shift+c", "Back to the dashboard", action="dismiss"),
         Binding("j,down", "go(1)", "next cache", id="caches.down"),
         Binding("k,up", "go(-1)", "previous cache", id="caches.up"),
         Binding("home,g", "go(-1000000)", "first cache", id="caches.first"),
         Binding("end,G,shift+g", "go(1000000)", "last cache", id="caches.last"),
-        Binding(
-            "delete,enter",
-            "clear",
-            "clear",
-            id="caches.clear",
-            tooltip="Clear the selected cache (asks first)",
-        ),
-        Binding(
-            "a",
-            "clear_all",
-            "clear all",
-            id="caches.clear_all",
-            tooltip="Clear all caches (asks first)",
-        ),
-        Binding("r", "look", "refresh", id="caches.look", tooltip="Measure the caches again"),
-        Binding(
-            "t",
-            "switch_theme",
-            "theme",
-            id="caches.switch_theme",
-            tooltip="Switch between the dark and light theme",
-        ),
+        bind("caches.clear", "delete,enter", "Clear the selected cache (asks first)"),
+        bind("caches.clear_all", "a", "Clear all caches (asks first)"),
+        bind("caches.look", "r", "Measure the caches again", label="refresh"),
+        bind("caches.switch_theme", "t", "Switch between the dark and light theme", label="theme"),
     ]
 
     app: FsdpTui

@@ -18,7 +18,7 @@ from textual.worker import get_current_worker
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.models.blocks import detect_blocks
-from tui.keys.key_table import key_line
+from tui.keys.key_table import bind, key_line
 from tui.text.block_text import (
     NO_SPLIT,
     RECOMMENDED,
@@ -125,15 +125,7 @@ def looking_row(done: int, total: int, width: int) -> Row:
 class BlocksPanel(PickList):
     """Classes with checkboxes, one of them highlighted. A search hides some."""
 
-    BINDINGS: ClassVar = [
-        Binding(
-            "space",
-            "check",
-            "check",
-            id="detect.check",
-            tooltip="Check or uncheck the selected class",
-        )
-    ]
+    BINDINGS: ClassVar = [bind("detect.check", "space", "Check or uncheck the selected class")]
 
     @dataclass
     class Toggled(Message):
@@ -234,41 +226,16 @@ class DetectScreen(ModalScreen[list[str] | None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall"), (50, "-high")]  # noqa: RUF012
     AUTO_FOCUS = "#detect-blocks"
     BINDINGS: ClassVar = [
-        Binding(
+        bind(
+            "detect.leave",
             "escape",
-            "leave",
-            "cancel",
-            id="detect.leave",
-            tooltip="Leave the search, cancel a refresh, or go back to the form",
+            "Leave the search, cancel a refresh, or go back to the form",
+            label="cancel",
         ),
-        Binding(
-            "enter",
-            "apply",
-            "apply",
-            id="detect.apply",
-            tooltip="Put the checked classes into the form",
-        ),
-        Binding(
-            "a",
-            "recommended",
-            "recommended",
-            id="detect.recommended",
-            tooltip="Check only the recommended classes",
-        ),
-        Binding(
-            "r",
-            "refresh",
-            "refresh",
-            id="detect.refresh",
-            tooltip="Detect the blocks again, ignoring the cache",
-        ),
-        Binding(
-            "slash",
-            "search",
-            "search",
-            id="detect.search",
-            tooltip="Filter the classes by name or path",
-        ),
+        bind("detect.apply", "enter", "Put the checked classes into the form"),
+        bind("detect.recommended", "a", "Check only the recommended classes"),
+        bind("detect.refresh", "r", "Detect the blocks again, ignoring the cache"),
+        bind("detect.search", "slash", "Filter the classes by name or path"),
         Binding("j,down", "go(1)", "next class", id="detect.down"),
         Binding("k,up", "go(-1)", "previous class", id="detect.up"),
         Binding("ctrl+d,pagedown", "go(10)", "ten classes down", id="detect.page_down"),

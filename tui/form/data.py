@@ -22,7 +22,7 @@ from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.preflight.data import DataLook, look_at_data
 from jobs.run.rundir import read_json
-from tui.keys.key_table import key_line
+from tui.keys.key_table import bind, key_line
 from tui.terminal.thumbnails import draw, find_grid, pictures_of
 from tui.text.data_text import (
     bucket_name,
@@ -352,37 +352,29 @@ class DataScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = ""
     BINDINGS: ClassVar = [
-        Binding(
-            "escape,q,d", "dismiss", "close", id="data.close", tooltip="Back to the previous screen"
-        ),
+        bind("data.close", "escape,q,d", "Back to the previous screen", action="dismiss"),
         Binding("j,down", "go(1)", "next bucket", id="data.down"),
         Binding("k,up", "go(-1)", "previous bucket", id="data.up"),
         Binding("ctrl+d,pagedown", "go(10)", "ten buckets down", id="data.page_down"),
         Binding("ctrl+u,pageup", "go(-10)", "ten buckets up", id="data.page_up"),
         Binding("home,g", "first", "first bucket", id="data.first"),
         Binding("end,G,shift+g", "last", "last bucket", id="data.last"),
-        Binding(
+        bind(
+            "data.next_pictures",
             "l,right",
-            "turn(1)",
-            "next images",
-            id="data.next_pictures",
-            tooltip="Next images of the bucket",
+            "Next images of the bucket",
+            action="turn(1)",
+            label="next images",
         ),
-        Binding(
+        bind(
+            "data.previous_pictures",
             "h,left",
-            "turn(-1)",
-            "previous images",
-            id="data.previous_pictures",
-            tooltip="Previous images of the bucket",
+            "Previous images of the bucket",
+            action="turn(-1)",
+            label="previous images",
         ),
-        Binding("r", "look_again", "refresh", id="data.look_again", tooltip="Read the data again"),
-        Binding(
-            "t",
-            "switch_theme",
-            "theme",
-            id="data.switch_theme",
-            tooltip="Switch between the dark and light theme",
-        ),
+        bind("data.look_again", "r", "Read the data again", label="refresh"),
+        bind("data.switch_theme", "t", "Switch between the dark and light theme", label="theme"),
     ]
 
     app: FsdpTui

@@ -7,34 +7,21 @@ from typing import TYPE_CHECKING, Final
 from textual.binding import Binding
 
 from tui.form.pages import PAGES
-from tui.keys.key_table import key_line
+from tui.keys.key_table import bind, key_line
 
 if TYPE_CHECKING:
     from textual.binding import BindingType
     from textual.content import Content
 
 BINDINGS: Final[list[BindingType]] = [
-    Binding(
+    bind(
+        "form.submit",
         "ctrl+r",
-        "submit",
-        "queue it",
-        id="form.submit",
-        tooltip="Validate and queue the job, or save a queued job",
+        "Validate and queue the job, or save a queued job",
+        label="queue it",
     ),
-    Binding(
-        "ctrl+n,ctrl+pagedown",
-        "turn(1)",
-        "next page",
-        id="form.next_page",
-        tooltip="Go to the next page",
-    ),
-    Binding(
-        "ctrl+pageup,f7",
-        "turn(-1)",
-        "previous page",
-        id="form.previous_page",
-        tooltip="Go to the previous page",
-    ),
+    bind("form.next_page", "ctrl+n,ctrl+pagedown", "Go to the next page", action="turn(1)"),
+    bind("form.previous_page", "ctrl+pageup,f7", "Go to the previous page", action="turn(-1)"),
     *(
         Binding(
             f"alt+{n + 1}",
@@ -45,7 +32,7 @@ BINDINGS: Final[list[BindingType]] = [
         )
         for n, page in enumerate(PAGES)
     ),
-    Binding("ctrl+f,slash", "find", "find a field", id="form.find", tooltip="Find a field by name"),
+    bind("form.find", "ctrl+f,slash", "Find a field by name", label="find a field"),
     Binding(
         "ctrl+e",
         "sweep",
@@ -54,64 +41,33 @@ BINDINGS: Final[list[BindingType]] = [
         tooltip="Make the field a list of values, of which each becomes a job; again: one value",
         priority=True,
     ),
-    Binding(
+    bind(
+        "form.take_over",
         "f4",
-        "take_over",
-        "from newest job",
-        id="form.take_over",
-        tooltip="Fill in model, data and ranks of the newest job, or undo that",
+        "Fill in model, data and ranks of the newest job, or undo that",
+        label="from newest job",
     ),
-    Binding(
+    bind(
+        "form.restore",
         "f6",
-        "restore",
-        "restore a draft",
-        id="form.restore",
-        tooltip="Restore what an earlier form said and never queued; again: the one before it",
+        "Restore what an earlier form said and never queued; again: the one before it",
+        label="restore a draft",
     ),
-    Binding(
-        "ctrl+t",
-        "templates",
-        "templates",
-        id="form.templates",
-        tooltip="Start from a template, or save one",
-    ),
-    Binding(
-        "f2,ctrl+b",  # tmux keeps ^b
-        "blocks",
-        "blocks to wrap",
-        id="form.blocks",
-        tooltip="Choose which blocks FSDP wraps",
-    ),
-    Binding(
+    bind("form.templates", "ctrl+t", "Start from a template, or save one"),
+    bind("form.blocks", "f2,ctrl+b", "Choose which blocks FSDP wraps", label="blocks to wrap"),
+    bind(
+        "form.data",
         "ctrl+l",
-        "data",
-        "show data",
-        id="form.data",
-        tooltip="Show what the job would train on, and what is skipped",
+        "Show what the job would train on, and what is skipped",
+        label="show data",
     ),
-    Binding("ctrl+o", "load", "load YAML", id="form.load", tooltip="Fill the form from a job file"),
-    Binding(
-        "ctrl+s",
-        "save",
-        "save YAML",
-        id="form.save",
-        tooltip="Save the form as a job file, even if incomplete",
+    bind("form.load", "ctrl+o", "Fill the form from a job file", label="load YAML"),
+    bind(
+        "form.save", "ctrl+s", "Save the form as a job file, even if incomplete", label="save YAML"
     ),
-    Binding(
-        "f3",
-        "preview",
-        "preview",
-        id="form.preview",
-        tooltip="Switch between job file, launch command and form",
-    ),
-    Binding(
-        "ctrl+y",
-        "copy",
-        "copy preview",
-        id="form.copy",
-        tooltip="Copy the job file or the launch command",
-    ),
-    Binding("escape", "leave", "leave", id="form.leave", tooltip="Leave without queuing"),
+    bind("form.preview", "f3", "Switch between job file, launch command and form"),
+    bind("form.copy", "ctrl+y", "Copy the job file or the launch command", label="copy preview"),
+    bind("form.leave", "escape", "Leave without queuing"),
 ]
 
 # Action, displayed keys, description; the form's main action comes first.

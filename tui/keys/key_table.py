@@ -47,6 +47,36 @@ def _width(keys: Sequence[tuple[str, str, str]]) -> int:
 # -- key table ------------------------------------------------------------------------------
 
 
+def bind(
+    name: str,
+    keys: str,
+    about: str,
+    *,
+    action: str | None = None,
+    label: str | None = None,
+    shown: str | None = None,
+) -> Binding:
+    """Return a binding that footer, help, palette and keymaps can name.
+
+    Args:
+        name: Its id in keymaps, such as `log.next_match`.
+        keys: Comma-separated Textual key names.
+        about: A sentence for help and tooltips.
+        action: The Textual action; default: the last part of the name.
+        label: A word or two; default: the last part of the name.
+        shown: The displayed keys; default: Textual's.
+    """
+    own = name.rpartition(".")[2]
+    return Binding(
+        keys,
+        action or own,
+        label or own.replace("_", " "),
+        key_display=shown,
+        tooltip=about,
+        id=name,
+    )
+
+
 @dataclass(frozen=True)
 class Key:
     """A key of a screen.

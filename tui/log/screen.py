@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from textual import on
-from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.content import Content
 from textual.widgets import Input, Static
 
 from jobs.errors import UserError
-from tui.keys.key_table import key_line
+from tui.keys.key_table import bind, key_line
 from tui.log.reader import LogReader
 from tui.log.search import Filter, Finding, place_of
 from tui.terminal.clipboard import copy
@@ -104,132 +103,78 @@ class LogScreen(OfOneJob[int]):
     CSS_PATH = "log.tcss"
     AUTO_FOCUS = "#reader"
     BINDINGS: ClassVar = [
-        Binding(
-            "escape",
-            "dismiss_or_undo",
-            "close",
-            id="log.close",
-            tooltip="Clear the selection, or close the log",
+        bind(
+            "log.close", "escape", "Clear the selection, or close the log", action="dismiss_or_undo"
         ),
-        Binding("q,l", "close", "close", id="log.leave", tooltip="Close the log"),
-        Binding(
+        bind("log.leave", "q,l", "Close the log", action="close", label="close"),
+        bind(
+            "log.down",
             "j,down",
-            "go(1)",
-            "next line",
-            id="log.down",
-            tooltip="Next line; follow the log after the last one",
+            "Next line; follow the log after the last one",
+            action="go(1)",
+            label="next line",
         ),
-        Binding("k,up", "go(-1)", "previous line", id="log.up", tooltip="Previous line"),
-        Binding(
-            "ctrl+d,pagedown", "go_page(1)", "page down", id="log.page_down", tooltip="Page down"
-        ),
-        Binding("ctrl+u,pageup", "go_page(-1)", "page up", id="log.page_up", tooltip="Page up"),
-        Binding("g,home", "first", "first line", id="log.first", tooltip="Go to the first line"),
-        Binding(
+        bind("log.up", "k,up", "Previous line", action="go(-1)", label="previous line"),
+        bind("log.page_down", "ctrl+d,pagedown", "Page down", action="go_page(1)"),
+        bind("log.page_up", "ctrl+u,pageup", "Page up", action="go_page(-1)"),
+        bind("log.first", "g,home", "Go to the first line", label="first line"),
+        bind(
+            "log.last",
             "G,shift+g,end",
-            "last",
-            "last line",
-            id="log.last",
-            tooltip="Go to the end and follow it",
-            key_display="G End",
+            "Go to the end and follow it",
+            label="last line",
+            shown="G End",
         ),
-        Binding("h,left", "sideways(-1)", "left", id="log.left", tooltip="Scroll long lines left"),
-        Binding("right", "sideways(1)", "right", id="log.right", tooltip="Scroll long lines right"),
-        Binding(
+        bind("log.left", "h,left", "Scroll long lines left", action="sideways(-1)"),
+        bind("log.right", "right", "Scroll long lines right", action="sideways(1)"),
+        bind(
+            "log.follow_log",
             "f",
-            "follow",
-            "follow",
-            id="log.follow_log",
-            tooltip="Follow the log, or stop following",
+            "Follow the log, or stop following",
+            action="follow",
+            label="follow",
         ),
-        Binding(
+        bind(
+            "log.search",
             "slash",
-            "ask('search')",
-            "search",
-            id="log.search",
-            key_display="/",
-            tooltip="Search for text or a regular expression",
+            "Search for text or a regular expression",
+            action="ask('search')",
+            shown="/",
         ),
-        Binding(
-            "n", "next_match", "next match", id="log.next_match", tooltip="Go to the next match"
-        ),
-        Binding(
-            "N,shift+n",
-            "previous_match",
-            "previous match",
-            id="log.previous_match",
-            key_display="N",
-            tooltip="Go to the previous match",
-        ),
-        Binding(
+        bind("log.next_match", "n", "Go to the next match"),
+        bind("log.previous_match", "N,shift+n", "Go to the previous match", shown="N"),
+        bind(
+            "log.filter",
             "ampersand",
-            "ask('filter')",
-            "filter",
-            id="log.filter",
-            key_display="&",
-            tooltip="Show only lines that match a text or regular expression",
+            "Show only lines that match a text or regular expression",
+            action="ask('filter')",
+            shown="&",
         ),
-        Binding(
+        bind(
+            "log.level",
             "v",
-            "more_serious",
-            "level",
-            id="log.level",
-            tooltip="Show all lines, warnings and errors, or errors only",
+            "Show all lines, warnings and errors, or errors only",
+            action="more_serious",
         ),
-        Binding(
-            "e",
-            "next_error",
-            "next error",
-            id="log.next_error",
-            tooltip="Go to the next error or traceback",
-        ),
-        Binding(
-            "E,shift+e",
-            "previous_error",
-            "previous error",
-            id="log.previous_error",
-            key_display="E",
-            tooltip="Go to the previous error or traceback",
-        ),
-        Binding(
+        bind("log.next_error", "e", "Go to the next error or traceback"),
+        bind("log.previous_error", "E,shift+e", "Go to the previous error or traceback", shown="E"),
+        bind(
+            "log.go_to",
             "colon",
-            "ask('place')",
-            "go to",
-            id="log.go_to",
-            key_display=":",
-            tooltip="Go to a line, a percentage, or a time",
+            "Go to a line, a percentage, or a time",
+            action="ask('place')",
+            shown=":",
         ),
-        Binding(
+        bind(
+            "log.next_log",
             "right_square_bracket",
-            "next_log",
-            "next log",
-            id="log.next_log",
-            key_display="]",
-            tooltip="Next log: ranks, launcher, supervisor",
+            "Next log: ranks, launcher, supervisor",
+            shown="]",
         ),
-        Binding(
-            "left_square_bracket",
-            "previous_log",
-            "previous log",
-            id="log.previous_log",
-            key_display="[",
-            tooltip="Previous log",
-        ),
-        Binding("w", "wrap", "wrap", id="log.wrap", tooltip="Wrap or truncate long lines"),
-        Binding(
-            "space",
-            "select",
-            "select",
-            id="log.select",
-            tooltip="Select lines from here, or clear the selection",
-        ),
-        Binding(
-            "y",
-            "copy",
-            "copy",
-            id="log.copy",
-            tooltip="Copy the selected lines, or the current line",
-        ),
+        bind("log.previous_log", "left_square_bracket", "Previous log", shown="["),
+        bind("log.wrap", "w", "Wrap or truncate long lines"),
+        bind("log.select", "space", "Select lines from here, or clear the selection"),
+        bind("log.copy", "y", "Copy the selected lines, or the current line"),
     ]
 
     def __init__(self, job: Job, shown: int = 0, *, ask: str = "") -> None:

@@ -16,6 +16,7 @@ from jobs.errors import StateError, UserError
 from jobs.service.caches import clear, list_caches
 from tui.keys.key_table import bind, key_line
 from tui.text.cache_text import amount, cache_rows, freed, listed
+from tui.widgets.bars import Links
 from tui.widgets.lines import PickList
 from tui.widgets.questions import ConfirmScreen
 from tui.widgets.size_classes import set_size_classes
@@ -121,7 +122,7 @@ class CachesScreen(Screen[None]):
         super().__init__()
         self.store = store
         self.panel = CachesPanel()
-        self.key_line = Static("", id="cache-keys")
+        self.key_line = Links("", id="cache-keys")
         self._clearing = False
 
     def compose(self) -> ComposeResult:
@@ -132,7 +133,6 @@ class CachesScreen(Screen[None]):
         yield self.panel
         yield Static("", id="cache-about", markup=False)
         yield Static("", id="cache-status", markup=False)
-        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_mount(self) -> None:

@@ -16,6 +16,7 @@ from tui.dashboard.rank_lines import Target, process_rows, split_of
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.look.collector import EVERY
 from tui.text.format import Row, Span
+from tui.widgets.bars import Links
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -230,9 +231,7 @@ class GpusScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield Static("", id="gpus-title", markup=False)
         yield self.panel
-        keys = Static("", id="gpus-keys")
-        keys.auto_links = False  # Textual would give all links one color
-        yield keys
+        yield Links("", id="gpus-keys")
 
     def on_mount(self) -> None:
         self.app.snapshots.subscribe(self, self.update_from)

@@ -18,6 +18,7 @@ from jobs.fleet.watch import FleetWatch
 from tui.fleet.rows import about_rows, box_rows, totals
 from tui.fleet.visit import visit
 from tui.keys.key_table import Key, bindings_of, line_of, moving
+from tui.widgets.bars import Links
 from tui.widgets.lines import Lines, PickList
 from tui.widgets.size_classes import set_size_classes
 
@@ -114,9 +115,7 @@ class FleetScreen(Screen[None]):
         yield Static("", id="fleet-problem", markup=False)
         yield self.panel
         yield self.about
-        keys = Static("", id="fleet-keys")
-        keys.auto_links = False  # Textual would give all links one color
-        yield keys
+        yield Links("", id="fleet-keys")
 
     def on_mount(self) -> None:
         try:

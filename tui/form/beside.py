@@ -37,29 +37,6 @@ if TYPE_CHECKING:
     from tui.look.snapshot import Snapshot
 
 
-# -- lines ----------------------------------------------------------------------------------
-# Lines of text around the fields.
-
-
-class Links(Static):
-    """Text with clickable parts, in color."""
-
-    def on_mount(self) -> None:
-        self.auto_links = False
-
-
-def reveal(place: Static, text: str) -> None:
-    """Show a line that takes no room while it is empty."""
-    show(place, text)
-    place.set_class(bool(text), "-shown")
-
-
-def show(place: Static, text: str) -> None:
-    """Update the text if it changed: Textual repaints at every update."""
-    if place.content != text:
-        place.update(text)
-
-
 # -- fit ------------------------------------------------------------------------------------
 # Whether the form's job fits: a bar for each chosen GPU, and the same in words.
 

@@ -32,6 +32,7 @@ from tui.text.block_text import (
     usable,
 )
 from tui.text.format import Row, Span, bar, left, right
+from tui.widgets.bars import Links
 from tui.widgets.lines import Lines, PickList
 from tui.widgets.size_classes import set_size_classes
 
@@ -294,9 +295,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
             yield Static("", id="detect-outcome", markup=False)
             yield Static("", id="detect-cautions", markup=False)
             yield Input(placeholder="class or path", id="detect-search", compact=True)
-            keys = Static("", id="detect-keys")
-            keys.auto_links = False  # Textual would give all links one color
-            yield keys
+            yield Links("", id="detect-keys")
 
     def on_mount(self) -> None:
         self._look(refresh=False)

@@ -16,9 +16,10 @@ from jobs.hub.wanted import ask_sizes, find_missing
 from jobs.machine.engine_tools import Cancelled
 from jobs.service.replay import command_of, launch_facts, script_of
 from tui.form import draft
-from tui.form.beside import FitBars, reveal, show
+from tui.form.beside import FitBars
 from tui.form.fields import FieldRow
 from tui.form.pages import PAGES, PATHS, first_of, page_of
+from tui.widgets.bars import reveal, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -35,6 +35,7 @@ from tui.text.data_text import (
     some,
 )
 from tui.text.format import Row, Span, bar, percent, right
+from tui.widgets.bars import Links
 from tui.widgets.lines import Lines, PickList
 from tui.widgets.size_classes import set_size_classes
 
@@ -420,7 +421,7 @@ class DataScreen(Screen[None]):
         self.pictures = PicturesPanel()
         self.findings = FindingsPanel()
         self.looking = Lines(id="looking")
-        self.key_line = Static("", id="data-keys")
+        self.key_line = Links("", id="data-keys")
 
     def compose(self) -> ComposeResult:
         set_size_classes(self)
@@ -433,7 +434,6 @@ class DataScreen(Screen[None]):
             yield self.buckets
             yield self.pictures
             yield self.findings
-        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_mount(self) -> None:

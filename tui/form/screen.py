@@ -14,7 +14,7 @@ from textual.widgets import Input, Static
 from jobs.spec.data_tool import NOT_NEEDED
 from jobs.spec.values.spellings import as_list
 from tui.form import draft, files
-from tui.form.beside import FitBars, Links, Preview, reveal, show
+from tui.form.beside import FitBars, Preview
 from tui.form.checks import Checks, Looks
 from tui.form.fields import FieldRow, GpuPicker, users_of
 from tui.form.files import fields_palette, templates_palette
@@ -24,6 +24,7 @@ from tui.form.pages import BLOCKS, PAGES, page_of
 from tui.form.purpose import Earlier
 from tui.form.submission import Submission
 from tui.terminal import clipboard
+from tui.widgets.bars import Links, reveal, show
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from tui.keys.key_table import Key, bindings_of, moving
 from tui.text.checkpoint_text import EMPTY, NEXT, about, age, marks, number, totals, yes_no
 from tui.text.format import BEST, MISSING, Row, Span, bar, cut, left, right, size
 from tui.text.format import number as format_loss
+from tui.widgets.bars import show
 from tui.widgets.lines import Lines, PickList
 from tui.widgets.pane import Pane
 from tui.widgets.questions import ConfirmScreen
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from textual.app import ComposeResult
-    from textual.content import Content
     from textual.widget import Widget
 
     from jobs.queue.store import Job, Store
@@ -229,7 +229,6 @@ class CheckpointsPane(Pane, can_focus=True):
         self._busy = (False, False)  # verifying, exporting
         self._looking = False
         self._log = ReportLog.begin(job.run_dir)
-        self._texts: dict[str, Content | str] = {}
 
     def compose(self) -> ComposeResult:
         yield Static("", id="ckpt-totals", markup=False)
@@ -288,14 +287,8 @@ class CheckpointsPane(Pane, can_focus=True):
         self.job = message.job
         listed = [self._with_verification(checkpoint) for checkpoint in message.listed]
         self._complain("" if listed else EMPTY, harmless=True)
-        self._put("totals", totals(listed, message.free))
+        show(self.query_one("#ckpt-totals", Static), totals(listed, message.free))
         self.panel.update_from(listed)
-
-    def _put(self, name: str, text: Content | str) -> None:
-        """Set a text; unchanged text is not sent to the terminal again."""
-        if self._texts.get(name) != text:
-            self._texts[name] = text
-            self.query_one(f"#ckpt-{name}", Static).update(text)
 
     def _with_verification(self, checkpoint: Listed) -> Listed:
         """Add the result of a verification if the checkpoint has not changed since."""
@@ -310,7 +303,7 @@ class CheckpointsPane(Pane, can_focus=True):
         self._complain(f"! {message.problem}")
 
     def _complain(self, text: str, *, harmless: bool = False) -> None:
-        self._put("problem", text)
+        show(self.query_one("#ckpt-problem", Static), text)
         self.query_one("#ckpt-problem").set_class(harmless, "-harmless")
         self.set_class(bool(text), "-nothing")
         # A hidden list would keep the keyboard focus. Ask the screen, at once: by the time that
@@ -322,7 +315,10 @@ class CheckpointsPane(Pane, can_focus=True):
     @on(CheckpointsPanel.Highlighted)
     def _show_about(self) -> None:
         checkpoint = self.panel.highlighted
-        self._put("about", about(checkpoint, self.panel.listed) if checkpoint is not None else "")
+        show(
+            self.query_one("#ckpt-about", Static),
+            about(checkpoint, self.panel.listed) if checkpoint is not None else "",
+        )
 
     def _show_work(self) -> None:
         """Show the work in progress."""

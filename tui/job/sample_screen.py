@@ -11,6 +11,7 @@ from tui.job.sample_table import Loaded, Loading, Place, about
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.terminal.image import Picture
 from tui.terminal.image_protocol import current
+from tui.widgets.bars import Links
 from tui.widgets.job_actions import OfOneJob
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class SampleScreen(OfOneJob[Place]):
         self.left = Side()
         self.right = Side()
         self.decoder = Loading(self, _LONGEST)
-        self.key_line = Static("", id="sample-keys")
+        self.key_line = Links("", id="sample-keys")
         self._prompt = ""
 
     def compose(self) -> ComposeResult:
@@ -89,7 +90,6 @@ class SampleScreen(OfOneJob[Place]):
         with Horizontal(id="sample-sides"):
             yield self.left
             yield self.right
-        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_mount(self) -> None:

@@ -29,6 +29,7 @@ from tui.keys.key_table import Key, bindings_of
 from tui.terminal.image import Picture
 from tui.terminal.image_protocol import for_many
 from tui.text.format import cut
+from tui.widgets.bars import show
 from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
@@ -278,7 +279,6 @@ class SamplesPane(Pane):
         self.job = job
         self.grid = SampleGrid(for_many())
         self._samples: tuple[Sample, ...] | None = None
-        self._texts = {"sample-about": "", "sample-none": ""}
 
     def compose(self) -> ComposeResult:
         yield Static("", id="sample-none", markup=False)
@@ -291,19 +291,16 @@ class SamplesPane(Pane):
         self._samples = look.samples
         self.set_class(not look.samples, "-none")
         if not look.samples:
-            self._put("sample-none", _EMPTY if _has_prompts(look) else _NO_PROMPTS)
+            show(
+                self.query_one("#sample-none", Static),
+                _EMPTY if _has_prompts(look) else _NO_PROMPTS,
+            )
         self.grid.update_from(look.samples)
 
     @on(SampleGrid.Chosen)
     def show_about(self) -> None:
         sample = self.grid.chosen
-        self._put("sample-about", about(sample) if sample is not None else "")
-
-    def _put(self, name: str, text: str) -> None:
-        """Set a text; unchanged text is not sent to the terminal again."""
-        if self._texts[name] != text:
-            self._texts[name] = text
-            self.query_one(f"#{name}", Static).update(text)
+        show(self.query_one("#sample-about", Static), about(sample) if sample is not None else "")
 
     # -- keys ------------------------------------------------------------------------------
 

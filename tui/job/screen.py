@@ -18,6 +18,7 @@ from tui.job.panes.ranks import RanksPane
 from tui.job.tabs import NAMES, TABS, TabLine, build_pane
 from tui.keys.key_table import Key, bindings_of, line_of, width_of
 from tui.look.job_look import Look, Looker
+from tui.widgets.bars import Links, reveal, show
 from tui.widgets.job_actions import JobActions
 from tui.widgets.job_rows import GLYPHS
 from tui.widgets.pane import Pane
@@ -83,9 +84,8 @@ class JobScreen(JobActions[None]):
         self.look: Look | None = None
         self.looker = Looker(store, job)
         self.tabs = TabLine()
-        self.key_line = Static("", id="job-keys")
+        self.key_line = Links("", id="job-keys")
         self._first_tab = tab if tab in NAMES else NAMES[0]
-        self._texts: dict[str, Content | str] = {}
 
     def compose(self) -> ComposeResult:
         set_size_classes(self)
@@ -93,7 +93,6 @@ class JobScreen(JobActions[None]):
         yield self.tabs
         yield Static("", id="job-problem", markup=False)
         yield Container(id="job-panes")
-        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     async def on_mount(self) -> None:
@@ -126,8 +125,7 @@ class JobScreen(JobActions[None]):
         self.look, self.job = message.look, message.look.job
         self._show_title(self.job)
         problem = message.look.problem
-        self._put("job-problem", f"! {problem}" if problem else "")
-        self.query_one("#job-problem").set_class(bool(problem), "-shown")
+        reveal(self.query_one("#job-problem", Static), f"! {problem}" if problem else "")
         self._update_pane()
 
     def _update_pane(self) -> None:
@@ -146,7 +144,10 @@ class JobScreen(JobActions[None]):
             state=f"{glyph} {job.state}",
             reason="" if job.state is State.RUNNING else " ".join(job.reason.split()),
         )
-        self._put("job-title", title.truncate(max(20, self.size.width - 2), ellipsis=True))
+        show(
+            self.query_one("#job-title", Static),
+            title.truncate(max(20, self.size.width - 2), ellipsis=True),
+        )
 
     @on(Pane.KeysChanged)
     def _show_keys(self) -> None:
@@ -163,13 +164,7 @@ class JobScreen(JobActions[None]):
         reserved = width_of(own)
         line = line_of(keys, width - reserved)
         rest = line_of(own, width)
-        self._put("job-keys", Content.assemble(line, "  " if line.plain else "", rest))
-
-    def _put(self, name: str, text: Content | str) -> None:
-        """Set a text; unchanged text is not sent to the terminal again."""
-        if self._texts.get(name) != text:
-            self._texts[name] = text
-            self.query_one(f"#{name}", Static).update(text)
+        show(self.key_line, Content.assemble(line, "  " if line.plain else "", rest))
 
     # -- tabs ------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
-from textual.widgets import Static
 
 from tui.job.checkpoints import CheckpointsPane
 from tui.job.panes.config import ConfigPane
@@ -15,6 +14,7 @@ from tui.job.panes.logs import LogsPane
 from tui.job.panes.overview import OverviewPane
 from tui.job.panes.plots import PlotsPane
 from tui.job.panes.ranks import RanksPane
+from tui.widgets.bars import Links
 
 if TYPE_CHECKING:
     from textual.events import Resize
@@ -89,12 +89,11 @@ NAMES: Final = tuple(tab.name for tab in TABS)
 _SHORT_BELOW: Final = 96  # columns
 
 
-class TabLine(Static):
+class TabLine(Links):
     """The tabs on one line, clickable; each tab's number is its key."""
 
     def __init__(self) -> None:
         super().__init__("", id="job-tabs")
-        self.auto_links = False  # Textual would give all links one color
         self._shown = ("", 0)
 
     def show(self, active: str) -> None:

@@ -14,6 +14,7 @@ from tui.keys.key_table import bind, key_line
 from tui.log.reader import LogReader
 from tui.log.search import Filter, Finding, place_of
 from tui.terminal.clipboard import copy
+from tui.widgets.bars import Links
 from tui.widgets.job_actions import OfOneJob
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class LogScreen(OfOneJob[int]):
         self.reader = LogReader()
         self.finding = Finding(self.reader, self._tell)
         self.prompt = Input(id="log-input", compact=True)
-        self.key_line = Static("", id="log-keys")
+        self.key_line = Links("", id="log-keys")
         self._first_question = ask
         self._asking = "search"
         self._shown_words: tuple[str, str] | None = None
@@ -204,7 +205,6 @@ class LogScreen(OfOneJob[int]):
         with Horizontal(id="log-prompt"):
             yield Static("", id="log-sign", markup=False)
             yield self.prompt
-        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_mount(self) -> None:

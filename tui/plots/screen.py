@@ -17,6 +17,7 @@ from textual.widgets.selection_list import Selection
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.plots.drawing import MOST_RUNS
 from tui.plots.panel import PlotsPanel
+from tui.widgets.bars import Links
 from tui.widgets.job_actions import OfOneJob
 
 if TYPE_CHECKING:
@@ -168,14 +169,13 @@ class PlotsScreen(OfOneJob[None]):
         super().__init__(job)
         self.store = store
         self.panel = PlotsPanel([job, *others], resting=self._is_covered)
-        self.key_line = Static("", id="plots-keys")
+        self.key_line = Links("", id="plots-keys")
 
     def compose(self) -> ComposeResult:
         yield Static(
             f"plots of job {self.job.id} “{self.job.name}”", id="plots-title", markup=False
         )
         yield self.panel
-        self.key_line.auto_links = False  # Textual would give all links one color
         yield self.key_line
 
     def on_resize(self) -> None:

@@ -1,4 +1,4 @@
-"""The lines at the edges of the screen: title, keys and problems."""
+"""Texts that are painted only when they change; the lines at the edges of the screen."""
 
 from __future__ import annotations
 
@@ -20,6 +20,25 @@ if TYPE_CHECKING:
 
 # Columns of the title's right side and its gap, excluding when all jobs end.
 _LEAST_RIGHT: Final = len("  ● 99 running  ◌ 99 queued  00:00")
+
+
+class Links(Static):
+    """Text with clickable parts, in color."""
+
+    def on_mount(self) -> None:
+        self.auto_links = False  # Textual would give all links one color
+
+
+def reveal(place: Static, text: str) -> None:
+    """Show a line that takes no room while it is empty."""
+    show(place, text)
+    place.set_class(bool(text), "-shown")
+
+
+def show(place: Static, text: Content | str) -> None:
+    """Update the text if it changed: Textual repaints at every update."""
+    if place.content != text:
+        place.update(text)
 
 
 class _Line(Static):

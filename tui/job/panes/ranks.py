@@ -13,6 +13,7 @@ from jobs.run.rundir import PHASES
 from tui.keys.key_table import Key, bindings_of, moving
 from tui.look.snapshot import is_late
 from tui.text.format import MISSING, Span, duration, left, right, size
+from tui.widgets.bars import show
 from tui.widgets.lines import PickList
 from tui.widgets.pane import Pane
 
@@ -191,7 +192,6 @@ class RanksPane(Pane):
     def __init__(self) -> None:
         super().__init__(id="ranks")
         self.list = RankList()
-        self._texts = {"rank-late": "", "rank-about": ""}
 
     def compose(self) -> ComposeResult:
         yield Static("", id="rank-late", markup=False)
@@ -201,7 +201,7 @@ class RanksPane(Pane):
     def update_from(self, look: Look) -> None:
         self.list.update_from(look)
         late = late_words(look.view.ranks, look.t) if look.job.state.active else ""
-        self._put("rank-late", f"! {late}" if late else "")
+        show(self.query_one("#rank-late", Static), f"! {late}" if late else "")
         self.query_one("#rank-late").display = bool(late)
         self._show_about()
 
@@ -209,13 +209,7 @@ class RanksPane(Pane):
     def _show_about(self) -> None:
         rank = self.list.highlighted
         words = about_rank(rank, self.list.ended, self.list.now) if rank is not None else ""
-        self._put("rank-about", words)
-
-    def _put(self, name: str, text: str) -> None:
-        """Set a text; unchanged text is not sent to the terminal again."""
-        if self._texts[name] != text:
-            self._texts[name] = text
-            self.query_one(f"#{name}", Static).update(text)
+        show(self.query_one("#rank-about", Static), words)
 
     def action_go(self, by: int) -> None:
         self.list.go(by)

@@ -10,12 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine import families
-from engine.memory.predict import state_bytes, swaps_of, trained_of
+from engine.memory.predict import state_bytes, trained_of
 from engine.memory.prediction import Parts, Phase
 from engine.memory.tracing import fakes
 from engine.memory.tracing.inputs import largest_encoded, sampled, training_frames
 from engine.memory.tracing.live import Live, rounded
-from engine.memory.walk import Layout, cost_of, swapped_of
+from engine.memory.walk import Layout, cost_of, swapped_of, swaps_of
 from engine.model.files.weights import stored_tensors
 from engine.model.meta_device import parameters_on_meta
 from engine.model.packing import packing_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from engine.memory.prediction import Parts, Phase, Prediction
 from engine.memory.tracing.live import BLOCK, rounded
 from engine.memory.traffic import work_and_traffic
-from engine.memory.walk import Layout, Walk, cost_of, swapped_of
+from engine.memory.walk import Layout, Walk, cost_of, swapped_of, swaps_of
 from engine.model.precision import compute_dtype
 from engine.train.gradients import BUCKET, UNDER_WAY
 from jobs.errors import UserError
@@ -334,11 +334,6 @@ def layout_of(spec: RecipeKeys, ranks: int, strategy: str) -> Layout:
         smaller=0 if isinstance(again, bool) else int(again),
         replicated=replicas > 1,
     )
-
-
-def swaps_of(spec: RecipeKeys, layout: Layout) -> int:
-    """Return the number of blocks that a job swaps to host memory."""
-    return spec.swap_blocks if spec.model_type == "lora" and not layout.shards else 0
 
 
 def trained_of(trace: Trace, layout: Layout) -> list[Trained]:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.memory.tracing.timeline import work_of
-from engine.memory.walk import REDUCED, cost_of, swapped_of
+from engine.memory.walk import REDUCED, cost_of, kept_unit, swapped_of, swaps_of
 from jobs.memory.predicted import WORK_SCHEMA
 from jobs.spec.rules.steps import accumulation_steps
 
@@ -54,7 +54,9 @@ def work_and_traffic(
     share = (group - 1) / group / _share(shards) if again and shards > 1 else 0.0
     replicas = ranks // shards if layout.replicated else 1
     replicated = 2 * _share(replicas) * reduced / shards
-    of_blocks = sum(received.values()) - received[""]  # the root's weights stay
+    # The root's weights stay, and those of the unit that backward begins with.
+    stay = {"", kept_unit(trace.units, layout, reshard=again)}
+    of_blocks = sum(size for name, size in received.items() if name not in stay)
     of_backward = of_blocks * share + reduced * _share(shards)
     whole = sum(
         w.numel * w.stored
@@ -62,7 +64,7 @@ def work_and_traffic(
         for w in unit.weights
         if w.trained and not layout.is_sharded(w)
     )
-    swapped = 0 if layout.shards else swapped_of(trace.units, spec.swap_blocks)[0]
+    swapped = sum(swapped_of(trace.units, swaps_of(spec, layout)).values())
     offloaded = sum(cost.host for cost in costs)
     numel = sum(parameter.numel for parameter in trained)
     updated = numel * (_UPDATE + _CLIP * bool(spec.max_grad_norm)) + 2 * state

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engine.memory.prediction import Parts
     from engine.memory.tracing.model import Unit, Weight
     from engine.memory.tracing.trace import Trace
+    from jobs.spec.job_spec import RecipeKeys
 
 
 # -- sharding -------------------------------------------------------------------------------
@@ -123,6 +124,23 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
     )
 
 
+def order_of(units: Sequence[Unit], layout: Layout) -> list[str]:
+    """Return the FSDP units but the root, ordered as `engine.parallel.sharding` does."""
+    gathered = [unit.name for unit in units if unit.name and cost_of(unit, layout).whole]
+    return sorted(gathered, key=_late)
+
+
+def kept_unit(units: Sequence[Unit], layout: Layout, *, reshard: bool) -> str:
+    """Return the unit that stays gathered for backward, which begins with it; "" for none."""
+    keeps = layout.shards and reshard and not layout.smaller
+    return next(iter(order_of(units, layout)[-1:]), "") if keeps else ""
+
+
+def swaps_of(spec: RecipeKeys, layout: Layout) -> int:
+    """Return the number of blocks that a job swaps to host memory."""
+    return spec.swap_blocks if spec.model_type == "lora" and not layout.shards else 0
+
+
 def swapped_of(units: Sequence[Unit], count: int) -> dict[str, int]:
     """Return the bytes of each swapped block in host memory, in the order of forward.
 
@@ -134,13 +152,13 @@ def swapped_of(units: Sequence[Unit], count: int) -> dict[str, int]:
     chosen = [blocks[place] for place in spread(min(count, len(blocks)), len(blocks))]
     return {
         unit.name: sum(rounded(w.numel * w.stored) for w in unit.weights if not w.lora)
-        for unit in sorted(chosen, key=_in_forward)
+        for unit in sorted(chosen, key=lambda unit: _late(unit.name))
     }
 
 
-def _in_forward(unit: Unit) -> bool:
-    """Order units as in forward: only UNets register their middle block last."""
-    return unit.name.startswith("up_blocks.")
+def _late(name: str) -> bool:
+    """Return whether a block comes after the middle one, which only UNets register last."""
+    return name.startswith("up_blocks.")
 
 
 def _copied(shards: list[tuple[Weight, int]], layout: Layout) -> int:
@@ -188,9 +206,8 @@ class Walk:
 
     def __post_init__(self) -> None:
         self._costs = {unit.name: cost_of(unit, self.layout) for unit in self.trace.units}
-        gathered = [name for name, cost in self._costs.items() if cost.whole and name]
-        # Use the order of `engine.parallel.sharding`: UNets register their middle block last.
-        self._order = sorted(gathered, key=lambda name: name.startswith("up_blocks."))
+        self._order = order_of(self.trace.units, self.layout)
+        self._kept_unit = kept_unit(self.trace.units, self.layout, reshard=self.reshard)
         self._kept = sum(cost.kept_gradients for cost in self._costs.values())
         self._sums = any(cost.gradients for cost in self._costs.values())
         self._reduced = 0  # gradients of shards
@@ -231,7 +248,7 @@ class Walk:
             self._phase = mark.name
             if self._phase != "backward":
                 self._copy(*list(self.swapped)[:1])
-            if self._phase == "sample" and (kept := self._kept_unit()):
+            if self._phase == "sample" and (kept := self._kept_unit):
                 self._gathered[kept] = self._costs[kept].whole  # by the forward before
         elif mark.kind == "end":
             if mark.name == "backward":
@@ -275,15 +292,10 @@ class Walk:
     def _leave(self, name: str, cost: Cost) -> None:
         if not name:
             self._received = 0
-        elif self.reshard and name != self._kept_unit():
+        elif self.reshard and name != self._kept_unit:
             del self._gathered[name]
             self._partial[name] = cost.partial
         self._forwards.append(name)
-
-    def _kept_unit(self) -> str:
-        """Return the unit that stays gathered for backward, which begins with it; "" for none."""
-        keeps = self.layout.shards and self.reshard and not self.layout.smaller
-        return self._order[-1] if keeps and self._order else ""
 
     def _backward(self, name: str, cost: Cost) -> None:
         self._unshard(name, cost)

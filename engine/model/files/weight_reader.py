@@ -191,14 +191,14 @@ class _Reader:
 
     def _buffers(self, device: torch.device) -> _Buffers:
         """Return this thread's buffers for a device."""
-        known: dict[str, _Buffers] = self._own.__dict__.setdefault("buffers", {})
-        if device.type not in known:
+        by_device: dict[str, _Buffers] = self._own.__dict__.setdefault("buffers", {})
+        if device.type not in by_device:
             if device.type == "cuda":
                 # A new thread starts on GPU 0; pinning there would create a context on it for every
                 # rank.
                 torch.cuda.set_device(device)
-            known[device.type] = _Buffers(device)
-        return known[device.type]
+            by_device[device.type] = _Buffers(device)
+        return by_device[device.type]
 
 
 class _Buffers:

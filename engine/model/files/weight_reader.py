@@ -171,7 +171,7 @@ class _Reader:
             part = flat[begin : begin + step]
             chunk = buffers.take(source.dtype)[: part.numel()]
             self._fill(source.file, at + begin * source.dtype.itemsize, chunk)
-            part.copy_(chunk, non_blocking=True)  # waits where it converts
+            part.copy_(chunk, non_blocking=True)  # a GPU also converts it
             buffers.sent()
             if part.dtype is torch.float16 and source.dtype is not torch.float16:
                 _check_finite(part, source)

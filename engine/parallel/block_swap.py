@@ -245,7 +245,7 @@ class _Block:
         there: The same on the device; empty while it is not there.
         here: Whether it is on the device, or being copied.
         stage: "" from the end of backward to the end of forward.
-        copied: Recorded after its copy; None once it has been waited for it.
+        copied: Recorded after its copy; None once the stream that computes waits for it.
     """
 
     module: torch.nn.Module

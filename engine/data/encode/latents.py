@@ -113,8 +113,10 @@ def prepare_latents(
             return None
         return drawn[key][1]()
 
-    with together("latents", len(missing), run) as shared:
+    # An image is written while the next one is encoded: the cache may be on another machine's disk.
+    with together("latents", len(missing), run) as shared, ThreadPoolExecutor(1) as writer:
         vae: Any = None
+        written: Future[None] | None = None
         size = piece_size(len(missing), run.world.size)
         mine = (key for piece in pieces(missing, size, "latents", run) for key in piece)
         for key, pixels in _read_ahead(mine, load):
@@ -122,8 +124,12 @@ def prepare_latents(
                 if vae is None:
                     vae = family.load_vae(run.model_root, torch.float32).to(run.world.device).eval()
                 latents = _encode(family, vae, pixels.to(run.world.device), drawn[key][0])
-                cache.write(key, {"latents": latents})
+                if written is not None:
+                    written.result()
+                written = writer.submit(cache.write, key, {"latents": latents})
             shared.add()
+        if written is not None:
+            written.result()
         if vae is not None:
             watch = Watch({"vae": vae})
             vae = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -498,6 +501,46 @@ class Spoiling:
         return latents * (torch.nan if self._calls == 2 else 1.0)
 
 
+@contextmanager
+def preparing(case: Case, family: Any, root: Path) -> Iterator[Any]:
+    """A job of one rank that prepares its data."""
+    run_dir = RunDir(root / "run")
+    run_dir.create()
+    telemetry = Telemetry(run_dir, 0)
+    world = World(0, 1, torch.device("cpu"), "single", "t")
+    try:
+        yield run_context(case.spec(), run_dir, world, telemetry, family=family)
+    finally:
+        telemetry.close()
+
+
+def test_an_image_is_written_while_the_next_one_is_encoded(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = Case("flux:kontext", toys_root(tmp_path_factory))
+    index, cache = build_index(case.spec()), TensorCache(tmp_path, "latents")
+    family, write, second = Spoiling(case.family), cache.write, threading.Event()
+
+    def encode(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        family._calls += 1
+        if family._calls == 2:
+            second.set()
+        latents: torch.Tensor = case.family.encode_pictures(vae, pixels)
+        return latents
+
+    def written(key: str, tensors: dict[str, torch.Tensor]) -> None:
+        assert second.wait(30)
+        write(key, tensors)
+
+    with (
+        preparing(case, family, tmp_path) as run,
+        patch.object(family, "encode_pictures", encode),
+        patch.object(cache, "write", written),
+    ):
+        prepare_latents(run, cache, index, [(0, 0)])
+    assert len(list(cache.root.rglob("*.safetensors"))) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -509,15 +552,11 @@ def test_what_a_sample_is_conditioned_on_is_named_where_its_latents_are_not_fini
     name: str, said: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     case = Case(name, toys_root(tmp_path_factory))
-    spec = case.spec()
-    index, cache = build_index(spec), TensorCache(tmp_path, "latents")
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.create()
-    telemetry = Telemetry(run_dir, 0)
-    world = World(0, 1, torch.device("cpu"), "single", "t")
-    run = run_context(spec, run_dir, world, telemetry, family=Spoiling(case.family))
-    with pytest.raises(NotFiniteError) as caught:
+    index, cache = build_index(case.spec()), TensorCache(tmp_path, "latents")
+    with (
+        preparing(case, Spoiling(case.family), tmp_path) as run,
+        pytest.raises(NotFiniteError) as caught,
+    ):
         prepare_latents(run, cache, index, [(0, 0)])
-    telemetry.close()
     assert caught.value.message.endswith(f" for {said} {index.samples[0].name}")
     assert len(list(cache.root.rglob("*.safetensors"))) == 1, "that of the sample itself"

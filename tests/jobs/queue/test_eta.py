@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +23,6 @@ from tests.support.tui.made_up_runs import add_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from jobs.queue.store import Job, Store
     from jobs.spec.job_spec import JobSpec
@@ -32,6 +33,13 @@ FULL: dict[str, Any] = {
     "dataset": "/d",
 }
 SAMPLES = {"validation_prompts": ["a", "b", "c", "d"]}
+RECORDING = Path(__file__).with_name("recorded_run.txt")
+RECORDED = (
+    FULL
+    | SAMPLES
+    | {"model_type": "lora", "max_train_steps": 160, "validation_steps": 20}
+    | {"validation_fraction": 0.2, "validation_loss_steps": 20, "checkpointing_steps": 40}
+)
 
 
 @dataclass
@@ -153,6 +161,52 @@ def test_the_time_left_is_right_from_the_second_sampling_on(
     assert looked > 20
     assert worst < 0.15
     assert told_at_least, "as long as no sampling was seen"
+
+
+def recorded_events() -> Iterator[dict[str, Any]]:
+    """Return the events of a run that was recorded, as far as the time left goes by them."""
+    step = 0
+    for line in RECORDING.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        t, kind, *facts = line.split()
+        event: dict[str, Any] = {"t": 1e9 + float(t), "kind": kind}
+        if kind == "start":
+            event |= {"step": 0, "total_steps": RECORDED["max_train_steps"]}
+        elif kind == "step":
+            step += 1
+            event |= {"step": step, "loss": 0.5, "seconds": float(facts[0])}
+        elif kind == "checkpoint":
+            event |= {"step": step, "seconds": float(facts[0])}
+        elif kind == "end":
+            event |= {"step": step, "reason": "completed"}
+        else:
+            event |= {"kind": "phase", "name": kind, "state": facts[0]}
+            event |= {"seconds": float(facts[1])} if facts[0] == "end" else {}
+        yield event
+
+
+def test_of_a_real_run_the_time_left_is_right_but_for_what_the_machine_does(store: Store) -> None:
+    """Others used its two cores too: steps took 0.5 to 1.0 s, the same validation 9 to 15 s."""
+    spec = load_spec(None, RECORDED, ignoring=("pretrained_model_name_or_path", "dataset"))
+    job = add_job(store, state=State.RUNNING, total_steps=160, job_file=dump_spec(spec))
+    events = list(recorded_events())
+    end, samplings, errors = events[-1]["t"], 0, []
+    log = EventLog(job.run_dir.events)
+    with open(log.path, "w", encoding="utf-8") as file:
+        for event in events[:-1]:
+            file.write(json.dumps(event) + "\n")
+            file.flush()
+            log.poll()
+            samplings += (event.get("name"), event.get("state")) == ("sample", "end")
+            if samplings >= 2:
+                at, left = progress(job, log, event["t"]), end - event["t"]
+                assert at.eta is not None
+                assert not at.eta_unknown
+                errors.append(abs(at.eta - left) / max(left, 0.05 * (end - events[0]["t"])))
+    assert samplings == 8
+    assert statistics.median(errors) < 0.15
+    assert max(errors) < 0.20
 
 
 def test_what_a_step_takes_counts_no_phase_between_steps(store: Store) -> None:

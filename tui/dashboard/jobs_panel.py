@@ -378,7 +378,14 @@ class JobsPanel(Lines, can_focus=True):
         lines.append(shown if folded else None)
         for view in () if folded else group.views:
             job = view.job.id
-            row = sweep_row(view, shape, best=job == best, place=places.get(job, ""))
+            row = sweep_row(
+                view,
+                shape,
+                best=job == best,
+                place=places.get(job, ""),
+                expected=self._outlook.jobs.get(job),
+                elsewhere=self._common[0],
+            )
             rows.append((self._mark(job), *row))
             lines.append(job)
 

@@ -12,18 +12,18 @@ from tui.text.format import (
     Row,
     Span,
     bar,
-    duration,
     left,
     number,
     right,
     state_text,
     steps_text,
 )
-from tui.widgets.job_rows import GLYPHS
+from tui.widgets.job_rows import GLYPHS, eta_of, starts_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jobs.service.outlook import Expected
     from tui.look.snapshot import JobView
 
 _LOSS: Final = 8  # columns
@@ -91,7 +91,15 @@ def heading_row(name: str, views: Sequence[JobView], shape: Shape, *, folded: bo
     return row
 
 
-def sweep_row(view: JobView, shape: Shape, *, best: bool, place: str = "") -> Row:
+def sweep_row(
+    view: JobView,
+    shape: Shape,
+    *,
+    best: bool,
+    place: str = "",
+    expected: Expected | None = None,
+    elsewhere: str = "",
+) -> Row:
     """Return the row of a job of a sweep.
 
     Args:
@@ -99,6 +107,8 @@ def sweep_row(view: JobView, shape: Shape, *, best: bool, place: str = "") -> Ro
         shape: The columns.
         best: Whether it has the sweep's lowest validation loss.
         place: Its position in the queue, `2nd`.
+        expected: When it starts and ends.
+        elsewhere: A reason that is shown elsewhere.
     """
     job = view.job
     glyph, role = GLYPHS[job.state]
@@ -107,7 +117,7 @@ def sweep_row(view: JobView, shape: Shape, *, best: bool, place: str = "") -> Ro
         Span(right(str(job.id), shape.id) + " ", "dim"),
         Span(BEST if best else " ", "good"),
         Span(" " + left(label_of(view), shape.label) + " ", "strong" if live or best else ""),
-        *_middle(view, shape.middle, place),
+        *_middle(view, shape.middle, place, expected, elsewhere),
         Span(f" {right(number(view.progress.loss), _LOSS)}"),
         Span(f" {right(number(view.lowest), _LOSS)}", "good" if best else ""),
         Span(f"  {glyph} ", role),
@@ -115,16 +125,18 @@ def sweep_row(view: JobView, shape: Shape, *, best: bool, place: str = "") -> Ro
     )
 
 
-def _middle(view: JobView, room: int, place: str) -> Row:
+def _middle(view: JobView, room: int, place: str, expected: Expected | None, elsewhere: str) -> Row:
     """Return a job's progress, why it waits, or how it ended."""
     job, now = view.job, view.progress
     if job.state is State.QUEUED:
-        words = f"{place} {job.reason or 'starts when the queue allows'}".strip()
-        return (Span(left(words, room), "warn"),)
+        reason = job.reason or "starts when the queue allows"
+        words = [starts_words(expected, reason), "" if reason == elsewhere else reason]
+        text = f"{place} {' · '.join(filter(None, words))}".strip()
+        return (Span(left(text, room), "warn"),)
     if job.state.ended:
         return (Span(left(state_text(job.state, job.reason), room), "dim"),)
     steps = f" {steps_text(now.step, view.total_steps)}"
-    tail = f"{steps}  {duration(now.eta)}" if now.eta is not None else steps
+    tail = f"{steps}  {eta_of(view, expected)}"
     if view.doing and not now.step:
         return (Span(left(view.doing, room), "accent"),)
     length = min(_LONGEST_BAR, room - len(tail))

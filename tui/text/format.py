@@ -39,7 +39,8 @@ def state_text(state: str, reason: str) -> str:
     """Return a job's state and its reason, or only the reason if it begins with the state."""
     if not reason:
         return str(state)
-    return reason if reason.split()[:1] == [state] else f"{state}: {reason}"
+    begins = reason.partition(" ")[0].rstrip(":;,")
+    return reason if begins == state else f"{state}: {reason}"
 
 
 def size(count: float | None) -> str:

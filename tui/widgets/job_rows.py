@@ -187,7 +187,7 @@ def job_row(
     cells = [
         (shape.loss, number(now.loss), ""),
         (shape.pace, pace(now.seconds_per_step), ""),
-        (shape.eta, _eta(view, expected), ""),
+        (shape.eta, eta_of(view, expected), ""),
     ]
     spans += [Span(" " + right(text, width), role) for width, text, role in cells if width]
     spans.append(Span(" " + left(view.where, shape.gpus), "accent" if live else "dim"))
@@ -196,7 +196,7 @@ def job_row(
     return tuple(spans)
 
 
-def _eta(view: JobView, expected: Expected | None) -> str:
+def eta_of(view: JobView, expected: Expected | None) -> str:
     """Return the time left; before the first step, by the average of earlier jobs."""
     now = view.progress
     if now.eta is None and expected is not None and view.job.state.active:

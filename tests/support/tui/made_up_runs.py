@@ -68,6 +68,7 @@ def add_job(
     wanted: int | list[str] | None = None,
     total_steps: int = 200,
     job_file: str = "name: demo\n",
+    sweep: str = "",
 ) -> Job:
     """A job in the given state, brought there through the states that lead to it."""
 
@@ -75,9 +76,10 @@ def add_job(
         run_dir.create()
         run_dir.job_file.write_text(job_file)
 
+    wants = wanted if wanted is not None else (list(gpus) or None)
     job = store.add(
         name=name,
-        terms=Terms(ranks, wanted if wanted is not None else (list(gpus) or None), total_steps),
+        terms=Terms(ranks, wants, total_steps, sweep=sweep),
         run_id=f"run-{name}",
         prepare=prepare,
     )

@@ -18,6 +18,8 @@ from PIL import Image, ImageDraw
 from jobs.machine.gpu import GpuProcess
 from jobs.memory import calibration
 from jobs.queue.states import State
+from jobs.queue.sweeps import short_value
+from jobs.run.events import Validation
 from jobs.run.failure import Cause, Failure, keep_failure
 from jobs.run.rundir import event
 from jobs.spec.file.load import dump_spec, load_spec
@@ -145,6 +147,39 @@ def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
             peak=36 * GIB,
         )
     return cards
+
+
+def make_up_sweep(store: Store) -> None:
+    """Learning rates of one job: two that were good, one that was stopped, two to come."""
+    running = next(job for job in store.all() if job.state is State.RUNNING)
+    spec = load_spec(running.run_dir.job_file)
+    trained = State.COMPLETED, "trained 240 steps"
+    worse = "best validation loss 0.5121 is above the median 0.3943 of 2 others at step 120"
+    runs = (
+        (1e-5, 0.4136, 240, *trained),
+        (3e-5, 0.3519, 240, *trained),
+        (1e-3, 0.5121, 120, State.STOPPED, f"stopped: {worse}"),
+        (1e-4, None, 0, State.QUEUED, "waiting for job 3 on GPU 1"),
+        (3e-4, None, 0, State.QUEUED, "waiting for job 3 on GPU 1"),
+    )
+    for rate, low, steps, state, reason in runs:
+        name = f"cats-lr{short_value(rate)}"
+        own = {"name": name, "sweep": "cats", "learning_rate": rate}
+        text = dump_spec(load_spec(None, spec.to_dict() | own))
+        job = add_job(
+            store,
+            name,
+            state=state,
+            reason=reason,
+            wanted=running.wanted,
+            total_steps=240,
+            job_file=text,
+            sweep="cats",
+        )
+        if low is not None:
+            write_steps(job, steps, seed=steps)
+            append_events(job, Validation(steps // 2, low + 0.03).line())
+            append_events(job, Validation(steps, low).line())
 
 
 def idle_gpus() -> FakeGpus:

@@ -18,7 +18,14 @@ from jobs.memory.fit import Verdict
 from jobs.queue.store import Store
 from tests.support.tui.made_up_fleet import make_up_fleet
 from tests.support.tui.made_up_runs import look_every
-from tests.support.tui.made_up_server import Clock, idle_gpus, look_back, make_up, nobody_starts
+from tests.support.tui.made_up_server import (
+    Clock,
+    idle_gpus,
+    look_back,
+    make_up,
+    make_up_sweep,
+    nobody_starts,
+)
 from tests.support.tui.pilot import driven, rest, until
 from tui.app.app import FsdpTui
 from tui.form.beside import FitBars
@@ -94,6 +101,14 @@ def stopped_twice(app: FsdpTui) -> bool:
     return view is not None and view.job.stop_level >= 2
 
 
+def has_sweep(app: FsdpTui) -> bool:
+    """Whether the dashboard shows a sweep; the first look queues one."""
+    if not app.store.sweeps():
+        make_up_sweep(app.store)
+    app.collector.wake()
+    return sees("★ lr")(app)
+
+
 _NEW: Final = ("n", sees("8 running"))  # drawn before something lies over it
 _COPY: Final = ("D", sees("8 running"))
 _FIND_BATCH: Final = (
@@ -156,6 +171,7 @@ SCENES: Final = (
     Scene("remove-question", ("G", "r"), ("n", "g")),
     Scene("stop", ("x", sees("Stop job")), ("n",)),
     Scene("stop-question", (stopped_twice, "x", sees("Kill job"))),
+    Scene("sweep", (has_sweep, "g"), ()),
     Scene("no-jobs", (), (), jobs=False),
     Scene("no-jobs-new", ("n",), jobs=False),
 )

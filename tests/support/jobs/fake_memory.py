@@ -85,12 +85,15 @@ def work_of(
     forward = round(2 * PARAMETERS * 4608 * tokens)
     gathered = PARAMETERS * 2 * (ranks - 1) // ranks if sharded else 0
     unpacked = PARAMETERS * {"none": 0, "int8": 7, "nf4": 11}.get(job.get("base_precision"), 7)
-    kernels = {"bytes": 10**10 + unpacked, "kernels": 1000, "linked": gathered, "copied": 0}
+    once = {"half": forward, "attention": forward // 4, "kernels": 1000}
+    once |= {"bytes": 10**10 + unpacked}
+    again = {name: round(number * (1 + share)) for name, number in once.items()}
+    moved = {"linked": gathered, "copied": 0}
     return {
         "schema": 1,
         "micro_batches": 1,
-        "forward": kernels | {"half": forward, "attention": forward // 4},
-        "backward": kernels | {"half": round(forward * (1 + share)), "attention": forward // 2},
+        "forward": once | moved,
+        "backward": again | moved,
         "step": {"linked": 8 * trained * (ranks - 1) // ranks, "bytes": 0, "host_bytes": 0},
     }
 

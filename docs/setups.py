@@ -1,0 +1,157 @@
+"""Rank setups of common jobs on common GPUs: the made part of memory-and-estimate.md.
+
+`python docs/setups.py` predicts them, which takes minutes, and keeps the predictions in
+`setups.json`; the table follows from these and from the rates in `jobs/memory/cards.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from jobs.memory.calibration import Calibration  # noqa: E402
+from jobs.memory.estimate import Estimate, place_of  # noqa: E402
+from jobs.memory.predicted import Predicted  # noqa: E402
+from jobs.memory.question import Refused, Server, predict  # noqa: E402
+from jobs.spec.job_spec import JobSpec  # noqa: E402
+from tui.text.estimate_text import better, keys_text, span  # noqa: E402
+
+if TYPE_CHECKING:
+    from jobs.memory.ranking import Ranking, Setup
+
+KEPT: Final = ROOT / "docs" / "setups.json"
+_LORA: Final[dict[str, Any]] = {"model_type": "lora", "lora_rank": 16}
+_FULL: Final[dict[str, Any]] = {"model_type": "full"}
+_USUAL: Final[dict[str, Any]] = {
+    "dataset": ".",
+    "resolution": 1024,
+    "mixed_precision": "bf16",
+    "gradient_checkpointing": True,
+}
+_VALUES: Final = ("strategy", "ranks", "phases", "reserved", "device", "overheads", "work")
+
+# GPU, number, what is trained, and its keys.
+JOBS: Final = (
+    ("4090", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
+    ("4090", 1, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
+    ("3090", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
+    ("a6000", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
+    ("a100-80gb", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
+    ("h100", 8, "FLUX.1 full", _FULL | {"model_family": "flux"}),
+    ("5090", 4, "FLUX.2-dev LoRA", _LORA | {"model_family": "flux2"}),
+    ("h100", 2, "FLUX.2-dev LoRA", _LORA | {"model_family": "flux2"}),
+    ("l40s", 2, "Qwen-Image LoRA", _LORA | {"model_family": "qwen_image"}),
+    ("4090", 2, "SDXL LoRA", _LORA | {"model_family": "sdxl"}),
+    ("a100-80gb", 4, "SDXL full", _FULL | {"model_family": "sdxl"}),
+)
+
+
+class Memory:
+    """Predictions that are kept, or else made and then kept.
+
+    Args:
+        server: Predicts what is not kept; None to refuse it.
+    """
+
+    def __init__(self, server: Server | None = None) -> None:
+        self._server = server
+        self.kept: dict[str, Any] = {}
+        if server is None:
+            self.kept = json.loads(KEPT.read_text(encoding="utf-8"))
+
+    def predict(self, strategy: str, ranks: int, spec: JobSpec) -> Predicted | Refused:
+        """Return a job's prediction."""
+        key = " ".join(
+            (
+                *(spec.model_family, spec.model_type, strategy, str(ranks)),
+                spec.base_precision,
+                str(spec.gradient_checkpointing and spec.gradient_checkpointing_interval),
+                str(spec.swap_blocks),
+            )
+        )
+        if key not in self.kept and self._server is not None:
+            result = predict(spec, self._server, strategy=strategy, ranks=ranks)
+            values = result.values if isinstance(result, Predicted) else {"error": result.error}
+            self.kept[key] = {name: values[name] for name in (*_VALUES, "error") if name in values}
+        values = self.kept.get(key, {"error": f"not kept: {key}"})
+        if "error" in values:
+            return Refused(strategy, ranks, values["error"])
+        more = {"schema": 1, "host": {}, "disk": {}, "notes": []}
+        return Predicted.of(values | more)
+
+
+class _Kept(Estimate):
+    """An estimate whose predictions come from a `Memory`."""
+
+    memory: Memory
+
+    def predict(self, strategy: str, ranks: int, spec: JobSpec | None = None) -> Any:
+        return self.memory.predict(strategy, ranks, spec or self.spec)
+
+
+def rank(card: str, count: int, keys: dict[str, Any], memory: Memory) -> Ranking:
+    """Rank the setups of a job on GPUs of a model.
+
+    Raises:
+        ValueError: It cannot be ranked; says why.
+    """
+    spec = JobSpec.model_validate(_USUAL | keys | {"gpus": count})
+    place = place_of(spec, (), card=card)
+    asked = _Kept(spec, place, Server(), Calibration())
+    asked.memory = memory
+    ranking = asked.ranking()
+    if isinstance(ranking, str):
+        raise ValueError(ranking)
+    return ranking
+
+
+def table() -> str:
+    """Return the table of all jobs."""
+    memory = Memory()
+    rows = [
+        "| GPUs | job | as it is | fastest that fits | why | without its loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for card, count, title, keys in JOBS:
+        ranking = rank(card, count, keys, memory)
+        own, best, exact = ranking.own, ranking.fastest, ranking.exact
+        choice = better(ranking)
+        name = place_of(JobSpec(), (), card=card).rooms[0].name
+        cells = [
+            f"{count} × {name}",
+            title,
+            _cell(own, named=True) + ("" if own.fits else "; does not fit"),
+            "none" if best is None else _cell(best) if choice else "as it is",
+            choice[1] if choice else "",
+            "" if best is None or not best.loses else "nothing fits" if not exact else _cell(exact),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _cell(setup: Setup, *, named: bool = False) -> str:
+    keys = "" if named or not setup.changes else f" (`{keys_text(setup.changes)}`)"
+    seconds = span(setup.seconds.low, setup.seconds.high)
+    lost = f"; {setup.loses}" if setup.loses else ""
+    return f"{seconds} s: {setup.title}{keys}{lost}"
+
+
+def main() -> None:
+    """Predict all jobs again."""
+    server = Server(patience=900)
+    memory = Memory(server)
+    for card, count, title, keys in JOBS:
+        ranking = rank(card, count, keys, memory)
+        print(f"{count} × {card} {title}: {len(ranking.setups)} setups", flush=True)
+        lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(memory.kept.items()))
+        KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    server.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""The seconds of a step: rates, arithmetic, and the ranking of setups."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.machine.gpu import Gpu
+from jobs.memory.calibration import Calibration, read_calibration, record_rate
+from jobs.memory.cards import CARDS, card_named
+from jobs.memory.estimate import Estimate, place_of
+from jobs.memory.fit import CARD_ROOMS, Room, Wires
+from jobs.memory.predicted import Predicted
+from jobs.memory.question import Server
+from jobs.memory.ranking import Ranking, Setup
+from jobs.memory.seconds import card_of, link_of, seconds_of, why_unknown
+from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import JobSpec
+from tests.support.jobs.fake_memory import GIB, predict
+from tui.text.estimate_text import better, ranking_text, seconds_text, span
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# One step of FLUX.1-dev's LoRA of rank 16 at 1024 px, as the engine counts it.
+FLUX: dict[str, dict[str, int]] = {
+    "forward": {
+        "half": 59_502_476_918_784,
+        "attention": 14_872_398_004_224,
+        "bytes": 192_503_786_192,
+        "kernels": 3685,
+    },
+    "backward": {
+        "half": 118_718_264_770_560,
+        "attention": 52_053_393_014_784,
+        "bytes": 402_608_478_248,
+        "kernels": 8348,
+    },
+    "whole": {
+        "half": 59_229_000_000_000,
+        "attention": 37_181_000_000_000,
+        "bytes": 217_000_000_000,
+        "kernels": 4890,
+    },
+}
+
+
+def predicted(backward: str = "backward", linked: int = 0, **changes: Any) -> Predicted:
+    spec = JobSpec(pretrained_model_name_or_path="m", dataset="d", num_processes=2)
+    values = predict(spec.to_dict(), 2, "fsdp2")
+    none = {"linked": linked, "copied": 0}
+    work = {
+        "schema": 1,
+        "micro_batches": 1,
+        "forward": FLUX["forward"] | none,
+        "backward": FLUX[backward] | none,
+        "step": {"linked": 0, "bytes": 2_600_000_000, "host_bytes": 0},
+    }
+    return Predicted.of(values | {"work": work | changes})
+
+
+def seconds(of: Predicted, card: str = "h200", **link: Any) -> Any:
+    return seconds_of(of, CARDS[card], link_of(CARDS[card], (), **link))
+
+
+# -- rates ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA L4", "l4"),
+        ("nvidia_a100-sxm4-80gb", "a100-80gb"),
+        ("rtx_4090", "4090"),
+        ("1g.10gb", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("Quadro RTX 6000", None),
+    ],
+)
+def test_a_card_is_known_by_its_name(name: str, card: str | None) -> None:
+    named = card_named(name)
+    assert (named.key if named else None) == card
+
+
+def test_the_rates_of_cards_hang_together() -> None:
+    for key, card in CARDS.items():
+        assert card_named(key) == card
+        assert CARD_ROOMS[key].total == card.mebibytes << 20
+        assert card.eight in (0, pytest.approx(2 * card.half, rel=0.02))
+        assert card.single < card.half
+        assert card.bandwidth < 10_000 < card.mebibytes
+
+
+def test_links_are_assumed_until_the_driver_or_a_measurement_names_them() -> None:
+    def link(card: str, *wires: Wires, measured: float | None = None) -> tuple[str, bool]:
+        rooms = [Room("GPU", 1, link=wire) for wire in wires]
+        of_card = link_of(CARDS[card], rooms, measured)
+        return of_card.name, of_card.assumed
+
+    assert link("h100") == ("NVLink", True)
+    assert link("3090") == ("PCIe 4 x16", True)
+    assert link("3090", Wires(4, 16), Wires(4, 16)) == ("NVLink", False)
+    assert link("3090", Wires(4, 16), Wires(0, 16)) == ("PCIe 4 x16", False)
+    assert link("h100", Wires(0, 8), Wires(0, 16)) == ("PCIe 5 x8", False)
+    assert link("4090", measured=9e9) == ("PCIe 4 x16, measured", False)
+    narrow, wide = (link_of(CARDS["4090"], [Room("", 1, link=Wires(0, n))]) for n in (8, 16))
+    assert wide.rates == pytest.approx([2 * rate for rate in narrow.rates])
+    measured = link_of(CARDS["4090"], (), 9e9)
+    assert measured.rates[1] < 9e9 < measured.rates[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "card", "why"),
+    [
+        ({}, "4090", ""),
+        ({}, "v100", "no tensor cores for bf16"),
+        ({"mixed_precision": "fp16"}, "v100", ""),
+        ({"context_parallel_size": 2, "num_processes": 2}, "4090", "context parallelism"),
+    ],
+)
+def test_it_says_why_there_are_no_seconds(changes: dict[str, Any], card: str, why: str) -> None:
+    spec = JobSpec.model_validate({"mixed_precision": "bf16"} | changes)
+    said = why_unknown(spec, predicted(), CARDS[card])
+    assert why in said
+    assert bool(said) == bool(why)
+
+
+def test_rates_of_another_gpu_or_version_are_unknown() -> None:
+    assert "24 GB" in str(card_of([CARD_ROOMS["24"]]))
+    assert "GTX 1080" in str(card_of([Room("GPU 0", 1, kind="GTX 1080")]))
+    slowest = card_of([CARD_ROOMS["4090"], CARD_ROOMS["3090"]])
+    assert slowest == CARDS["3090"]
+    old = Predicted.of(dict(predicted().values) | {"work": {"schema": 0}})
+    assert old.work is None
+    assert why_unknown(JobSpec(), old, CARDS["4090"])
+
+
+def test_what_this_machine_measured_replaces_the_table(home: Path) -> None:
+    for rate in (1e9, 9e9):
+        record_rate("link", "NVIDIA GeForce RTX 4090", rate)
+    record_rate("speed", "NVIDIA GeForce RTX 4090", 1.2)
+    record_rate("speed", "NVIDIA GeForce RTX 4090", 50.0)  # of a GPU that did something else
+    record_rate("link", "an unknown GPU", 1e9)
+    calibration = read_calibration()
+    assert (calibration.links, calibration.speeds) == ({"4090": 9e9}, {"4090": 1.2})
+    spec = JobSpec(pretrained_model_name_or_path="m", dataset="d", num_processes=2)
+    gpus = [Gpu(n, f"GPU-{n}", "NVIDIA GeForce RTX 4090", 24 * GIB) for n in range(2)]
+    here = Estimate(spec, place_of(spec, gpus), Server(), calibration)
+    there = Estimate(spec, place_of(spec, (), card="4090"), Server(), calibration)
+    measured, computed = here.seconds(predicted()), there.seconds(predicted())
+    assert not isinstance(measured, str)
+    assert not isinstance(computed, str)
+    assert measured.link.name.endswith("measured")
+    assert measured.high == pytest.approx(1.2 * computed.high)
+
+
+# -- arithmetic ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backward", "measured"),
+    [("backward", 0.826), ("whole", 0.530)],
+    ids=["gradient_checkpointing", "without"],
+)
+def test_the_band_contains_what_an_h200_took(backward: str, measured: float) -> None:
+    """FLUX.1-dev at 1024 px, batch 1 (docs/gpu.md)."""
+    band = seconds(predicted(backward))
+    assert band.low < measured < band.high
+    assert band.high < 1.5 * band.low, "and says something"
+
+
+@given(st.sampled_from(sorted(CARDS)), st.integers(0, 10**11), st.integers(0, 10**11))
+def test_more_to_move_never_takes_less(card: str, linked: int, more: int) -> None:
+    before, after = (seconds(predicted(linked=n), card) for n in (linked, linked + more))
+    assert before.low <= before.high
+    assert (before.low, before.high) <= (after.low, after.high)
+    assert before.low <= before.middle <= before.high
+    alone = sum(high for _, high in after.parts.values())
+    assert max(after.parts[name][0] for name in ("products", "links")) <= after.low
+    assert after.high <= alone
+
+
+def test_transfers_hide_behind_computing_and_computing_behind_transfers() -> None:
+    alone = seconds(predicted(), "4090")
+    some, most = (seconds(predicted(linked=n * 10**9), "4090") for n in (1, 100))
+    assert some.low == pytest.approx(alone.low)
+    assert most.low == pytest.approx(most.parts["links"][0], rel=0.01)
+    assert (alone.dominant, most.dominant) == ("products", "links")
+    twice = predicted(micro_batches=2, step={"linked": 0, "bytes": 0, "host_bytes": 0})
+    once = predicted(step={"linked": 0, "bytes": 0, "host_bytes": 0})
+    assert seconds(twice).high == pytest.approx(2 * seconds(once).high)
+
+
+@pytest.mark.parametrize(
+    ("band", "text"),
+    [
+        ((1.91, 2.6), "1.9-2.6"),
+        ((0.41, 0.59), "0.41-0.59"),
+        ((9.7, 14.2), "9.7-14"),
+        ((1, 1), "1.0"),
+    ],
+)
+def test_a_band_has_two_digits(band: tuple[float, float], text: str) -> None:
+    assert span(*band) == text
+
+
+# -- ranking -------------------------------------------------------------------------------
+
+
+class Formula(Estimate):
+    """An estimate that the fake's formula answers at once; counts the questions."""
+
+    asked = 0
+
+    def predict(self, strategy: str, ranks: int, spec: JobSpec | None = None) -> Any:
+        self.asked += 1
+        changed = (spec or self.spec).model_copy(update={"strategy": strategy})
+        return Predicted.of(predict(changed.to_dict(), ranks, strategy))
+
+
+def ranked(card: str, **values: Any) -> tuple[Formula, Ranking]:
+    usual = {"pretrained_model_name_or_path": "m", "dataset": ".", "mixed_precision": "bf16"}
+    spec = load_spec(None, usual | {"gradient_checkpointing": True} | values)
+    asked = Formula(spec, place_of(spec, (), card=card), Server(), Calibration())
+    ranking = asked.ranking()
+    assert not isinstance(ranking, str), ranking
+    return asked, ranking
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    card=st.sampled_from([key for key, card in CARDS.items() if card.bf16]),
+    ranks=st.sampled_from([1, 2, 8]),
+    checkpoints=st.booleans(),
+    base=st.sampled_from(["none", "int8", "nf4"]),
+)
+def test_no_setup_that_fits_is_faster_than_the_first(
+    card: str, ranks: int, checkpoints: bool, base: str
+) -> None:
+    """Against every setup, each predicted: what the bounds leave out is never much faster."""
+    asked, ranking = ranked(
+        card, gpus=ranks, gradient_checkpointing=checkpoints, base_precision=base
+    )
+    questions = asked.asked
+    middles = [setup.seconds.middle for setup in ranking.setups]
+    assert middles == sorted(middles)
+    assert ranking.own in ranking.setups
+    assert questions <= 40
+    best, exact = ranking.fastest, ranking.exact
+    for setup in ranking.setups:
+        changed = {**asked.spec.to_dict(), **setup.changes}
+        assert load_spec(None, changed), "a job file takes the keys"
+        assert bool(setup.loses) == ("base_precision" in setup.changes)
+    for every in _every(asked, ranks):
+        lossless = every.spec.base_precision == base
+        if every.fits and best is not None:
+            assert best.seconds.middle <= every.seconds.middle / 0.94, every.title
+        if every.fits and lossless:
+            assert exact is not None
+            assert exact.seconds.middle <= every.seconds.middle / 0.94, every.title
+
+
+def _every(asked: Formula, ranks: int) -> list[Setup]:
+    bits = {"none": 16, "int8": 8, "nf4": 4}
+    setups = []
+    for strategy in ["single"] if ranks == 1 else ["ddp", "fsdp2"]:
+        for base in (b for b in bits if bits[b] <= bits[asked.spec.base_precision]):
+            for interval in (0, 1, 2, 4):
+                spec = asked.spec.model_copy(
+                    update={
+                        "strategy": strategy,
+                        "base_precision": base,
+                        "gradient_checkpointing": bool(interval),
+                        "gradient_checkpointing_interval": interval or 1,
+                    }
+                )
+                result = asked.predict(strategy, ranks, spec)
+                duration = asked.seconds(result)
+                assert not isinstance(duration, str)
+                setups.append(Setup(spec, {}, result, asked.fit(result), duration))
+    return setups
+
+
+def test_what_is_lost_is_said_beside_what_loses_nothing() -> None:
+    _, ranking = ranked("4090", gpus=2, resolution=512)
+    text = ranking_text(ranking)
+    best = ranking.fastest
+    assert best is not None
+    assert best.title in text.splitlines()[0]
+    for line in text.splitlines():
+        assert ("base" in line.split(";")[0]) <= ("rounded" in line or line.startswith("fast"))
+    assert "s a step (computed)" in seconds_text(ranking)
+    assert "(assumed)" in seconds_text(ranking)
+
+
+def test_where_everything_fits_nothing_is_lost() -> None:
+    asked, ranking = ranked("h200", gpus=2, resolution=512)
+    assert ranking.fastest == ranking.exact
+    assert ranking.fastest is not None
+    assert ranking.fastest.title == "ddp, nothing recomputed"
+    assert asked.asked <= 10, "the others cannot be faster"
+    choice = better(ranking)
+    assert choice is not None
+    setup, why = choice
+    assert setup.changes == {"gradient_checkpointing": False}
+    assert why == "it recomputes fewer blocks"
+
+
+def test_a_strategy_that_fsdp_enable_would_override_is_set_with_it() -> None:
+    _, ranking = ranked("h200", gpus=2, resolution=512, fsdp_enable=True)
+    assert ranking.fastest is not None
+    assert ranking.fastest.changes["fsdp_enable"] is None
+
+
+def test_the_values_are_json() -> None:
+    values = json.loads(json.dumps(seconds(predicted(linked=10**9), "4090").values))
+    assert values["moved"] == 2 * 10**9
+    assert set(values) >= {"low", "high", "dominant", "parts", "link", "link_assumed"}

@@ -22,7 +22,6 @@ from jobs.run.rundir import sync, write_atomic
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
-    from types import TracebackType
 
     import torch
 
@@ -233,12 +232,7 @@ class Writing:
         """Return the export itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close all files and remove the temporary directory."""
         self._opened.close()
 

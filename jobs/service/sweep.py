@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 MOST: Final = 100
 """Jobs that are queued without being asked for twice."""
 _LONGEST_NAME: Final = 64  # characters; as jobs.spec.keys.job has it
-_LONGEST_TAIL: Final = 40
 
 
 # -- what is swept --------------------------------------------------------------------------

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from jobs.spec.keys.data import DataKeys
     from jobs.spec.values.datasets import Dataset
 
-ALPHA: Final = "alpha"
-"""Used in place of a mask's file name if the mask is the image's alpha channel."""
-
 _ASPECT_TOLERANCE: Final = 0.02  # relative difference of aspect ratios that rounding may cause
 
 

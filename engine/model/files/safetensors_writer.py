@@ -18,7 +18,6 @@ from jobs.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     Facts = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # name → dtype and shape
 
@@ -122,12 +121,7 @@ class SafetensorsWriter:
         """Return the writer itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close, or remove the file after an exception."""
         if kind is None:
             self.close()

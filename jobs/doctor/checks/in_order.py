@@ -13,8 +13,7 @@ from jobs.doctor.nvml import ask_driver
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Stages: gather facts for other checks; judge them; measure, which needs the machine to itself.
-_LEARN: Final = 0
+# Stages after gathering facts: judge them; measure, which needs the machine to itself.
 _JUDGE: Final = 1
 _MEASURE: Final = 2
 _DRIVER_HANGS: Final = (

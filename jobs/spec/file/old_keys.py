@@ -81,8 +81,6 @@ FOREIGN: Final = {
     "min_snr_gamma": "set snr_gamma",
 }
 
-OLD_KEYS: Final = (_SHARDING, *RENAMED, *_NEEDLESS, *_REFUSED)
-
 
 @dataclass
 class Translation:

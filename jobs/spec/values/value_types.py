@@ -292,7 +292,6 @@ OptionalBool = Annotated[
     bool | None, BeforeValidator(read_bool), BeforeValidator(spellings.as_none)
 ]
 OptionalText = Annotated[str | None, BeforeValidator(spellings.as_none)]
-TextList = Annotated[list[str], BeforeValidator(read_names)]
 OptionalTextList = Annotated[
     list[str] | None, BeforeValidator(read_names), BeforeValidator(spellings.as_none)
 ]

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 # The rows of the overview below the glance: setup, memory, files. Pure.
 
 
-_TRACE: Final = 12  # lines of a traceback; the last ones matter
 _BAR: Final = 40
 _NODES: Final = 4  # nodes named
 _BLANK: Final[Row] = ()

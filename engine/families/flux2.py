@@ -140,7 +140,7 @@ class Flux2(Family):
         strength = None
         if transformer.config.guidance_embeds:
             strength = torch.full((len(noisy),), guidance, device=noisy.device)
-        with noisy.device:  # made there: copying them waits
+        with noisy.device:  # created there, since a copy would wait
             text_ids = Flux2Pipeline._prepare_text_ids(embeds)
             image_ids = Flux2Pipeline._prepare_latent_ids(noisy)
             tokens = Flux2Pipeline._pack_latents(noisy)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from jobs.spec.keys.prompts import SampleRequest
 
-# Of all its autoencoders: pixels of a latent cell's side, and frames.
+# A latent cell of all its autoencoders: side in pixels, and frames.
 _SPACE: Final = 32
 _TIME: Final = 8
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from jobs.spec.keys.prompts import SampleRequest
 
-# What the pipeline has Gemma read before a prompt; it has it as a default of its call only.
+# The instruction that the pipeline puts before a prompt: a default argument of its call.
 _INSTRUCTION: Final = (
     signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 )

@@ -208,15 +208,15 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the job's optimizer over the trained parameters (plain, `DTensor`, or both).
 
-    With one group, so that a checkpoint does not depend on which of them are sharded, and another
-    one for text encoders, which may have a learning rate of their own; but for optimizers that have
-    one rate for all.
+    All denoiser parameters are in one group, so that a checkpoint does not depend on which of them
+    are sharded. Text encoders have a second group for their own learning rate, unless the optimizer
+    supports only one rate.
 
     Args:
         spec: The job. `adam_*` hold for all but sgd, lion, adafactor and came.
-        parameters: What is trained; on `device`, or on the CPU under FSDP's offload.
+        parameters: Trained parameters; on `device`, or on the CPU under FSDP's offload.
         device: Where this rank computes.
-        texts: What is trained of text encoders; plain.
+        texts: Trained parameters of text encoders; plain.
 
     Raises:
         UserError: The optimizer's package is missing, or it is wrong on sharded parameters.

@@ -170,7 +170,7 @@ class Judged(NamedTuple):
     step: int
 
     def __str__(self) -> str:
-        """Say how good it is, and where that was measured."""
+        """Return the step, its validation loss, and where that was measured."""
         at = f", measured at step {self.measured}" if self.apart else ""
         return f"step {self.step}: validation loss {self.loss:.5g}{at}"
 

@@ -163,7 +163,7 @@ class EventLog:
         loop does between them is in it, and where samples differ in size, each counts as it is.
         """
         recent = self._step_to_step or ([] if self._first_step is None else [self._first_step])
-        # Whichever is more: the steps of a made-up run may all be told at once.
+        # The larger one: a simulated run may report all of its steps at once.
         return max(map(_mean, zip(*recent, strict=True)), default=None)
 
     def usual_seconds(self, phase: str) -> float | None:

@@ -277,7 +277,7 @@ class Forecast:
     def _takes(
         self, jobs: Sequence[Job], asked: Sequence[Job], logs: Mapping[int, EventLog]
     ) -> dict[int, Takes]:
-        """Return how long jobs take that have no step yet, of which one like them ran before."""
+        """Return durations of jobs without a step yet, taken from similar jobs that ran before."""
         if not asked:
             return {}
         began = [job for job in jobs if job.started is not None]

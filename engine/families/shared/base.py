@@ -1,4 +1,4 @@
-"""Defaults that most families share. A family's own module only contains its particularities.
+"""Defaults that most families share. A family's own module contains only what differs.
 
 As much as possible comes from the stock pipeline and the model's own files: classes from
 `model_index.json`, the noise schedule from `scheduler/scheduler_config.json`, statistics of latents

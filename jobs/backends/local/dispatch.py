@@ -239,7 +239,7 @@ def cpu_slots() -> int:
 
 @contextmanager
 def _one_at_a_time(store: Store) -> Iterator[bool]:
-    """Take the queue's lock; False if another process keeps it."""
+    """Take the queue's lock; yield False if another process holds it."""
     with open(store.home / "dispatch.lock", "ab+", buffering=0) as lock:
         free = file_lock.acquire(lock, _QUEUE_IS_FREE_WITHIN)
         if free:

@@ -183,7 +183,7 @@ class Family:
         return self.true_cfg and (takes is None or takes.fit is not None)
 
     def latent_step_of(self, flavour: str | None) -> int:
-        """Sides of a flavour's images are multiples of this, in pixels."""
+        """Return the pixels of which the sides of a flavor's images are multiples."""
         entry = self.flavours.get(flavour or "")
         return (entry.latent_step if entry else None) or self.latent_step
 

@@ -48,7 +48,7 @@ class Flux(PackedFamily):
             self.KOHYA = self.COMFYUI = None
 
     def pipeline_class(self) -> Any:
-        """Control's, also where the model is another that gets inputs for it."""
+        """Return Control's pipeline, also for another model that gets its inputs."""
         return FluxControlPipeline if self._widened else super().pipeline_class()
 
     def lora_targets(self, spec: JobSpec) -> str:

@@ -156,7 +156,7 @@ class HunyuanVideo15(Family):
 def _cut(
     name: str, mask_name: str, text: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The tokens of a text that are not masked, at least one, of `(1, L, D)` and `(1, L)`."""
+    """Return a text's unmasked tokens, at least one, of `(1, L, D)` and `(1, L)`."""
     # The pipeline casts masks to the precision of the text, and bf16 cannot count beyond 256.
     length = max(1, int(mask[0].bool().sum()))
     return {name: text[0, :length].contiguous(), mask_name: mask[0, :length].bool()}

@@ -141,7 +141,7 @@ class Lumina2(Family):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """The pipeline refuses prompts of two lengths, though it predicts for one at a time."""
+        """Pad prompts: the pipeline rejects two lengths, though it predicts one at a time."""
         if negative is not None:
             condition, negative = equal_length(condition, negative)
         return super().sample_arguments(request, condition, negative)

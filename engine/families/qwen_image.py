@@ -61,7 +61,7 @@ class QwenImage(PackedFamily):
     def encode_with_images(
         self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
     ) -> dict[str, torch.Tensor]:
-        """The same; L is that of the prompt, kept to `max_sequence_length`, and of the images."""
+        """Return the same; L counts the prompt, up to `max_sequence_length`, and the images."""
         prompt = _first_tokens(pipeline.tokenizer, prompt, max_sequence_length)
         shown = list(images) if self.pipeline_class() is QwenImageEditPlusPipeline else images[0]
         with image_tokens(pipeline):

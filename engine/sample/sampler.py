@@ -225,7 +225,7 @@ class Prompts(Protocol):
     def prompt(
         self, text: str, *, negative: bool = False, images: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """A prompt, or a negative one, encoded; with the images at these paths, where models do."""
+        """Encode a prompt or negative prompt, with the images at these paths if the model does."""
         ...
 
 
@@ -305,7 +305,7 @@ class Sampler:
         return sample_name(self.numbers[number] if self.numbers else number)
 
     def _number(self, numbers: list[int]) -> int | None:
-        """This rank's image of a round; None where it has none."""
+        """Return this rank's image of a round, or None."""
         place = self.run.world.data_rank
         return numbers[place] if place < len(numbers) else None
 
@@ -316,7 +316,7 @@ class Sampler:
         planned: list[int],
         numbers: list[int],
     ) -> torch.Tensor:
-        """This rank's latents of a round, with as many forwards as the others make.
+        """Return this rank's latents of a round, with as many forwards as on other ranks.
 
         Args:
             studio: The pipeline.
@@ -378,7 +378,7 @@ class Sampler:
     def _texts(
         self, request: SampleRequest
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
-        """The encoded prompt on the device, and the negative one where it has an effect."""
+        """Return the encoded prompt on the device, and the negative one if it has an effect."""
         images, words = request.conditioning, request.negative_prompt
         prompt = self._on_device(self.data.prompt(request.prompt, images=images))
         if not request.guided or words is None:
@@ -391,7 +391,7 @@ class Sampler:
         return {name: tensor[0].to(self.run.world.device) for name, tensor in filled.items()}
 
     def _facts(self, request: SampleRequest, step: int) -> dict[str, Any]:
-        """What an image was made from, as JSON values."""
+        """Return how an image was made, as JSON values."""
         negative, flavour = request.negative_prompt, self.run.spec.model_flavour
         return {
             "prompt": prompt_text(request.prompt, self.run.spec),
@@ -458,7 +458,7 @@ class _Studio:
     def denoise(
         self, request: SampleRequest, condition: Any, negative: Any, pictures: Sequence[Image]
     ) -> torch.Tensor:
-        """The latents of an image, as the pipeline returns them.
+        """Return the latents of an image as the pipeline does.
 
         Args:
             request: The image.
@@ -487,7 +487,7 @@ class _Studio:
             reshard(denoiser)
 
     def develop(self, request: SampleRequest, latents: torch.Tensor) -> list[Image]:
-        """The image of latents, or a video's frames; the VAE is on the device meanwhile.
+        """Decode latents to an image or a video's frames; the VAE is on the device meanwhile.
 
         Whole, as the stock pipeline does it; part by part only where there is no memory for that.
         """

@@ -81,13 +81,13 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint in a directory; None when it is not complete."""
+    """Return the checkpoint in a directory; None if it is incomplete."""
     result = _read(path)
     return result if isinstance(result, Checkpoint) else None
 
 
 def _read(path: Path) -> Checkpoint | str:
-    """The checkpoint in a directory, or why there is none."""
+    """Return the checkpoint in a directory, or why there is none."""
     manifest = read_json(path / MANIFEST)
     if manifest is None:
         return _NO_MANIFEST
@@ -122,13 +122,13 @@ def _is_file_name(name: str) -> bool:
 
 
 def list_checkpoints(run_dir: RunDir) -> list[Checkpoint]:
-    """The complete checkpoints of a run, oldest first. Reads manifests only."""
+    """List a run's complete checkpoints, the oldest first. Reads manifests only."""
     checkpoints = (read_checkpoint(path) for _, path in run_dir.complete_checkpoints())
     return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
 
 def find_checkpoint(run_dir: RunDir, step: int | None, whose: str) -> Checkpoint:
-    """A checkpoint of a run whose file sizes are right; the newest one by default.
+    """Return a checkpoint with correct file sizes; the newest one by default.
 
     Args:
         run_dir: The run.
@@ -176,7 +176,7 @@ class Judged(NamedTuple):
 
     @property
     def measured(self) -> int:
-        """The step at which its loss was measured."""
+        """Return the step at which its loss was measured."""
         return self.step - self.apart
 
     def to_dict(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def find_best(run_dir: RunDir, losses: Sequence[tuple[int, float]], whose: str) 
 
 
 def newest_whole(run_dir: RunDir) -> Checkpoint | None:
-    """The checkpoint that a run resumes from: the newest whose file sizes are right."""
+    """Return the checkpoint that a run resumes from: the newest with correct file sizes."""
     whole = (
         checkpoint
         for checkpoint in reversed(list_checkpoints(run_dir))
@@ -254,7 +254,7 @@ def _there_are(run_dir: RunDir, step: int | None) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of its training (`STATE_FILE`); empty when it cannot be read."""
+    """Return a checkpoint's training state (`STATE_FILE`); empty if it cannot be read."""
     return read_json(path / STATE_FILE) or {}
 
 
@@ -265,7 +265,7 @@ def find_damage(
     share: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] = lambda count: None,
 ) -> str | None:
-    """What is wrong with a checkpoint by its manifest, or None.
+    """Return what is wrong with a checkpoint by its manifest, or None.
 
     Args:
         path: Its directory.
@@ -304,7 +304,7 @@ def find_damage(
 
 
 def sha256(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
@@ -385,7 +385,7 @@ def _free_name(path: Path, word: str) -> Path:
 
 
 def newer(run_dir: RunDir, step: int) -> list[tuple[int, Path]]:
-    """The complete checkpoints of later steps."""
+    """Return the complete checkpoints of later steps."""
     return [(number, path) for number, path in run_dir.complete_checkpoints() if number > step]
 
 

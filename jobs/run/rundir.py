@@ -226,7 +226,7 @@ class RunDir:
         return self.tracking / f"{name}.json"
 
     def tracker_warning(self, name: str) -> Path:
-        """A tracker's warning, which rank 0 reports and removes."""
+        """Return the file of a tracker's warning, which rank 0 reports and removes."""
         return self.tracking / f"{name}.warning"
 
     def tracker_log(self, name: str) -> Path:
@@ -277,7 +277,7 @@ class RunDir:
         return self.logs / "flight_"
 
     def flight(self, rank: int) -> Path:
-        """The flight record as JSON, of a rank that was asked for it."""
+        """Return the file of a rank's flight record as JSON, written on request."""
         return self.logs / f"flight_{rank}.json"
 
     @property

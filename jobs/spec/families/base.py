@@ -168,7 +168,7 @@ class Family:
     shifts_by_tokens: bool = False
 
     def component_of(self, flavour: str | None) -> str:
-        """The denoiser that a flavour trains."""
+        """Return the denoiser that a flavor trains."""
         entry = self.flavours.get(flavour or "")
         return (entry.component if entry else None) or self.component
 
@@ -193,7 +193,7 @@ class Family:
         return (entry.references if entry else None) or self.references
 
     def widened_of(self, flavour: str | None) -> str:
-        """The layer of a flavour that gets inputs for a conditioning image; empty for none."""
+        """Return the layer with inputs for a conditioning image; empty if there is none."""
         entry = self.flavours.get(flavour or "")
         return entry.widened if entry else ""
 
@@ -215,6 +215,6 @@ class Family:
         return takes is not None and takes.seen is not None
 
     def defaults_of(self, flavour: str | None) -> dict[str, Any]:
-        """The keys of a job that have another default with this family and flavour."""
+        """Return the job keys that have another default with this family and flavor."""
         entry = self.flavours.get(flavour or "")
         return {**self.defaults, **(entry.defaults if entry else {})}

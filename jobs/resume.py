@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from jobs.errors import SpecError, UserError
-from jobs.models.find_model import find_model
+from jobs.models.find_model import find_index, find_model
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, key_facts
@@ -407,7 +407,7 @@ def looks_same(first: Path, other: Path) -> bool:
     This holds for a copy on a faster disk. It is not proof: the files of a model that was trained
     further have other sizes only if its precision changed, so callers report the assumption.
     """
-    if read_json(first / "model_index.json") != read_json(other / "model_index.json"):
+    if find_index(first) != find_index(other):
         return False
     parts = [part for part in _DENOISERS if (first / part).is_dir() or (other / part).is_dir()]
     return bool(parts) and all(

@@ -30,8 +30,9 @@ from engine.model.adapters import text_lora
 from engine.model.files import weights
 from engine.model.meta_device import parameters_on_meta
 from jobs.errors import UserError
+from jobs.models.find_model import find_index, index_of
 from jobs.models.model_files import variant_of
-from jobs.run.rundir import read_json
+from jobs.spec.values.hub_names import INDEXES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -202,7 +203,7 @@ def _without_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[st
 
 def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = False) -> Any:
     """Build the stock pipeline around a transformer, without other weights (or components)."""
-    index = read_json(root / INDEX) or {}
+    index = find_index(root) or {}
     absent: dict[str, Any] = {
         name: None
         for name in components_of(index)
@@ -245,8 +246,6 @@ def _quiet() -> Iterator[None]:
 # Copy the components that training does not change from the base model.
 
 
-INDEX: Final = "model_index.json"
-
 _FICLONE: Final = 0x40049409  # ioctl: share the blocks of another file until one of them is written
 _LARGE: Final = 2**20  # bytes; smaller files are copied
 # Other formats of the same weights, which hub repositories often include.
@@ -281,12 +280,12 @@ def read_index(root: Path) -> dict[str, Any]:
     Raises:
         UserError: It cannot be read, or names a component outside the model's folder.
     """
-    index = read_json(root / INDEX)
-    if index is None:
-        raise UserError(f"{root} has no readable {INDEX}", "download the model again")
+    path, index = index_of(root), find_index(root)
+    if path is None or index is None:
+        raise UserError(f"{root} has no readable {INDEXES[0]}", "download the model again")
     for name in components_of(index):
         if name in ("", ".", "..") or "/" in name:  # files could be copied anywhere
-            raise UserError(f"{root}/{INDEX}: {name} is no folder of the model")
+            raise UserError(f"{path}: {name} is no folder of the model")
     return index
 
 
@@ -301,7 +300,8 @@ def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
     Raises:
         UserError: A component that the index names is missing, and pipelines need it.
     """
-    copies = [Copy((root / INDEX).resolve(), INDEX)]
+    path = index_of(root) or root / INDEXES[0]
+    copies = [Copy(path.resolve(), path.name)]
     copies += [
         Copy(path.resolve(), path.name)
         for path in sorted(root.iterdir())
@@ -312,7 +312,7 @@ def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
         if name in absent:
             continue
         if not (root / name).is_dir():
-            raise UserError(f"{root} lacks {name}, listed in its {INDEX}", "download it again")
+            raise UserError(f"{root} lacks {name}, listed in its {path.name}", "download it again")
         paths = [path for path in sorted((root / name).rglob("*")) if path.is_file()]
         if name == trained:
             paths = [
@@ -360,7 +360,7 @@ def write_index_without(names: Iterable[str], index: Mapping[str, Any], director
     changed = {**index, **{name: [None, None] for name in names}}
     if "requires_safety_checker" in changed:
         changed["requires_safety_checker"] = False
-    (directory / INDEX).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+    (directory / INDEXES[0]).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from engine.exports.stock import read_index
 from engine.model.files.weight_files import read_header, stored_tensors
 from jobs.errors import UserError
+from jobs.models.find_model import index_of
 from jobs.paths import expand
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from engine.model.files.weight_files import StoredTensor
 
-INDEX: Final = "model_index.json"
 # Prefixes of a denoiser's weights in files that use its authors' layout.
 _PREFIXES: Final = ("model.diffusion_model.", "diffusion_model.")
 _SECOND: Final = "transformer_2"
@@ -155,7 +155,7 @@ def open_model(place: str) -> Model:
         return _of_file(root)
     if not root.is_dir():
         raise UserError(f"there is no model at {place}")
-    if (root / INDEX).is_file():
+    if index_of(root) is not None:
         return _of_pipeline(root)
     tensors = _checked(stored_tensors(root))
     if not _class_of(root):

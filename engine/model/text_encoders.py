@@ -30,7 +30,9 @@ from engine.model.release import STILL_HELD, Released, Watch, give_back, memory_
 from engine.model.sharded_encoder import UNPACKED, is_quantised, load_encoder, load_encoder_whole
 from engine.ranks.world import available_memory
 from jobs.errors import UserError
+from jobs.models.find_model import index_of, plain_index
 from jobs.run.rundir import read_json, write_atomic
+from jobs.spec.values.hub_names import INDEXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,9 +139,9 @@ def read_entries(root: Path) -> dict[str, tuple[str, str]]:
     Raises:
         UserError: There is no model_index.json, or it cannot be read.
     """
-    path = root / "model_index.json"
+    path = index_of(root) or root / INDEXES[0]
     try:
-        index = json.loads(path.read_text())
+        index = plain_index(json.loads(path.read_text()))
         supplied = {
             config.parent.name: ("transformers", json.loads(config.read_text())["architectures"][0])
             for config in root.glob("text_encoder*/config.json")

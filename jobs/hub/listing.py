@@ -17,23 +17,23 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, get_args
 
 from jobs.hub.trouble import HubError, explain
+from jobs.models.find_model import find_index
 from jobs.models.model_files import variant_of
 from jobs.paths import nearest
-from jobs.run.rundir import read_json
 from jobs.spec.values.dataset_files import (
     CAPTION_SUFFIXES,
     METADATA,
     PICTURE_SUFFIXES,
     VIDEO_SUFFIXES,
 )
-from jobs.spec.values.hub_names import HubName, Kind
+from jobs.spec.values.hub_names import INDEXES, HubName, Kind
 from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
 # Top-level files of a repository: what the model is, and its license.
-_TOP: Final = ("model_index.json", "config.json", "README.md", "LICENSE*", "NOTICE*")
+_TOP: Final = (*INDEXES, "config.json", "README.md", "LICENSE*", "NOTICE*")
 _WEIGHTS: Final = (".safetensors", ".bin")
 # Weights for other libraries, and files that are not part of a pipeline.
 _NEVER: Final = (
@@ -52,14 +52,14 @@ def choose(name: HubName, files: Iterable[str], parts: Collection[str] = ()) -> 
     Args:
         name: The repository.
         files: Paths of all its files.
-        parts: Folders of the pipeline, if its model_index.json was read; otherwise every folder
+        parts: Folders of the pipeline, if its index was read; otherwise every folder
             with a config or a tokenizer counts as a part.
     """
     paths = sorted(path for path in files if not path.startswith("."))
     if name.kind == "dataset":
         return _select_dataset_files(name, paths)
     folders = {str(PurePosixPath(path).parent) for path in paths} - {"."}
-    if "model_index.json" not in paths:
+    if not set(INDEXES) & set(paths):
         folders = {"."} if "config.json" in paths else set()
     elif parts:
         folders &= set(parts)
@@ -149,14 +149,13 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
             if isinstance(file, RepoFile)
         }
         parts: list[str] = []
-        if name.kind == "model" and "model_index.json" in sizes:
+        file = next((index for index in INDEXES if index in sizes), None)
+        if name.kind == "model" and file is not None:
             # This file is small. For a gated model the hub refuses it, but not the listing.
-            index = hf_hub_download(
-                name.repo, "model_index.json", revision=commit, cache_dir=scratch
-            )
+            index = hf_hub_download(name.repo, file, revision=commit, cache_dir=scratch)
             parts = [
                 part
-                for part, entry in (read_json(Path(index)) or {}).items()
+                for part, entry in (find_index(Path(index).parent) or {}).items()
                 if isinstance(entry, list) and all(entry)
             ]
         chosen = choose(name, sizes, parts)

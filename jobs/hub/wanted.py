@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import UserError
 from jobs.hub import fetches
 from jobs.machine.engine_tools import ToolError
+from jobs.models.find_model import find_index
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.values.hub_names import HubName, is_offline
@@ -47,7 +48,7 @@ def _is_complete(name: HubName) -> bool:
         return False
     if name.kind == "dataset":
         return True
-    index = read_json(root / "model_index.json") or {}
+    index = find_index(root) or {}
     parts = [part for part, entry in index.items() if isinstance(entry, list) and all(entry)]
     return bool(index) and all((root / part).is_dir() for part in parts)
 

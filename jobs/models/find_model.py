@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
 from jobs.paths import exists, expand
-from jobs.spec.values.hub_names import HubName
+from jobs.run.rundir import read_json
+from jobs.spec.values.hub_names import INDEXES, HubName
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -177,6 +179,32 @@ def find_model(name_or_path: str) -> Path:
             f"check the path, or run `fsdp-tui fetch {name_or_path}` first",
         )
     raise SpecError(f"no such model directory: {name_or_path}")
+
+
+def index_of(root: Path) -> Path | None:
+    """Return the file that lists a pipeline's components; None for other directories."""
+    return next((root / name for name in INDEXES if exists(root / name)), None)
+
+
+def find_index(root: Path) -> dict[str, Any] | None:
+    """Return a pipeline's index as `plain_index` does; None if there is none, or it is damaged."""
+    path = index_of(root)
+    index = read_json(path) if path is not None else None
+    return None if index is None else plain_index(index)
+
+
+def plain_index(index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an index of either kind in the form of a stock pipeline's.
+
+    Each component is `[library, class]`. Modular blocks also list where to load it from, which is
+    dropped, since its files are in the model's own directory; they may name the class only there.
+    """
+    return {
+        name: entry[2].get("type_hint") or entry[:2]
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)
+        else entry
+        for name, entry in index.items()
+    }
 
 
 def count_parameters(component: Path) -> int | None:

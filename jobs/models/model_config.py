@@ -17,6 +17,7 @@ from jobs.models.find_model import BITS, DamagedError, elements_of, find_model, 
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, get_family
+from jobs.spec.values.hub_names import INDEXES
 from jobs.spec.values.value_types import read_family
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _resolve(text: str) -> tuple[str, dict[str, Any], Path | None]:
     """Return name, config and directory of the model that the user named."""
     path = expand(text)
     if exists(path) and not path.is_dir():
-        if path.name == "model_index.json":
+        if path.name in INDEXES:
             return _resolve(str(path.parent))
         return str(path.absolute()), _read(path), path.parent
     try:

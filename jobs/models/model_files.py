@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
-from jobs.models.find_model import GGUF_HINT, find_damage, find_model
+from jobs.models.find_model import GGUF_HINT, find_damage, find_index, find_model
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.keys.prompts import requests_of
@@ -66,7 +66,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
         SpecError: It is missing, not a diffusers model, incomplete, or of another family.
     """
     root = find_model(spec.pretrained_model_name_or_path)
-    index = read_json(root / "model_index.json")
+    index = find_index(root)
     if index is None:
         raise SpecError(
             f"{root} is not a diffusers model: it has no readable model_index.json",

@@ -16,6 +16,7 @@ import diffusers
 from engine.families.shared import shifts
 from engine.families.shared.latent_statistics import denormalise, normalise
 from jobs.errors import UserError
+from jobs.models.find_model import find_index, index_of
 from jobs.run.rundir import read_json
 from jobs.spec.families import get_family
 
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     from jobs.spec.keys.prompts import SampleRequest
 
 # Name prefixes of pipeline components that encode prompts and images encoded with them.
-_TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
+_TEXT_PARTS: Final = (
+    *("text_encoder", "text_conditioner", "tokenizer", "t5_tokenizer"),
+    *("processor", "image_encoder", "image_processor"),
+)
 
 
 class Family(ABC):
@@ -95,7 +99,7 @@ class Family(ABC):
         self._index: Mapping[str, Any] = {}
         self._schedule: Mapping[str, Any] = {}
         if root is not None:
-            self._index = read_json(root / "model_index.json") or {}
+            self._index = find_index(root) or {}
             self._schedule = read_json(root / "scheduler" / "scheduler_config.json") or {}
 
     # -- classes ---------------------------------------------------------------------------
@@ -205,9 +209,7 @@ class Family(ABC):
         _, name = _parts(root)["vae"]  # never import the library that is named there
         vae_class = getattr(import_module("diffusers"), name, None)
         if vae_class is None:
-            raise UserError(
-                f"{root}/model_index.json: diffusers has no {name}", "download it again"
-            )
+            raise UserError(f"{index_of(root)}: diffusers has no {name}", "download it again")
         return vae_class.from_pretrained(root, subfolder="vae", dtype=dtype)
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -393,7 +395,7 @@ class Family(ABC):
 
 def _parts(root: Path) -> dict[str, tuple[str, str]]:
     """Return library and class of each component that a model has."""
-    index = read_json(root / "model_index.json") or {}
+    index = find_index(root) or {}
     return {
         name: (str(entry[0]), str(entry[1]))
         for name, entry in index.items()

@@ -10,6 +10,9 @@ from typing import Final, Literal
 
 Kind = Literal["model", "dataset"]
 
+INDEXES: Final = ("model_index.json", "modular_model_index.json")
+"""Files that list a pipeline's components: of a stock pipeline, and of modular blocks."""
+
 _WORD: Final = r"[A-Za-z0-9][\w.-]{0,95}"
 _NAME: Final = re.compile(
     rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w.-]+))?(?:/(?P<folder>[^@/][^@]*))?"
@@ -66,7 +69,7 @@ class HubName:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        patterns = ["model_index.json"] if self.kind == "model" else []
+        patterns = list(INDEXES) if self.kind == "model" else []
         try:
             snapshot = snapshot_download(
                 self.repo,

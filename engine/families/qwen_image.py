@@ -15,7 +15,7 @@ from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 from torch.overrides import TorchFunctionMode
 
 from engine.families.shared.lora_names import ComfyUI, Kohya, as_in_diffusers
-from engine.families.shared.packing import PackedFamily, pack, unpack
+from engine.families.shared.packing import OneFrameFamily, PackedFamily, pack, unpack
 from engine.families.shared.references import references_in
 from jobs.errors import UserError
 
@@ -31,7 +31,7 @@ _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 5
 _TOKEN_TYPES: Final = "mm_token_type_ids"
 
 
-class QwenImage(PackedFamily):
+class QwenImage(PackedFamily, OneFrameFamily):
     """Qwen-Image, and Qwen-Image-Edit with one or several conditioning images."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
@@ -66,10 +66,6 @@ class QwenImage(PackedFamily):
         shown = list(images) if self.pipeline_class() is QwenImageEditPlusPipeline else images[0]
         with image_tokens(pipeline):
             return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
-
-    def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """To the VAE, an image is a video of one frame."""
-        return super().encode_pictures(vae, pixels.unsqueeze(2)).squeeze(2)
 
     def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Without a mask that masks nothing, as in the pipeline: faster kernels take none."""
@@ -120,16 +116,6 @@ class QwenImage(PackedFamily):
         if condition:
             arguments["max_sequence_length"] = _LONGEST_TEXT
         return arguments
-
-    def decode(
-        self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
-    ) -> list[Image.Image]:
-        latents = self.denormalise(pipeline.vae, self.unpack(pipeline, latents, request))
-        pixels = pipeline.vae.decode(latents.unsqueeze(2), return_dict=False)[0][:, :, 0]
-        pictures: list[Image.Image] = pipeline.image_processor.postprocess(
-            pixels, output_type="pil"
-        )
-        return pictures
 
 
 def _first_tokens(tokenizer: Any, text: str, most: int) -> str:

@@ -61,26 +61,40 @@ def track_nonfinite(pipeline: Any) -> Iterator[Callable[[], str]]:
         pipeline: From `engine.model.text_encoders`.
 
     Yields:
-        A function that names the encoders with a non-finite output, with their classes; or all of
-        them, if every recorded output was finite.
+        A function that names the encoders that made a non-finite output, with their classes; or all
+        of them, if every recorded output was finite. One that only passes on another's NaN made
+        nothing.
     """
     encoders = models_of(pipeline)
     extremes: dict[str, list[torch.Tensor]] = {}
+    received: dict[str, list[torch.Tensor]] = {}
 
-    def note(name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def note(name: str, module: Any, inputs: Any, named: dict[str, Any], output: Any) -> None:
         # The first output is from the last layer, which propagates the NaNs of earlier layers. The
         # outputs themselves are not kept: hidden states of all layers are hundreds of MB.
         first = output if isinstance(output, torch.Tensor) else output[0]
         extremes.setdefault(name, []).append(torch.stack(first.detach().aminmax()))
+        tensors = [part for part in (*inputs, *named.values()) if isinstance(part, torch.Tensor)]
+        received.setdefault(name, []).extend(
+            tensor.detach().max() for tensor in tensors if tensor.is_floating_point()
+        )
 
     def broken() -> str:
-        names = [name for name, each in extremes.items() if not torch.stack(each).isfinite().all()]
+        names = [
+            name
+            for name, each in extremes.items()
+            if not torch.stack(each).isfinite().all()
+            and not any(most.isnan() for most in received[name])
+        ]
         return " and ".join(
             f"{name} ({type(encoders[name]).__name__.removeprefix(_SHARD)})"
             for name in names or encoders
         )
 
-    hooks = [model.register_forward_hook(partial(note, name)) for name, model in encoders.items()]
+    hooks = [
+        model.register_forward_hook(partial(note, name), with_kwargs=True)
+        for name, model in encoders.items()
+    ]
     try:
         yield broken
     finally:

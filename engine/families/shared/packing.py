@@ -1,4 +1,7 @@
-"""Pack 2×2 cells of latents into one token, as FLUX and its relatives take them."""
+"""Convert latents to the form that a pipeline keeps them in: packed, or a video of one frame.
+
+FLUX and its relatives pack 2×2 cells of latents into one token.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from engine.families.shared.base import Family
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -18,6 +22,23 @@ class PackedFamily(Family):
     def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
         scale = pipeline.vae_scale_factor
         return unpack(latents, request.height // scale, request.width // scale)
+
+
+class OneFrameFamily(Family):
+    """A family of images whose autoencoder is one of videos."""
+
+    def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return super().encode_pictures(vae, pixels.unsqueeze(2)).squeeze(2)
+
+    def decode(
+        self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
+    ) -> list[Image.Image]:
+        latents = self.denormalise(pipeline.vae, self.unpack(pipeline, latents, request))
+        pixels = pipeline.vae.decode(latents.unsqueeze(2), return_dict=False)[0][:, :, 0]
+        pictures: list[Image.Image] = pipeline.image_processor.postprocess(
+            pixels, output_type="pil"
+        )
+        return pictures
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

@@ -167,6 +167,11 @@ class Family:
     trained_shift: ShiftLine | float | None = None
     shifts_by_tokens: bool = False
 
+    @property
+    def modular(self) -> bool:
+        """Whether diffusers has blocks for it, and no stock pipeline."""
+        return self.pipelines[0].endswith("ModularPipeline")
+
     def component_of(self, flavour: str | None) -> str:
         """Return the denoiser that a flavor trains."""
         entry = self.flavours.get(flavour or "")

@@ -89,6 +89,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
     },
     "chroma": {"": "chroma", "hd": "chroma", "base": "chroma"},
     "lumina2": {"": "lumina-2", "2.0": "lumina-2"},
+    "anima": {"": "anima", "base-1.0": "anima-base-1.0"},
     "sana": {
         "": "sana",
         "1.5-1.6b": "sana-1.5-1.6b",
@@ -146,6 +147,7 @@ _IMPLEMENTATIONS: Final = {
     "stable_diffusion": "https://github.com/Stability-AI/generative-models",
     "chroma": "https://huggingface.co/lodestones/Chroma",
     "lumina2": "https://github.com/Alpha-VLLM/Lumina-Image-2.0",
+    "anima": "https://huggingface.co/circlestone-labs/Anima",
     "auraflow": "https://github.com/cloneofsimo/minRF",
     "pixart_sigma": "https://github.com/PixArt-alpha/PixArt-sigma",
     "hidream": "https://github.com/HiDream-ai/HiDream-I1",

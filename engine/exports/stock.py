@@ -282,7 +282,7 @@ def read_index(root: Path) -> dict[str, Any]:
     """
     path, index = index_of(root), find_index(root)
     if path is None or index is None:
-        raise UserError(f"{root} has no readable {INDEXES[0]}", "download the model again")
+        raise UserError(f"{root} has no readable model_index.json", "download the model again")
     for name in components_of(index):
         if name in ("", ".", "..") or "/" in name:  # files could be copied anywhere
             raise UserError(f"{path}: {name} is no folder of the model")
@@ -312,7 +312,7 @@ def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
         if name in absent:
             continue
         if not (root / name).is_dir():
-            raise UserError(f"{root} lacks {name}, listed in its {path.name}", "download it again")
+            raise UserError(f"{root} lacks {name}, listed in its index", "download it again")
         paths = [path for path in sorted((root / name).rglob("*")) if path.is_file()]
         if name == trained:
             paths = [

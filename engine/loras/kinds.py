@@ -47,14 +47,18 @@ _MARKS: Final = tuple(
             r"(layers|(noise|context)_refiner)_\d+_(attention_(qkv|out)|feed_forward)",
             ("z_image", "lumina2"),
         ),
-        (r"^blocks_\d+_(self_attn|ffn|attn[12])_", ("wan",)),
-        (r"^blocks_\d+_(attn|cross_attn_(q|kv)_linear|mlp)", ("pixart_sigma",)),
+        (r"^blocks_\d+_((self|cross)_attn_\w+_proj|mlp_layer\d|adaln_modulation)", ("anima",)),
+        (r"^blocks_\d+_(self_attn_[qkvo](_img)?$|ffn|attn[12]_)", ("wan",)),
+        (r"^blocks_\d+_(attn_|cross_attn_(q|kv)_linear|mlp_fc)", ("pixart_sigma",)),
         (r"^blocks_\d+_cross_attn_[qkvo](_img)?$", ("wan",)),
         (
             r"^transformer_blocks_\d+_(attn[12]_to_|ff_net)",
-            (*_STREAMS, "hunyuanvideo15", "sd3", "ltxvideo", "pixart_sigma", "sana"),
+            (*_STREAMS, "hunyuanvideo15", "sd3", "ltxvideo", "pixart_sigma", "sana", "anima"),
         ),
-        (r"^transformer_blocks_\d+_attn[12]_to_", ("ltxvideo", "pixart_sigma", "sana", "sd3")),
+        (
+            r"^transformer_blocks_\d+_attn[12]_to_",
+            ("ltxvideo", "pixart_sigma", "sana", "sd3", "anima"),
+        ),
         (
             r"(down|up|mid)_blocks?_.*(attentions|resnets|samplers)_"
             r"|(input|output)_blocks_\d+_|middle_block_",

@@ -271,13 +271,17 @@ def with_trigger(spec: DataKeys, prompt: str) -> str:
 
 
 def _usage(spec: RecipeKeys, facts: CardFacts) -> str:
-    lines = ["import torch", "from diffusers import DiffusionPipeline"]
+    modular = get_family(spec.model_family).modular
+    loader, dtype = "ModularPipeline" if modular else "DiffusionPipeline", "torch.bfloat16"
+    lines = ["import torch", f"from diffusers import {loader}"]
     by_peft = facts.weights == PEFT_WEIGHTS
     lines += ["from peft import PeftModel", ""] if by_peft else [""]
     loaded = (facts.base or "path/to/the/base/model") if facts.weights else facts.repo
-    lines.append(
-        f'pipeline = DiffusionPipeline.from_pretrained("{loaded}", torch_dtype=torch.bfloat16)'
-    )
+    if modular:
+        lines.append(f'pipeline = {loader}.from_pretrained("{loaded}")')
+        lines.append(f"pipeline.load_components(torch_dtype={dtype})")
+    else:
+        lines.append(f'pipeline = {loader}.from_pretrained("{loaded}", torch_dtype={dtype})')
     if by_peft:
         component = f"pipeline.{component_of(spec)}"
         lines.append(f'{component} = PeftModel.from_pretrained({component}, "{facts.repo}")')

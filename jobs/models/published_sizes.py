@@ -48,6 +48,7 @@ PARAMETERS: Final[dict[str, int]] = {
     "black-forest-labs/FLUX.2-klein-9B": 9_078_581_248,
     "black-forest-labs/FLUX.2-klein-base-4B": 3_875_544_576,
     "black-forest-labs/FLUX.2-klein-base-9B": 9_078_581_248,
+    "circlestone-labs/Anima-Base-v1.0-Diffusers": 1_956_405_248,
     "fal/AuraFlow-v0.2": 6_842_876_928,
     "fal/AuraFlow-v0.3": 6_858_605_568,
     "hunyuanvideo-community/HunyuanVideo": 12_821_012_544,

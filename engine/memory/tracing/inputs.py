@@ -30,7 +30,7 @@ _CLIP_TOKENS: Final = 77
 _CLIP_PATCHES: Final = 257
 _SEEN_CELL: Final = 28  # pixels per side of a Qwen2.5-VL token
 _AROUND_SEEN: Final = 6  # tokens that delimit and number an image
-_WAN_TEXT: Final = 512  # tokens, for models that see the first frame
+_FIXED_TEXT: Final = 512  # tokens, for Anima, and for Wan's models that see the first frame
 _LARGE: Final = 1024  # scale factor beyond which every rule shrinks an image
 _GLYPHS: Final = 256  # most tokens of the quoted text in a HunyuanVideo 1.5 prompt
 _LLAMA_LAYERS: Final = 32  # of Llama 3.1 8B, which HiDream uses
@@ -191,6 +191,8 @@ def caption_shapes(
             return text("joint_attention_dim") | {"prompt_attention_mask": ((length,), torch.bool)}
         case "lumina2":
             return text("cap_feat_dim") | mask
+        case "anima":
+            return text("text_embed_dim", _FIXED_TEXT)
         case "auraflow":
             return text("joint_attention_dim") | mask
         case "sana" | "pixart_sigma" | "ltxvideo":
@@ -199,7 +201,7 @@ def caption_shapes(
             if not config.get("image_dim"):
                 return text("text_dim")
             seen = {"image_embeds": ((_CLIP_PATCHES, config["image_dim"]), torch.float32)}
-            return text("text_dim", _WAN_TEXT) | seen
+            return text("text_dim", _FIXED_TEXT) | seen
         case "hunyuanvideo":
             return text("text_embed_dim") | pooled(config["pooled_projection_dim"]) | mask
         case "hunyuanvideo15":

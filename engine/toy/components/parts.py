@@ -165,7 +165,7 @@ def save(pipeline: Any, model_dir: Path, dtype: str, **options: Any) -> None:
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             cast(part, getattr(torch, dtype))
-    pipeline.save_pretrained(model_dir, safe_serialization=True, **options)
+    pipeline.save_pretrained(str(model_dir), safe_serialization=True, **options)
 
 
 # -- streams --------------------------------------------------------------------------------

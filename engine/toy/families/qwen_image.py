@@ -45,7 +45,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     tokenizer = build_qwen_tokenizer(parts.captions(), template)
     pipeline = QwenImagePipeline(
         scheduler=build_scheduler(),
-        vae=_build_vae(seed),
+        vae=build_video_vae(seed),
         text_encoder=build_qwen2_5_vl(tokenizer, TEXT_DIM, seed=seed),
         tokenizer=tokenizer,
         transformer=_build_transformer(
@@ -103,7 +103,7 @@ def _build_transformer(seed: int, heads: int, **config: Any) -> QwenImageTransfo
     return transformer
 
 
-def _build_vae(seed: int) -> AutoencoderKLQwenImage:
+def build_video_vae(seed: int) -> AutoencoderKLQwenImage:
     """Random, with the statistics of the latents that it makes of toy images."""
     vae = parts.random_model(
         AutoencoderKLQwenImage, seed=seed, base_dim=8, z_dim=LATENT_CHANNELS, num_res_blocks=1

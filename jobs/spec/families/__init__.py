@@ -56,6 +56,7 @@ _NAMES = (
     "auraflow",
     "pixart_sigma",
     "hidream",
+    "anima",
     "wan",
     "ltxvideo",
     "hunyuanvideo",

@@ -23,6 +23,7 @@ from engine.blocks.build import on_meta
 from engine.diffusion.random_numbers import keyed_generator
 from engine.exports import lora
 from engine.families import load
+from engine.loras.kinds import families_of
 from jobs.errors import UserError
 from jobs.spec.families import FAMILIES
 
@@ -262,6 +263,28 @@ LAYOUTS = {
             },
         ),
     ),
+    "anima": Published(
+        "circlestone-labs--Anima-Base-v1.0-Diffusers",
+        {"num_layers": 1},
+        prefixed(
+            "blocks.0.",
+            {
+                **two_attentions(
+                    2048,
+                    8192,
+                    tuple(
+                        f"{kind}_attn.{part}_proj"
+                        for kind in ("self", "cross")
+                        for part in ("q", "k", "v", "output")
+                    ),
+                    "mlp.layer1",
+                    "mlp.layer2",
+                ),
+                **{f"cross_attn.{part}_proj": (2048, 1024) for part in "kv"},
+            },
+        ),
+        "convert_cosmos_transformer_checkpoint_to_diffusers",
+    ),
     "hidream": Published(
         "HiDream-ai--HiDream-I1-Full",
         ONE_OF_EACH,
@@ -299,6 +322,7 @@ FORMATS = {
             "flux2",
             "qwen_image",
             "wan",
+            "anima",
         ),
         ("diffusers", "kohya"),
     ),
@@ -402,6 +426,16 @@ def test_kohyas_keys_are_the_modules_of_its_scripts(name: str) -> None:
     check_shapes(
         found, {"lora_unet_" + module.replace(".", "_"): shape for module, shape in shapes.items()}
     )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_its_names_tell_whose_a_lora_can_be(name: str) -> None:
+    """In every style: a family without a mark would be taken for none, or for another."""
+    family, layers = load(name), layers_of(name)
+    for style in filter(None, (family.KOHYA, family.COMFYUI)):
+        modules = {key.partition(".lora_")[0] for key in style.convert(layers) if ".lora_" in key}
+        assert name in families_of(modules, {})
+    assert name in families_of({key.partition(".lora_")[0] for key in layers}, {})
 
 
 # What a LoKr's names begin with where several layers of diffusers are one in ComfyUI.

@@ -293,6 +293,9 @@ def test_a_card_says_how_it_was_made_and_nothing_of_where(job_values: dict[str, 
         in card_of_peft
     )
     assert "load_lora_weights" not in card_of_peft
+    of_blocks = write_card(load_spec(None, job_values | values | {"model_family": "anima"}), facts)
+    assert 'ModularPipeline.from_pretrained("black-forest-labs/FLUX.1-dev")\n' in of_blocks
+    assert "pipeline.load_components(torch_dtype=torch.bfloat16)\n" in of_blocks
     for secret in ("/home", "/scratch", "secret", "first.safetensors", str(job_values["dataset"])):
         assert secret not in card
 

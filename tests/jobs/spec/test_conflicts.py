@@ -530,7 +530,7 @@ def test_fp16_is_warned_about_where_it_is_known_to_be_too_narrow(name: str) -> N
         ]
         assert len(warned) == (precision == "fp16" and bool(overflowing))
         assert all(overflowing in text and "use bf16" in text for text in warned)
-    known = {"qwen_image", "sana", "lumina2", "z_image"}
+    known = {"qwen_image", "sana", "lumina2", "z_image", "anima"}
     assert bool(overflowing) is (name in known), "its source is in the family's file"
 
 

@@ -136,6 +136,8 @@ class StubCuda:
             "LD_PRELOAD": ":".join([*first, str(self.library)]),
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": "1",
+            # Torch 2.13 compiles some kernels by Triton, which looks for the real driver.
+            "TORCH_DISABLE_NATIVE_JIT": "1",
         }
         return kept | own | ({} if limit is None else {"CUDA_STUB_BYTES": str(limit)})
 

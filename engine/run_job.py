@@ -25,6 +25,7 @@ from engine.model.base_matmul import settle_matmul
 from engine.model.compiled import compile_blocks
 from engine.model.files import weights
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends
+from engine.model.packing import unpacked_by
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
 from engine.parallel.block_swap import swap_blocks
@@ -188,7 +189,7 @@ def build_model(run: RunContext) -> torch.nn.Module:
         family.transformer_class(), directory, spec, say=telemetry.say
     )
     if note := quantize_layers(model, spec, family, stored):
-        telemetry.say(note)
+        telemetry.say(f"{note}; weights are unpacked by {unpacked_by(world.device)}")
     choose_attention(model, spec)
     activate_flash3(spec)
     if checkpoints_activations(spec):

@@ -13,13 +13,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jobs.spec.values.value_types import BasePrecision
 
 
@@ -28,7 +30,8 @@ _LARGEST_FP8: Final = 448.0
 _LARGEST_INT8: Final = 127.0
 _EXPONENT: Final = 0x7F800000  # these bits of fp32 alone are a power of two
 _SMALLEST: Final = 2.0**-100  # of a row's largest number, so that no scale is zero
-_AT_ONCE: Final = 2**25  # bytes of nf4 that are unpacked together, by indices of 128 MiB
+_AT_ONCE: Final = 2**22  # bytes of nf4 that torch unpacks together, by indices of 16 MiB
+_FIRST: Final = (8, 0)  # compute capability that has bf16
 NF4_BLOCK: Final = 64  # weights that share a scale, along a row
 
 # Quantiles of a normal distribution, scaled to [-1, 1]; zero is among them.
@@ -117,18 +120,34 @@ class Packing:
         scale: torch.Tensor | None,
         codes: torch.Tensor | None,
         dtype: torch.dtype,
+        after: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weight in the compute precision, `(rows, columns)`.
-
-        This takes two to three kernels.
 
         The scale is multiplied in fp32 and the product rounded once.
 
         Args:
             packed: Of `pack`.
             scale: Of `pack`.
-            codes: Of `code_table`, in `dtype`; None where the scheme has none.
+            codes: Of `code_table`; None where the scheme has none.
             dtype: The precision.
+            after: In backward, the gradient that the weight is needed for: a compiled backward
+                unpacks once it has that, and so does not keep the weight from forward on.
+        """
+        if torch.compiler.is_compiling():
+            return unpack_in_graph(packed, scale, codes, dtype, self.scheme, after)
+        return _unpack(self, packed, scale, codes, dtype)
+
+    def unpack_by_torch(
+        self,
+        packed: torch.Tensor,
+        scale: torch.Tensor | None,
+        codes: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Unpack with torch's own kernels: one of fp8, two of int8 and scaled fp8, three of nf4.
+
+        For any device and layout, and what `engine.model.unpack_kernels` is compared with.
         """
         if codes is not None:
             assert scale is not None
@@ -168,6 +187,111 @@ class Packing:
         codes = torch.tensor(NF4_CODES, dtype=torch.float32)
         byte = torch.arange(256)
         return torch.stack([codes[byte >> 4], codes[byte & 15]], dim=1).to(dtype)
+
+
+@torch.library.custom_op(
+    "fsdp_tui::unpack",
+    mutates_args=(),
+    schema="(Tensor packed, Tensor? scale, Tensor? codes, ScalarType dtype, str scheme,"
+    " Tensor? after) -> Tensor",
+)
+def unpack_in_graph(
+    packed: torch.Tensor,
+    scale: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    dtype: torch.dtype,
+    scheme: BasePrecision,
+    after: torch.Tensor | None,
+) -> torch.Tensor:
+    """Unpack as a single operation of a compiled graph.
+
+    AOTAutograd would see that forward and backward unpack the same, and keep the weight in between:
+    a model in bf16, in the end. It does not where backward's depends on a gradient.
+    """
+    return _unpack(Packing(scheme), packed, scale, codes, dtype)
+
+
+@unpack_in_graph.register_fake
+def _(
+    packed: torch.Tensor,
+    scale: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    dtype: torch.dtype,
+    scheme: BasePrecision,
+    after: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, columns = packed.shape
+    return packed.new_empty((rows, columns * Packing(scheme).per_byte), dtype=dtype)
+
+
+def _unpack(
+    packing: Packing,
+    packed: torch.Tensor,
+    scale: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Unpack by one kernel of ours where that can be, else by torch's.
+
+    Not of fp8, for which torch needs one as well, nor of what is no plain tensor: a `DTensor`, or
+    one without memory of the estimate.
+    """
+    if (
+        scale is not None
+        and packed.is_cuda
+        and type(packed) in (torch.Tensor, torch.nn.Parameter)
+        and packed.get_device() == torch.cuda.current_device()
+        and packed.is_contiguous()
+        and scale.is_contiguous()
+        and (kernel := find_kernel(packed.get_device())[0]) is not None
+    ):
+        return kernel(packed, scale, codes, dtype, packing.scheme)
+    return packing.unpack_by_torch(packed, scale, codes, dtype)
+
+
+@cache
+def find_kernel(index: int) -> tuple[Callable[..., torch.Tensor] | None, str]:
+    """Return what unpacks weights on a GPU in one launch, or None and why there is nothing.
+
+    Triton needs a C compiler, Python's headers and a directory for what it compiles: only trying
+    tells. Ranks may differ, since the numbers do not.
+
+    Args:
+        index: Of the current device.
+    """
+    if torch.version.hip or torch.cuda.get_device_capability(index) < _FIRST:
+        return None, "needs an NVIDIA GPU of compute capability 8.0 (Ampere) or later"
+    try:
+        from engine.model.unpack_kernels import unpack
+
+        device = torch.device("cuda", index)
+        return (unpack, "") if _is_equal(unpack, device) else (None, "computes wrong numbers")
+    except Exception as error:  # of Triton, the compiler that it calls, the driver
+        words = str(error).strip().rpartition("\n")[2][:200]
+        return None, f"fails ({type(error).__name__}: {words})"
+
+
+def unpacked_by(device: torch.device) -> str:
+    """Say for the log what unpacks weights on a rank's device."""
+    if device.type != "cuda":
+        return "torch"
+    kernel, why_not = find_kernel(torch.cuda.current_device())
+    return "Triton" if kernel else f"torch, since Triton {why_not}"
+
+
+def _is_equal(kernel: Callable[..., torch.Tensor], device: torch.device) -> bool:
+    """Whether a kernel computes what torch does, of every byte."""
+    packed = torch.arange(256, device=device).to(torch.uint8).expand(3, 256).contiguous()
+    for packing in (Packing("nf4"), Packing("int8"), Packing("fp8_scaled")):
+        _, shape = packing.shapes(3, 256 * packing.per_byte)
+        assert shape is not None
+        scale = torch.linspace(1e-3, 2.0, math.prod(shape), device=device).view(shape)
+        codes = packing.code_table(torch.bfloat16)
+        given: Any = packed, scale, None if codes is None else codes.to(device), torch.bfloat16
+        found, expected = kernel(*given, packing.scheme), packing.unpack_by_torch(*given)
+        if not torch.equal(found.nan_to_num(1.0), expected.nan_to_num(1.0)):
+            return False
+    return True
 
 
 def scaled_product(
@@ -244,8 +368,9 @@ def _look_up(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     weight = torch.empty(rows, 2 * columns, dtype=codes.dtype, device=packed.device)
     step = max(1, _AT_ONCE // columns)
     for begin in range(0, rows, step):
-        indices = packed[begin : begin + step].view(-1).int()
-        torch.index_select(codes, 0, indices, out=weight[begin : begin + step].view(-1, 2))
+        part = slice(begin, begin + step)
+        # Without a name, the indices are gone before the next ones are made.
+        torch.index_select(codes, 0, packed[part].view(-1).int(), out=weight[part].view(-1, 2))
     return weight
 
 

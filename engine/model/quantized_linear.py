@@ -99,7 +99,7 @@ class _Product(torch.autograd.Function):
         packed, scale, codes = ctx.saved_tensors
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = gradient @ ctx.packing.unpack(packed, scale, codes, gradient.dtype)
+            of_x = gradient @ ctx.packing.unpack(packed, scale, codes, gradient.dtype, gradient)
         return of_x, None, None, None, None, None
 
 

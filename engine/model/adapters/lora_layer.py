@@ -203,8 +203,9 @@ class _Adapted(torch.autograd.Function):
         if ctx.needs_input_grad[7]:
             of_b = product(gradient.t(), low, ctx.dtypes[1])
         if ctx.needs_input_grad[0]:
-            dense = _dense(weight, weight_scale, codes, ctx.packing, gradient.dtype)
-            of_x = (gradient @ dense).addmm_(of_low, a)
+            if ctx.packing is not None:
+                weight = ctx.packing.unpack(weight, weight_scale, codes, gradient.dtype, gradient)
+            of_x = (gradient @ weight).addmm_(of_low, a)
         return of_x, None, None, None, None, None, of_a, of_b, None, None, None, None
 
 
@@ -215,17 +216,6 @@ def _packed(
     if isinstance(base, QuantizedLinear):
         return base.packing, base.weight_scale, base.codes
     return None, None, None
-
-
-def _dense(
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    codes: torch.Tensor | None,
-    packing: Packing | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return a weight in the compute precision."""
-    return weight if packing is None else packing.unpack(weight, scale, codes, dtype)
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

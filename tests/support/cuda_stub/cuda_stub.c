@@ -200,7 +200,10 @@ error cudaProfilerStop(void) { return cudaSuccess; }
 int cuInit(unsigned flags) { return (void)flags, 0; }
 int cuDriverGetVersion(int *version) { return *version = 13000, 0; }
 int cuDeviceGet(int *d, int ordinal) { return *d = ordinal, 0; }
-int cuDeviceGetAttribute(int *value) { return *value = 0; }
+int cuDeviceGetAttribute(int *value, int attribute) {
+    *value = attribute == 97 ? 232448 : 0; /* CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */
+    return 0;
+}
 int cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active) { return (void)d, *flags = 0, *active = 1, 0; }
 int cuCtxGetCurrent(void **context) { return *context = (void *)1, 0; }
 int cuCtxSetCurrent(void *context) { return (void)context, 0; }
@@ -209,6 +212,26 @@ int cuStreamGetCtx(void *stream, void **context) { return (void)stream, *context
 int cuGetErrorString(int code, const char **text) { return *text = cudaGetErrorString(code), 0; }
 int cuPointerGetAttribute(int *value) { return *value = 0; }
 int cuTensorMapEncodeTiled(void) { return 0; }
+
+/* Triton's: a kernel that it has compiled is known by its name. */
+int cuModuleLoadData(void **module) { return *module = (void *)1, 0; }
+int cuModuleLoad(void **module) { return *module = (void *)1, 0; }
+int cuModuleUnload(void) { return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    (void)module;
+    char *known = *function = strdup(name);
+    __cudaRegisterFunction(NULL, known, NULL, known);
+    return 0;
+}
+int cuFuncGetAttribute(int *value, int attribute) {
+    *value = attribute == 0 ? 1024 : 0; /* CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK */
+    return 0;
+}
+int cuFuncSetAttribute(void) { return 0; }
+int cuFuncSetCacheConfig(void) { return 0; }
+int cuDevicePrimaryCtxRetain(void **context) { return *context = (void *)1, 0; }
+int cuCtxGetLimit(size_t *value) { return *value = 0, 0; }
+int cuCtxSetLimit(void) { return 0; }
 static int refused(void) { return cudaErrorNotSupported; }
 
 error cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, ull flags, int *status) {

@@ -138,6 +138,8 @@ class StubCuda:
             "OMP_NUM_THREADS": "1",
             # Torch 2.13 compiles some kernels by Triton, which looks for the real driver.
             "TORCH_DISABLE_NATIVE_JIT": "1",
+            "TRITON_LIBCUDA_PATH": str(self.library.parent),
+            "TRITON_CACHE_DIR": str(self.library.parent / "triton"),
         }
         return kept | own | ({} if limit is None else {"CUDA_STUB_BYTES": str(limit)})
 

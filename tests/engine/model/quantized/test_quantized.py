@@ -21,12 +21,12 @@ from engine.model.base_matmul import set_scaled
 from engine.model.files import weight_reader, weights
 from engine.model.packing import NF4_CODES, Packing
 from engine.model.quantized_linear import (
-    QuantizedLinear,
     quantize_layers,
     quantized_layers,
 )
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
+from tests.support.engine.quantized import layer_of, some_weight
 from tests.support.engine.toy_jobs import toy_spec
 from tests.support.engine.weights import CPU
 
@@ -36,15 +36,6 @@ if TYPE_CHECKING:
     from jobs.spec.values.value_types import BasePrecision
 
 SCHEMES: tuple[BasePrecision, ...] = ("fp8", "fp8_scaled", "int8", "nf4")
-
-
-def some_weight(rows: int = 24, columns: int = 192) -> torch.Tensor:
-    """Normal, with rows of other sizes and a few outliers."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(rows, columns, generator=generator) * 0.02
-    weight *= torch.logspace(-1, 1, rows).unsqueeze(1)
-    weight[1, 5] = 1.5
-    return weight
 
 
 def unpacked(scheme: BasePrecision, weight: torch.Tensor) -> torch.Tensor:
@@ -109,22 +100,6 @@ def test_rows_that_are_unpacked_apart_are_those_unpacked_together(
 
 
 # The layer
-
-
-def layer_of(
-    scheme: BasePrecision, weight: torch.Tensor, dtype: torch.dtype
-) -> tuple[QuantizedLinear, torch.Tensor]:
-    """A packed layer, and the weight that it computes with."""
-    rows, columns = weight.shape
-    layer = QuantizedLinear(torch.nn.Linear(columns, rows, dtype=dtype), Packing(scheme), dtype)
-    packed, scale = layer.packing.pack(weight)
-    layer.weight.copy_(packed)
-    if scale is not None:
-        assert layer.weight_scale is not None
-        layer.weight_scale.copy_(scale)
-    assert layer.bias is not None
-    layer.bias.requires_grad_(False)
-    return layer, layer.packing.unpack(packed, scale, layer.codes, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

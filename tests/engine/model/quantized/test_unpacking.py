@@ -1,0 +1,166 @@
+"""How weights are unpacked: by Triton's kernels, within compiled graphs, and by torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+
+from engine.memory.tracing.live import Live
+from engine.model import packing
+from engine.model.packing import Packing
+from tests.support.cuda_stub.stub import REQUIRED_VARIABLE, Unavailable, find_python
+from tests.support.engine.quantized import layer_of, some_weight
+from tests.support.engine.weights import CPU
+from tests.support.paths import ROOT
+
+if TYPE_CHECKING:
+    from jobs.spec.values.value_types import BasePrecision
+
+SCHEMES: tuple[BasePrecision, ...] = ("fp8", "fp8_scaled", "int8", "nf4")
+# Bytes that a weight in bf16 costs: its packed bits, its share of a scale, and itself.
+MOVED = {"nf4": 0.5 + 4 / 64 + 2, "int8": 3, "fp8_scaled": 3}
+
+
+def ask(what: str, **variables: str) -> dict[str, Any]:
+    """What `tests.support.engine.unpacking` prints, run where Triton is."""
+    try:
+        python = find_python()
+    except Unavailable as problem:
+        if os.environ.get(REQUIRED_VARIABLE):
+            pytest.fail(f"{REQUIRED_VARIABLE} is set, but {problem}")
+        pytest.skip(str(problem))
+    done = subprocess.run(
+        [python.path, "-m", "tests.support.engine.unpacking", what],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_kernels_compute_what_torch_does() -> None:
+    """Bit for bit, whatever the bytes, with and without a partial tile."""
+    from tests.support.engine.unpacking import CASES, DTYPES
+
+    found = ask("interpreted", TRITON_INTERPRET="1")
+    assert found == dict.fromkeys(MOVED, CASES * len(DTYPES))
+
+
+@pytest.mark.slow
+def test_kernels_move_each_byte_once() -> None:
+    """And round and keep subnormal numbers as torch does, compiled for Ampere to Blackwell."""
+    from tests.support.engine.unpacking import THREADS
+
+    found = ask("compiled")
+    assert len(found) == 9
+    for name, counts in found.items():
+        scheme = name.split()[0]
+        weights = counts["tile"] * (2 if scheme == "nf4" else 1)
+        assert counts["packed"] * THREADS == counts["tile"], name
+        assert counts["stored"] * THREADS == weights * 2, name
+        moved = (counts["tile"] + 4 * counts["scales"]) / weights + 2
+        assert moved == pytest.approx(MOVED[scheme], rel=2e-3), name
+        assert counts["rounds to nearest"], name
+        assert not counts["flushes subnormal numbers"], name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_compiled_layer_keeps_no_unpacked_weight(scheme: BasePrecision) -> None:
+    """AOTAutograd keeps one that forward and backward unpack alike, as Inductor would run it."""
+    layer, weight = layer_of(scheme, some_weight(), torch.float32)
+    outputs: list[list[Any]] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        (output,) = graph.graph.find_nodes(op="output")
+        outputs.append([node.meta["val"] for node in output.args[0] if node is not None])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    x = torch.randn(5, 192, requires_grad=True)
+    torch._dynamo.reset()
+    out = torch.compile(layer, backend=backend)(x)
+    out.square().sum().backward()
+    forward, backward = outputs
+    kept = [tuple(value.shape) for value in forward[1:] if value.is_floating_point()]
+    assert weight.shape not in kept
+    assert tuple(weight.shape)[::-1] not in kept
+    assert torch.equal(out, torch.nn.functional.linear(x, weight, layer.bias))
+    torch.testing.assert_close(x.grad, 2 * out.detach() @ weight)
+    assert [tuple(value.shape) for value in backward] == [(5, 192)]
+
+
+def test_what_torch_needs_beyond_the_weight_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the memory that is predicted, of torch's kernels, also holds where Triton unpacks."""
+    assert packing._AT_ONCE * 4 == 16 * 2**20
+    monkeypatch.setattr(packing, "_AT_ONCE", 2**10)
+    for scheme in SCHEMES:
+        how = Packing(scheme)
+        given = *how.pack(some_weight(64, 512)), how.code_table(torch.bfloat16)
+        live = Live()
+        for tensor in given:
+            if tensor is not None:
+                live.ignore(tensor)
+        with live:
+            weight = how.unpack_by_torch(*given, torch.bfloat16)
+        assert live.activations == weight.nbytes
+        assert live.most <= weight.nbytes + (4 * 2**10 if scheme == "nf4" else 0)
+
+
+def test_only_what_a_kernel_can_read_is_given_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither fp8, for which torch needs one kernel as well, nor the CPU's, nor other layouts."""
+    given: list[str] = []
+
+    def kernel(*args: Any) -> torch.Tensor:
+        given.append(args[-1])
+        return torch.empty(0)
+
+    monkeypatch.setattr(packing, "find_kernel", lambda index: (kernel, ""))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as a CPU tensor's
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    for scheme in SCHEMES:
+        how = Packing(scheme)
+        packed, scale = how.pack(some_weight())
+        codes = how.code_table(torch.bfloat16)
+        expected = how.unpack(packed, scale, codes, torch.bfloat16)
+        subclass = packed.as_subclass(OnGpu)
+        found = how.unpack(subclass, scale, codes, torch.bfloat16)
+        assert torch.equal(found.as_subclass(torch.Tensor), expected)
+    assert not given
+
+
+def test_a_kernel_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it fails, computes something else or cannot be, torch unpacks, and the log says why."""
+
+    def right(*given: Any) -> torch.Tensor:
+        return Packing(given[-1]).unpack_by_torch(*given[:-1])
+
+    assert packing._is_equal(right, CPU)
+    assert not packing._is_equal(lambda *given: right(*given) + 1, CPU)
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: tuple(capability))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setitem(sys.modules, "engine.model.unpack_kernels", None)
+    gpu = torch.device("cuda", 0)
+    for words in ("fails (ModuleNotFoundError: import of engine", "needs an NVIDIA GPU of compute"):
+        packing.find_kernel.cache_clear()
+        assert packing.find_kernel(0)[0] is None
+        assert packing.unpacked_by(gpu).startswith(f"torch, since Triton {words}")
+        capability[:] = 7, 5
+    packing.find_kernel.cache_clear()
+    assert packing.unpacked_by(CPU) == "torch"

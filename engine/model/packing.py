@@ -288,8 +288,8 @@ def _is_equal(kernel: Callable[..., torch.Tensor], device: torch.device) -> bool
         scale = torch.linspace(1e-3, 2.0, math.prod(shape), device=device).view(shape)
         codes = packing.code_table(torch.bfloat16)
         given: Any = packed, scale, None if codes is None else codes.to(device), torch.bfloat16
-        found, expected = kernel(*given, packing.scheme), packing.unpack_by_torch(*given)
-        if not torch.equal(found.nan_to_num(1.0), expected.nan_to_num(1.0)):
+        unpacked, expected = kernel(*given, packing.scheme), packing.unpack_by_torch(*given)
+        if not torch.equal(unpacked.nan_to_num(1.0), expected.nan_to_num(1.0)):
             return False
     return True
 

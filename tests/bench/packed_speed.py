@@ -4,6 +4,9 @@ A LoRA on a base of the shapes of FLUX.2 (or `--model`), with fewer blocks and r
 one GPU: images a second of forward and backward, and the peak of allocated memory, for each
 `base_precision` and `base_matmul`. No files are needed. The last row of an fp8 base sums as fast as
 the GPU can (`use_fast_accum`), which the engine does not: it says what exact sums cost.
+
+`--unpack` instead times the unpacking of one weight alone, by Triton and by torch: the bytes that
+each has to move, and what that is in GB/s.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters import lora
 from engine.model.base_matmul import set_scaled
 from engine.model.files import weights
+from engine.model.packing import Packing, unpacked_by
 from engine.model.quantized_linear import quantized_layers, weights_per_element
 from jobs.spec.file.load import load_spec
 
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engine.memory.tracing.model import Built, Shape
+    from jobs.spec.values.value_types import BasePrecision
 
 CASES: Final = (
     ("none", ""),
@@ -49,6 +54,14 @@ CASES: Final = (
 )
 
 
+# Bytes that a weight in bf16 costs; see docs/training.md.
+MOVED: Final[dict[BasePrecision, dict[str, float]]] = {
+    "nf4": {"torch": 10.56, "Triton": 2.56},
+    "int8": {"torch": 7, "Triton": 3},
+    "fp8_scaled": {"torch": 7, "Triton": 3},
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", default="flux2")
@@ -59,10 +72,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--unpack", action="store_true")
     asked = parser.parse_args()
     device = torch.device(asked.device)
     if device.type == "cuda":
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if asked.unpack:
+        time_unpacking(device)
+        return
     print(f"{'base_precision':16}{'base_matmul':22}{'images/s':>10}{'peak GiB':>10}", flush=True)
     for precision, matmul in CASES:
         try:
@@ -71,6 +88,30 @@ def main() -> None:
             print(f"{precision:16}{matmul:22}  {str(error).splitlines()[0]}", flush=True)
             continue
         print(f"{precision:16}{matmul:22}{pace:10.3f}{peak / 2**30:10.2f}", flush=True)
+
+
+def time_unpacking(device: torch.device) -> None:
+    """Print how fast a weight of FLUX.1's size becomes bf16, by each of the two."""
+    rows, columns, times = 12288, 3072, 50
+    print(f"{'base_precision':16}{'by':8}{'bytes a weight':>16}{'ms':>10}{'GB/s':>10}")
+    for scheme, moved in MOVED.items():
+        how = Packing(scheme)
+        packed, scale = how.pack(torch.randn(rows, columns, device=device))
+        codes = how.code_table(torch.bfloat16)
+        given = packed, scale, codes if codes is None else codes.to(device), torch.bfloat16
+        for by, run in (("torch", how.unpack_by_torch), ("Triton", how.unpack)):
+            for _ in range(3):
+                run(*given)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(times):
+                run(*given)
+            end.record()
+            end.synchronize()
+            ms = begin.elapsed_time(end) / times
+            speed = moved[by] * rows * columns / ms / 1e6
+            print(f"{scheme:16}{by:8}{moved[by]:16.2f}{ms:10.3f}{speed:10.0f}", flush=True)
+    print(f"Triton: {unpacked_by(device)}")
 
 
 def measure(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.families import load
-from engine.model import base_matmul
+from engine.model import base_matmul, packing
 from engine.model.files import weights
 from engine.model.packing import Packing, round_rows
 from engine.toy import write_toy
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.value_types import BasePrecision
 
 flux = load("flux")
 
@@ -102,15 +103,43 @@ def test_products_in_fp8_are_those_of_dequantized_weights(rows: int) -> None:
     x = torch.randn(rows, 3072, device=gpu, generator=generator).bfloat16()
     bias = torch.randn(12288, device=gpu, generator=generator).bfloat16()
     weight = torch.randn(12288, 3072, device=gpu, generator=generator) * 0.02
-    for packing in (Packing("fp8"), Packing("fp8_scaled")):
-        packed, scale = packing.pack(weight)
-        whole = packing.product(x, packed, scale, None, bias).float()
-        found = replace(packing, scaled=True).product(x, packed, scale, None, bias).float()
+    for how in (Packing("fp8"), Packing("fp8_scaled")):
+        packed, scale = how.pack(weight)
+        whole = how.product(x, packed, scale, None, bias).float()
+        found = replace(how, scaled=True).product(x, packed, scale, None, bias).float()
         rounded, scale_x = round_rows(x)
         exact = rounded.float() * scale_x
-        wanted = exact @ packing.unpack(packed, scale, None, torch.float32).t() + bias.float()
+        wanted = exact @ how.unpack(packed, scale, None, torch.float32).t() + bias.float()
         assert (found - wanted).norm() < 0.005 * wanted.norm(), "the same factors"
         assert 0.005 * whole.norm() < (found - whole).norm() < 0.04 * whole.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["nf4", "int8", "fp8_scaled"])
+def test_weights_are_unpacked_in_one_launch_as_by_torch(
+    scheme: BasePrecision, dtype: torch.dtype
+) -> None:
+    """Bit for bit; of other layouts, and of rows that no vector divides, as well."""
+    kernel, why_not = packing.find_kernel(0)
+    if kernel is None:
+        pytest.skip(f"Triton {why_not}")
+    how = Packing(scheme)
+    codes = how.code_table(dtype)
+    codes = codes if codes is None else codes.cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for rows, columns in ((1, 64), (77, 3072), (3072, 12288), (5, 1088 if codes is None else 1024)):
+        shape, of_scale = how.shapes(rows, columns - (scheme != "nf4"))
+        assert of_scale is not None
+        packed = torch.randint(0, 256, shape, device="cuda", generator=generator).to(torch.uint8)
+        scale = torch.randn(of_scale, device="cuda", generator=generator)
+        expected = how.unpack_by_torch(packed, scale, codes, dtype)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = how.unpack(packed, scale, codes, dtype)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for one in (found, kernel(packed, scale, codes, dtype, scheme)):
+            assert torch.equal(one.nan_to_num(1.0), expected.nan_to_num(1.0))
 
 
 def test_an_fp8_base_trains_with_products_in_fp8(toy: Path, tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def scaled_product(
     rounded, scale_x = round_rows(x)
     if scale is None:
         scale = scale_x.new_ones(len(packed), 1)
-    # Sums in full: fast ones of Hopper keep 14 bits, an error like that of fp8 in long rows.
+    # Sums in full: fast ones of Hopper keep 14 bits, see docs/training.md for what that costs.
     return functional.scaled_mm(
         rounded,
         packed.view(_FP8).t(),
